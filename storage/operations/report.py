@@ -1,8 +1,17 @@
-"""What a save or a load did on one rank, in figures. Times are in seconds from the call."""
+"""What a save or a load did on one rank, in figures. Times are in seconds from the call.
+
+What both reports say of their stages: ``stages`` by name, in the order in which they began;
+``slowest``, the slowest operations of stages that read or write an object, the slowest first;
+``cpu_s``, processor time of this process meanwhile, that of training included; ``peak_nbytes``,
+what chunks took of host memory at most at a time. With ``telemetry="off"`` they are empty.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...core.spans import SlowOperation, StageReport
 
 __all__ = ["LoadReport", "SaveReport"]
 
@@ -21,6 +30,10 @@ class SaveReport:
     durable_s: float
     fenced_s: float = 0.0
     stored_nbytes: int = 0
+    stages: Mapping[str, StageReport] = field(default_factory=dict)
+    slowest: tuple[SlowOperation, ...] = ()
+    cpu_s: float = 0.0
+    peak_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +57,7 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     missing_count: int = 0
     unexpected_count: int = 0
+    stages: Mapping[str, StageReport] = field(default_factory=dict)
+    slowest: tuple[SlowOperation, ...] = ()
+    cpu_s: float = 0.0
+    peak_nbytes: int = 0

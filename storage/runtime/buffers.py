@@ -71,6 +71,11 @@ class HostPool:
     _free: list[HostBuffer] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=new_lock)
 
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of the buffers that are kept for their next use."""
+        return len(self._free) * self.buffer_nbytes
+
     def take(self) -> HostBuffer:
         """A buffer of ``buffer_nbytes`` bytes, of any content."""
         with self._lock:

@@ -1,5 +1,5 @@
 """Runs pipelines: the asyncio shell around the scheduler. It performs the scheduler's instructions
-and reports how they ended, nothing else.
+and reports how they ended. What is recorded where a pipeline runs counts every stage of every job.
 """
 
 from __future__ import annotations
@@ -7,9 +7,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from ...core.aio import wait_out
+from ...core.spans import NOT_COUNTED, NOWHERE, Span, Where, current
 from .scheduler import Budget, Instruction, Release, Scheduler, StageSpec, Start
 
 __all__ = ["Pipeline", "Stage"]
@@ -28,7 +30,7 @@ class Pipeline(Generic[T]):
     """Stages that every job passes through in order, within a budget; see :mod:`.scheduler`.
 
     ``release(job)`` is called exactly once for every job that was started, after its last stage has
-    ended.
+    ended. ``where(job)``: what its stages are about, for what is recorded.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class Pipeline(Generic[T]):
         *,
         drain: bool = True,
         release: Callable[[T], None] = lambda job: None,
+        where: Callable[[T], Where] = lambda job: NOWHERE,
     ) -> None:
         self.stages = stages
         self.budget = budget
         self.drain = drain
         self.release = release
+        self.where = where
 
     async def run(self, jobs: Sequence[T], nbytes: Sequence[int]) -> None:
         """Run all ``jobs``; ``nbytes`` is what each takes of the budget.
@@ -75,6 +79,9 @@ class _Run(Generic[T]):
         self._stages = pipeline.stages
         self._jobs = jobs
         self._release = pipeline.release
+        self._where = pipeline.where
+        self._recorder = current()
+        self._held: dict[int, int] = {}  # by job, the bytes that are recorded as held
         # Tasks that have not had their first step yet, and what they were created for.
         self._pending: dict[asyncio.Task[None], Start] = {}
 
@@ -83,6 +90,8 @@ class _Run(Generic[T]):
         for instruction in instructions:
             if isinstance(instruction, Release):
                 self._release(self._jobs[instruction.job])
+                if self._recorder is not None:
+                    self._recorder.hold(-self._held.pop(instruction.job, 0))
             else:
                 task = asyncio.ensure_future(self._perform(instruction))
                 task.add_done_callback(self._task_ended)
@@ -104,10 +113,21 @@ class _Run(Generic[T]):
         del self._pending[task]
         while start is not None:
             try:
-                await self._stages[start.stage].run(self._jobs[start.job])
+                with self._span(start):
+                    await self._stages[start.stage].run(self._jobs[start.job])
             except BaseException as error:
                 self._keep_first(error)
             start = self._stage_ended(start.job)
+
+    def _span(self, start: Start) -> Span:
+        if self._recorder is None:
+            return NOT_COUNTED
+        where = partial(self._where, self._jobs[start.job])
+        if start.stage == 0:
+            self._held[start.job] = where().nbytes
+            self._recorder.hold(self._held[start.job])
+        waiting = self.scheduler.waiting(start.stage)
+        return self._recorder.span(self._stages[start.stage].name, where, waiting)
 
     def _stage_ended(self, job: int) -> Start | None:
         """Follow the scheduler's instructions at the end of a stage of ``job``. The first start

@@ -98,6 +98,10 @@ class Scheduler:
         """Whether nothing runs, and nothing can start without another event."""
         return not self._running and (self.failed or not any(self._waiting))
 
+    def waiting(self, stage: int) -> int:
+        """How many jobs wait for their turn in ``stage``."""
+        return len(self._waiting[stage])
+
     def submit(self, nbytes: Sequence[int]) -> list[Instruction]:
         """Add one job per entry of ``nbytes``, of that many bytes."""
         first = len(self._nbytes)

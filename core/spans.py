@@ -1,0 +1,305 @@
+"""Where the time of an operation goes: each of its stages is counted and timed while it runs.
+
+A :class:`Recorder` belongs to one operation on one rank, such as a save. While it is
+:func:`recording`, every :func:`span` of the tasks that the operation starts counts in it. Where
+nothing is recorded, a span does nothing. Threads do not inherit what is recorded: what runs there
+is counted by what :func:`counting` returned before.
+
+Of each stage there are sums and a histogram, and of the whole operation the slowest few requests:
+so a recorder takes the same few kilobytes however long an operation is.
+
+Scope: knows neither stages nor storage; names and keys are given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .forks.renewal import new_lock
+from .histogram import BUCKETS, bucket_of, quantile_s
+
+__all__ = [
+    "NOT_COUNTED",
+    "NOWHERE",
+    "Recorder",
+    "SlowOperation",
+    "Span",
+    "StageReport",
+    "Summary",
+    "Where",
+    "count_hedge",
+    "count_retry",
+    "counting",
+    "current",
+    "recording",
+    "span",
+    "waited_for",
+]
+
+SLOWEST = 16
+"""How many of the slowest operations are kept."""
+
+Span = contextlib.AbstractContextManager[None]
+NOT_COUNTED: Span = contextlib.nullcontext()
+"""A span of which nothing is recorded."""
+
+
+class Where(NamedTuple):
+    """What one operation of a stage is about: bytes of an object in storage."""
+
+    key: str = ""
+    offset: int = 0
+    nbytes: int = 0
+
+
+NOWHERE = Where()
+"""Nothing in storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """What one stage did on this rank. Times are in seconds; ``first_s`` and ``last_s`` from the
+    call.
+
+    ``count``: its operations, such as chunks. ``seconds``: of all of them together; ``busy_s``: how
+    long at least one was under way, so at most the time from ``first_s``, the beginning of the
+    first, to ``last_s``, the end of the last. ``queued_max``: how many waited at most for others to
+    end. ``retries`` and ``hedges``: requests that were made again. ``last_rank``: in a round, the
+    rank that was waited for last. ``histogram[i]``: how many took up to ``2**i`` microseconds (of
+    2⁻²⁰ s each)."""
+
+    count: int
+    nbytes: int
+    seconds: float
+    busy_s: float
+    first_s: float
+    last_s: float
+    queued_max: int = 0
+    retries: int = 0
+    hedges: int = 0
+    last_rank: int | None = None
+    histogram: tuple[int, ...] = ()
+
+    def quantile_s(self, part: float) -> float:
+        """So long took ``part`` (0 to 1) of its operations, or less: at most twice too much."""
+        return quantile_s(self.histogram, part)
+
+
+@dataclass(frozen=True, slots=True)
+class SlowOperation:
+    """One operation of a stage: ``nbytes`` from ``offset`` on of the object ``key``. ``began_s`` is
+    in seconds from the call."""
+
+    stage: str
+    key: str
+    offset: int
+    nbytes: int
+    rank: int
+    began_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What was recorded of one operation on one rank. ``stages``: by name, in the order in which
+    they began. ``slowest``: the slowest operations, the slowest first. ``cpu_s``: processor time
+    that this process took from the call on. ``peak_nbytes``: what was held in host memory at most
+    at a time."""
+
+    stages: dict[str, StageReport]
+    slowest: tuple[SlowOperation, ...]
+    cpu_s: float
+    peak_nbytes: int
+
+
+@dataclass(slots=True)
+class _Stage:
+    """The counts of one stage; see :class:`StageReport`. Guarded by the recorder's lock."""
+
+    name: str
+    first_s: float
+    count: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    busy_s: float = 0.0
+    busy_since_s: float = 0.0
+    last_s: float = 0.0
+    running: int = 0
+    queued_max: int = 0
+    retries: int = 0
+    hedges: int = 0
+    last_rank: int | None = None
+    histogram: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+
+    def begin(self, now_s: float, queued: int) -> None:
+        if not self.running:
+            self.busy_since_s = now_s
+        self.running += 1
+        self.queued_max = max(self.queued_max, queued)
+
+    def end(self, now_s: float, seconds: float, nbytes: int) -> None:
+        self.running -= 1
+        if not self.running:
+            self.busy_s += now_s - self.busy_since_s
+        self.last_s = now_s
+        self.count += 1
+        self.nbytes += nbytes
+        self.seconds += seconds
+        self.histogram[bucket_of(seconds)] += 1
+
+    def report(self) -> StageReport:
+        return StageReport(
+            count=self.count,
+            nbytes=self.nbytes,
+            seconds=self.seconds,
+            busy_s=self.busy_s,
+            first_s=self.first_s,
+            last_s=self.last_s,
+            queued_max=self.queued_max,
+            retries=self.retries,
+            hedges=self.hedges,
+            last_rank=self.last_rank,
+            histogram=tuple(self.histogram),
+        )
+
+
+class Recorder:
+    """Counts what one operation does on ``rank``, from now on. Used from any thread."""
+
+    def __init__(self, rank: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rank = rank
+        self._clock = clock
+        self._called_s = clock()
+        self._called_cpu_s = time.process_time()
+        self._lock = new_lock()
+        self._stages: dict[str, _Stage] = {}
+        self._slowest: list[tuple[float, int, SlowOperation]] = []
+        self._slow_ones = 0
+        self._held_nbytes = 0
+        self._peak_nbytes = 0
+
+    def span(
+        self, name: str, where: Callable[[], Where] = lambda: NOWHERE, queued: int = 0
+    ) -> Span:
+        """The body is one operation of the stage ``name``. ``where()`` says at its end what it was
+        about; ``queued``: how many wait at its beginning. The slowest of those that have a key are
+        kept."""
+        return _Span(self, name, where, queued)
+
+    def hold(self, nbytes: int) -> None:
+        """So much more is held in host memory; less, where it is negative."""
+        with self._lock:
+            self._held_nbytes += nbytes
+            self._peak_nbytes = max(self._peak_nbytes, self._held_nbytes)
+
+    def summary(self) -> Summary:
+        """What has ended by now."""
+        with self._lock:
+            stages = {name: stage.report() for name, stage in self._stages.items() if stage.count}
+            slowest = tuple(slow for *_, slow in sorted(self._slowest, reverse=True))
+            cpu_s = time.process_time() - self._called_cpu_s
+            return Summary(stages, slowest, cpu_s, self._peak_nbytes)
+
+    def _begin(self, name: str, queued: int) -> tuple[_Stage, float]:
+        with self._lock:
+            now_s = self._clock() - self._called_s
+            stage = self._stages.get(name)
+            if stage is None:
+                stage = self._stages[name] = _Stage(name, now_s)
+            stage.begin(now_s, queued)
+            return stage, now_s
+
+    def _end(self, stage: _Stage, began_s: float, where: Where) -> None:
+        with self._lock:
+            now_s = self._clock() - self._called_s
+            seconds = now_s - began_s
+            stage.end(now_s, seconds, where.nbytes)
+            if where.key and (len(self._slowest) < SLOWEST or seconds > self._slowest[0][0]):
+                self._keep(SlowOperation(stage.name, *where, self.rank, began_s, seconds))
+
+    def _keep(self, slow: SlowOperation) -> None:
+        self._slow_ones += 1  # of two that took equally long, the first is kept
+        heapq.heappush(self._slowest, (slow.seconds, -self._slow_ones, slow))
+        if len(self._slowest) > SLOWEST:
+            heapq.heappop(self._slowest)
+
+
+class _Span:
+    """See :meth:`Recorder.span`."""
+
+    __slots__ = ("_began_s", "_name", "_queued", "_recorder", "_stage", "_token", "_where")
+
+    def __init__(
+        self, recorder: Recorder, name: str, where: Callable[[], Where], queued: int
+    ) -> None:
+        self._recorder = recorder
+        self._name = name
+        self._where = where
+        self._queued = queued
+
+    def __enter__(self) -> None:
+        self._stage, self._began_s = self._recorder._begin(self._name, self._queued)
+        self._token: Token[_Stage | None] = _current_stage.set(self._stage)
+
+    def __exit__(self, *_: object) -> None:
+        _current_stage.reset(self._token)
+        self._recorder._end(self._stage, self._began_s, self._where())
+
+
+_current_recorder: ContextVar[Recorder | None] = ContextVar("holdfast_recorder", default=None)
+_current_stage: ContextVar[_Stage | None] = ContextVar("holdfast_stage", default=None)
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder | None) -> Iterator[None]:
+    """What the body does, and the tasks that it starts, is recorded; with None, it is not."""
+    token = _current_recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _current_recorder.reset(token)
+
+
+def current() -> Recorder | None:
+    """What records here; None where nothing does."""
+    return _current_recorder.get()
+
+
+def counting(name: str) -> Callable[[Where], Span]:
+    """Begins operations of the stage ``name`` of what is recorded here, also in other threads."""
+    recorder = _current_recorder.get()
+    if recorder is None:
+        return lambda where: NOT_COUNTED
+    return lambda where: recorder.span(name, lambda: where)
+
+
+def span(name: str, where: Where = NOWHERE) -> Span:
+    """The body is one operation of the stage ``name`` of what is recorded here."""
+    return counting(name)(where)
+
+
+def count_retry() -> None:
+    """A request of the operation that is under way here is made again."""
+    stage = _current_stage.get()
+    if stage is not None:
+        stage.retries += 1
+
+
+def count_hedge() -> None:
+    """A request of the operation that is under way here is made twice."""
+    stage = _current_stage.get()
+    if stage is not None:
+        stage.hedges += 1
+
+
+def waited_for(rank: int) -> None:
+    """The operation that is under way here has waited for ``rank`` last."""
+    stage = _current_stage.get()
+    if stage is not None:
+        stage.last_rank = rank

@@ -1,0 +1,146 @@
+"""What is recorded of a save or a load: its recorder, and its lines in the log."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from ...core.spans import Recorder, StageReport, Summary
+from ...errors import UsageError
+from .report import LoadReport, SaveReport
+
+__all__ = [
+    "Telemetry",
+    "check_telemetry",
+    "log_loaded",
+    "log_safely",
+    "log_saved",
+    "recorder_of",
+    "summary_of",
+]
+
+Telemetry = Literal["on", "off"]
+"""Whether a save or a load records where its time goes."""
+
+LONGEST = 3
+"""So many stages are named in the line of a save or a load."""
+
+_log = logging.getLogger(__name__)
+
+
+def check_telemetry(telemetry: object) -> None:
+    """Raises UsageError for unknown values."""
+    if telemetry not in ("on", "off"):
+        raise UsageError(f"telemetry={telemetry!r}", advice='Give "on" or "off".')
+
+
+def recorder_of(telemetry: Telemetry, rank: int) -> Recorder | None:
+    """What records an operation that begins now; None where nothing does."""
+    if telemetry == "off":
+        return None
+    return Recorder(rank)
+
+
+def summary_of(recorder: Recorder | None) -> Summary:
+    """What was recorded up to now."""
+    if recorder is None:
+        return Summary({}, (), 0.0, 0)
+    return recorder.summary()
+
+
+def log_saved(report: SaveReport, step: int | None) -> None:
+    """One line at level INFO, and one for each stage at level DEBUG."""
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    name = "" if step is None else f"step {step}: "
+    _log.info(
+        "%ssaved, %s to %s; captured after %.2f s, fences waited %.1f ms%s",
+        name,
+        _moved(report.nbytes, "from this rank", report.durable_s),
+        report.uri,
+        report.captured_s,
+        report.fenced_s * 1e3,
+        _described(report),
+    )
+    _log_stages(f"{name}saved", report.stages)
+
+
+def log_loaded(report: LoadReport) -> None:
+    """One line at level INFO, and one for each stage at level DEBUG."""
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    _log.info(
+        "loaded, %s of %s; %s read, %s received%s",
+        _moved(report.bytes_wanted, "for this rank", report.seconds),
+        report.uri,
+        _amount(report.bytes_read),
+        _amount(report.bytes_received),
+        _described(report),
+    )
+    _log_stages("loaded", report.stages)
+
+
+def log_safely(log: Callable[..., None], *args: object) -> None:
+    """Call what logs an event. A log handler of the user's that raises does not prevent what comes
+    after it."""
+    try:
+        log(*args)
+    except BaseException:
+        traceback.print_exc()
+
+
+def _moved(nbytes: int, whose: str, seconds: float) -> str:
+    rate = nbytes / max(seconds, 1e-9)
+    return f"{_amount(nbytes)} {whose} in {seconds:.2f} s ({_amount(rate)}/s)"
+
+
+def _described(report: SaveReport | LoadReport) -> str:
+    """The end of the line of a save or a load: what took longest, and what it cost."""
+    if not report.stages:
+        return ""
+    stages = sorted(report.stages.items(), key=lambda item: -item[1].busy_s)
+    longest = ", ".join(_timed(name, stage) for name, stage in stages[:LONGEST])
+    text = f"; longest: {longest}; {report.cpu_s:.2f} s of processor time"
+    text += f", {_amount(report.peak_nbytes)} held at most"
+    again = sum(stage.retries + stage.hedges for stage in report.stages.values())
+    if again:
+        text += f", {again} requests made again"
+    return text
+
+
+def _timed(name: str, stage: StageReport) -> str:
+    if stage.last_rank is None:
+        return f"{name} {stage.busy_s:.2f} s"
+    return f"{name} {stage.busy_s:.2f} s (rank {stage.last_rank} came last)"
+
+
+def _log_stages(what: str, stages: Mapping[str, StageReport]) -> None:
+    if not _log.isEnabledFor(logging.DEBUG):
+        return
+    for name, stage in stages.items():
+        _log.debug(
+            "%s: %s: %d times, %s, from %.3f to %.3f s, busy for %.3f s, half within %.2g s, all "
+            "within %.2g s, at most %d waiting, %d tried again, %d hedged",
+            what,
+            name,
+            stage.count,
+            _amount(stage.nbytes),
+            stage.first_s,
+            stage.last_s,
+            stage.busy_s,
+            stage.quantile_s(0.5),
+            stage.quantile_s(1),
+            stage.queued_max,
+            stage.retries,
+            stage.hedges,
+        )
+
+
+def _amount(nbytes: float) -> str:
+    """In the largest unit of which there is at least one."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} B"

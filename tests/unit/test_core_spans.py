@@ -1,0 +1,206 @@
+"""Spans: what is counted of an operation, by whom, and what it comes to."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+
+import pytest
+
+from holdfast.core.histogram import BUCKET_MIN_S, BUCKETS, bucket_of, quantile_s
+from holdfast.core.spans import (
+    NOT_COUNTED,
+    SLOWEST,
+    Recorder,
+    Where,
+    count_hedge,
+    count_retry,
+    counting,
+    current,
+    recording,
+    span,
+    waited_for,
+)
+
+
+class Clock:
+    """Stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """Of the recorder."""
+    return Clock()
+
+
+@pytest.fixture
+def recorder(clock: Clock) -> Recorder:
+    """Of rank 3."""
+    return Recorder(3, clock)
+
+
+def test_operations_that_overlap_are_busy_once(recorder: Recorder, clock: Clock) -> None:
+    """Two operations, from 1 to 4 s and from 2 to 6 s, and one from 8 to 9 s: 8 s of work in 6 s."""
+    spans = [recorder.span("write", lambda: Where("a", 0, 10)) for _ in range(3)]
+    for now_s, act in [
+        (1, spans[0].__enter__),
+        (2, spans[1].__enter__),
+        (4, lambda: spans[0].__exit__(None, None, None)),
+        (6, lambda: spans[1].__exit__(None, None, None)),
+        (8, spans[2].__enter__),
+        (9, lambda: spans[2].__exit__(None, None, None)),
+    ]:
+        clock.now_s = 1000 + now_s
+        act()
+    stage = recorder.summary().stages["write"]
+    assert (stage.count, stage.nbytes) == (3, 30)
+    assert (stage.seconds, stage.busy_s) == (8, 6)
+    assert (stage.first_s, stage.last_s) == (1, 9)
+    assert sum(stage.histogram) == 3
+    assert 4 <= stage.quantile_s(1) <= 8
+
+
+def test_an_operation_that_fails_counts(recorder: Recorder, clock: Clock) -> None:
+    """Its time was spent, too, and it is over."""
+
+    def fail() -> None:
+        with recorder.span("read"):
+            clock.now_s += 2
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fail()
+    assert recorder.summary().stages["read"].busy_s == 2
+
+
+def test_what_is_under_way_is_not_told(recorder: Recorder) -> None:
+    """A stage of which nothing has ended has no figures yet."""
+    with recorder.span("read"):
+        assert recorder.summary().stages == {}
+
+
+def test_the_slowest_operations_are_kept(recorder: Recorder, clock: Clock) -> None:
+    """So many as are kept, the slowest first, with where they were; of those that took equally
+    long the first ones; what has no key is none of them."""
+    for number in range(100):
+        with recorder.span("write", lambda number=number: Where("image", number * 8, 8)):
+            clock.now_s += 50 - abs(50 - number)
+    with recorder.span("round commit"):
+        clock.now_s += 1000
+    slowest = recorder.summary().slowest
+    assert len(slowest) == SLOWEST
+    assert [slow.seconds for slow in slowest[:4]] == [50, 49, 49, 48]
+    assert [slow.offset for slow in slowest[:3]] == [400, 392, 408]
+    assert {(slow.stage, slow.key, slow.nbytes, slow.rank) for slow in slowest} == {
+        ("write", "image", 8, 3)
+    }
+
+
+def test_the_most_that_was_held_and_waited(recorder: Recorder) -> None:
+    """Host memory, and the queue of a stage: the peak of each."""
+    for nbytes in (5, 7, -5, 4, -11):
+        recorder.hold(nbytes)
+    for queued in (1, 4, 2):
+        with recorder.span("hash", queued=queued):
+            pass
+    summary = recorder.summary()
+    assert summary.peak_nbytes == 12
+    assert summary.stages["hash"].queued_max == 4
+    assert summary.cpu_s >= 0
+
+
+def test_requests_made_again_count_where_they_were_made(recorder: Recorder) -> None:
+    """In the innermost operation that is under way; outside of any, nowhere."""
+    with recording(recorder):
+        count_retry()
+        with span("exchange"):
+            with span("read"):
+                count_retry()
+                count_retry()
+                count_hedge()
+            waited_for(7)
+    stages = recorder.summary().stages
+    assert (stages["read"].retries, stages["read"].hedges) == (2, 1)
+    assert (stages["exchange"].retries, stages["exchange"].last_rank) == (0, 7)
+    assert stages["read"].last_rank is None
+
+
+def test_tasks_inherit_what_is_recorded(recorder: Recorder) -> None:
+    """What a recorded operation starts is part of it; what others do at the same time is not."""
+    other = Recorder()
+
+    async def work(name: str) -> None:
+        with span(name):
+            await asyncio.sleep(0)
+
+    async def operation(mine: Recorder, name: str) -> None:
+        with recording(mine):
+            await asyncio.gather(work(name), work(name))
+
+    async def both() -> None:
+        await asyncio.gather(operation(recorder, "a"), operation(other, "b"))
+
+    asyncio.run(both())
+    assert {name: stage.count for name, stage in recorder.summary().stages.items()} == {"a": 2}
+    assert {name: stage.count for name, stage in other.summary().stages.items()} == {"b": 2}
+
+
+def test_threads_count_what_they_were_given(recorder: Recorder) -> None:
+    """From several threads at a time, with none of it lost."""
+    interval = sys.getswitchinterval()
+    with recording(recorder):
+        counted = counting("verify")
+
+    def work() -> None:
+        assert current() is None
+        for _ in range(500):
+            with counted(Where(nbytes=2)):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    stage = recorder.summary().stages["verify"]
+    assert (stage.count, stage.nbytes, sum(stage.histogram)) == (2000, 4000, 2000)
+
+
+def test_nothing_is_counted_where_nothing_records() -> None:
+    """Spans are free there: one object for all of them."""
+    with recording(None):
+        assert span("read") is NOT_COUNTED
+        assert counting("read")(Where("a")) is NOT_COUNTED
+        count_retry()
+        count_hedge()
+        waited_for(1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bucket"),
+    [(0.0, 0), (BUCKET_MIN_S, 1), (1.0, 21), (1.5, 21), (1e9, BUCKETS - 1)],
+)
+def test_buckets_of_a_histogram(seconds: float, bucket: int) -> None:
+    """Each is twice as wide as the one before, and the last one is open."""
+    assert bucket_of(seconds) == bucket
+
+
+def test_quantiles_are_the_ends_of_buckets() -> None:
+    """Never too small, and at most twice too large; 0 of nothing."""
+    histogram = [0] * BUCKETS
+    assert quantile_s(histogram, 0.5) == 0
+    for seconds in (0.9, 0.9, 0.9, 3.0):
+        histogram[bucket_of(seconds)] += 1
+    assert 0.9 <= quantile_s(histogram, 0.5) <= 1.8
+    assert 3.0 <= quantile_s(histogram, 0.99) <= 6.0

@@ -1,0 +1,308 @@
+"""Where the time of a save or a load went: its report says it, and the log."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import load_as_ranks, save_as_ranks
+
+import holdfast
+from holdfast.core.spans import Recorder, StageReport, Summary, recording
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.ranks.messages import Nothing, Round
+from holdfast.storage.ranks.store_team import StoreTeam
+from holdfast.storage.runtime.engine import start
+from holdfast.storage.state.flatten import flatten
+
+_numbers = itertools.count()
+
+SAVING = ["flatten", "wait", "plan", "begin", "capture", "open", "hash", "write", "upload_commit"]
+COMMITTING = ["merge", "manifest", "settle"]
+LOADING = ["wait", "open", "flatten", "manifest", "match", "plan", "checksums", "read", "deliver"]
+DELIVERING = ["verify", "scatter", "finish"]
+NBYTES = 3 << 24
+
+
+@pytest.fixture
+def uri() -> str:
+    """Nothing is there yet."""
+    return f"memory://telemetry-{next(_numbers)}"
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Of Holdfast, from level DEBUG on."""
+    caplog.set_level(logging.DEBUG, "holdfast")
+    return caplog
+
+
+def state() -> dict[str, Any]:
+    """Two tensors, of four chunks together."""
+    return {"a": torch.zeros(NBYTES, dtype=torch.uint8), "b": torch.ones(5), "step": 7}
+
+
+def loaded(uri: str, **options: Any) -> holdfast.LoadReport:
+    """The report of a load into a state of the same shape."""
+    reports: list[holdfast.LoadReport] = []
+    holdfast.load(uri, state(), on_report=reports.append, **options)
+    return reports[0]
+
+
+def whole(stages: dict[str, StageReport], end_s: float) -> None:
+    """Figures that contradict each other are none."""
+    for stage in stages.values():
+        assert stage.count == sum(stage.histogram) > 0
+        assert 0 <= stage.first_s <= stage.last_s <= end_s
+        assert 0 <= stage.busy_s <= stage.last_s - stage.first_s + 1e-6
+        assert stage.busy_s <= stage.seconds + 1e-6
+
+
+def test_a_save_says_where_its_time_went(uri: str) -> None:
+    """Every stage, in the order in which they began; chunks and bytes of each that moves chunks."""
+    report = holdfast.save(uri, state())
+    assert set(report.stages) == {*SAVING, *COMMITTING}
+    assert sorted(report.stages, key=lambda name: report.stages[name].first_s) == list(
+        report.stages
+    )
+    for name in ("capture", "hash", "write"):
+        assert report.stages[name].count == 4
+        assert report.stages[name].nbytes >= NBYTES
+    whole(dict(report.stages), report.durable_s)
+    assert NBYTES // 4 < report.peak_nbytes <= report.nbytes
+    assert report.cpu_s > 0
+
+
+def test_a_load_says_where_its_time_went(uri: str) -> None:
+    """Likewise; verifying and scattering are timed apart, though one thread does both."""
+    holdfast.save(uri, state())
+    report = loaded(uri)
+    assert set(report.stages) == {*LOADING, *DELIVERING}
+    for name in ("read", "deliver", "verify", "scatter"):
+        assert report.stages[name].nbytes >= NBYTES
+    delivered = report.stages["verify"].seconds + report.stages["scatter"].seconds
+    assert delivered <= report.stages["deliver"].seconds
+    whole(dict(report.stages), report.seconds)
+
+
+def test_a_load_without_a_target_says_it_too(uri: str) -> None:
+    """It has the same stages, but for those of a state that is there."""
+    holdfast.save(uri, state())
+    reports: list[holdfast.LoadReport] = []
+    holdfast.load(uri, on_report=reports.append)
+    assert {"manifest", "read", "verify", "scatter"} <= set(reports[0].stages)
+
+
+def test_the_slowest_operations_are_named(uri: str) -> None:
+    """With the file, where in it, and the rank."""
+    report = holdfast.save(uri, state())
+    image = f"data/{report.attempt}/0.safetensors"
+    writes = {slow.offset: slow for slow in report.slowest if slow.stage == "write"}
+    assert sorted(writes) == [0, 1 << 24, 2 << 24, 3 << 24]
+    assert {slow.key for slow in writes.values()} == {image}
+    assert {slow.rank for slow in report.slowest} == {0}
+    assert "manifest.safetensors" in {slow.key for slow in report.slowest}
+    assert report.slowest == tuple(sorted(report.slowest, key=lambda slow: -slow.seconds))
+
+
+def test_compression_and_asynchronous_saves_count_too(uri: str) -> None:
+    """Packing is a stage; the handle's report is that of any save."""
+    pytest.importorskip("lz4")
+    handle = holdfast.async_save(uri, state(), compression="lz4")
+    handle.wait()
+    assert handle.report is not None
+    assert handle.report.stages["pack"].count == 4
+
+
+def test_nothing_is_recorded_where_it_is_off(uri: str, log: pytest.LogCaptureFixture) -> None:
+    """The reports have no stages; what they say otherwise, and the lines of the log, remain."""
+    saved = holdfast.save(uri, state(), telemetry="off")
+    report = loaded(uri, telemetry="off")
+    for off in (saved, report):
+        assert (off.stages, off.slowest, off.cpu_s, off.peak_nbytes) == ({}, (), 0.0, 0)
+    assert (saved.nbytes > NBYTES, report.bytes_read > NBYTES) == (True, True)
+    assert "step 7: saved, 50.4 MB from this rank in" in log.text
+    assert "loaded, 50.3 MB for this rank in" in log.text
+    assert "longest" not in log.text
+
+
+def test_what_telemetry_may_be(uri: str) -> None:
+    """Anything else is refused before any I/O, by saves, loads and the Checkpointer."""
+    wrong: Any = "sometimes"
+    with pytest.raises(holdfast.UsageError, match="sometimes"):
+        holdfast.save(uri, state(), telemetry=wrong)
+    with pytest.raises(holdfast.UsageError, match="sometimes"):
+        holdfast.load(uri, state(), telemetry=wrong)
+    with pytest.raises(holdfast.UsageError, match="sometimes"):
+        holdfast.Checkpointer(uri, telemetry=wrong)
+
+
+def test_one_line_says_all_that_matters(uri: str, log: pytest.LogCaptureFixture) -> None:
+    """One at level INFO for each save and load, one at level DEBUG for each of their stages."""
+    report = holdfast.save(uri, state())
+    loaded(uri)
+    lines = [record for record in log.records if record.name.endswith("operations.telemetry")]
+    saved_line, loaded_line = [r.getMessage() for r in lines if r.levelno == logging.INFO]
+    assert re.fullmatch(
+        r"step 7: saved, 50\.4 MB from this rank in [\d.]+ s \([\d.]+ [kMG]?B/s\) to \S+; "
+        r"captured after [\d.]+ s, fences waited [\d.]+ ms; longest: \w+ [\d.]+ s, \w+ [\d.]+ s, "
+        r"\w+ [\d.]+ s; [\d.]+ s of processor time, [\d.]+ MB held at most",
+        saved_line,
+    )
+    assert re.match(
+        r"loaded, 50\.3 MB for this rank in [\d.]+ s .* read, 0 B received", loaded_line
+    )
+    details = [r.getMessage() for r in lines if r.levelno == logging.DEBUG]
+    for name in report.stages:
+        assert any(line.startswith(f"step 7: saved: {name}: ") for line in details)
+
+
+class _Angry(logging.Handler):
+    """Raises at whatever is logged of a save or load."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name.endswith("operations.telemetry"):
+            raise RuntimeError("a handler of the user's")
+
+
+def test_a_log_handler_that_raises_harms_nothing(
+    uri: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The save is committed and says so, and the load returns."""
+    logger = logging.getLogger("holdfast")
+    level = logger.level
+    handler = _Angry()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        holdfast.save(uri, state())
+        assert loaded(uri).stages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert "a handler of the user's" in capfd.readouterr().err
+
+
+def test_requests_made_again_are_counted(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """A read that failed and was tried again counts as one, with its retry; the line says how
+    many there were."""
+    uri = f"file://{tmp_path}/c"
+    holdfast.save(uri, state())
+    report = loaded(f"{uri}?faults=seed:3,error:0.5&retries=20")
+    retries = sum(stage.retries for stage in report.stages.values())
+    assert retries > 0
+    assert report.stages["read"].count == 4
+    assert f", {retries} requests made again" in log.text
+
+
+def test_reports_are_data(uri: str) -> None:
+    """They can be sent to another process, and compared."""
+    report = holdfast.save(uri, state())
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+def rank_summaries(world: int, late: int) -> list[Summary]:
+    """What the ranks of a save have recorded, of which ``late`` was slow to come to its first
+    round, and slow to write."""
+    store = dist.HashStore()
+    place = f"late-{next(_numbers)}"
+
+    async def rank(number: int) -> Summary:
+        recorder = Recorder(number)
+        with recording(recorder):
+            if number == late:
+                await asyncio.sleep(0.3)
+            team = StoreTeam(store, number, world, "late", 20.0)
+            flat = flatten({"own": torch.full((9,), float(number))})
+            await run_save(MemoryDriver(place), team, SaveJob(flat, None, 64 << 20))
+        return recorder.summary()
+
+    async def ranks() -> list[Summary]:
+        return await asyncio.gather(*map(rank, range(world)))
+
+    return start(ranks()).result(60)
+
+
+def test_rounds_name_the_rank_that_came_last() -> None:
+    """On rank 0, which waits for all; on the others that is rank 0."""
+    summaries = rank_summaries(3, late=2)
+    rounds = [
+        {name for name in summary.stages if name.startswith("round ")} for summary in summaries
+    ]
+    assert {"round agree", "round begin", "round commit"} <= rounds[0]
+    assert rounds[1] == rounds[2]
+    agree = [summary.stages["round agree"] for summary in summaries]
+    assert [stage.last_rank for stage in agree] == [2, 0, 0]
+    assert agree[0].busy_s >= 0.2
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_ranks_exchange_is_counted(apart: bool) -> None:
+    """Each byte is read once, by one of two ranks, and received by the other, through memory that
+    they share or over a network."""
+    weights = torch.arange(1 << 22, dtype=torch.int32)
+    driver = MemoryDriver(f"exchange-{next(_numbers)}")
+    save_as_ranks(driver, [{"w": weights}, {"w": weights}])
+    recorder = Recorder()
+    into = [{"w": torch.zeros_like(weights)} for _ in range(2)]
+    with recording(recorder):
+        load_as_ranks(driver, into, exchange=True, apart=apart)
+    stages = recorder.summary().stages
+    assert {"exchange", "forward", "receive", "round exchange", "round fits"} <= set(stages)
+    assert stages["receive"].nbytes == stages["forward"].nbytes == stages["read"].nbytes
+    assert stages["scatter"].nbytes == 2 * stages["read"].nbytes
+
+
+def test_a_round_that_is_held_again_is_one_stage() -> None:
+    """Its number is no part of the stage's name."""
+    store = dist.HashStore()
+    held = Round.of("fits", Nothing, Nothing)
+
+    async def decide(_: Any) -> Nothing:
+        return Nothing()
+
+    async def rank(number: int) -> Summary:
+        recorder = Recorder(number)
+        team = StoreTeam(store, number, 2, "again", 20.0)
+        with recording(recorder):
+            async with team.session():
+                for attempt in range(3):
+                    await team.round(held.numbered(attempt), Nothing(), decide)
+        return recorder.summary()
+
+    async def ranks() -> list[Summary]:
+        return await asyncio.gather(rank(0), rank(1))
+
+    for summary in start(ranks()).result(60):
+        assert {name: stage.count for name, stage in summary.stages.items()} == {"round fits": 3}
+
+
+ROOT = Path(holdfast.__file__).parent
+_NAMED = re.compile(r'\b(?:span|counting)\("(\w+)"')
+
+
+def test_every_stage_is_described() -> None:
+    """The reference has all names that code gives to spans, those of pipelines and rounds that
+    were seen here, and no other."""
+    text = (ROOT / "docs/reference/telemetry.md").read_text()
+    tables = text.partition("## The stages")[2].splitlines()
+    first_cells = [line.split("|")[1] for line in tables if line.startswith("|")]
+    described = {name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)}
+    named = {
+        name
+        for path in (ROOT / "storage").rglob("*.py")
+        for name in _NAMED.findall(path.read_text())
+    }
+    piped = {"capture", "hash", "pack", "write", "read", "deliver", "forward"}
+    assert {name for name in described if not name.startswith("round ")} == named | piped
+    assert {*SAVING, *COMMITTING, *LOADING, *DELIVERING} <= described
