@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -13,14 +14,16 @@ from ..format.kinds import as_kind
 from ..format.manifest import Manifest
 from ..format.tree import Key, Tree, Value
 from .adapters.allocation import Allocate, Entry
+from .adapters.in_parts import InParts
+from .adapters.per_rank import OF_RANKS, RANKS
 from .adapters.tensors import TensorLike
 from .dtypes import dtype_of, empty
 from .targets import TypedPath, Wanted, typed_paths
 
-__all__ = ["Built", "Items", "build"]
+__all__ = ["Built", "Items", "build", "viewers"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Items:
     """What is in one container, each kind in the order of the state, but containers in the reverse
     order.
@@ -37,6 +40,23 @@ class Items:
     foreign: set[Key] = field(default_factory=set)
     """Keys of containers in which only other ranks have anything."""
 
+    def add_value(self, value: Value, rank: int, world: int, kind: str) -> None:
+        """Add a value as ``rank`` of ``world`` has it. What only other ranks have is left out of
+        lists, since theirs were longer; a dict is that of all ranks together."""
+        own = rank >= world or any(rank in ranks for ranks, _ in value.by_rank)
+        self.own |= own
+        self.others |= not own
+        if own or kind == "dict":
+            self.values.append((value.key, value.of(rank)))
+
+    def add_container(self, key: Key, made: object, items: Items) -> None:
+        """Add a container that was ``made`` of its ``items``."""
+        self.own |= items.own
+        self.others |= items.others
+        self.containers.append((key, made))
+        if items.others and not items.own:
+            self.foreign.add(key)
+
     def assembled(self, tree: Tree, number: int) -> object:
         """The container with this number in ``tree``. Items beyond the order that is stored, which
         are those of other ranks, come last."""
@@ -50,6 +70,8 @@ class Items:
             if kind == "list":
                 return made
             return tuple(made)
+        if not self.values and not self.containers:  # most containers hold nothing but tensors
+            return as_kind(tree.kinds.get(number, ""), dict(self.tensors))
         sources = {"t": iter(self.tensors), "v": iter(self.values), "c": reversed(self.containers)}
         in_turn = (islice(sources[of], count) for of, count in tree.orders.get(number, []))
         ordered = chain(chain.from_iterable(in_turn), *sources.values())
@@ -68,11 +90,13 @@ class Built:
         self._wanted = wanted
         self._make = make
         self._paths = typed_paths(manifest.tree)
+        self._seen_by = viewers(manifest.tree, self._paths, rank)
         self._made: dict[int, torch.Tensor] = {}
         self.tensors: set[int] = set()
         t = manifest.tensors  # as lists, since they are read row by row
         self._roots = [root if root >= 0 else row for row, root in enumerate(t.alias.tolist())]
-        self._shapes = t.shape.tolist()
+        self._width = t.shape.shape[1]
+        self._lengths = t.shape.ravel().tolist()
         self._ndim = t.ndim.tolist()
         self._codes = t.dtype.tolist()
         self._dtypes: dict[int, torch.dtype] = {}
@@ -88,7 +112,8 @@ class Built:
         self._add_tensors(path, inside, items, leaves)
         for v in m.tree.values:
             if inside[v.container]:
-                self._add_value(v, items[v.container])
+                kind = m.tree.containers[v.container].kind
+                items[v.container].add_value(v, self._seen_by[v.container], m.world, kind)
             elif (*self._paths[v.container], (type(v.key).__name__, v.key)) == path:
                 leaves.append(v.of(self._rank))
         if items:
@@ -96,15 +121,6 @@ class Built:
         if not leaves:
             raise KeyError(path)
         return leaves[0]
-
-    def _add_value(self, value: Value, into: Items) -> None:
-        """Add a value. What only other ranks have is left out of lists, since theirs were longer; a
-        dict is that of all ranks together."""
-        own = self._rank >= self._m.world or any(self._rank in ranks for ranks, _ in value.by_rank)
-        into.own |= own
-        into.others |= not own
-        if own or self._m.tree.containers[value.container].kind == "dict":
-            into.values.append((value.key, value.of(self._rank)))
 
     def _add_tensors(
         self, path: TypedPath, inside: list[bool], items: dict[int, Items], leaves: list[object]
@@ -126,12 +142,14 @@ class Built:
                 self.tensors.add(row)
             if source != row:
                 continue  # another rank's own
-            tensor = self._tensor(row, c, (*self._keys(c, len(path)), key))
-            if tensor is None:
-                continue
-            made: object = tensor
-            if name in tree.arrays and isinstance(tensor, torch.Tensor):
-                made = _array(name, tensor)
+            if self._make is None:
+                made: object = self._new_tensor(row)
+            else:
+                made = self._tensor_for(self._make, row, c, (*self._keys(c, len(path)), key))
+                if made is None:
+                    continue
+            if name in tree.arrays and isinstance(made, torch.Tensor):
+                made = _array(name, made)
             if inside[c]:
                 items[c].own = True
                 items[c].tensors.append((key, made))
@@ -141,20 +159,23 @@ class Built:
     def _keys(self, container: int, depth: int) -> tuple[Key, ...]:
         return tuple(key for _, key in self._paths[container][depth:])
 
-    def _tensor(self, row: int, container: int, keys: tuple[Key, ...]) -> TensorLike | None:
+    def _tensor_for(
+        self, make: Allocate, row: int, container: int, keys: tuple[Key, ...]
+    ) -> TensorLike | InParts | None:
         """The tensor to be filled with a stored one; None where the object whose state is built has
         no place for it."""
-        if self._make is None:
-            return self._new_tensor(row)
         root = self._roots[row]
         placements = self._m.tree.placements.get(container, {}).get(str(keys[-1]))
-        shape = tuple(self._shapes[root][: self._ndim[root]])
         own = bool(self._m.tensors.owner[row] >= 0)
-        made = self._make(Entry(keys, shape, self._dtype(root), placements, own))
+        made = make(Entry(keys, self._shape(root), self._dtype(root), placements, own))
         if made is not None:
             self.tensors.add(row)
             self._wanted.add_tensor(root, made, self._m.tensors.names[row])
         return made
+
+    def _shape(self, row: int) -> tuple[int, ...]:
+        first = row * self._width
+        return tuple(self._lengths[first : first + self._ndim[row]])
 
     def _dtype(self, row: int) -> torch.dtype:
         code = self._codes[row]
@@ -168,7 +189,7 @@ class Built:
         made = self._made.get(root)
         if made is None:
             made = self._made[root] = empty(
-                self._shapes[root][: self._ndim[root]],
+                self._shape(root),
                 self._dtype(root),
                 self._m.tensors.names[root],
             )
@@ -183,13 +204,25 @@ class Built:
             made = items[c].assembled(tree, c)
             if c == top:
                 return made
-            parent = tree.containers[c].parent
-            items[parent].own |= items[c].own
-            items[parent].others |= items[c].others
-            items[parent].containers.append((tree.containers[c].key, made))
-            if items[c].others and not items[c].own:
-                items[parent].foreign.add(tree.containers[c].key)
+            items[tree.containers[c].parent].add_container(tree.containers[c].key, made, items[c])
         return None
+
+
+def viewers(tree: Tree, paths: Sequence[TypedPath], rank: int) -> list[int]:
+    """Per container, the rank whose values it shows: ``rank``, but in what a PerRank stores for
+    another one, that one."""
+    sized = {
+        (*paths[value.container], ("str", OF_RANKS))
+        for value in tree.values
+        if value.key == RANKS and type(value.of(rank)) is int
+    }
+    viewers = [rank]
+    for container in tree.containers[1:]:
+        viewer = viewers[container.parent]
+        if paths[container.parent] in sized and str(container.key).isdecimal():
+            viewer = int(str(container.key))
+        viewers.append(viewer)
+    return viewers
 
 
 def build(

@@ -14,18 +14,22 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict import _get_fqns, _state_dict_fn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "FLAT_PARAMETER_MARKS",
     "STATE_METHODS",
     "ActivationWrapper",
+    "DcpPlace",
     "FlatPiece",
     "FlatUnit",
+    "LocalShardsWrapper",
     "ShardedTensor",
     "WeakStorage",
     "buffers_of",
@@ -50,6 +54,11 @@ FLAT_PARAMETER_MARKS = ("_fsdp_flattened", "_is_flat_param")
 
 STATE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 """Methods of a module, by one of which it may have a way of its own to make its state dict."""
+
+
+DcpPlace = _StorageInfo
+"""What DCP's metadata say of an item: the name of a file, and the item's offset and length there.
+2.6.0: see ``torch.distributed.checkpoint.filesystem``."""
 
 
 def parameters_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
@@ -124,6 +133,9 @@ class FlatPiece:
 class FlatUnit:
     """The flat parameter of a module that FSDP1 has wrapped. The attributes are described on
     ``FlatParameter`` in ``_flat_param.py`` of ``torch.distributed.fsdp``, here of 2.13.0."""
+
+    framework = "FSDP1 (torch's FullyShardedDataParallel)"
+    apart = "Wrap the module with use_orig_params=True."
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self._handle = handle

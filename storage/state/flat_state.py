@@ -55,6 +55,10 @@ class FlatState:
     placeholders: Mapping[str, str] = field(default_factory=dict)
     """Tensors without elements that stand for some elsewhere: why, by path. Empty where a state is
     loaded."""
+    made_of: set[int] = field(default_factory=set)
+    """Containers that stand for tensors made of tensors."""
+    without_memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Where a state is loaded: by name, the tensors of modules that have no memory yet."""
     layout_id: object | None = None
     """The same object for states with the same signature; None for a state without one."""
 

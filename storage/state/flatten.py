@@ -6,7 +6,7 @@ Flattening reads no tensor data and does no I/O. What cannot be saved is refused
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,50 +17,77 @@ from ...core.lru import LruCache
 from ...errors import StateError
 from ...planner.layout import Layout, local_layout
 from ..format.kinds import kind_of
-from ..format.tree import ROOT, Container, Key, Tree, Value, format_path
+from ..format.tree import ROOT, Container, Key, Value, format_path
 from ..format.values import encode_value
-from .adapters.foreign import is_suspect, refuse_object, refuse_stale, refuse_tensor, refuse_value
+from .adapters.foreign import is_suspect, refuse_object, refuse_stale, refuse_tensor
+from .adapters.in_parts import InParts, is_in_parts, parts_of
+from .adapters.made_of import is_made_of, parts_by_name
+from .adapters.megatron import KeyedParts, ObjectData, keyed_parts_of, megatron_kind, misplaced
 from .adapters.module_names import Walked
 from .adapters.shards import Shard
 from .adapters.stateful import expand, fills_in_place, has_state, present_state
 from .adapters.tensors import PLAIN_TYPES, TENSOR_TYPES, Adapters, TensorLike
+from .compat import ShardedTensor
 from .dtypes import numpy_to_torch, refusal
 from .flat_state import FlatState, Subtree
+from .known_state import emptied, filled
+from .memoryless import without_memory
 from .placeholders import find_placeholders
 from .signature import NoSignatureError, SignatureScan
 
-__all__ = ["flatten"]
+__all__ = ["Default", "KnownStates", "flatten"]
 
 _LEAVES = (*TENSOR_TYPES, int, float, str, bool, type(None))
 """Where there are no modules."""
+_FORMS = (torch.Tensor, Shard, np.ndarray, Mapping, list, tuple)
 _DEPTH_MAX = 200
+_CONVERTING_MAX = 50
+
+Default = Callable[[Any], object]
+"""As the ``default`` of Python's ``json.dumps``: called with a value that cannot be stored as it
+is, returns what is stored of it, or raises TypeError."""
+
+KnownStates = LruCache[FlatState]
+"""States flattened lately, without what was in them, by their signatures."""
+
+_KNOWN = KnownStates(8)
 
 Node = Mapping[Key, object] | list[object] | tuple[object, ...]
 """A container of a state."""
 
 
-def flatten(state: object, *, loading: bool = False) -> FlatState:
+def flatten(
+    state: object,
+    *,
+    loading: bool = False,
+    default: Default | None = None,
+    known_states: KnownStates = _KNOWN,
+) -> FlatState:
     """Flatten ``state``: a dict, list or tuple, or an object with a state.
 
     With ``loading``: only modules are expanded; other objects with a state become subtrees as they
-    are. Raises StateError naming the path of what cannot be saved.
+    are. ``default`` gives what is stored of a value that cannot be stored as it is. A state that is
+    laid out like one of ``known_states`` (by default, those of this process) is not walked again.
+    Raises StateError naming the path of what cannot be saved.
     """
     modules = functools.cache(lambda: [Walked(module) for module in _modules(state)])
     scan = SignatureScan(modules)
     signature = None if loading else _signature(scan, state)
     if signature is not None:
-        known = _known.get(signature)
+        known = known_states.get(signature)
         if known is not None:
-            return _filled(known, scan, modules() if scan.opened else [])
+            return filled(known, scan, modules() if scan.opened else [])
     flat = FlatState(modules=modules())
-    _walk(state, _Walker(flat, loading, scan.opened))
+    walker = _Walker(flat, loading, scan.opened, default)
+    _walk(state, walker)
     if loading:
         _refuse_stale(flat)
+        _find_without_memory(flat, walker.meta)
     else:
         flat.placeholders = find_placeholders(flat)
     if signature is not None:
         flat.layout_id = _LayoutId(scan.layouts)
-        _known.put(signature, _emptied(flat))
+        known_states.put(signature, emptied(flat))
     return flat
 
 
@@ -78,63 +105,6 @@ class _LayoutId:
     layouts: list[Layout]
 
 
-_known: LruCache[FlatState] = LruCache(8)
-"""States flattened lately, without what was in them, by their signatures."""
-
-
-def _emptied(flat: FlatState) -> FlatState:
-    """What follows from the signature of ``flat`` alone: no tensors, values or objects."""
-    return FlatState(
-        names=list(flat.names),
-        containers=list(flat.containers),
-        shapes=list(flat.shapes),
-        dtypes=list(flat.dtypes),
-        layouts=list(flat.layouts),
-        alias=list(flat.alias),
-        tree=_with_values(flat.tree, [None] * len(flat.tree.values)),
-        subtrees=[Subtree(s.parent, s.key, None, None) for s in flat.subtrees],
-        placeholders=flat.placeholders,
-        layout_id=flat.layout_id,
-    )
-
-
-def _filled(known: FlatState, scan: SignatureScan, modules: list[Walked]) -> FlatState:
-    """A state with the signature of ``known``, and with what ``scan`` has found in it."""
-    opened = zip(known.subtrees, scan.opened, strict=True)
-    return FlatState(
-        names=list(known.names),
-        containers=list(known.containers),
-        shapes=list(known.shapes),
-        dtypes=list(known.dtypes),
-        locals=scan.locals,
-        origins=scan.origins,
-        layouts=list(known.layouts),
-        alias=list(known.alias),
-        tree=_with_values(known.tree, scan.values),
-        nodes=scan.nodes,
-        subtrees=[Subtree(s.parent, s.key, owner, state) for s, (owner, state) in opened],
-        modules=modules,
-        placeholders=known.placeholders,
-        layout_id=known.layout_id,
-    )
-
-
-def _with_values(tree: Tree, values: Sequence[object]) -> Tree:
-    """A copy of ``tree`` with other values, encoded, in the same places."""
-    copied = Tree()
-    copied.containers = list(tree.containers)
-    copied.tensor_keys = {c: dict(keys) for c, keys in tree.tensor_keys.items()}
-    copied.arrays = set(tree.arrays)
-    copied.orders = {c: list(runs) for c, runs in tree.orders.items()}
-    copied.kinds = dict(tree.kinds)
-    copied.placements = dict(tree.placements)
-    copied.values = [
-        Value(value.container, value.key, [([ROOT], encoded)])
-        for value, encoded in zip(tree.values, values, strict=True)
-    ]
-    return copied
-
-
 def _refuse_stale(flat: FlatState) -> None:
     owners = [subtree.owner for subtree in flat.subtrees]
     for subtree in flat.subtrees:
@@ -143,6 +113,27 @@ def _refuse_stale(flat: FlatState) -> None:
             if subtree.parent >= 0:
                 path = format_path((*flat.tree.paths()[subtree.parent], subtree.key))
             refuse_stale(subtree.owner, owners, path)
+
+
+def _find_without_memory(flat: FlatState, meta: Sequence[tuple[int, str]]) -> None:
+    """Find the tensors of modules that are on the meta device, in the rows ``meta``. Raises
+    StateError for one that is no parameter or buffer under its own name."""
+    if not meta:
+        return
+    flat.without_memory = without_memory(flat)
+    for row, path in meta:
+        if flat.names[row] not in flat.without_memory:
+            raise _on_meta(path)
+
+
+def _on_meta(path: str) -> StateError:
+    return StateError(
+        f"{path} is a meta tensor without data, which cannot be filled",
+        advice=(
+            "Pass the module that has it, whose parameters and buffers are given memory; or call "
+            "to_empty(device=...) on that first."
+        ),
+    )
 
 
 def _walk(state: object, walker: _Walker) -> None:
@@ -158,6 +149,7 @@ def _walk(state: object, walker: _Walker) -> None:
             advice=f"Pass a dict of what is to be {walker.verb}.",
         )
     walker.container(state, -1, None, "")
+    walker.keyed.check(walker.rows, walker.flat.locals, loading=walker.loading)
     _make_canonical(walker.flat)
 
 
@@ -203,11 +195,19 @@ class _Walker:
     """One walk over one state."""
 
     def __init__(
-        self, flat: FlatState, loading: bool, opened: Sequence[tuple[object, object]]
+        self,
+        flat: FlatState,
+        loading: bool,
+        opened: Sequence[tuple[object, object]],
+        default: Default | None,
     ) -> None:
         """``opened`` are the first objects with a state, in order, and their state, where that is
         known."""
         self.already = iter(opened)
+        self.default = default
+        self.meta: list[tuple[int, str]] = []
+        """Rows of tensors without memory that modules have, and their paths."""
+        self.converting = 0  # so many values that are being converted, each within the other
         self.flat = flat
         self.adapters = Adapters()
         self.loading = loading
@@ -217,6 +217,7 @@ class _Walker:
         self.open_ids: set[int] = set()
         self.keys: list[Key] = []  # those that lead to the current container
         self.rows: dict[str, int] = {}
+        self.keyed = KeyedParts()
         self.first: dict[int, int] = {}  # by address: the first row that begins there
         self.sharing: dict[int, list[int]] = {}  # by address: rows with different views
         self.inside: Inside = "containers"
@@ -244,6 +245,8 @@ class _Walker:
                 emitted = "t"
             else:
                 emitted = self.other(item, number, child, prefix)
+            if not emitted:
+                continue
             if runs and runs[-1][0] == emitted:
                 runs[-1] = (emitted, runs[-1][1] + 1)
             else:
@@ -292,7 +295,8 @@ class _Walker:
             )
 
     def other(self, item: object, number: int, key: Key, prefix: str) -> str:
-        """Add what is no plain tensor; say what it became: (t)ensor, (v)alue or (c)ontainer."""
+        """Add what is no plain tensor; say what it became: (t)ensor, (v)alue or (c)ontainer; "" for
+        what went elsewhere."""
         if not has_state(item):
             return self.stateless(item, number, key, prefix)
         if self.loading and not fills_in_place(item):
@@ -309,7 +313,23 @@ class _Walker:
 
     def stateless(self, item: object, number: int, key: Key, prefix: str) -> str:
         """As :meth:`other`, for what is no object with a state."""
-        if isinstance(item, torch.Tensor | Shard):
+        if megatron_kind(item):
+            self.of_megatron(item, key)
+            return ""
+        if self.default is not None and _lacks_form(item):
+            self.converting += 1
+            emitted = self.other(self.converted(item, key), number, key, prefix)
+            self.converting -= 1
+            return emitted
+        if is_in_parts(item):
+            self.in_parts(item, number, key, prefix)
+        elif is_made_of(item):
+            self.flat.made_of.add(len(self.tree.containers))
+            refuse_tensor(item, lambda: self.path(key), loading=self.loading)
+            parts = parts_by_name(item, self.path(key))
+            self.container(parts, number, self.key(key), f"{prefix}{key}.")
+            return "c"
+        elif isinstance(item, torch.Tensor | Shard):
             self.tensor(item, number, key, prefix)
         elif isinstance(item, np.ndarray):
             self.array(item, number, key, prefix)
@@ -323,13 +343,36 @@ class _Walker:
             return "v"
         return "t"
 
+    def converted(self, item: object, key: Key) -> object:
+        """What the caller stores of ``item``, which cannot be stored as it is."""
+        assert self.default is not None
+        path = self.path(key)
+        kind = type(item).__qualname__
+        if self.converting > _CONVERTING_MAX:
+            raise StateError(
+                f"{path[:200]}… is a {kind} within {_CONVERTING_MAX} others that default() has "
+                f"converted: they seem to lead in a circle"
+            )
+        try:
+            made = self.default(item)
+        except TypeError as error:
+            raise StateError(
+                f"{path} is a {kind}, which cannot be saved, nor converted by default(): {error}"
+            ) from error
+        if _lacks_form(made):
+            raise StateError(
+                f"{path} is a {kind}, of which default() has made a {type(made).__qualname__}, "
+                f"which cannot be saved either"
+            )
+        return made
+
     def encoded(self, item: object, key: Key) -> object:
         try:
             return encode_value(item, "")
         except StateError:
-            path = self.path(key)  # made for the error only: it costs more than the value
-            refuse_value(item, path)
-            return encode_value(item, path)
+            if self.loading:
+                return None  # whatever is there, what is stored takes its place
+            return encode_value(item, self.path(key))
 
     def array(self, item: np.ndarray, number: int, key: Key, prefix: str) -> None:
         path = self.path(key)
@@ -359,6 +402,9 @@ class _Walker:
     def plain_tensor(self, item: torch.Tensor, number: int, key: Key, prefix: str) -> None:
         """Add a tensor that is its own memory. Most are, and none needs an adapter."""
         if is_suspect(item):
+            if is_in_parts(item):
+                self.in_parts(item, number, key, prefix)
+                return
             refuse_tensor(item, lambda: self.path(key), loading=self.loading)
         self.check(item, key)
         self.add(item, local_layout(item.shape), item, number, key, prefix)
@@ -377,6 +423,28 @@ class _Walker:
                 self.tree.placements.setdefault(number, {})[str(key)] = recorded
         self.add(local, layout, item, number, key, prefix)
 
+    def in_parts(self, item: ShardedTensor | InParts, number: int, key: Key, prefix: str) -> None:
+        """Add a row for each part of a tensor, all of its name."""
+        first, *others = parts_of(item, lambda: self.path(key))
+        self.tensor(first, number, key, prefix)
+        for part in others:
+            self.check(part.tensor, key)
+            self.row(part.tensor, part.layout, part, number, f"{prefix}{key}")
+
+    def of_megatron(self, item: Any, key: Key) -> None:
+        """Add what stands in the outermost dict under a name of its own."""
+        if self.inside != "containers" or self.tree.containers[ROOT].kind != "dict":
+            raise misplaced(item, self.path(key))
+        if megatron_kind(item) == "ShardedObject":
+            name = item.unique_key
+            self.container(ObjectData(item), ROOT, name, f"{name}.")
+            return
+        for part in keyed_parts_of(item, lambda: self.path(key), loading=self.loading):
+            self.check(part.tensor, key)
+            self.keyed.add(part, lambda: self.path(key))
+            # Whether others share its memory says nothing of the parts that other ranks hold.
+            self.row(part.tensor, part.layout, part, ROOT, part.key, may_be_tied=False)
+
     def add(
         self,
         local: torch.Tensor,
@@ -386,16 +454,31 @@ class _Walker:
         key: Key,
         prefix: str,
     ) -> None:
-        """Add a row."""
+        """Add the first row of a name."""
         name = f"{prefix}{key}"
         if type(key) is not str and self.tree.containers[number].kind == "dict":
             self.tree.tensor_keys.setdefault(number, {})[str(key)] = self.key(key)
-        flat = self.flat
-        row = len(self.rows)
+        row = len(self.flat.names)
         if self.rows.setdefault(name, row) != row:
             raise StateError(
-                f"{self.path(key)} and {flat.path(self.rows[name])} have the same name, {name!r}"
+                f"{self.path(key)} and {self.flat.path(self.rows[name])} have the same name, "
+                f"{name!r}"
             )
+        self.row(local, layout, origin, number, name)
+
+    def row(
+        self,
+        local: torch.Tensor,
+        layout: Layout,
+        origin: TensorLike,
+        number: int,
+        name: str,
+        *,
+        may_be_tied: bool = True,
+    ) -> None:
+        """Add a row."""
+        flat = self.flat
+        row = len(flat.names)
         flat.names.append(name)
         flat.containers.append(number)
         flat.shapes.append(layout.shape)
@@ -403,17 +486,20 @@ class _Walker:
         flat.locals.append(local.detach() if local.requires_grad else local)
         flat.origins.append(origin)
         flat.layouts.append(layout)
-        flat.alias.append(self.alias_of(local, layout, row))
+        flat.alias.append(self.alias_of(local, layout, row) if may_be_tied else -1)
 
     def check(self, item: torch.Tensor, key: Key) -> None:
         """Raise the StateError for a tensor that has no bytes of its own."""
         reason = refusal(item)
         if reason is None:
             return
+        if self.loading and self.inside == "module" and type(item) in PLAIN_TYPES and item.is_meta:
+            self.meta.append((len(self.flat.names), self.path(key)))
+            return  # the load gives it memory
         advice = None
         if self.loading and item.is_meta:
-            advice = "Call to_empty(device=...) on its module first, which gives it memory."
-        elif hasattr(item, "wait"):
+            raise _on_meta(self.path(key))
+        if hasattr(item, "wait"):
             advice = "Pass tensor.wait()."
         elif hasattr(item, "__tensor_flatten__"):
             advice = (
@@ -445,6 +531,20 @@ class _Walker:
         if root < 0 and row not in rows:
             rows.append(row)
         return root
+
+
+def _lacks_form(item: object) -> bool:
+    """Whether there is no form in which ``item`` can be stored. Whether a tensor can be is found
+    out later."""
+    if isinstance(item, tuple) and type(item) is not tuple and not isinstance(item, torch.Size):
+        return True  # with names
+    if isinstance(item, _FORMS) or has_state(item) or is_in_parts(item):
+        return False
+    try:
+        encode_value(item, "")
+    except StateError:
+        return True
+    return False
 
 
 def _kind(container: object) -> str:

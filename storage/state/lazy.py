@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...core.forks.renewal import in_child, new_lock
 from ...errors import SaveError
 from ..runtime.engine import check_may_wait
+from .adapters.made_of import memories_of
 from .adapters.tensors import local_of
 from .bits import copy_memory
 from .compat import buffers_of, never_compiled
@@ -382,7 +383,11 @@ def _buffers_and_arrays(flat: FlatState) -> set[int]:
     found = set[int]()
     parts = [part for walked in flat.modules for _, part in walked.parts if buffers_of(part)]
     buffers = {
-        _storage(local_of(b)) for part in parts for b in buffers_of(part).values() if b is not None
+        _storage(local_of(memory))
+        for part in parts
+        for buffer in buffers_of(part).values()
+        if buffer is not None
+        for memory in memories_of(buffer)
     }
     if buffers:
         found |= {row for row, local in enumerate(flat.locals) if _storage(local) in buffers}

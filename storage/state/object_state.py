@@ -13,17 +13,22 @@ from ..format.kinds import like
 from ..format.manifest import Manifest
 from ..format.tree import Key, Tree, Value, dotted, format_path
 from ..format.values import decode_value
+from .adapters.acceptance import takes
+from .adapters.deepspeed import zero_of
+from .adapters.made_of import with_present
 from .adapters.module_names import Walked
 from .adapters.objects import object_allocator
 from .adapters.optimizer import (
     StoredOptimizer,
+    entries_with_present,
     group_allocator,
     optimizer_allocator,
     optimizer_parameters,
+    stepped,
 )
 from .adapters.parameter_groups import StoredGroup, differing_kind, match_groups
-from .adapters.per_rank import PerRank
-from .adapters.stateful import RNGState, takes
+from .adapters.per_rank import OF_RANKS, RANKS, PerRank, is_of_ranks
+from .adapters.stateful import RNGState
 from .build import build
 from .flat_state import Subtree
 from .targets import TypedPath, Wanted, typed_paths
@@ -73,7 +78,7 @@ def build_object_state(
     """
     source = _Source(manifest, rank, world, wanted)
     restored = _restored(subtree, modules, source, path)
-    if not takes(subtree.owner, restored.state):
+    if not restored.mismatched and not takes(subtree.owner, restored.state):
         keys = [key for _, key in path]
         restored.mismatched[dotted(keys)] = (
             f"{format_path(keys)}: {_typed(restored.state)} in the checkpoint, which is not the "
@@ -91,7 +96,11 @@ def _restored(
 ) -> ObjectState:
     owner = subtree.owner
     if isinstance(owner, torch.optim.Optimizer) and subtree.present is None:
-        return _optimizer(owner, modules, source, path)
+        return _optimizer(stepped(owner), modules, source, path)
+    zero = zero_of(owner)
+    if zero is not None:
+        with zero.in_groups():
+            return _optimizer(zero.base, modules, source, path)
     if isinstance(owner, PerRank):
         return _per_rank(source, path)
     make = None
@@ -99,6 +108,9 @@ def _restored(
         make = object_allocator(owner, subtree.present, modules)
     state, rows = build(source.manifest, source.rank, source.wanted, path, make)
     restored = ObjectState(like(subtree.present, state), rows)
+    if subtree.present is not None:
+        keys = tuple(key for _, key in path)
+        restored.state = with_present(restored.state, subtree.present, keys, restored.mismatched)
     if not isinstance(owner, RNGState) and hasattr(owner, "state_dict"):
         restored.dealt = _dealt(source, path)
     return restored
@@ -137,8 +149,12 @@ def _optimizer(
     if not isinstance(entries, Mapping):
         text = f"{where}: {_typed(entries)} in the checkpoint, in place of the state of parameters"
         return ObjectState(state, rows, mismatched={dotted(keys): text})
+    problems: dict[str, str] = {}
+    entries = entries_with_present(optimizer, parameters, matched, entries, keys, problems)
     restored = ObjectState(
-        StoredOptimizer(entries, state, stored, matched, parameters), rows | taken
+        StoredOptimizer(entries, state, stored, matched, parameters),
+        rows | taken,
+        mismatched=problems,
     )
     name = dotted([*keys, "param_groups"])
     for number, text in matched.conflicts.items():
@@ -199,11 +215,19 @@ def _listed(
 
 
 def _per_rank(source: _Source, path: TypedPath) -> ObjectState:
-    """Of all ranks that saved. What was saved without a PerRank is what each of them had."""
+    """Of all ranks that saved, or of this one alone where as many load. What was saved without a
+    PerRank is what each of them had."""
     m = source.manifest
     paths = typed_paths(m.tree)
-    if (*path, ("str", "of")) in paths and (*path, ("str", "world")) in _value_paths(m, paths):
-        return ObjectState(*build(m, source.rank, source.wanted, path))
+    saved = _values_by_path(m, paths).get((*path, ("str", RANKS)))
+    if saved is not None and (*path, ("str", OF_RANKS)) in paths:
+        if saved.of(source.rank) == source.world:
+            own = _own_part(source, path)
+            if own is not None:
+                return own
+        state, rows = build(m, source.rank, source.wanted, path)
+        if is_of_ranks(state):
+            return ObjectState(state, rows)
     ranks: Sequence[int] = [source.rank]
     if m.world != source.world:
         ranks = range(m.world)
@@ -212,11 +236,26 @@ def _per_rank(source: _Source, path: TypedPath) -> ObjectState:
     for rank in ranks:
         states[str(rank)], used = build(m, rank, source.wanted, path)
         rows |= used
-    return ObjectState({"world": m.world, "of": states}, rows)
+    return ObjectState({RANKS: m.world, OF_RANKS: states}, rows)
 
 
-def _value_paths(m: Manifest, paths: Sequence[TypedPath]) -> set[TypedPath]:
-    return {(*paths[v.container], (type(v.key).__name__, v.key)) for v in m.tree.values}
+def _own_part(source: _Source, path: TypedPath) -> ObjectState | None:
+    """What this rank has saved in a PerRank; None where it has saved nothing."""
+    rank = str(source.rank)
+    try:
+        state, rows = build(
+            source.manifest,
+            source.rank,
+            source.wanted,
+            (*path, ("str", OF_RANKS), ("str", rank)),
+        )
+    except KeyError:
+        return None
+    return ObjectState({RANKS: source.world, OF_RANKS: {rank: state}}, rows)
+
+
+def _values_by_path(m: Manifest, paths: Sequence[TypedPath]) -> dict[TypedPath, Value]:
+    return {(*paths[v.container], (type(v.key).__name__, v.key)): v for v in m.tree.values}
 
 
 def _dealt(source: _Source, path: TypedPath) -> dict[str, str]:

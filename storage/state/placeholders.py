@@ -66,8 +66,8 @@ def refuse_placeholders(reported: Sequence[Placeholders | None]) -> None:
         if path in on_all:
             raise StateError(
                 f"{path} {reason}",
-                advice="Its elements may be elsewhere: save ZeRO-3 within "
-                "deepspeed.zero.GatheredParameters, and FSDP1 by its module. "
+                advice="Its elements may be elsewhere: put the engine of DeepSpeed itself, or the "
+                "module that FSDP1 has wrapped, into the state. "
                 "allow_empty=True saves it as it is.",
             )
 

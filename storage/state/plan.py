@@ -18,6 +18,7 @@ from ...planner.saving import Holdings, divide
 from ...planner.table import ShardTable, TensorTable
 from ..format.fragment import StateLayout, layout_of
 from .dtypes import dtype_name
+from .fingerprint import label
 from .flat_state import FlatState
 from .lazy import LazyCapture
 from .source import ImageSource
@@ -154,7 +155,7 @@ def _holdings(
         itemsize=tensors.itemsize[of_row],
         group=np.array(group, np.int64)[regions.row],
         groups=tuple(groups.numbers),
-        order=_order(flat.names, of_row, len(groups.numbers)),
+        order=_order(_sort_keys(flat), of_row, len(groups.numbers)),
     )
 
 
@@ -172,6 +173,14 @@ class _Groups:
         if number is None:
             number = self._by_id[id(ranks)] = self.numbers.setdefault(ranks, len(self.numbers))
         return number
+
+
+def _sort_keys(flat: FlatState) -> Sequence[str]:
+    """A text for each row, in whose order all ranks sort what they hold: the name, or, where a rank
+    holds several parts of one name, the name and the region."""
+    if len(set(flat.names)) == len(flat.names):
+        return flat.names
+    return [label(flat, row) for row in range(len(flat.names))]
 
 
 def _order(names: Sequence[str], row: Ints, groups: int) -> Ints:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from ...core.spans import Where, counting
 from ...planner.box import Box
 from ...planner.loading import LoadPlan, Targets, strided_copies
 from ...planner.table import ShardTable, TensorTable
 from ..runtime.buffers import HostBuffer
 from .bits import address_of, as_bits, copy_memory, typed_storage, writable
+from .device import devices_of
 from .dtypes import dtype_of
 from .windows import Place
 
@@ -39,10 +41,20 @@ class Scatter:
         self._codes = codes
         self._buffer_of = targets.buffer.tolist()
         self._addresses: dict[int, int | None] = {}  # of buffers that were asked for
+        self._on_device = bool(devices_of(buffers))
+        self._counted = counting("device_copy")
 
     def deliver(self, read: int, buffer: HostBuffer) -> None:
         """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for
         distinct reads."""
+        if not self._on_device:
+            self._copy(read, buffer)
+            return
+        nbytes = int(self._plan.stop[read] - self._plan.start[read])
+        with self._counted(Where(nbytes=nbytes)):
+            self._copy(read, buffer)
+
+    def _copy(self, read: int, buffer: HostBuffer) -> None:
         plan = self._plan
         copies = range(int(plan.first[read]), int(plan.first[read + 1]))
         rows = slice(copies.start, copies.stop)

@@ -23,6 +23,7 @@ from ...errors import StateError
 from ...planner.layout import Layout
 from ..format.values import encode_value
 from .adapters.foreign import is_suspect
+from .adapters.megatron import keyed_parts_of, megatron_kind
 from .adapters.module_names import Walked
 from .adapters.stateful import expand, has_state
 from .adapters.tensors import PLAIN_TYPES, TENSOR_TYPES, Adapters, TensorLike
@@ -128,8 +129,16 @@ class SignatureScan:
             self._item(self._plain(item), depth)
         elif isinstance(item, Mapping | list | tuple) and type(item) is not torch.Size:
             self._container(item, depth + 1)
+        elif megatron_kind(item):
+            self._of_megatron(item)
         else:
             self._value(item)
+
+    def _of_megatron(self, item: object) -> None:
+        parts = keyed_parts_of(item, str, loading=False)
+        self._signature.append(tuple(part.key for part in parts))
+        for part in parts:
+            self._laid_out(part)
 
     def _laid_out(self, item: TensorLike) -> None:
         """A tensor of a type that has an adapter."""

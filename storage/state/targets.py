@@ -15,7 +15,10 @@ from ...planner.loading import Targets
 from ...planner.regions import regions_of
 from ...planner.table import TensorTable
 from ..format.manifest import Manifest
-from ..format.tree import Key, Tree, dotted, format_path
+from ..format.tree import Key, Tree, Value, dotted, format_path
+from .adapters.in_parts import InParts, is_in_parts, parts_of
+from .adapters.made_of import agrees
+from .adapters.megatron import KeyedShard
 from .adapters.tensors import TensorLike, layout_of
 from .dtypes import dtype_name, dtype_of
 from .flat_state import FlatState, Subtree
@@ -50,10 +53,14 @@ class Wanted:
             self._whole.append((tensor, len(self.buffers)))
         self.buffers.append(buffer)
 
-    def add_tensor(self, row: int, tensor: TensorLike, name: str) -> None:
+    def add_tensor(self, row: int, tensor: TensorLike | InParts, name: str) -> None:
         """Want all that this rank holds of a tensor, of whatever type it is."""
-        local, layout = layout_of(tensor, lambda: name)
-        self.add_held(row, local, layout)
+        parts: Sequence[TensorLike] = [tensor]  # type: ignore[list-item]
+        if is_in_parts(tensor):
+            parts = parts_of(tensor, lambda: name)
+        for part in parts:
+            local, layout = layout_of(part, lambda: name)
+            self.add_held(row, local, layout)
 
     def add_held(
         self, row: int, local: torch.Tensor, layout: Layout, name: str | None = None
@@ -149,7 +156,7 @@ def match(flat: FlatState, manifest: Manifest, rank: int, *, cast: bool) -> Matc
     """Match ``flat`` with the checkpoint. Reads no data; finds every difference."""
     found = Match()
     _match_tensors(found, flat, manifest.tensors, rank, cast)
-    _match_values(found, flat, manifest.tree)
+    _match_values(found, flat, manifest.tree, rank)
     _settle_shared_containers(found, flat, manifest.tree, rank)
     return found
 
@@ -167,15 +174,18 @@ def _match_tensors(
     else:
         found.tensors.update(row for name in flat.names for row in stored.rows.get(name, ()))
     alias = np.where(stored.alias < 0, np.arange(len(stored)), stored.alias)[sources]
-    for row, (source, root, fit, local, layout) in enumerate(
-        zip(sources.tolist(), alias.tolist(), fits.tolist(), flat.locals, flat.layouts, strict=True)
+    for row, (source, root, fit) in enumerate(
+        zip(sources.tolist(), alias.tolist(), fits.tolist(), strict=True)
     ):
         if source < 0:
             found.missing[flat.names[row]] = _missing(flat, row)
             continue
+        local = flat.locals[row]
+        layout = flat.layouts[row]
         problem = None
         if not fit:
-            problem = _problem(stored, source, flat.shapes[row], flat.dtypes[row], cast)
+            local, layout = _clipped(flat, row, stored.shape_of(source))
+            problem = _problem(stored, source, layout.shape, flat.dtypes[row], cast)
         if problem is None and not local.is_contiguous():
             problem = _unfillable(local)
         if problem is not None:
@@ -183,6 +193,14 @@ def _match_tensors(
             kind[flat.names[row]] = f"{flat.path(row)}: {problem}"
         else:
             found.wanted.add_held(root, local, layout, flat.names[row])
+
+
+def _clipped(flat: FlatState, row: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, Layout]:
+    """What is to be filled from a tensor of ``shape``: less, or the same, of one that is padded."""
+    origin = flat.origins[row]
+    if isinstance(origin, KeyedShard) and origin.fits_in(shape):
+        return layout_of(origin.clipped(shape), lambda: flat.path(row))
+    return flat.locals[row], flat.layouts[row]
 
 
 def _missing(flat: FlatState, row: int) -> str:
@@ -237,7 +255,7 @@ def typed_paths(tree: Tree) -> list[TypedPath]:
     return out
 
 
-def _match_values(found: Match, flat: FlatState, stored: Tree) -> None:
+def _match_values(found: Match, flat: FlatState, stored: Tree, rank: int) -> None:
     theirs = typed_paths(stored)
     at = {
         (*theirs[v.container], (type(v.key).__name__, v.key)): i
@@ -250,6 +268,9 @@ def _match_values(found: Match, flat: FlatState, stored: Tree) -> None:
         inside = next((p for p in lenient if path[: len(p)] == p), None)
         if path in at:
             found.values.add(at[path])
+            if value.container in flat.made_of:
+                _compare_descriptions(found, flat, value, stored.values[at[path]], rank)
+                continue
             if inside is None or not _is_own_layout(path[len(inside) :]):
                 found.assign.append((value.container, value.key, at[path]))
         elif inside is None:
@@ -260,6 +281,19 @@ def _match_values(found: Match, flat: FlatState, stored: Tree) -> None:
         *(_path_of(subtree, ours) for subtree in flat.subtrees if subtree.state is None),
     ]
     found.values.update(i for path, i in at.items() if any(path[: len(p)] == p for p in taken))
+
+
+def _compare_descriptions(
+    found: Match, flat: FlatState, present: Value, stored: Value, rank: int
+) -> None:
+    """Of a tensor made of tensors, whose inner tensors mean nothing to another kind."""
+    ours = present.of(rank)
+    theirs = stored.of(rank)
+    if not agrees(theirs, ours):
+        keys = flat.tree.paths()[present.container]
+        found.mismatched[dotted(keys)] = (
+            f"{format_path(keys)}: {theirs} in the checkpoint, {ours} in the state"
+        )
 
 
 def _settle_shared_containers(found: Match, flat: FlatState, stored: Tree, rank: int) -> None:

@@ -67,6 +67,33 @@ def test_what_dcp_saves_dcp_and_holdfast_load_in_any_layout(
     assert values['state["betas"][1][0]'] == 1
 
 
+@pytest.mark.parametrize(("layout", "world", "reader"), [("fsdp", 1, "fsdp"), ("hsdp", 4, "tp")])
+def test_folders_that_dcp_has_written_are_imported(
+    layout: str, world: int, reader: str, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """A trained model and its optimizer, as objects, bit for bit, in another layout. The boxes that
+    ranks have written stay boxes."""
+    saved, *_ = ranks.run(dcp_save, str(tmp_path / "dcp"), layout, 2, True, world=world)
+    uri = str(tmp_path / "c")
+    holdfast.import_(tmp_path / "dcp", uri, step=2)
+    for loaded in ranks.run(fsdp_load, uri, reader, 0, False, world=2):
+        assert difference(in_order(saved), in_order(loaded)) is None
+    with holdfast.open(uri) as c:
+        assert c.verify().ok
+        assert max(t.shards for t in c.tensors.values()) == min(world, 2)
+        assert dict(c.values())['state["betas"][1][0]'] == 1
+
+
+def test_folders_that_are_exported_dcp_loads_in_any_layout(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """What two ranks have saved as objects; by DCP's own reader."""
+    saved, _ = ranks.run(fsdp_save, str(tmp_path / "c"), "fsdp", 2, world=2)
+    holdfast.export(tmp_path / "c", tmp_path / "dcp", format="dcp")
+    for loaded in ranks.run(dcp_load, str(tmp_path / "dcp"), "tp", True, world=4):
+        assert difference(in_order(saved), in_order(loaded)) is None
+
+
 @pytest.mark.parametrize("layout", ["tp", "hsdp"])
 def test_layouts_on_meshes_of_two_dimensions_are_saved(
     layout: str, ranks: RankProcesses, tmp_path: Path

@@ -9,6 +9,7 @@ from support.foreign_jobs import (
     fsdp1_leaves,
     hollow_saves,
     hooked_tensors,
+    sharded_tensors,
     uneven_tensors,
     warned_of,
 )
@@ -18,13 +19,20 @@ from support.rank_processes import RankProcesses
 def test_what_fsdp1_leaves_in_plain_dicts_is_refused_by_name(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """ShardedTensors, flat parameters, and views of them."""
+    """Flat parameters, and views of them."""
     for texts in ranks.run(fsdp1_leaves, str(tmp_path / "c"), world=2):
         for text in texts:
             assert text.startswith('StateError: state["model"]["')
             assert "FSDP1" in text
             assert len(text) < 500
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sharded_tensors_are_loaded_cut_otherwise(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Several parts a rank, on two ranks and on three, of which one has fewer; and what FSDP1 makes
+    of its parameters, which are whole for others."""
+    for world in (2, 3):
+        assert all(ranks.run(sharded_tensors, str(tmp_path / str(world)), world=world))
 
 
 def test_a_dtensor_whose_hooks_tell_another_layout_is_refused(

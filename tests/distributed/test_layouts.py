@@ -6,8 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.around import load_around, save_around
 from support.bits import difference
-from support.jobs import fsdp_load, fsdp_save, fsdp_train, layouts_load, layouts_save, one_memory
+from support.jobs import (
+    fsdp_evaluated,
+    fsdp_load,
+    fsdp_save,
+    fsdp_train,
+    layouts_load,
+    layouts_save,
+    one_memory,
+)
 from support.rank_processes import RankProcesses
 
 import holdfast
@@ -51,6 +60,28 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(
         difference(ranks.run(fsdp_train, layout, 5)[0], ranks.run(fsdp_load, uri, layout, 2)[0])
         is None
     )
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_parameters_that_an_evaluation_has_gathered_are_saved_and_loaded_in_their_shards(
+    lazy: bool, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """FSDP2 leaves those of its root gathered after a forward without a backward; the optimizer has
+    the shards, and is stored by their names, wherever in the state it is."""
+    uri = str(tmp_path / "c")
+    for expected, found in ranks.run(fsdp_evaluated, uri, lazy, world=2):
+        assert difference(expected, found) is None
+    assert "head.weight" in holdfast.load(uri)["optim"]["state"]
+
+
+@pytest.mark.parametrize(("layout", "world"), [("fsdp", 2), ("hsdp", 4), ("tp", 4)])
+def test_a_model_that_was_sharded_on_meta_is_given_memory_by_a_load(
+    layout: str, world: int, ranks: RankProcesses, trained: Any
+) -> None:
+    """Each rank allocates its own shards. The optimizer was made before, and training goes on."""
+    uri, _ = trained[layout]
+    for found in ranks.run(fsdp_load, uri, layout, 2, True, "meta", world=world):
+        assert difference(ranks.run(fsdp_load, uri, layout, 2, world=world)[0], found) is None
 
 
 def test_layers_that_tensor_parallel_left_alone_are_stored_once(
@@ -157,6 +188,18 @@ def test_what_several_ranks_hold_is_divided_evenly_among_them(
         assert total <= sum(nbytes) <= total * 1.03 + 4 * 16384
         assert max(nbytes) <= 1.03 * total / 4 + 16384
         assert sorted(p.stat().st_size for p in uri.rglob("data/*/*.safetensors")) == sorted(nbytes)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_local_tensor_around_another_is_stored_as_that(
+    lazy: bool, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Under its own name, as weights that are gathered in another dtype; so plain ones take it,
+    too. A load leaves nothing behind that was derived from what was there before."""
+    uri = str(tmp_path / "c")
+    ranks.run(save_around, uri, lazy, world=2)
+    for world in (2, 3):
+        assert ranks.run(load_around, uri, world=world) == [[True] * 3] * world
 
 
 def test_what_lies_in_one_memory_is_tied_only_if_it_is_the_same_part(

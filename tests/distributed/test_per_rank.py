@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
-from support.loading import own_values, part_of_an_epoch
+import pytest
+from support.loading import dealt_lists, own_bytes, own_values, part_of_an_epoch, save_lists
 from support.rank_processes import RankProcesses
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import holdfast
+from holdfast.storage.integrations.dcp import HoldfastReader
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 SAMPLES = 103
 
@@ -43,3 +53,36 @@ def test_the_same_number_of_ranks_goes_on_as_if_nothing_had_been(
 def test_ranks_may_have_values_of_different_structure(ranks: RankProcesses, tmp_path: Path) -> None:
     """Lists of other lengths, dicts of other keys: each gets its own, and nothing of another's."""
     assert ranks.run(own_values, str(tmp_path / "c")) == [None] * 4
+
+
+def test_lists_of_all_ranks_are_dealt_out_anew(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Lists of other lengths on each rank, given by every rule to fewer ranks and to more; none of
+    their items is lost. A reader alone sees the list of every rank."""
+    uri = str(tmp_path / "c")
+    ranks.run(save_lists, uri, world=3)
+    saved = [["0.0"], ["1.0", "1.1"], ["2.0", "2.1", "2.2"]]
+    joined = [name for names in saved for name in names]
+    for world in (2, 4):
+        dealt = ranks.run(dealt_lists, uri, world=world)
+        assert [each["keep"] for each in dealt] == [saved[rank % 3] for rank in range(world)]
+        assert [each["broadcast"] for each in dealt] == [saved[0]] * world
+        for rule in ("split", "merge"):
+            assert [name for each in dealt for name in each[rule]] == joined
+        assert sorted({len(each["split"]) for each in dealt}) in ([3], [1, 2])
+    everyone = {str(rank): names for rank, names in enumerate(saved)}
+    assert holdfast.load(uri)["split"]["of"] == everyone
+    holdfast.export(uri, tmp_path / "dcp", format="dcp")
+    for reader in (HoldfastReader(uri), FileSystemReader(tmp_path / "dcp")):
+        found: dict[str, Any] = {}
+        _load_state_dict(found, reader, no_dist=True, planner=_EmptyStateDictLoadPlanner())
+        assert found["split"]["of"] == everyone
+        assert found["lists"] == [["0.0"]]
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_as_many_ranks_as_saved_read_each_its_own(
+    kind: type, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """And nothing of what the others have saved."""
+    found = ranks.run(own_bytes, str(tmp_path / "c"), kind)
+    assert found == [(True, 40_000)] * 4

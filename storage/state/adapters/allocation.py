@@ -17,12 +17,24 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import Placement
 
 from ....errors import MismatchError
-from ..compat import overlaps_itself
+from ..compat import ShardedTensor, overlaps_itself
 from ..dtypes import dtype_name
 from .dtensor import mesh_layout
+from .in_parts import InParts, parts_of
+from .made_of import inner_tensor, is_made_of
 from .shards import Shard
 
-__all__ = ["Allocate", "Entry", "empty_dtensor", "empty_for", "fits", "fitting", "value_at"]
+__all__ = [
+    "Allocate",
+    "Entry",
+    "device_for",
+    "empty_dtensor",
+    "empty_for",
+    "fits",
+    "fitting",
+    "fitting_parts",
+    "value_at",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +52,7 @@ class Entry:
     own: bool = False
 
 
-Allocate = Callable[[Entry], torch.Tensor | Shard | None]
+Allocate = Callable[[Entry], torch.Tensor | Shard | InParts | None]
 """The tensor to be filled with an entry; None for what this rank has no place for."""
 
 
@@ -51,6 +63,8 @@ def value_at(present: object, keys: Sequence[object]) -> object:
             present = present.get(key)
         elif isinstance(present, list | tuple) and type(key) is int and key < len(present):
             present = present[key]
+        elif is_made_of(present):
+            present = inner_tensor(present, key)
         else:
             return None
     return present
@@ -60,11 +74,20 @@ def fits(present: object, entry: Entry) -> TypeGuard[torch.Tensor]:
     """Whether ``present`` is a tensor that can be filled with ``entry`` as it is."""
     return (
         isinstance(present, torch.Tensor)
+        and not is_made_of(present)
         and tuple(present.shape) == entry.shape
         and present.dtype == entry.dtype
         and not present.is_meta
         and (isinstance(present, DTensor) or not overlaps_itself(present))
     )
+
+
+def fitting_parts(present: ShardedTensor | InParts, entry: Entry) -> ShardedTensor | InParts:
+    """``present``, of which this rank holds parts. Raises MismatchError where they are parts of
+    another tensor than the stored one."""
+    for part in parts_of(present, lambda: ".".join(map(str, entry.keys))):
+        fitting(part, entry)
+    return present
 
 
 def fitting(present: Shard, entry: Entry) -> Shard:
@@ -86,10 +109,14 @@ def empty_for(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
     when it was saved; or, where that is not known, a replicated DTensor, for arithmetic with both
     takes no plain tensor. Numbers, and what each rank had of its own, stay plain.
     """
+    if is_made_of(reference):
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # and does not fit
     if tuple(reference.shape) == entry.shape:
-        return torch.empty_like(reference, dtype=entry.dtype, requires_grad=False)
+        return torch.empty_like(
+            reference, dtype=entry.dtype, requires_grad=False, device=device_for(reference)
+        )
     if not isinstance(reference, DTensor):
-        device = reference.device if entry.shape else torch.device("cpu")
+        device = device_for(reference) if entry.shape else torch.device("cpu")
         return torch.empty(entry.shape, dtype=entry.dtype, device=device)
     local_shape = tuple(reference.to_local().shape)
     plain = entry.placements is None and (
@@ -99,9 +126,18 @@ def empty_for(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
         return torch.empty(
             entry.shape,
             dtype=entry.dtype,
-            device=reference.to_local().device if entry.shape else "cpu",
+            device=device_for(reference) if entry.shape else "cpu",
         )
-    return empty_dtensor(reference.device_mesh, reference.to_local().device, entry)
+    return empty_dtensor(reference.device_mesh, device_for(reference), entry)
+
+
+def device_for(reference: torch.Tensor) -> torch.device:
+    """The device of ``reference``; of one that has no memory yet, that where a load makes it."""
+    if not reference.is_meta:
+        return reference.device
+    if isinstance(reference, DTensor):
+        return torch.device(reference.device_mesh.device_type)
+    return torch.device("cpu")
 
 
 def empty_dtensor(mesh: DeviceMesh, device: torch.device, entry: Entry) -> DTensor:

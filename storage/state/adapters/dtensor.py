@@ -24,6 +24,7 @@ from ....planner.placement import (
     local_shape,
 )
 from ...ranks.process_group import acting_name, current_numbers
+from .transparent import seen_through
 
 __all__ = ["DTensorAdapter", "MeshLayouts", "check_layout", "hooked", "layouts_on", "mesh_layout"]
 
@@ -75,7 +76,7 @@ class DTensorAdapter:
         local = tensor.to_local()
         if hasattr(local, "wait"):
             return local.wait()  # type: ignore[no-any-return]
-        return local
+        return seen_through(local)
 
     def layout(self, tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> MeshLayout:
         """What ``local`` is of the whole. Raises StateError for a placement that is not a layout
@@ -183,8 +184,8 @@ _layouts: WeakKeyDictionary[DeviceMesh, dict[Hashable, MeshLayouts]] = WeakKeyDi
 
 
 def layouts_on(mesh: DeviceMesh) -> MeshLayouts:
-    """The known layouts of tensors on ``mesh``, among the ranks that take part. They are kept, since
-    it takes longer to list the ranks of a mesh the more there are."""
+    """The known layouts of tensors on ``mesh``, among the ranks that take part. They are kept,
+    since it takes longer to list the ranks of a mesh the more there are."""
     place = (_coordinate(mesh), acting_name())
     return _layouts.setdefault(mesh, {}).setdefault(place, MeshLayouts())
 

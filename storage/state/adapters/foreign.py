@@ -13,7 +13,7 @@ left to :mod:`..placeholders`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from ....errors import StateError
 from ..compat import FLAT_PARAMETER_MARKS, ShardedTensor, buffers_of, parameters_of, stored_local
+from .deepspeed import zero_of
 from .dtensor import check_layout, hooked
 from .module_names import Walked
 
-__all__ = ["is_suspect", "refuse_object", "refuse_stale", "refuse_tensor", "refuse_value"]
+__all__ = ["is_suspect", "refuse_master", "refuse_object", "refuse_stale", "refuse_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,52 +49,56 @@ _FAIRSCALE = _Layout(
     "Shard with torch's fully_shard (FSDP2), or pass its full state_dict().",
 )
 _SHARDED_TENSOR = _Layout(
-    "is a ShardedTensor, which only FSDP1 and torch's old sharding API make, and which this "
-    "release does not know",
-    "Use DTensors; of FSDP1, pass the module and the optimizer themselves.",
+    "is a ShardedTensor in the place of a parameter, as torch's old sharding API makes it, which "
+    "this release does not know",
+    "Use DTensors; or pass the ShardedTensors themselves, in a dict.",
 )
 _ZERO3 = _Layout(
-    "is partitioned by DeepSpeed ZeRO-3: it is a placeholder, whose elements are in flat "
-    "partitions that this release does "
-    "not know",
-    (
-        "Save within deepspeed.zero.GatheredParameters(module.parameters()), or with "
-        "engine.save_checkpoint."
-    ),
+    "is partitioned by DeepSpeed ZeRO-3: it is a placeholder, and only the engine knows where its "
+    "elements are",
+    "Put the engine itself into the state, in place of what it wraps. Where it is refused too, use "
+    "engine.save_checkpoint.",
 )
 _ZERO3_LOADED = _Layout(
-    "is partitioned by DeepSpeed ZeRO-3, in flat partitions that this release does not know",
-    "Load into the module before deepspeed.initialize, or with engine.load_checkpoint.",
+    "is partitioned by DeepSpeed ZeRO-3, and only the engine knows where its elements are",
+    "Put the engine itself into the state, in place of what it wraps. Where it is refused too, use "
+    "engine.load_checkpoint.",
 )
 _MASTERS = _Layout(
-    "has a master copy in a DeepSpeed optimizer (ZeRO-1, ZeRO-2 or bf16), from which the next "
-    "step would overwrite what is "
+    "has a master copy in a DeepSpeed optimizer, from which the next step would overwrite what is "
     "loaded",
-    "Load into the module before deepspeed.initialize; or load into engine.module.state_dict(), "
-    "and call "
-    "engine.optimizer.refresh_fp32_params() after that.",
+    "Put the engine itself into the state, in place of what it wraps. Where it is refused too, "
+    "load into engine.module.state_dict(), and call engine.optimizer.refresh_fp32_params() after "
+    "that.",
 )
 _DEEPSPEED_OPTIMIZER = _Layout(
-    "is an optimizer of DeepSpeed, whose flat partitions this release does not know",
+    "is an optimizer of DeepSpeed whose flat partitions this release does not know",
     "Keep it with engine.save_checkpoint and engine.load_checkpoint.",
+)
+_STEPS_MASTERS = _Layout(
+    "is an optimizer that DeepSpeed has wrapped, and has flat partitions in place of parameters",
+    "Put engine.optimizer into the state.",
+)
+_WITHOUT_ENGINE = _Layout(
+    "is an optimizer of DeepSpeed, and only its engine knows the names of parameters",
+    "Put the engine into the state too, or use engine.save_checkpoint.",
 )
 _MEGATRON_MASTERS = _Layout(
     "has a master copy in an optimizer of Megatron, from which the next step would overwrite what "
     "is loaded",
-    "Load into module.state_dict(), and call optimizer.reload_model_params() after that.",
+    "Load the master copies, too: optimizer_state(optimizer, model_state), from "
+    "holdfast.storage.integrations.megatron. Or load into module.state_dict(), and call "
+    "optimizer.reload_model_params() after that.",
 )
-_MEGATRON = _Layout(
-    "says how a part of a tensor lies in the whole, in Megatron's way, which this release does "
-    "not know",
-    (
-        "Use Megatron's dist_checkpointing; or pass the module itself, whose tensors only the same "
-        "layout gets back."
-    ),
+_MEGATRON_OPTIMIZER = _Layout(
+    "is an optimizer of Megatron whose state_dict() leaves out the moments and the master copies "
+    "of parameters",
+    "Pass optimizer_state(optimizer, model_state), from holdfast.storage.integrations.megatron.",
 )
 _SHARD_HOOKS = _Layout(
     "is a part of a larger tensor, as its hook __create_chunk_list__ tells, in a layout that this "
     "release does not know",
-    "Pass it as a DTensor.",
+    "Pass it as a DTensor, or give it all hooks of torch.distributed._checkpointable.",
 )
 
 _OF_ZERO3 = ("ds_id", "ds_tensor")
@@ -129,16 +134,9 @@ def refuse_object(value: object, modules: Iterable[Walked], path: str, *, loadin
         walked = next((walked for walked in modules if walked.module is value), None)
         _refuse_module(walked or Walked(value), path, loading)
         return
-    for inner in (
-        value,
-        getattr(value, "optimizer", None),
-    ):  # Accelerate's, for example, wraps another
-        if (
-            _is_of(inner, "deepspeed")
-            and not isinstance(inner, torch.nn.Module)
-            and hasattr(inner, "state_dict")
-        ):
-            raise _refusal(path, _DEEPSPEED_OPTIMIZER)
+    layout = _of_optimizer(value, modules)
+    if layout is not None:
+        raise _refusal(path, layout)
     if isinstance(value, torch.optim.Optimizer):
         known = _known_to_module(value, modules)
         for group, parameters in enumerate(value.param_groups):
@@ -147,6 +145,25 @@ def refuse_object(value: object, modules: Iterable[Walked], path: str, *, loadin
                     _refuse_parameter(
                         parameter, f"parameter {number} of group {group} in {path}", loading
                     )
+
+
+def _of_optimizer(value: object, modules: Iterable[Walked]) -> _Layout | None:
+    known = [walked.zero.optimizer for walked in modules if walked.zero is not None]
+    if any(value is optimizer for optimizer in known):
+        return None
+    if zero_of(value) is not None:
+        return _WITHOUT_ENGINE
+    if any(value is optimizer.optimizer for optimizer in known):
+        return _STEPS_MASTERS
+    # Accelerate's, for example, wraps another.
+    for inner in (value, getattr(value, "optimizer", None)):
+        if _is_of(inner, "deepspeed") and hasattr(inner, "param_groups"):
+            return _DEEPSPEED_OPTIMIZER
+    if _is_of(value, "megatron") and any(
+        hasattr(each, "gbuf_ranges") for each in (value, *getattr(value, "chained_optimizers", ()))
+    ):
+        return _MEGATRON_OPTIMIZER
+    return None
 
 
 def _known_to_module(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]) -> set[int]:
@@ -175,16 +192,19 @@ def refuse_stale(module: torch.nn.Module, beside: Iterable[object], path: str) -
             raise _refusal(f'{path}["{name}"]', _MEGATRON_MASTERS)
 
 
-def refuse_value(value: object, path: str) -> None:
-    """Raise StateError where ``value``, for which there is no codec, is a framework's word for a
-    part of a tensor."""
-    if _is_of(value, "megatron"):
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise StateError(f"{path} is a {kind}, which {_MEGATRON.text}", advice=_MEGATRON.advice)
+def refuse_master(masters: Mapping[str, torch.Tensor], loaded: Iterable[torch.Tensor]) -> None:
+    """Raise StateError where one of the ``masters``, which are named by the paths of parts of
+    parameters, is not among what is ``loaded``."""
+    if masters:
+        addresses = {tensor.data_ptr() for tensor in loaded}
+        for path, master in masters.items():
+            if master.numel() and master.data_ptr() not in addresses:
+                raise _refusal(path, _MEGATRON_MASTERS)
 
 
 def _refuse_module(walked: Walked, path: str, loading: bool) -> None:
-    flat = {id(part.owner) for part in walked.flat}
+    _refuse_engine(walked, path, loading)
+    flat = {id(part.in_module) for part in walked.flat}
     for prefix, part in walked.parts:
         layout = _of_module(part, loading)
         if layout is not None:
@@ -194,6 +214,21 @@ def _refuse_module(walked: Walked, path: str, loading: bool) -> None:
             for name, tensor in tensors.items():
                 if tensor is not None and _is_unusual(tensor) and id(tensor) not in flat:
                     _refuse_parameter(tensor, f'{path}["{prefix}{name}"]', loading)
+
+
+def _refuse_engine(walked: Walked, path: str, loading: bool) -> None:
+    if walked.zero is not None:
+        unknown = walked.zero.unknown(walked.engine)
+        if unknown is not None:
+            raise StateError(
+                f"{path} is an engine of DeepSpeed with {unknown}, which this release does not "
+                f"know",
+                advice="Use engine.save_checkpoint and engine.load_checkpoint.",
+            )
+    elif walked.engine is not None:
+        layout = _of_module(walked.engine, loading)
+        if layout is not None:
+            raise _refusal(path, layout)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

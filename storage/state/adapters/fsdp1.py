@@ -7,101 +7,22 @@ row-major order, which may be empty. With ``use_orig_params`` an optimizer has t
 parameters, whose data are these ranges; without it, it has the flat parameter, and one state for
 all parameters that are in it.
 
-Scope: from what FSDP1 holds to Shards under the names of parameters, and back. No collective is
-called, and nothing is gathered. How FSDP1 keeps its books is in :mod:`..compat`.
+Scope: which ranges these are, and whether FSDP1 is at work on them. How FSDP1 keeps its books is in
+:mod:`..compat`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+from ....errors import StateError
+from ..compat import FlatPiece, FlatUnit, flat_units
+from .flat_parts import FlatPart, Parts
 
-from ....errors import MismatchError, StateError
-from ..compat import (
-    STATE_METHODS,
-    ActivationWrapper,
-    FlatPiece,
-    FlatUnit,
-    buffers_of,
-    flat_units,
-    has_state_hooks,
-    non_persistent_of,
-    parameters_of,
-)
-from .allocation import Entry, value_at
-from .shards import Shard
-
-__all__ = ["FlatPart", "FlatStates", "flat_parts", "joined", "sharded_state"]
-
-Parts = Sequence[tuple[str, torch.nn.Module]]
-"""Modules, and the prefixes of their names."""
+__all__ = ["check_at_rest", "fsdp1_parts"]
 
 
-@dataclass(frozen=True, eq=False)
-class FlatPart:
-    """What this rank holds of one parameter. ``names``: its own, and those of parameters that are
-    tied to it, as a checkpoint has them."""
-
-    names: tuple[str, ...]
-    unit: FlatUnit
-    piece: FlatPiece
-
-    @property
-    def owner(self) -> torch.nn.Parameter:
-        """The parameter by which an optimizer knows it, which may be that of others too."""
-        original = self.piece.original
-        return self.unit.flat if original is None else original
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
-        return self.piece.shape
-
-    def shard(self) -> Shard:
-        """Of the parameter itself. Users, and optimizers, may have given an original parameter new
-        data; FSDP1 takes them over in the next forward."""
-        original = self.piece.original
-        if original is None or self.unit.shows_whole:
-            return self.of(self.unit.flat.detach())
-        return self._range(original.detach().reshape(-1))
-
-    def of(self, held: torch.Tensor) -> Shard:
-        """Of a tensor that is laid out as the flat parameter."""
-        at = self.piece.at
-        return self._range(held[at : at + self.piece.numel])
-
-    def _range(self, held: torch.Tensor) -> Shard:
-        start = self.piece.start
-        return Shard(held, shape=self.shape, flat=(start, start + self.piece.numel))
-
-    def state(self, value: object, path: str) -> object:
-        """Of ``value``, which an optimizer keeps for the owner, what belongs to this parameter.
-
-        Numbers belong to each parameter; where they are one tensor for all, each gets a copy, as
-        parameters on their own would have. Raises StateError for a tensor of another shape.
-        """
-        if isinstance(value, Mapping):
-            return {key: self.state(item, f'{path}["{key}"]') for key, item in value.items()}
-        if not isinstance(value, torch.Tensor):
-            return value
-        if not value.ndim:
-            return value if self.piece.original is not None else value.clone()
-        if self.piece.original is None:
-            if value.shape == self.unit.flat.shape:
-                return self.of(value.detach())
-        elif value.numel() == self.piece.numel and value.is_contiguous():
-            return self._range(value.detach().view(-1))
-        raise StateError(
-            f"{path} is a tensor of shape {list(value.shape)}, which is not that of what FSDP1 "
-            f"has of its parameter on this rank",
-            advice="Shard with fully_shard (FSDP2).",
-        )
-
-
-def flat_parts(parts: Parts, named: Callable[[str], str]) -> list[FlatPart]:
+def fsdp1_parts(parts: Parts, named: Callable[[str], str]) -> list[FlatPart]:
     """What this rank holds of all parameters in ``parts``, the modules of one tree, that are in
     flat parameters. ``named`` makes the name in a checkpoint of one in the tree."""
     return [
@@ -114,144 +35,30 @@ def flat_parts(parts: Parts, named: Callable[[str], str]) -> list[FlatPart]:
     ]
 
 
-def sharded_state(
-    parts: Parts, flat: Sequence[FlatPart], named: Mapping[str, str], path: str, *, loading: bool
-) -> dict[str, object]:
-    """The state dict of a module, with Shards for parameters that are in ``flat``; all else as it
-    is registered.
-
-    Raises StateError where FSDP1 is at work or has a layout that is not known, and for modules with
-    a state dict of their own making: their code would have FSDP1 gather all parameters.
-    """
+def check_at_rest(flat: Sequence[FlatPart], path: str, *, loading: bool) -> None:
+    """Raises StateError where FSDP1 is at work on a parameter in ``flat``, or has a layout that is
+    not known. With ``loading``, gathered parameters are dropped: a forward would use them."""
+    units: dict[int, FlatUnit] = {}
     for part in flat:
-        _check(part, path)
-    for prefix, module in parts:
-        _refuse_own_making(module, f'{path}["{prefix[:-1]}"]')
+        if isinstance(part.unit, FlatUnit):
+            _check(part.unit, part.piece, f'{path}["{part.names[0]}"]')
+            units[id(part.unit)] = part.unit
     if loading:
-        for unit in {id(part.unit): part.unit for part in flat}.values():
+        for unit in units.values():
             unit.reshard()
-    state: dict[str, object] = {}
-    for part in flat:
-        state |= dict.fromkeys(part.names, part.shard())
-    owners = {id(part.owner) for part in flat}
-    for prefix, module in parts:
-        for tensors in (parameters_of(module), buffers_of(module)):
-            for name, tensor in tensors.items():
-                if tensor is None or id(tensor) in owners or name in non_persistent_of(module):
-                    continue
-                state[named[f"{prefix}{name}"]] = tensor.detach()
-    return state
 
 
-def _check(part: FlatPart, path: str) -> None:
-    where = f'{path}["{part.names[0]}"]'
-    if not part.unit.is_at_rest:
+def _check(unit: FlatUnit, piece: FlatPiece, where: str) -> None:
+    if not unit.is_at_rest:
         raise StateError(
             f"{where} is a parameter of FSDP1 (torch's FullyShardedDataParallel) that is gathered "
             f"at the moment",
             advice="Save and load outside of summon_full_params, forward and backward.",
         )
-    if not part.piece.is_regular:
+    if not piece.is_regular:
         raise StateError(
             f"{where} is a parameter of FSDP1 (torch's FullyShardedDataParallel) that is not "
             f"contiguous, or a DTensor, and is flattened in an order that this release does not "
             f"know",
             advice="Shard with fully_shard (FSDP2), or make it contiguous before it is wrapped.",
         )
-
-
-def _refuse_own_making(module: torch.nn.Module, path: str) -> None:
-    if isinstance(module, FullyShardedDataParallel | ActivationWrapper):
-        return  # their hooks gather parameters, and take their own names out of those of tensors
-    own = any(getattr(type(module), m) is not getattr(torch.nn.Module, m) for m in STATE_METHODS)
-    if own or has_state_hooks(module):
-        raise StateError(
-            f"{path} is a {type(module).__name__} with code of its own for its state dict, within "
-            f"FSDP1 (torch's FullyShardedDataParallel)",
-            advice="Shard with fully_shard (FSDP2).",
-        )
-
-
-class _StatePart(Shard):
-    """A part of ``whole``, which is what an optimizer keeps."""
-
-    whole: torch.Tensor
-
-
-class FlatStates:
-    """Makes the tensors that an optimizer keeps for parameters of FSDP1: those that it has, where
-    they fit, else new ones. Of a flat parameter, one for all parameters that are in it."""
-
-    def __init__(self, state: Mapping[object, object]) -> None:
-        """``state``: that of the optimizer, by its own parameters."""
-        self._state = state
-        self._whole: dict[tuple[object, ...], torch.Tensor] = {}
-
-    def tensor(self, part: FlatPart, entry: Entry) -> torch.Tensor | Shard:
-        """What is to be filled with ``entry``. Raises MismatchError where it has not the shape of
-        the parameter."""
-        if not entry.shape:
-            return torch.empty((), dtype=entry.dtype, device=self._device(part, entry))
-        if entry.shape != part.shape:
-            raise MismatchError(
-                f"{'.'.join(map(str, entry.keys))}: shape {list(entry.shape)} in the checkpoint; "
-                f"FSDP1 (torch's FullyShardedDataParallel) can hold that of its parameter alone, "
-                f"{list(part.shape)}"
-            )
-        whole = self._of(part.owner, entry)
-        shard = part.of(whole) if part.piece.original is None else part._range(whole.view(-1))
-        made = _StatePart(shard.tensor, shape=part.shape, flat=shard.layout.flat_range)
-        made.whole = whole
-        return made
-
-    def _of(self, owner: torch.nn.Parameter, entry: Entry) -> torch.Tensor:
-        place = (id(owner), entry.dtype, *entry.keys[2:])
-        whole = self._whole.get(place)
-        if whole is None:
-            present = value_at(self._state.get(owner), entry.keys[2:])
-            whole = torch.zeros_like(owner, dtype=entry.dtype, requires_grad=False)
-            if (
-                isinstance(present, torch.Tensor)
-                and present.shape == owner.shape
-                and present.dtype == entry.dtype
-                and present.is_contiguous()
-            ):
-                whole = present.detach()
-            self._whole[place] = whole
-        return whole
-
-    def _device(self, part: FlatPart, entry: Entry) -> torch.device:
-        present = value_at(self._state.get(part.owner), entry.keys[2:])
-        if isinstance(present, torch.Tensor):
-            return present.device
-        return torch.device("cpu")
-
-
-def joined(states: Sequence[object], path: str) -> object:
-    """The state of an owner, from those of its parameters. Raises StateError where numbers of
-    parameters differ that are one in a flat parameter."""
-    first = states[0]
-    if isinstance(first, Mapping):
-        keys = dict.fromkeys(key for state in _mappings(states) for key in state)
-        return {
-            key: joined([s[key] for s in _mappings(states) if key in s], f'{path}["{key}"]')
-            for key in keys
-        }
-    if isinstance(first, _StatePart):
-        return first.whole
-    if any(not _same(first, other) for other in states[1:]):
-        raise StateError(
-            f"{path} differs between parameters that FSDP1 joins, and can have one value only",
-            advice="Wrap the module with use_orig_params=True.",
-        )
-    return first
-
-
-def _mappings(states: Iterable[object]) -> list[Mapping[object, object]]:
-    return [state for state in states if isinstance(state, Mapping)]
-
-
-def _same(a: object, b: object) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return type(a) is type(b) and a == b

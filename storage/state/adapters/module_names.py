@@ -11,7 +11,7 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ....core.forks.cached import cached_property
 from ..compat import (
@@ -24,7 +24,9 @@ from ..compat import (
     parameters_of,
     plain_state_dict,
 )
-from .fsdp1 import FlatPart, flat_parts
+from .deepspeed import Zero, engine_of, zero_of
+from .flat_parts import FlatPart
+from .fsdp1 import fsdp1_parts
 
 __all__ = ["Names", "Walked", "module_state", "walk"]
 
@@ -33,7 +35,7 @@ class Names(dict[str, str]):
     """By any name that a module has for a parameter or a buffer, the name to save it under.
 
     ``kinds``: of all modules that it consists of. ``usual``: none of them has a way of its own to
-    make a state dict. ``sharded``: FSDP1 has wrapped one of them.
+    make a state dict. ``sharded``: FSDP1 has wrapped one of them; ``gathers``: FSDP2 has.
     """
 
     def __init__(self, module: torch.nn.Module, kinds: tuple[type, ...]) -> None:
@@ -46,6 +48,7 @@ class Names(dict[str, str]):
             for name in STATE_METHODS
         )
         self.sharded = any(issubclass(kind, FullyShardedDataParallel) for kind in set(kinds))
+        self.gathers = any(issubclass(kind, FSDPModule) for kind in set(kinds))
         self._module = ref(module)
 
     def __missing__(self, name: str) -> str:
@@ -59,36 +62,59 @@ _known: WeakKeyDictionary[torch.nn.Module, Names] = WeakKeyDictionary()
 
 
 class Walked:
-    """A module as it is now, kept for all uses during one call."""
+    """A module as it is now, kept for all uses during one call.
+
+    ``engine``: it, where it is an engine of DeepSpeed. Then ``root``, whose tensors these are, is
+    what the engine wraps.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+        self.engine = engine_of(module)
+        self.root: torch.nn.Module = module if self.engine is None else self.engine.module
+
+    @cached_property
+    def zero(self) -> Zero | None:
+        """The books of the ZeRO optimizer that an engine has."""
+        return None if self.engine is None else zero_of(vars(self.engine).get("optimizer"))
 
     @cached_property
     def parts(self) -> list[tuple[str, torch.nn.Module]]:
         """All modules in it, see :func:`walk`."""
-        return walk(self.module)
+        return walk(self.root)
 
     @cached_property
     def names(self) -> Names:
         """Its names."""
         kinds = tuple([type(part) for _, part in self.parts])
-        names = _known.get(self.module)
+        names = _known.get(self.root)
         if names is None or names.kinds != kinds:
-            names = _known[self.module] = Names(self.module, kinds)
+            names = _known[self.root] = Names(self.root, kinds)
         return names
 
     @cached_property
     def flat(self) -> list[FlatPart]:
-        """What this rank holds of parameters that are in flat parameters of FSDP1."""
+        """What this rank holds of parameters that are in flat parameters."""
+        if self.zero is not None:
+            return self.zero.parts(self._names_by_parameter())
         if not self.names.sharded:
             return []
-        return flat_parts(self.parts, self.names.__getitem__)
+        return fsdp1_parts(self.parts, self.names.__getitem__)
+
+    def _names_by_parameter(self) -> dict[torch.nn.Parameter, list[str]]:
+        found: dict[torch.nn.Parameter, list[str]] = {}
+        for name, parameter in self.parameters:
+            found.setdefault(parameter, []).append(self.names[name])
+        return found
 
     @cached_property
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """All parameters by name, as torch's ``named_parameters``; but tied ones come under each of
-        their names."""
+        their names. Those of FSDP2 are the sharded ones, which its optimizer has."""
+        if self.names.gathers:
+            for _, part in self.parts:
+                if isinstance(part, FSDPModule):
+                    part.reshard()  # a forward without a backward leaves gathered ones behind
         return [
             (prefix + name, parameter)
             for prefix, part in self.parts
@@ -147,7 +173,7 @@ def module_state(walked: Walked) -> dict[str, object]:
     names = walked.names
     state = walked.registered()
     if state is None:
-        state = plain_state_dict(walked.module)
+        state = plain_state_dict(walked.root)
     for key in list(state):
         name = names[key]
         if name != key:

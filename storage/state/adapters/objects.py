@@ -17,12 +17,15 @@ from torch.distributed.tensor import DTensor
 from .allocation import (
     Allocate,
     Entry,
+    device_for,
     empty_dtensor,
     empty_for,
     fits,
     fitting,
+    fitting_parts,
     value_at,
 )
+from .in_parts import InParts, is_in_parts
 from .module_names import Walked
 from .shards import Shard
 
@@ -33,10 +36,12 @@ def object_allocator(owner: object, present: object, modules: Sequence[Walked]) 
     """How to make the tensors of the state of ``owner``, whose state is ``present`` now."""
     reach = _Reach(owner, modules)
 
-    def make(entry: Entry) -> torch.Tensor | Shard:
+    def make(entry: Entry) -> torch.Tensor | Shard | InParts:
         here = value_at(present, entry.keys)
         if isinstance(here, Shard):
             return fitting(here, entry)
+        if is_in_parts(here):
+            return fitting_parts(here, entry)
         if fits(here, entry):
             return here.detach()
         if isinstance(here, torch.Tensor) and not here.is_meta:
@@ -45,8 +50,7 @@ def object_allocator(owner: object, present: object, modules: Sequence[Walked]) 
         if reference is not None:
             return empty_for(reference, entry)
         if entry.placements is not None and reach.example is not None:
-            local = reach.example.to_local()
-            return empty_dtensor(reach.example.device_mesh, local.device, entry)
+            return empty_dtensor(reach.example.device_mesh, device_for(reach.example), entry)
         return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
 
     return make

@@ -19,7 +19,8 @@ from ....errors import StateError
 from ..compat import plain_state_dict
 from .allocation import Allocate, Entry, empty_for, fits, value_at
 from .exact_dtypes import exact_values
-from .fsdp1 import FlatPart, FlatStates, joined
+from .flat_parts import FlatPart, FlatStates, joined
+from .made_of import with_present
 from .module_names import Walked
 from .parameter_groups import Matched, ParameterKey, StoredGroup
 from .shards import Shard
@@ -27,13 +28,16 @@ from .shards import Shard
 __all__ = [
     "OptimizerParameters",
     "StoredOptimizer",
+    "entries_with_present",
     "group_allocator",
+    "has_own_form",
     "load_optimizer",
     "optimizer_allocator",
     "optimizer_parameters",
     "optimizer_state",
     "present_layout",
     "refuse_unknown",
+    "stepped",
 ]
 
 
@@ -97,6 +101,7 @@ def optimizer_state(
     beside the state of its parameters is taken as it is. Raises StateError for what has no name.
     """
     refuse_unknown(optimizer, path)
+    optimizer = stepped(optimizer)
     named = _named_by_module(optimizer, modules)
     _check_states(optimizer, path)
     packed = plain_state_dict(optimizer)
@@ -151,15 +156,28 @@ def _entry_of(parameter: Held, entry: object, path: str) -> object:
     return entry
 
 
+def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that has the state: the one within a ZeroRedundancyOptimizer, which steps the
+    parameters of this rank; any other is that itself."""
+    if _is_redundancy_free(optimizer):
+        return cast(torch.optim.Optimizer, vars(optimizer)["optim"])
+    return optimizer
+
+
+def _is_redundancy_free(optimizer: torch.optim.Optimizer) -> bool:
+    # By name: to import it compiles functions, which takes seconds.
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+
+
 def refuse_unknown(optimizer: torch.optim.Optimizer, path: str) -> None:
-    """Raises StateError for optimizers whose state dict is not that of this rank."""
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+    """Raises StateError for optimizers whose state cannot be taken from this rank."""
+    if _is_redundancy_free(optimizer) and not isinstance(
+        vars(optimizer).get("optim"), torch.optim.Optimizer
+    ):
         raise StateError(
-            f"{path} is a ZeroRedundancyOptimizer, which gives its state to one rank alone, whole",
-            advice=(
-                "Put the optimizer that it wraps into the state, as optimizer.optim, on every "
-                "rank: each has a part."
-            ),
+            f"{path} is a ZeroRedundancyOptimizer that steps within the backward of "
+            f"DistributedDataParallel, by an optimizer without a state dict",
+            advice="Make it without overlap_with_ddp.",
         )
 
 
@@ -170,12 +188,21 @@ def present_layout(optimizer: torch.optim.Optimizer) -> dict[str, object] | None
     Of torch's own nothing is asked: a new optimizer has no state, and what is stored says what
     there is.
     """
+    optimizer = stepped(optimizer)
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return None
     packed = plain_state_dict(optimizer)
     if _is_usual(packed):
         return None
     return packed
+
+
+def has_own_form(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the state dict of an optimizer may be of another form than torch's."""
+    try:
+        return present_layout(optimizer) is not None
+    except Exception:  # the user's code: it may have no state before it is loaded
+        return True
 
 
 def _is_usual(packed: Mapping[str, object]) -> TypeGuard[_Packed]:
@@ -210,9 +237,7 @@ def optimizer_allocator(
 ) -> Allocate:
     """How to make the tensors of this optimizer's state: those it has, where they fit, else new
     ones like the parameter."""
-    parameters = {
-        matched.keys[id(p)]: p for group in held.groups for p in group if id(p) in matched.keys
-    }
+    parameters = _by_key(held, matched)
     of_parameters = {key for group in stored for key in group.ranks}
     state = cast(Mapping[object, object], optimizer.state)  # tensors are not its only keys
     flat = FlatStates(state)
@@ -242,6 +267,31 @@ def optimizer_allocator(
         return empty_for(reference, entry)
 
     return make
+
+
+def _by_key(held: OptimizerParameters, matched: Matched) -> dict[ParameterKey, Held]:
+    """The parameters by their keys in the checkpoint."""
+    return {matched.keys[id(p)]: p for group in held.groups for p in group if id(p) in matched.keys}
+
+
+def entries_with_present(
+    optimizer: torch.optim.Optimizer,
+    held: OptimizerParameters,
+    matched: Matched,
+    entries: Mapping[object, object],
+    keys: Sequence[object],
+    problems: dict[str, str],
+) -> dict[object, object]:
+    """``entries`` of a built state, with the tensors made of tensors that the optimizer has, see
+    :func:`.made_of.with_present`. ``keys`` lead to the optimizer."""
+    parameters = _by_key(held, matched)
+    state = cast(Mapping[object, object], optimizer.state)
+    return {
+        key: with_present(
+            entry, state.get(parameters.get(key, key)), (*keys, "state", key), problems
+        )
+        for key, entry in entries.items()
+    }
 
 
 def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
@@ -274,6 +324,16 @@ def load_optimizer(
 ) -> None:
     """Give the optimizer its stored state, bit for bit. Which parameters its groups have stays as
     it is."""
+    inner = stepped(optimizer)
+    _load_stepped(inner, given)
+    if inner is not optimizer:  # which hands the hyperparameters of its own groups down in a step
+        for group, loaded in zip(optimizer.param_groups, inner.param_groups, strict=True):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
+
+
+def _load_stepped(
+    optimizer: torch.optim.Optimizer, given: StoredOptimizer | Mapping[str, object]
+) -> None:
     if not isinstance(given, StoredOptimizer):
         with exact_values(optimizer):
             optimizer.load_state_dict(dict(given))
@@ -283,10 +343,14 @@ def load_optimizer(
     of_parameters = {key for group in given.stored for key in group.ranks}
     state = {key: entry for key, entry in given.entries.items() if key not in of_parameters}
     for p in every:
-        keys = [given.matched.keys.get(id(held)) for held in given.parameters.held_in(p)]
+        parts = given.parameters.held_in(p)
+        if all(isinstance(part, FlatPart) and part.is_absent for part in parts):
+            continue
+        keys = [given.matched.keys.get(id(part)) for part in parts]
         entries = [given.entries[key] for key in keys if key is not None and key in given.entries]
         if entries and id(p) in given.parameters.by_owner:
-            state[number[id(p)]] = joined(entries, f"the state of {keys[0]!r} and others")
+            unit = given.parameters.by_owner[id(p)][0].unit
+            state[number[id(p)]] = joined(entries, unit, f"the state of {keys[0]!r} and others")
         elif entries:
             state[number[id(p)]] = entries[0]
     groups = [

@@ -17,11 +17,15 @@ from ....errors import StateError, UsageError
 from ...ranks.process_group import current_rank, current_world
 from .stateful import expand, has_state, restore
 
-__all__ = ["PerRank", "Rule", "resharded"]
+__all__ = ["OF_RANKS", "RANKS", "PerRank", "Rule", "is_of_ranks", "resharded"]
 
 Rule = Literal["keep", "broadcast", "split", "merge"] | Callable[[list[Any], int, int], object]
 """Called with the values of all ranks that saved one, in order of rank, this rank and the number of
 ranks."""
+
+RANKS = "world"
+OF_RANKS = "of"
+"""The keys of what a PerRank stores: how many ranks there are, and a dict of their values."""
 
 T = TypeVar("T")
 
@@ -39,13 +43,15 @@ class PerRank:
     As many ranks as have saved get each their own back. Otherwise, ``rule`` says who gets what; the
     one of the load counts:
 
-    ==============  =============================================================================================
+    ==============  ===============================================================================
     ``keep``        rank r gets the value of rank r mod n, of the n that saved
     ``broadcast``   all get the value of the first
-    ``split``       the values of all, joined, are cut into as many parts: samples, files, tokens yet to be read
-    ``merge``       each gets some ranks' values, in order, joined but never cut; with more ranks, some get none
+    ``split``       the values of all, joined, are cut into as many parts: samples, files, tokens
+                    yet to be read
+    ``merge``       each gets some ranks' values, in order, joined but never cut; with more ranks,
+                    some get none
     a function      ``rule(values, rank, world)`` returns this rank's
-    ==============  =============================================================================================
+    ==============  ===============================================================================
 
     Lists, tuples, arrays and tensors are joined along their first dimension, dicts key by key. What
     cannot be joined must be the same on all ranks. Raises StateError where it is not.
@@ -71,14 +77,14 @@ class PerRank:
         state = self.value
         if has_state(state):
             state = expand(state, (), "a PerRank")
-        return {"world": current_world(), "of": {str(current_rank()): state}}
+        return {RANKS: current_world(), OF_RANKS: {str(current_rank()): state}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of what all ranks have saved. Raises StateError."""
-        saved = {int(rank): state for rank, state in state_dict["of"].items()}
+        saved = {int(rank): state for rank, state in state_dict[OF_RANKS].items()}
         rank = current_rank()
         world = current_world()
-        if state_dict["world"] == world and rank in saved:
+        if state_dict[RANKS] == world and rank in saved:
             state = saved[rank]
         else:
             state = resharded([saved[r] for r in sorted(saved)], self.rule, rank, world)
@@ -86,6 +92,16 @@ class PerRank:
             restore(self.value, state)
         else:
             self.value = state
+
+
+def is_of_ranks(state: object) -> bool:
+    """Whether ``state`` is what a PerRank stores."""
+    return (
+        isinstance(state, Mapping)
+        and type(state.get(RANKS)) is int
+        and isinstance(state.get(OF_RANKS), Mapping)
+        and all(isinstance(rank, str) and rank.isdecimal() for rank in state[OF_RANKS])
+    )
 
 
 def resharded(values: list[object], rule: Rule, rank: int, world: int) -> object:

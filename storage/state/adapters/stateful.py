@@ -21,17 +21,20 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.utils.data import DataLoader
 
 from ....errors import StateError
+from .deepspeed import zero_of
 from .exact_dtypes import exact_values
+from .flat_parts import sharded_state
 from .foreign import refuse_object
-from .fsdp1 import sharded_state
+from .fsdp1 import check_at_rest
 from .module_names import Walked, module_state
 from .optimizer import (
-    StoredOptimizer,
     load_optimizer,
     optimizer_state,
     present_layout,
     refuse_unknown,
 )
+from .transparent import forget_derived
+from .zero_optimizer import load_zero_optimizer, zero_optimizer_state
 
 __all__ = [
     "RNGState",
@@ -41,7 +44,6 @@ __all__ = [
     "has_state",
     "present_state",
     "restore",
-    "takes",
 ]
 
 _log = logging.getLogger(__name__)
@@ -127,8 +129,10 @@ def present_state(value: object, path: str) -> object:
     """
     if isinstance(value, torch.optim.Optimizer):
         refuse_unknown(value, path)
-    elif isinstance(value, (RNGState, DataLoader, *_GENERATORS)) or getattr(
-        value, "builds_anew", False
+    elif (
+        isinstance(value, (RNGState, DataLoader, *_GENERATORS))
+        or getattr(value, "builds_anew", False)
+        or zero_of(value) is not None
     ):
         return None
     try:
@@ -152,10 +156,14 @@ def expand(value: object, modules: Sequence[Walked], path: str, *, loading: bool
     if isinstance(value, torch.nn.Module):
         walked = next((each for each in modules if each.module is value), None) or Walked(value)
         if walked.flat:
-            return sharded_state(walked.parts, walked.flat, walked.names, path, loading=loading)
+            check_at_rest(walked.flat, path, loading=loading)
+            return sharded_state(walked.parts, walked.flat, walked.names, path)
         return module_state(walked)
     if isinstance(value, torch.optim.Optimizer):
         return optimizer_state(value, modules, path)
+    zero = zero_of(value)
+    if zero is not None:
+        return zero_optimizer_state(zero, modules, path)
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, np.random.Generator):
@@ -173,31 +181,15 @@ def expand(value: object, modules: Sequence[Walked], path: str, *, loading: bool
     return state
 
 
-def takes(value: object, state: object) -> bool:
-    """Whether ``state`` is of a type that ``value`` takes back. What has code of its own for that
-    decides itself."""
-    if isinstance(value, torch.Generator):
-        return isinstance(state, torch.Tensor)
-    if isinstance(value, np.random.RandomState | random.Random):
-        return isinstance(state, list | tuple)
-    if isinstance(value, torch.optim.Optimizer):
-        return isinstance(state, StoredOptimizer | Mapping)
-    if isinstance(value, np.random.Generator | RNGState):
-        return isinstance(state, Mapping)
-    return True
-
-
 def restore(value: object, state: Any) -> None:
-    """Give an object its state back, which it :func:`takes`."""
+    """Give an object its state back, which it takes (:mod:`.acceptance`)."""
+    zero = zero_of(value)
     if isinstance(value, torch.nn.Module):
-        if Walked(value).flat:
-            return  # its tensors are those that were filled, and FSDP1 would gather all of them
-        # Inference tensors can be written to in inference mode alone, and others should not be
-        # made there.
-        with torch.inference_mode(_has_inference(state)):
-            set_model_state_dict(value, state)
+        _restore_module(Walked(value), state)
     elif isinstance(value, torch.optim.Optimizer):
         load_optimizer(value, state)
+    elif zero is not None:
+        load_zero_optimizer(zero, state)
     elif isinstance(value, torch.Generator):
         value.set_state(state)
     elif isinstance(value, np.random.Generator):
@@ -212,6 +204,18 @@ def restore(value: object, state: Any) -> None:
             torch.inference_mode() if _has_inference(state) else contextlib.nullcontext(),
         ):
             _stateful(value).load_state_dict(state)
+
+
+def _restore_module(walked: Walked, state: dict[str, Any]) -> None:
+    if walked.zero is not None:
+        walked.zero.copy_masters()
+    if walked.flat:
+        return  # its tensors are those that were filled, and FSDP1 would gather all of them
+    # Inference tensors can be written to in inference mode alone, and others should not be made
+    # there.
+    with torch.inference_mode(_has_inference(state)):
+        set_model_state_dict(walked.root, state)
+    forget_derived(parameter for _, parameter in walked.parameters)
 
 
 def _stateful(value: object) -> StatefulLike:

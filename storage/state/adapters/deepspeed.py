@@ -1,0 +1,225 @@
+"""DeepSpeed ZeRO: the masters of parameters, as flat ranges of what the parameters are to users.
+
+A ZeRO optimizer joins the parameters of a group in a flat one, in fp32, of which each rank has a
+part: the *masters*, which the optimizer steps. The parameters of the module are copies of them,
+mostly in another dtype: whole ones in stages 1 and 2, and in stage 3 a part of each, with a
+placeholder in the module. After each step DeepSpeed makes the copies anew. So the masters are the
+weights that a checkpoint has, and a load fills them, and has the copies made.
+
+Scope: how DeepSpeed keeps its books, by names of its attributes (of 0.19.8), and what of it is not
+known. Nothing of it is imported: classes are recognised by their names. Reading the books calls no
+collective; :meth:`Zero.copy_masters` does, as each step of the optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..compat import FlatPiece
+from .flat_parts import FlatPart
+
+__all__ = ["ParameterNames", "Zero", "engine_of", "zero_of"]
+
+ParameterNames = Mapping[torch.nn.Parameter, Sequence[str]]
+"""The names of all parameters of a module, in a checkpoint."""
+
+_ENGINE = ("deepspeed.runtime.engine", "DeepSpeedEngine")
+
+
+@dataclass(frozen=True, slots=True)
+class _Books:
+    """Attributes of a kind of ZeRO optimizer: lists of the parameters of each flat one, and of this
+    rank's part of that."""
+
+    parameters: str
+    masters: str
+
+
+_STAGE_3 = _Books("fp16_groups", "fp32_partitioned_groups_flat")
+_KINDS = {
+    ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"): _Books(
+        "bit16_groups", "single_partition_of_fp32_groups"
+    ),
+    ("deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"): _Books(
+        "bf16_groups", "fp32_groups_flat_partition"
+    ),
+    ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"): _STAGE_3,
+}
+_SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What a scaler of losses changes while it is at work."""
+
+
+def engine_of(module: torch.nn.Module) -> Any | None:
+    """``module``, if it is an engine of DeepSpeed."""
+    return module if _ENGINE in map(_kind, type(module).__mro__) else None
+
+
+def zero_of(value: object) -> Zero | None:
+    """The books of ``value``, if it is a ZeRO optimizer of a kind that is known."""
+    books = _KINDS.get(_kind(type(value)))
+    return None if books is None else Zero(value, books)
+
+
+def _kind(of: type) -> tuple[str, str]:
+    return (of.__module__, of.__qualname__)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Masters:
+    """This rank's part of a flat parameter; a :class:`.flat_parts.Unit`."""
+
+    flat: torch.Tensor
+    shows_whole: bool = False
+    framework: str = "DeepSpeed ZeRO"
+    apart: str = "Give these parameters groups of their own."
+
+
+class Zero:
+    """The books of a ZeRO optimizer."""
+
+    def __init__(self, optimizer: Any, books: _Books) -> None:
+        self.optimizer = optimizer
+        self._books = books
+
+    @property
+    def base(self) -> torch.optim.Optimizer:
+        """The optimizer that steps the masters."""
+        base: torch.optim.Optimizer = self.optimizer.optimizer
+        return base
+
+    @property
+    def _has_stage_3(self) -> bool:
+        return self._books is _STAGE_3
+
+    def unknown(self, engine: Any) -> str | None:
+        """What of ``engine``, or of this optimizer of it, this release does not know."""
+        optimizer = self.optimizer
+        parameters = list(engine.module.parameters())
+        swaps = ("swap_optimizer", "params_in_nvme_and_cpu")
+        unknown = {
+            f"the class {type(engine).__name__}": _is_of_another_kind(engine),
+            "offload to NVMe": any(getattr(optimizer, name, False) for name in swaps),
+            "an optimizer that is offloaded in part": hasattr(optimizer, "backup_optimizer"),
+            "offload_states, before reload_states": bool(
+                getattr(optimizer, "offloaded_states", None)
+            ),
+            "ZeRO++ hpZ": engine.zero_hpz_partition_size() > 1,
+            "ZeRO++ qgZ": engine.zero_quantized_gradients(),
+            "quantized weights": any(
+                hasattr(getattr(p, "ds_tensor", None), "ds_quant_scale") for p in parameters
+            ),
+            "experts": any(getattr(p, "allreduce", True) is False for p in parameters),
+            "tensor parallelism": engine.autotp_size() > 1 or engine.mpu is not None,
+        }
+        return next((name for name, present in unknown.items() if present), None)
+
+    def parts(self, names: ParameterNames) -> list[FlatPart]:
+        """What this rank holds of all parameters that ZeRO has partitioned. ``names`` are those of
+        the module."""
+        held = [
+            FlatPart(tuple(names[p]), unit, piece, p)
+            for unit, parameters in self._units()
+            for p, piece in self._pieces(parameters)
+        ]
+        if self._has_stage_3:
+            frozen = names.keys() - {part.registered for part in held}
+            held += [self._frozen(p, names[p]) for p in names if p in frozen]
+        return held
+
+    def _frozen(self, parameter: Any, names: Sequence[str]) -> FlatPart:
+        """Of a parameter that is partitioned, and has no master."""
+        piece = _piece_of_stage_3(parameter, 0)
+        return FlatPart(tuple(names), _Masters(parameter.ds_tensor), piece, parameter)
+
+    def _units(self) -> Iterator[tuple[_Masters, Sequence[Any]]]:
+        parameters = getattr(self.optimizer, self._books.parameters)
+        for flat, held in zip(self._flat(), parameters, strict=True):
+            yield _Masters(flat), held
+
+    def _flat(self) -> list[torch.Tensor]:
+        flat: list[torch.Tensor] = getattr(self.optimizer, self._books.masters)
+        return flat
+
+    def _pieces(self, parameters: Sequence[Any]) -> Iterator[tuple[Any, FlatPiece]]:
+        at = 0
+        for parameter in parameters:
+            if self._has_stage_3:
+                yield parameter, _piece_of_stage_3(parameter, at)
+                at += parameter.partition_numel()
+            else:
+                yield parameter, _piece_of_stage_1(parameter)
+
+    @contextlib.contextmanager
+    def in_groups(self) -> Iterator[None]:
+        """Within this, the groups of :attr:`base` have the masters. Stage 3 puts them there for
+        each step only."""
+        if not self._has_stage_3:
+            yield
+            return
+        self.optimizer._set_fp32_optimizer_param_groups()
+        try:
+            yield
+        finally:
+            self.optimizer._clear_fp32_optimizer_param_groups()
+
+    def copy_masters(self) -> None:
+        """Make the parameters of the module anew, from the masters. All ranks call this."""
+        optimizer = self.optimizer
+        with torch.no_grad():
+            if not self._has_stage_3:
+                optimizer.update_lp_params()
+                return
+            optimizer.checkpoint_event_prologue()  # drops gathered parameters
+            for group in range(len(self._flat())):
+                optimizer._reassign_or_swap_out_partitioned_parameters(group)
+            optimizer.checkpoint_event_epilogue()  # gathers those that are to stay so
+
+    def link_state(self) -> None:
+        """Show DeepSpeed the state of :attr:`base`, which is another one now."""
+        if not self._has_stage_3 and self.base.state:
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def scaling(self) -> dict[str, object]:
+        """The state of the scaler of losses; empty where the scale is fixed."""
+        scaler = getattr(self.optimizer, "loss_scaler", None)
+        if not getattr(scaler, "dynamic", False):
+            return {}
+        return {name: getattr(scaler, name) for name in _SCALING}
+
+    def set_scaling(self, stored: Mapping[str, object]) -> None:
+        """Take that back, where the scale is not fixed."""
+        for name in self.scaling().keys() & stored.keys():
+            setattr(self.optimizer.loss_scaler, name, stored[name])
+
+
+def _is_of_another_kind(engine: Any) -> bool:
+    """Whether the engine is of another class of DeepSpeed, such as that for pipelines."""
+    kinds = list(map(_kind, type(engine).__mro__))
+    return any(kind[0].startswith("deepspeed.") for kind in kinds[: kinds.index(_ENGINE)])
+
+
+def _piece_of_stage_1(parameter: Any) -> FlatPiece:
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return _piece(parameter.shape, 0, 0, 0)
+    inside = mapping.lp_fragment_address
+    return _piece(parameter.shape, inside.start, inside.numel, mapping.hp_fragment_address.start)
+
+
+def _piece_of_stage_3(parameter: Any, at: int) -> FlatPiece:
+    """Each rank has as many elements of a parameter as the others; those beyond its end are
+    padding."""
+    share = parameter.ds_tensor.ds_numel
+    rank = torch.distributed.get_rank(parameter.ds_process_group)
+    start = min(share * rank, parameter.ds_numel)
+    return _piece(parameter.ds_shape, start, min(share, parameter.ds_numel - start), at)
+
+
+def _piece(shape: Sequence[int], start: int, numel: int, at: int) -> FlatPiece:
+    return FlatPiece((), tuple(shape), start, numel, at, original=None, is_regular=True)

@@ -1,0 +1,255 @@
+"""Flat parameters: what frameworks join parameters in, as flat ranges of what they are to users.
+
+FSDP1 and ZeRO flatten parameters, join them with padding between, and give every rank an even part.
+So a rank holds of each parameter a range of its row-major order, which may be empty; and an
+optimizer has one state for all parameters that are in a flat one.
+
+Scope: from flat parameters to Shards under the names of parameters, and back. No collective is
+called, and nothing is gathered. Who keeps the books says what is where: :mod:`.fsdp1` and
+:mod:`.deepspeed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ....errors import MismatchError, StateError
+from ..compat import (
+    STATE_METHODS,
+    ActivationWrapper,
+    FlatPiece,
+    buffers_of,
+    has_state_hooks,
+    non_persistent_of,
+    parameters_of,
+)
+from .allocation import Entry, value_at
+from .shards import Shard
+
+__all__ = ["FlatPart", "FlatStates", "Parts", "Unit", "joined", "sharded_state"]
+
+Parts = Sequence[tuple[str, torch.nn.Module]]
+"""Modules, and the prefixes of their names."""
+
+
+class Unit(Protocol):
+    """A flat parameter of a framework."""
+
+    @property
+    def framework(self) -> str:
+        """What errors call the framework."""
+
+    @property
+    def apart(self) -> str:
+        """What to do so that parameters are not joined."""
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """This rank's part of the flat parameter, as an optimizer has it."""
+
+    @property
+    def shows_whole(self) -> bool:
+        """Whether original parameters are gathered ones at the moment."""
+
+
+@dataclass(frozen=True, eq=False)
+class FlatPart:
+    """What this rank holds of one parameter. ``names``: its own, and those of parameters that are
+    tied to it, as a checkpoint has them.
+
+    ``registered``: the parameter that its module has, where that is neither what the optimizer has
+    nor what the state is of.
+    """
+
+    names: tuple[str, ...]
+    unit: Unit
+    piece: FlatPiece
+    registered: torch.nn.Parameter | None = None
+
+    @property
+    def owner(self) -> torch.Tensor:
+        """The parameter by which an optimizer knows it, which may be that of others too."""
+        original = self.piece.original
+        return self.unit.flat if original is None else original
+
+    @property
+    def in_module(self) -> torch.Tensor:
+        """What its module has in its place."""
+        return self.owner if self.registered is None else self.registered
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether this rank has nothing of an original parameter. FSDP1 gives it no gradient here,
+        and so the optimizer of this rank has no state for it."""
+        return self.piece.original is not None and not self.piece.numel
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.piece.shape
+
+    def shard(self) -> Shard:
+        """Of the parameter itself. Users, and optimizers, may have given an original parameter new
+        data; FSDP1 takes them over in the next forward."""
+        original = self.piece.original
+        if original is None or self.unit.shows_whole:
+            return self.of(self.unit.flat.detach())
+        return self._range(original.detach().reshape(-1))
+
+    def of(self, held: torch.Tensor) -> Shard:
+        """Of a tensor that is laid out as the flat parameter."""
+        at = self.piece.at
+        return self._range(held[at : at + self.piece.numel])
+
+    def _range(self, held: torch.Tensor) -> Shard:
+        start = self.piece.start
+        return Shard(held, shape=self.shape, flat=(start, start + self.piece.numel))
+
+    def state(self, value: object, path: str) -> object:
+        """Of ``value``, which an optimizer keeps for the owner, what belongs to this parameter.
+
+        Numbers belong to each parameter; where they are one tensor for all, each gets a copy, as
+        parameters on their own would have. Raises StateError for a tensor of another shape.
+        """
+        if isinstance(value, Mapping):
+            return {key: self.state(item, f'{path}["{key}"]') for key, item in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not value.ndim:
+            return value if self.piece.original is not None else value.clone()
+        if self.piece.original is None:
+            if value.shape == self.unit.flat.shape:
+                return self.of(value.detach())
+        elif value.numel() == self.piece.numel and value.is_contiguous():
+            return self._range(value.detach().view(-1))
+        raise StateError(
+            f"{path} is a tensor of shape {list(value.shape)}, which is not that of what "
+            f"{self.unit.framework} has of its parameter on this rank",
+            advice="Shard with fully_shard (FSDP2).",
+        )
+
+
+def sharded_state(
+    parts: Parts, flat: Sequence[FlatPart], named: Mapping[str, str], path: str
+) -> dict[str, object]:
+    """The state dict of a module, with Shards for parameters that are in ``flat``; all else as it
+    is registered.
+
+    Raises StateError for modules with a state dict of their own making: their code would see what
+    the framework has put in the place of parameters, or have it gather all of them.
+    """
+    for prefix, module in parts:
+        _refuse_own_making(module, flat[0].unit.framework, f'{path}["{prefix[:-1]}"]')
+    state: dict[str, object] = {}
+    for part in flat:
+        state |= dict.fromkeys(part.names, part.shard())
+    known = {id(part.in_module) for part in flat}
+    for prefix, module in parts:
+        for tensors in (parameters_of(module), buffers_of(module)):
+            for name, tensor in tensors.items():
+                if tensor is None or id(tensor) in known or name in non_persistent_of(module):
+                    continue
+                state[named[f"{prefix}{name}"]] = tensor.detach()
+    return state
+
+
+def _refuse_own_making(module: torch.nn.Module, framework: str, path: str) -> None:
+    if isinstance(module, FullyShardedDataParallel | ActivationWrapper):
+        return  # their hooks gather parameters, and take their own names out of those of tensors
+    own = any(getattr(type(module), m) is not getattr(torch.nn.Module, m) for m in STATE_METHODS)
+    if own or has_state_hooks(module):
+        raise StateError(
+            f"{path} is a {type(module).__name__} with code of its own for its state dict, within "
+            f"{framework}",
+            advice="Shard with fully_shard (FSDP2).",
+        )
+
+
+class _StatePart(Shard):
+    """A part of ``whole``, which is what an optimizer keeps."""
+
+    whole: torch.Tensor
+
+
+class FlatStates:
+    """Makes the tensors that an optimizer keeps for flat parameters: those that it has, where they
+    fit, else new ones; one for all parameters that are in a flat one."""
+
+    def __init__(self, state: Mapping[object, object]) -> None:
+        """``state``: that of the optimizer, by its own parameters."""
+        self._state = state
+        self._whole: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def tensor(self, part: FlatPart, entry: Entry) -> torch.Tensor | Shard:
+        """What is to be filled with ``entry``. Raises MismatchError where it has not the shape of
+        the parameter."""
+        if not entry.shape:
+            return torch.empty((), dtype=entry.dtype, device=self._device(part, entry))
+        if entry.shape != part.shape:
+            raise MismatchError(
+                f"{'.'.join(map(str, entry.keys))}: shape {list(entry.shape)} in the checkpoint; "
+                f"{part.unit.framework} can hold that of its parameter alone, {list(part.shape)}"
+            )
+        whole = self._of(part.owner, entry)
+        shard = part.of(whole) if part.piece.original is None else part._range(whole.view(-1))
+        made = _StatePart(shard.tensor, shape=part.shape, flat=shard.layout.flat_range)
+        made.whole = whole
+        return made
+
+    def _of(self, owner: torch.Tensor, entry: Entry) -> torch.Tensor:
+        place = (id(owner), entry.dtype, *entry.keys[2:])
+        whole = self._whole.get(place)
+        if whole is None:
+            present = value_at(self._state.get(owner), entry.keys[2:])
+            whole = torch.zeros_like(owner, dtype=entry.dtype, requires_grad=False)
+            if (
+                isinstance(present, torch.Tensor)
+                and present.shape == owner.shape
+                and present.dtype == entry.dtype
+                and present.is_contiguous()
+            ):
+                whole = present.detach()
+            self._whole[place] = whole
+        return whole
+
+    def _device(self, part: FlatPart, entry: Entry) -> torch.device:
+        present = value_at(self._state.get(part.owner), entry.keys[2:])
+        if isinstance(present, torch.Tensor):
+            return present.device
+        return torch.device("cpu")
+
+
+def joined(states: Sequence[object], unit: Unit, path: str) -> object:
+    """The state of a flat parameter, from those of its parameters. Raises StateError where numbers
+    of parameters differ that are one in a flat parameter."""
+    first = states[0]
+    if isinstance(first, Mapping):
+        keys = dict.fromkeys(key for state in _mappings(states) for key in state)
+        return {
+            key: joined([s[key] for s in _mappings(states) if key in s], unit, f'{path}["{key}"]')
+            for key in keys
+        }
+    if isinstance(first, _StatePart):
+        return first.whole
+    if any(not _same(first, other) for other in states[1:]):
+        raise StateError(
+            f"{path} differs between parameters that {unit.framework} joins, and can have one "
+            f"value only",
+            advice=unit.apart,
+        )
+    return first
+
+
+def _mappings(states: Iterable[object]) -> list[Mapping[object, object]]:
+    return [state for state in states if isinstance(state, Mapping)]
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and a == b

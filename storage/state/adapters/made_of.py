@@ -1,0 +1,186 @@
+"""Tensors that are made of other tensors, by torch's protocol ``__tensor_flatten__``: quantized
+weights, moments of 8 bits.
+
+One is stored as a dict of its inner tensors, by the names of its attributes, beside a
+*description* of all else: its type, shape and dtype, and the context that it gives. A load fills
+the inner tensors of a tensor that is there, whose description agrees; it never makes one. So what
+is stored names no class that would be looked up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ....errors import StateError
+from ...format.tree import Key
+from ...format.values import encode_value
+from .tensors import local_of
+
+__all__ = [
+    "DESCRIPTION",
+    "agrees",
+    "inner_tensor",
+    "is_made_of",
+    "memories_of",
+    "parts_by_name",
+    "with_present",
+]
+
+DESCRIPTION = "__tensor_flatten__"
+"""The key of the description, beside the inner tensors."""
+
+
+def is_made_of(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether ``value`` is a tensor that is made of others, and nothing else is known of it."""
+    return (
+        isinstance(value, torch.Tensor)
+        and hasattr(type(value), "__tensor_flatten__")
+        and not isinstance(value, DTensor)
+        and not hasattr(value, "wait")  # a result that is not there yet
+        and value.layout is torch.strided
+        and not value.is_nested
+    )
+
+
+def parts_by_name(tensor: torch.Tensor, path: str) -> dict[Key, object]:
+    """The inner tensors of ``tensor``, and its description. Raises StateError for a context that
+    has no description."""
+    names, context = _flattened(tensor)
+    described = {
+        "type": type(tensor).__qualname__,
+        "shape": list(tensor.shape),
+        "dtype": _described(tensor.dtype, path),
+        "context": _described(context, path),
+    }
+    parts: dict[Key, object] = {name: getattr(tensor, name) for name in names}
+    return {**parts, DESCRIPTION: json.dumps(described)}
+
+
+def memories_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """``tensor`` itself; or, if it is made of tensors, those, at any depth."""
+    if not is_made_of(tensor):
+        yield tensor
+        return
+    names, _ = _flattened(tensor)
+    for name in names:
+        yield from memories_of(getattr(tensor, name))
+
+
+def inner_tensor(tensor: torch.Tensor, name: object) -> object:
+    """The inner tensor of that name; None where there is none."""
+    names, _ = _flattened(tensor)
+    if name in names:
+        return getattr(tensor, str(name))
+    return None
+
+
+def _flattened(tensor: Any) -> tuple[list[str], object]:
+    names, context = tensor.__tensor_flatten__()
+    return names, context
+
+
+def _described(value: object, path: str) -> object:
+    """``value``, which is in the context of a tensor, as JSON. Types are named without their
+    module: libraries move them."""
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {
+            field.name: _described(getattr(value, field.name), path)
+            for field in dataclasses.fields(value)
+        }
+        return {"type": type(value).__qualname__, **fields}
+    if isinstance(value, Mapping):
+        return {str(key): _described(item, path) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return [_described(item, path) for item in value]
+    try:
+        return encode_value(value, path)
+    except StateError as error:
+        raise StateError(
+            f"{path} is a tensor made of tensors, whose context holds a "
+            f"{type(value).__qualname__}, of which there is no description"
+        ) from error
+
+
+def agrees(stored: object, present: object) -> bool:
+    """Whether a stored description is that of a tensor. Fields that one of them lacks are left out:
+    libraries add some."""
+    if isinstance(stored, str) and isinstance(present, str):
+        try:
+            return _agree(json.loads(stored), json.loads(present))
+        except (ValueError, RecursionError):
+            return False
+    return False
+
+
+def _agree(a: object, b: object) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return all(_agree(a[key], b[key]) for key in a.keys() & b.keys())
+    return a == b
+
+
+def with_present(
+    state: object, present: object, keys: tuple[object, ...], problems: dict[str, str]
+) -> object:
+    """``state``, built from a checkpoint, with each dict of inner tensors replaced by the tensor
+    that ``present`` has in its place, whose inner tensors these are. Adds to ``problems``, by name,
+    where there is no such tensor."""
+    if is_made_of(present) or (isinstance(state, Mapping) and DESCRIPTION in state):
+        problem = _problem(state, present)
+        if problem is None:
+            return present
+        name = ".".join(map(str, keys))
+        problems[name] = f"{name}: {problem}"
+        return state
+    if isinstance(state, dict):
+        for key, item in state.items():
+            here = present.get(key) if isinstance(present, Mapping) else None
+            state[key] = with_present(item, here, (*keys, key), problems)
+    elif isinstance(state, list | tuple):
+        known = present if isinstance(present, list | tuple) else ()
+        heres = (*known, *[None] * len(state))
+        items = [
+            with_present(item, here, (*keys, number), problems)
+            for number, (item, here) in enumerate(zip(state, heres, strict=False))
+        ]
+        return type(state)(items)
+    return state
+
+
+def _problem(state: object, present: object) -> str | None:
+    """Why a stored ``state`` is not that of the tensor ``present``; None where it is."""
+    if not isinstance(state, Mapping) or DESCRIPTION not in state:
+        return f"no {type(present).__qualname__} in the checkpoint, but something else"
+    if not is_made_of(present):
+        return (
+            f"a tensor made of tensors in the checkpoint, {state[DESCRIPTION]}, and there is none "
+            f"yet that could be filled (an optimizer makes them in its first step)"
+        )
+    parts = parts_by_name(present, "")
+    description = parts.pop(DESCRIPTION)
+    if not agrees(state[DESCRIPTION], description):
+        return f"{state[DESCRIPTION]} in the checkpoint, {description} in the state"
+    for name, part in parts.items():
+        if not _is_filled(state.get(name), part):
+            return f"its inner tensor {name!r} cannot be filled with the one in the checkpoint"
+    return None
+
+
+def _is_filled(state: object, part: object) -> bool:
+    """Whether what was built for an inner tensor is that tensor."""
+    if is_made_of(part):
+        return _problem(state, part) is None
+    return (
+        isinstance(state, torch.Tensor)
+        and isinstance(part, torch.Tensor)
+        and state.shape == part.shape
+        and local_of(state).data_ptr() == local_of(part).data_ptr()
+    )

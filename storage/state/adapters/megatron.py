@@ -1,0 +1,202 @@
+"""What Megatron-core's ``sharded_state_dict()`` returns: parts of tensors under names of their
+own.
+
+A ``ShardedTensor`` is a box of a global tensor. Which tensor that is, its ``key`` says, and not the
+path on which it stands: all layers of a transformer may be one tensor with a dimension for the
+layers, and the first layer of each pipeline stage stands on one path. So a part is stored under its
+key, and one rank may hold several parts of one tensor.
+
+Scope: recognises the classes by their names, without importing Megatron, and translates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ....errors import StateError
+from ...format.tree import Key
+from .foreign import refuse_master, refuse_tensor
+from .shards import Shard
+
+__all__ = ["KeyedParts", "KeyedShard", "ObjectData", "keyed_parts_of", "megatron_kind", "misplaced"]
+
+_MAPPING = "megatron.core.dist_checkpointing.mapping"
+_SIMPLE = frozenset({bool, dict, float, int, list, str, tuple, type(None)})
+"""What most items of a state are, and nothing of Megatron's."""
+
+
+class KeyedShard(Shard):
+    """A part of the tensor with the name ``key``, wherever in the state it stands."""
+
+    key: str
+    master: torch.Tensor | None = None
+    """What an optimizer of Megatron overwrites the part from, in the next step."""
+    may_be_padded: bool = False
+    """Whether the tensor may be longer or shorter in a checkpoint, such as a vocabulary that is
+    padded to a multiple of the number of ranks."""
+
+    def fits_in(self, shape: Sequence[int]) -> bool:
+        """Whether it can be filled from a tensor of ``shape``, as far as that goes."""
+        same_ndim = len(shape) == len(self.shape)
+        return same_ndim and self.may_be_padded and not self.layout.is_empty
+
+    def clipped(self, shape: Sequence[int]) -> Shard:
+        """What of the part lies in a tensor of ``shape``."""
+        box = self.layout.pieces[0].box
+        sides = zip(box.offsets, box.stops, shape, strict=True)
+        lengths = [max(min(stop, size) - start, 0) for start, stop, size in sides]
+        local = self.tensor[tuple(map(slice, lengths))]
+        return Shard(local, shape=shape, offset=list(map(min, box.offsets, shape)))
+
+
+class KeyedParts:
+    """The parts of one state."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, KeyedShard] = {}
+        self._places: set[tuple[str, str]] = set()
+        self._masters: dict[str, torch.Tensor] = {}
+
+    def add(self, part: KeyedShard, path: Callable[[], str]) -> None:
+        """Raise StateError, which names ``path()``, where another one is the same part, or one of
+        another tensor under the same key."""
+        first = self._first.setdefault(part.key, part)
+        place = (part.key, part.layout.region)
+        if place in self._places:
+            raise StateError(f"{path()} and another item are the same part of {part.key!r}: {part}")
+        if first.shape != part.shape or first.tensor.dtype != part.tensor.dtype:
+            raise StateError(f"{path()} is {part}, of {part.key!r}, and another item is {first}")
+        self._places.add(place)
+        if part.master is not None:
+            self._masters[path()] = part.master
+
+    def check(
+        self, others: Collection[str], locals_: Iterable[torch.Tensor], *, loading: bool
+    ) -> None:
+        """Raise StateError where one of the ``others`` has the name of a part; and, for a load,
+        where a part has a master copy that is not among ``locals_``."""
+        for name in self._first:
+            if name in others:
+                raise StateError(f"two items of the state have the same name, {name!r}")
+        if loading:
+            refuse_master(self._masters, locals_)
+
+
+class ObjectData(MutableMapping[Key, object]):
+    """The value of a ``ShardedObject``, as a dict of one item that a load can assign to."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __getitem__(self, key: Key) -> object:
+        if key != "data":
+            raise KeyError(key)
+        return self._owner.data
+
+    def __setitem__(self, key: Key, value: object) -> None:
+        self._owner.data = value
+
+    def __delitem__(self, key: Key) -> None:
+        raise TypeError("the value of a ShardedObject cannot be deleted")
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(("data",))
+
+    def __len__(self) -> int:
+        return 1
+
+
+def megatron_kind(item: object) -> str:
+    """Which of Megatron's classes ``item`` is of, or of one derived from it, by its name; "" where
+    of none."""
+    kind = type(item)
+    if kind in _SIMPLE:
+        return ""
+    return next((base.__name__ for base in kind.__mro__ if base.__module__ == _MAPPING), "")
+
+
+def misplaced(item: object, path: str) -> StateError:
+    """The error for an item where there is no dict to which its key could belong."""
+    return StateError(
+        f"{path} is a {megatron_kind(item)} of Megatron, which is stored under a name of its own",
+        advice="Pass a dict, with what sharded_state_dict() returns, in dicts and lists alone.",
+    )
+
+
+def keyed_parts_of(item: Any, path: Callable[[], str], *, loading: bool) -> list[KeyedShard]:
+    """The parts of tensors that ``item`` stands for: those of a ``ShardedTensor``, or of all that a
+    ``ShardedTensorFactory`` makes of its tensor. Of a ``LocalNonpersistentObject``, none.
+
+    Raises StateError, which names ``path()``, for what is not known, and for a factory that would
+    have to merge what is loaded.
+    """
+    kind = megatron_kind(item)
+    if kind == "ShardedTensor":
+        return [_part_of(item, path)]
+    if kind == "ShardedTensorFactory":
+        return _built_by(item, path, loading)
+    if kind == "LocalNonpersistentObject":
+        return []
+    raise StateError(
+        f"{path()} is a {kind} of Megatron, which this release does not know",
+        advice="Use Megatron's dist_checkpointing with HoldfastSaveStrategy.",
+    )
+
+
+def _part_of(item: Any, path: Callable[[], str]) -> KeyedShard:
+    data = item.data
+    if not isinstance(data, torch.Tensor) or isinstance(data, DTensor):
+        raise StateError(
+            f"{path()} is a ShardedTensor of Megatron around a {type(data).__name__}",
+            advice="Pass sharded_state_dict() of the module, whose parts are plain tensors.",
+        )
+    refuse_tensor(data, path, loading=False)
+    local = data.detach()[(None,) * item.prepend_axis_num]
+    if getattr(item, "flattened_range", None) is not None:
+        raise StateError(
+            f"{path()} is a ShardedTensor of Megatron with a flattened_range",
+            advice="Pass optimizer_state(optimizer, model_state), from "
+            "holdfast.storage.integrations.megatron.",
+        )
+    part = KeyedShard(local, shape=item.global_shape, offset=item.global_offset)
+    part.key = item.key
+    part.may_be_padded = item.allow_shape_mismatch
+    part.master = data.__dict__.get("main_param")
+    return part
+
+
+def _built_by(factory: Any, path: Callable[[], str], loading: bool) -> list[KeyedShard]:
+    parts = [_part_of(item, path) for item in _leaves(factory.build())]
+    memory = factory.data.untyped_storage().data_ptr()
+    for part in parts:
+        if loading and part.tensor.untyped_storage().data_ptr() != memory:
+            raise StateError(
+                f"{path()} is a ShardedTensorFactory of Megatron that makes copies, and merges "
+                f"them again when they are loaded",
+                advice="Load with Megatron's dist_checkpointing and HoldfastLoadStrategy.",
+            )
+        part.master = factory.data.__dict__.get("main_param")
+    return parts
+
+
+def _leaves(built: object) -> Iterator[object]:
+    """What is in nested dicts and lists."""
+    if isinstance(built, Mapping):
+        built = list(built.values())
+    if not isinstance(built, list):
+        yield built
+        return
+    for item in built:
+        yield from _leaves(item)

@@ -1,0 +1,54 @@
+"""ZeRO optimizers of DeepSpeed: their state by the names of parameters, as that of any optimizer.
+
+The optimizer that steps the masters is one of torch's kind, with flat parameters. So its state is
+taken and given as theirs, with two differences. DeepSpeed's own Adam counts steps as numbers, where
+torch's has tensors; a checkpoint always has tensors. And the scaler of losses is kept beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from .deepspeed import Zero
+from .module_names import Walked
+from .optimizer import StoredOptimizer, load_optimizer, optimizer_state
+
+__all__ = ["load_zero_optimizer", "zero_optimizer_state"]
+
+_SCALING = "loss_scaler"
+
+
+def zero_optimizer_state(zero: Zero, modules: Iterable[Walked], path: str) -> dict[str, object]:
+    """State and hyperparameters, by the names that one of ``modules``, the engine, has for
+    parameters."""
+    with zero.in_groups():
+        state = optimizer_state(zero.base, modules, path)
+    entries = state["state"]
+    assert isinstance(entries, Mapping)  # the optimizer is of torch's kind
+    state["state"] = {name: _with_tensor_step(entry) for name, entry in entries.items()}
+    scaling = zero.scaling()
+    if scaling:
+        state[_SCALING] = scaling
+    return state
+
+
+def _with_tensor_step(entry: object) -> object:
+    if isinstance(entry, Mapping) and type(entry.get("step")) is int:
+        return {**entry, "step": torch.tensor(float(entry["step"]))}
+    return entry
+
+
+def load_zero_optimizer(zero: Zero, given: StoredOptimizer) -> None:
+    """Give the optimizer its stored state. The masters themselves are the module's."""
+    with zero.in_groups():
+        load_optimizer(zero.base, given)
+    if type(zero.base).__module__.startswith("deepspeed."):
+        for entry in zero.base.state.values():
+            if isinstance(entry.get("step"), torch.Tensor):
+                entry["step"] = int(entry["step"])
+    zero.link_state()
+    scaling = given.rest.get(_SCALING)
+    if isinstance(scaling, Mapping):
+        zero.set_scaling(scaling)

@@ -1,0 +1,113 @@
+"""Modules on the meta device, whose tensors have no memory: a load allocates it for those that it
+fills.
+
+The parameters stay the same objects, so an optimizer that was made before has them still. They get
+their memory when all of it is filled: after a load that fails, they are on the meta device as
+before. What a load does not fill stays there, such as buffers that no state dict has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .adapters.allocation import device_for
+from .adapters.module_names import Walked
+from .adapters.tensors import local_of
+from .compat import buffers_of, non_persistent_of, parameters_of
+from .flat_state import FlatState
+from .targets import Wanted
+
+__all__ = ["Given", "allocate", "give", "without_memory"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Given:
+    """``whole`` has the memory for ``place``, a parameter or a buffer of a module, and for
+    ``copy``, which stands for it in the module's state dict."""
+
+    place: torch.Tensor
+    copy: torch.Tensor
+    whole: torch.Tensor
+
+
+def without_memory(flat: FlatState) -> dict[str, torch.Tensor]:
+    """The parameters and buffers on the meta device of the modules in ``flat``, by the names that
+    they have there."""
+    found: dict[str, torch.Tensor] = {}
+    prefixes = flat.tree.prefixes()
+    for subtree in flat.subtrees:
+        walked = next((each for each in flat.modules if each.module is subtree.owner), None)
+        if walked is None or walked.flat:
+            continue
+        prefix = ""
+        if subtree.parent >= 0:
+            prefix = f"{prefixes[subtree.parent]}{subtree.key}."
+        for name, tensor in _of_module(walked):
+            found[prefix + walked.names[name]] = tensor
+    return found
+
+
+def _of_module(walked: Walked) -> Iterator[tuple[str, torch.Tensor]]:
+    left = []
+    for prefix, part in walked.parts:
+        for name, parameter in parameters_of(part).items():
+            if parameter is not None and parameter.is_meta:
+                yield prefix + name, parameter
+        for name, buffer in buffers_of(part).items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            if name in non_persistent_of(part):
+                left.append(prefix + name)
+            else:
+                yield prefix + name, buffer
+    if left:
+        _log.warning(
+            "buffers that are in no checkpoint stay on the meta device: %s", ", ".join(left[:5])
+        )
+
+
+def allocate(flat: FlatState, wanted: Wanted) -> list[Given]:
+    """Memory for those of ``flat.without_memory`` that are wanted; in ``wanted``, it takes their
+    place. One that is tied gets it once."""
+    if not flat.without_memory:
+        return []
+    rows = {name: row for row, name in enumerate(flat.names)}
+    made: dict[int, torch.Tensor] = {}
+    given = []
+    for number, name in wanted.names.items():
+        place = flat.without_memory.get(name)
+        if place is None or not wanted.buffers[number].is_meta:
+            continue
+        if id(place) not in made:
+            made[id(place)] = torch.empty_like(place, requires_grad=False, device=device_for(place))
+        whole = made[id(place)]
+        wanted.buffers[number] = local_of(whole)
+        copy = flat.origins[rows[name]]
+        assert isinstance(copy, torch.Tensor)
+        given.append(Given(place, copy, whole))
+    return given
+
+
+def give(given: list[Given]) -> None:
+    """Give the tensors their memory, which is filled."""
+    for each in given:
+        if each.place.is_meta:  # else it is tied to one before
+            _become(each.place, each.whole)
+        _become(each.copy, each.whole)
+
+
+def _become(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Make ``tensor`` one over the memory of ``whole``. It stays the same object, with its
+    attributes."""
+    attributes = dict(tensor.__dict__)
+    other: torch.Tensor = whole.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        other = torch.nn.Parameter(other, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    tensor.__dict__.update(attributes)

@@ -1,0 +1,69 @@
+"""Jobs of every layout are killed in the middle of a save, and taken over in another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.killed_jobs import EVERY, losses_of, run_until_killed
+from support.rank_processes import Gone, RankProcesses
+
+import holdfast
+
+EXACT = 0.0
+ROUNDED = 1e-5
+"""Sums over ranks are of other parts, or in another order."""
+
+CASES = [
+    ("DDP", 2, "plain", 1, EXACT),
+    ("FULL_SHARD", 2, "FULL_SHARD flat", 4, EXACT),
+    ("FULL_SHARD flat", 2, "FSDP2", 4, EXACT),
+    ("SHARD_GRAD_OP", 2, "HYBRID_SHARD flat", 4, EXACT),
+    ("SHARD_GRAD_OP flat", 2, "DDP", 4, EXACT),
+    ("HYBRID_SHARD", 4, "SHARD_GRAD_OP", 2, EXACT),
+    ("HYBRID_SHARD flat", 4, "plain", 1, EXACT),
+    ("fsdp", 4, "fsdp", 3, ROUNDED),
+    ("hsdp", 4, "zero", 2, EXACT),
+    ("tp", 2, "fsdp", 4, ROUNDED),
+    ("tp", 4, "fsdp", 3, ROUNDED),
+    ("averaged", 2, "averaged", 4, EXACT),
+    ("scaled fused", 2, "scaled foreach", 1, EXACT),
+    ("fed", 2, "fed", 4, ROUNDED),
+    ("staged", 2, "staged", 1, EXACT),
+    ("experts", 2, "experts", 4, ROUNDED),
+    ("expert modules", 4, "expert modules", 2, ROUNDED),
+    ("zero", 2, "zero", 4, EXACT),
+    ("zero", 2, "fsdp", 4, EXACT),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "other", "others", "tolerance"),
+    CASES,
+    ids=[f"{kind} on {world}, then {other}" for kind, world, other, *_ in CASES],
+)
+def test_a_killed_job_ends_in_another_layout_as_if_it_had_never_stopped(
+    kind: str,
+    world: int,
+    other: str,
+    others: int,
+    tolerance: float,
+    ranks: RankProcesses,
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """kill -9 during a save that runs beside the training: the save before it is what is resumed.
+    What is saved from there on is the job's again, none of it a single rank's."""
+    uri = str(tmp_path / "run")
+    _, whole = ranks.run(losses_of, kind, None, world=world)[0]
+    with RankProcesses(world) as killed:
+        killed.begin(run_until_killed, kind, uri, 1 + seed % 30)
+        assert killed.outcomes(1) == [Gone()]
+    assert [found.step for found in holdfast.list_checkpoints(uri)] == [EVERY]
+    for begin, losses in ranks.run(losses_of, other, uri, world=others):
+        assert begin == EVERY
+        assert losses == pytest.approx(whole[EVERY:], rel=tolerance)
+    with holdfast.open(sorted((tmp_path / "run").iterdir())[-1]) as last:
+        owned = [t.name for t in last.tensors.values() if t.owners]
+        assert last.step == 3 * EVERY
+    assert [name for name in owned if not name.startswith(("data.", "rng."))] == []

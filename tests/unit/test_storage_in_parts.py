@@ -1,0 +1,171 @@
+"""Tensors of which a rank holds several parts, as their hooks tell."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.bits import fresh_uri
+from support.ranks import load_as_ranks, save_as_ranks
+
+import holdfast
+from holdfast.drivers.memory import MemoryDriver
+
+WHOLE = torch.arange(48.0).reshape(6, 8)
+Boxes = list[tuple[tuple[int, int], tuple[int, int]]]
+"""(offsets, sizes)"""
+
+
+class Cut:
+    """Boxes of a matrix, as DCP is told of them. ``shape``: that of the whole."""
+
+    shape: tuple[int, ...] = (6, 8)
+
+    def __init__(self, boxes: Boxes, whole: torch.Tensor = WHOLE) -> None:
+        self.boxes = boxes
+        self.parts = [
+            whole[r : r + rows, c : c + columns].clone() for (r, c), (rows, columns) in boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """The boxes."""
+        return [SimpleNamespace(offsets=offsets, sizes=sizes) for offsets, sizes in self.boxes]
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
+        """The shape of the whole, and no more that is asked for here."""
+        properties = SimpleNamespace(dtype=torch.float32)
+        return [
+            SimpleNamespace(tensor_data=SimpleNamespace(size=self.shape, properties=properties))
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """A part."""
+        (part,) = (
+            part
+            for part, (offsets, _) in zip(self.parts, self.boxes, strict=True)
+            if offsets == tuple(index.offset)
+        )
+        return part
+
+    def is_right(self) -> bool:
+        """Whether each part is that of WHOLE."""
+        expected = Cut(self.boxes).parts
+        return all(map(torch.equal, self.parts, expected))
+
+
+LEFT: Boxes = [((0, 0), (6, 2)), ((0, 6), (6, 2))]
+MIDDLE: Boxes = [((0, 2), (2, 4)), ((2, 2), (4, 4))]
+ROWS: Boxes = [((0, 0), (1, 8)), ((5, 0), (1, 8))]
+REST: Boxes = [((1, 0), (4, 8))]
+
+
+def empty(boxes: Boxes) -> Cut:
+    """Parts to be filled."""
+    return Cut(boxes, torch.full((6, 8), -1.0))
+
+
+def test_parts_go_to_any_other_layout_and_back() -> None:
+    """Several boxes of each rank; one rank that holds none is no obstacle. Every part is filled in
+    place."""
+    driver = MemoryDriver(fresh_uri().removeprefix("memory://"))
+    save_as_ranks(driver, [{"a": [Cut(LEFT)]}, {"a": [Cut(MIDDLE)]}, {"a": [Cut([])]}])
+    with holdfast.open(driver.uri) as checkpoint:
+        assert torch.equal(checkpoint.read("a.0"), WHOLE)
+    for layouts in ([ROWS, REST], [LEFT, MIDDLE, []], [LEFT + MIDDLE]):
+        into = [{"a": [empty(boxes)]} for boxes in layouts]
+        memory = [part.data_ptr() for state in into for part in state["a"][0].parts]
+        load_as_ranks(driver, into)
+        assert all(state["a"][0].is_right() for state in into)
+        assert memory == [part.data_ptr() for state in into for part in state["a"][0].parts]
+    plain = torch.zeros(6, 8)
+    holdfast.load(driver.uri, into={"a": [plain]})
+    assert torch.equal(plain, WHOLE)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_parts_are_saved_again_and_again(lazy: bool) -> None:
+    """Asynchronously, too; what is in them at the call is stored."""
+    uri = fresh_uri()
+    state = {"w": Cut(LEFT + MIDDLE)}
+    for _ in range(3):
+        for part in state["w"].parts:
+            part.add_(1)
+        holdfast.async_save(uri, state, lazy=lazy).wait()
+    assert torch.equal(holdfast.load(uri)["w"], WHOLE + 3)
+
+
+class Table:
+    """An object whose state is in parts."""
+
+    def __init__(self, cut: Cut) -> None:
+        self.cut = cut
+
+    def state_dict(self) -> dict[str, Any]:
+        """It."""
+        return {"table": self.cut, "rows": 6}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Filled in place."""
+        self.given = state["table"]
+
+
+def test_objects_may_give_parts() -> None:
+    """Those that they have before a load are filled."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"t": Table(Cut(LEFT + MIDDLE))})
+    table = Table(empty(ROWS))
+    holdfast.load(uri, into={"t": table})
+    assert table.given is table.cut
+    assert table.cut.is_right()
+    other = empty(ROWS)
+    other.shape = (6, 9)
+    with pytest.raises(holdfast.MismatchError, match=r"shape \[6, 8\].*part of shape \[6, 9\]"):
+        holdfast.load(uri, into={"t": Table(other)})
+
+
+class Silent(Cut):
+    """Does not say what the shape of the whole is."""
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
+        """Nothing."""
+        return []
+
+
+class Lying(Cut):
+    """Says another size than its parts have."""
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """One row less."""
+        return [
+            SimpleNamespace(offsets=offsets, sizes=(rows - 1, columns))
+            for offsets, (rows, columns) in self.boxes
+        ]
+
+
+def sticking_out() -> Cut:
+    """Parts of a smaller matrix than they lie in."""
+    cut = Cut(LEFT)
+    cut.shape = (6, 7)
+    return cut
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [(Silent(LEFT), "0 shapes"), (Lying(LEFT), "part 0"), (sticking_out(), "sticks out")],
+    ids=["silent", "lying", "sticking out"],
+)
+def test_hooks_that_do_not_fit_together_are_refused_by_path(cut: Cut, said: str) -> None:
+    """On save and on load."""
+    uri = fresh_uri()
+    for call in (lambda: holdfast.save(uri, {"w": cut}), lambda: holdfast.load(uri, {"w": cut})):
+        with pytest.raises(holdfast.StateError, match=rf'state\["w"\].*{said}'):
+            call()
+
+
+def test_a_part_that_is_stored_twice_is_an_error() -> None:
+    """As of any parts."""
+    driver = MemoryDriver(fresh_uri().removeprefix("memory://"))
+    with pytest.raises(holdfast.CoverageError, match="stored twice"):
+        save_as_ranks(driver, [{"w": Cut(LEFT + MIDDLE)}, {"w": Cut([((0, 0), (1, 1))])}])

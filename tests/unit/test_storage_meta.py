@@ -1,0 +1,181 @@
+"""Modules on the meta device, as what a load fills: it gives them memory."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bits import difference, fresh_uri
+from torch import nn
+
+import holdfast
+
+
+class Net(nn.Module):
+    """Two layers that are tied, a buffer, and one that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All of it."""
+        x = self.norm(self.second(self.first(x)))
+        return x + self.table.to(x.device)
+
+
+def on_meta() -> Net:
+    """Without memory."""
+    with torch.device("meta"):
+        return Net()
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """The losses."""
+    found = []
+    for _ in range(steps):
+        loss = net(torch.arange(12.0).reshape(4, 3)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def trained() -> tuple[Net, torch.optim.Optimizer]:
+    """A module and its optimizer after some steps."""
+    torch.manual_seed(1)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    train(net, optimizer, 2)
+    return net, optimizer
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_module_is_given_memory_by_a_load(before: bool) -> None:
+    """Its parameters stay the same objects, with their attributes; so the optimizer may be made
+    before the load, and is loaded in the same call, or after it. Training goes on as it would
+    have."""
+    net, optimizer = trained()
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net, "optim": optimizer})
+    into = on_meta()
+    weight = into.first.weight
+    weight.mark = "kept"
+    into.norm.weight.requires_grad_(False)
+    made = torch.optim.AdamW(into.parameters(), lr=0.1)
+    if before:
+        holdfast.load(uri, into={"net": into, "optim": made})
+    else:
+        holdfast.load(uri, into=into, only="net")
+        made = torch.optim.AdamW(into.parameters(), lr=0.1)
+        holdfast.load(uri, into={"net": into, "optim": made})
+    assert into.first.weight is into.second.weight is weight
+    assert weight.mark == "kept"
+    assert not into.norm.weight.requires_grad
+    assert difference(dict(net.state_dict()), dict(into.state_dict())) is None
+    into.norm.weight.requires_grad_(True)
+    into.table = torch.arange(3.0)
+    assert train(into, made, 3) == train(net, optimizer, 3)
+
+
+def test_a_buffer_that_is_in_no_checkpoint_stays_as_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Any memory would be garbage. The log names it."""
+    net, _ = trained()
+    uri = fresh_uri()
+    holdfast.save(uri, [net])
+    into = on_meta()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        holdfast.load(uri, into=[into])
+    assert into.table.is_meta
+    assert "stay on the meta device: table" in caplog.text
+
+
+def test_a_module_may_be_on_meta_in_part() -> None:
+    """What has memory is filled where it is. What the checkpoint does not have stays on meta."""
+    net, _ = trained()
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net})
+    into = on_meta()
+    into.norm.to_empty(device="cpu")
+    into.more = nn.Linear(2, 2, device="meta")
+    address = into.norm.running_mean.data_ptr()
+    holdfast.load(uri, into={"net": into}, strict=False)
+    assert into.norm.running_mean.data_ptr() == address
+    assert into.more.weight.is_meta
+    stored = net.state_dict()
+    assert difference(dict(stored), {name: into.state_dict()[name] for name in stored}) is None
+
+
+def test_after_a_load_that_fails_it_is_on_meta_as_before(tmp_path: Path) -> None:
+    """Whether it did not fit, or a byte was damaged."""
+    net, _ = trained()
+    holdfast.save(tmp_path / "c", {"net": net, "more": torch.ones(3)})
+    into = on_meta()
+    with pytest.raises(holdfast.MismatchError):
+        holdfast.load(tmp_path / "c", into={"net": into})
+    (image,) = (tmp_path / "c").rglob("0.safetensors")
+    data = bytearray(image.read_bytes())
+    data[data.index(net.first.bias.detach().numpy().tobytes())] ^= 1
+    image.write_bytes(data)
+    with pytest.raises(holdfast.DamagedError):
+        holdfast.load(tmp_path / "c", into={"net": into, "more": torch.zeros(3)})
+    assert all(parameter.is_meta for parameter in into.parameters())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_tied_parameters_that_are_stored_apart_are_told(strict: bool) -> None:
+    """As those that have memory."""
+    net, _ = trained()
+    net.second.weight = nn.Parameter(torch.zeros(3, 3))
+    uri = fresh_uri()
+    holdfast.save(uri, {"net": net})
+    into = on_meta()
+    if strict:
+        with pytest.raises(holdfast.MismatchError, match="share memory in the state"):
+            holdfast.load(uri, into={"net": into})
+    else:
+        holdfast.load(uri, into={"net": into}, strict=False)
+        assert torch.equal(into.first.weight, net.second.weight)
+
+
+class Hooked(nn.Linear):
+    """Gives its weight another name in its state dict."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._register_state_dict_hook(self._renamed)
+
+    @staticmethod
+    def _renamed(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(2),
+        lambda: dict(nn.Linear(2, 2, device="meta").state_dict()),
+        lambda: Hooked(2, 2, device="meta"),
+    ],
+    ids=["tensor", "state dict", "another name"],
+)
+def test_what_is_no_parameter_of_a_module_is_refused(make: Any) -> None:
+    """There is nothing that could be given the memory. The error speaks of loading."""
+    with torch.device("meta"):
+        state = {"m": make()}
+    with pytest.raises(holdfast.StateError, match=r"cannot be filled.*module.*to_empty") as caught:
+        holdfast.load(fresh_uri(), into=state)
+    assert 'state["m"]' in str(caught.value)
+    assert "saved" not in str(caught.value)
+    with pytest.raises(holdfast.StateError, match="cannot be saved"):
+        holdfast.save(fresh_uri(), state)
