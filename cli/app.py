@@ -190,16 +190,17 @@ def _add_export(commands: Parsers) -> None:
     parser = _command(
         commands,
         export,
-        "write the tensors of a checkpoint as a Hugging Face model, or as a file of torch.save",
+        "write a checkpoint as a Hugging Face model, a file of torch.save, or a folder of DCP",
         "A * in a pattern stands for any text; patterns match whole names.",
     )
     parser.add_argument("uri", metavar="CKPT", help="a checkpoint")
     parser.add_argument("dest", metavar="DEST", help="the URI of a folder; with torch, of a file")
     parser.add_argument(
         "--format",
-        choices=("hf", "torch"),
+        choices=("hf", "torch", "dcp"),
         default="hf",
-        help="safetensors files as Hugging Face has them (default), or a file of torch.save",
+        help="safetensors files as Hugging Face has them (default), a file of torch.save, or a "
+        "folder of torch's distributed checkpoint",
     )
     parser.add_argument(
         "--dtype", metavar="DTYPE", help="convert floating-point tensors: bf16, fp16, fp32, fp64"
@@ -225,14 +226,23 @@ def _add_import(commands: Parsers) -> None:
     parser = _command(
         commands,
         _import,
-        "make a checkpoint of a model in safetensors files, or in one of torch.save",
+        "make a checkpoint of what other programs have written",
         "A * in a pattern stands for any text; patterns match whole names.",
     )
     parser.add_argument(
-        "source", metavar="SRC", help="a safetensors file, a folder of them, or a .pt file; any URI"
+        "source",
+        metavar="SRC",
+        help="a safetensors file, a folder of them, a .pt file, or a folder of DCP; any URI",
     )
     parser.add_argument("uri", metavar="DEST", help="the URI of the checkpoint")
     _with_names(parser)
+    parser.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave out what has such names: 'optim.*'; may be given several times",
+    )
     parser.add_argument("--step", type=_count, metavar="N", help="the step that is recorded")
     parser.add_argument("--overwrite", action="store_true", help="replace another checkpoint")
     _with_json(parser)

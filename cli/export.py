@@ -1,5 +1,5 @@
-"""``holdfast export``: the tensors of a checkpoint, for programs that read safetensors files, or files
-of ``torch.save``."""
+"""``holdfast export``: the tensors of a checkpoint, for programs that read safetensors files, or
+files of ``torch.save``."""
 
 from __future__ import annotations
 

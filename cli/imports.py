@@ -19,6 +19,7 @@ def run(
     uri: str,
     *,
     only: list[str],
+    skip: list[str],
     rename: list[str],
     step: int | None,
     overwrite: bool,
@@ -28,7 +29,14 @@ def run(
     rules = rules_of(rename)
     with progress_bar("import", lines=True) as progress:
         report = import_(
-            source, uri, only=only, rename=rules, step=step, overwrite=overwrite, progress=progress
+            source,
+            uri,
+            only=only,
+            skip=skip,
+            rename=rules,
+            step=step,
+            overwrite=overwrite,
+            progress=progress,
         )
     if json_output:
         print_json(asdict(report))

@@ -17,12 +17,14 @@ LINE_EVERY_S = 10.0
 
 
 @contextlib.contextmanager
-def progress_bar(title: str, *, lines: bool = False) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(
+    title: str, *, lines: bool = False, line_every_s: float = LINE_EVERY_S
+) -> Iterator[Callable[[int, int], None]]:
     """Yields a function to call with the bytes done and the bytes in all. With ``lines``, a line is
-    printed every ten seconds where there is no terminal. Without rich there is no bar."""
+    printed now and then where there is no terminal. Without rich there is no bar."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
         if lines:
-            yield _lines(title)
+            yield _lines(title, line_every_s)
         else:
             yield lambda done, total: None
         return
@@ -37,15 +39,18 @@ def progress_bar(title: str, *, lines: bool = False) -> Iterator[Callable[[int, 
     )
 
     columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
         TimeRemainingColumn(),
-    )  # fmt: skip
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _lines(title: str) -> Callable[[int, int], None]:
+def _lines(title: str, every_s: float) -> Callable[[int, int], None]:
     began_s = time.monotonic()
     said_s = began_s
     first: int | None = None
@@ -55,7 +60,7 @@ def _lines(title: str) -> Callable[[int, int], None]:
         now_s = time.monotonic()
         if first is None:  # what was there before counts for no rate
             first = done
-        if now_s - said_s >= LINE_EVERY_S:
+        if now_s - said_s >= every_s:
             said_s = now_s
             rate = (done - first) / (now_s - began_s) / 1e9
             print(

@@ -22,7 +22,7 @@ from .placed import Placed, PlacedTensor
 from .text import is_terminal, one_of, paint, printable, shape_text, time_text
 from .valued import value_text
 
-__all__ = ["run"]
+__all__ = ["Outline", "document", "run"]
 
 _LINES_PER_WRITE = 1000
 _NAME_WIDTH_MAX = 48
@@ -38,11 +38,11 @@ def run(uri: str, *, json_output: bool, values: bool, depth: int | None) -> int:
     finally:
         start(driver.close()).result()
     if json_output:
-        print_json(_document(driver.uri, manifest, len(data)))
+        print_json(document(driver.uri, manifest, len(data)))
         return 0
     print("\n".join(_header(driver.uri, manifest, len(data))) + "\n")
     lines: list[str] = []
-    for line in _Outline(manifest, whole_values=values, depth=depth).lines():
+    for line in Outline(manifest, whole_values=values, depth=depth).lines():
         lines.append(line)
         if len(lines) == _LINES_PER_WRITE:
             print("\n".join(lines))
@@ -93,7 +93,7 @@ class _Folder:
         return ", ".join(parts) or "empty"
 
 
-class _Outline:
+class Outline:
     """The lines of the tree: in each container its values, its tensors, and then the containers in
     it."""
 
@@ -196,7 +196,8 @@ def _key_text(key: Key) -> str:
     return printable(repr(key))
 
 
-def _document(uri: str, m: Manifest, manifest_nbytes: int) -> dict[str, object]:
+def document(uri: str, m: Manifest, manifest_nbytes: int) -> dict[str, object]:
+    """What ``--json`` prints."""
     placed = Placed(m)
     paths = m.tree.paths()
     tensors = [

@@ -62,9 +62,14 @@ def _draw_curves(axes: Axes, before: Record, after: Record, reference: Record) -
         if record is after:
             marker = "o"
         axes.plot(
-            *zip(*sorted(record.losses.items()), strict=True), color=colour, linewidth=width, label=label,
-            marker=marker, markersize=3, solid_capstyle="round",
-        )  # fmt: skip
+            *zip(*sorted(record.losses.items()), strict=True),
+            color=colour,
+            linewidth=width,
+            label=label,
+            marker=marker,
+            markersize=3,
+            solid_capstyle="round",
+        )
     axes.set_ylabel("loss per byte (nats)")
     axes.set_title(
         "A rank is killed while it saves; the job goes on with fewer", loc="left", fontweight="bold"
@@ -75,9 +80,13 @@ def _draw_curves(axes: Axes, before: Record, after: Record, reference: Record) -
 def _draw_kill(axes: Axes, loss: float, step: int, victim: int) -> None:
     axes.plot(step, loss, "X", color=_KILL, markersize=11, markeredgecolor="white", zorder=5)
     axes.annotate(
-        f"rank {victim}: SIGKILL\nwhile saving step {step}", (step, loss), (14, 38), textcoords="offset points",
-        color=_KILL, arrowprops={"arrowstyle": "-", "color": _KILL, "shrinkB": 7},
-    )  # fmt: skip
+        f"rank {victim}: SIGKILL\nwhile saving step {step}",
+        (step, loss),
+        (14, 38),
+        textcoords="offset points",
+        color=_KILL,
+        arrowprops={"arrowstyle": "-", "color": _KILL, "shrinkB": 7},
+    )
 
 
 def _draw_checkpoints(axes: Axes, before: Record, after: Record, killed_at: int) -> None:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from ...core.aio import wait_out
 from ..format.digest import digest
 from ..ranks.messages import Nothing, codec
 from ..ranks.team import Team
@@ -57,7 +58,7 @@ async def read_once(
     shared = offers[0].shared
     if shared is None:
         return await read()
-    received = await _received(shared, team.rank)
+    received = await _received(shared, team)
     await team.gather(f"{name}/taken", codec(Nothing), ranks, Nothing())
     if received is None:
         return await read()
@@ -73,7 +74,7 @@ async def _read_and_offer(
         await team.all_gather(name, codec(Offer), ranks, Offer())  # each of the others reads
         raise
     with contextlib.ExitStack() as resources:
-        arena, listener = open_listener(resources, len(data), 1)
+        arena, listener = open_listener(resources, len(data), 1, team.host)
         if arena is not None:
             arena.fill(0, HostBuffer.over(memoryview(data)), len(data))
         checksum = await offload(digest, data)
@@ -94,9 +95,11 @@ async def _serve(team: Team, name: str, ranks: Sequence[int], listener: Listener
         await team.gather(f"{name}/taken", codec(Nothing), ranks, Nothing())
     finally:
         accepting.cancel()
-        await asyncio.wait([accepting])
+        cancelled = await wait_out([accepting])
         if not accepting.cancelled() and accepting.exception() is not None:
             _log.warning("what was read could not be handed on: %s", accepting.exception())
+        if cancelled is not None:
+            raise cancelled
 
 
 async def _accept(listener: Listener, ranks: Sequence[int]) -> None:
@@ -108,12 +111,12 @@ async def _accept(listener: Listener, ranks: Sequence[int]) -> None:
             connection.close()
 
 
-async def _received(shared: SharedObject, rank: int) -> memoryview | None:
+async def _received(shared: SharedObject, team: Team) -> memoryview | None:
     """The shared object; None where it cannot be reached, or is not what was announced through the
     job's store."""
     try:
         async with asyncio.timeout(CONNECT_ALL_TIMEOUT_S):
-            connection = await connect(shared.address, rank)
+            connection = await connect(shared.address, team.rank, team.host)
     except (OSError, TimeoutError) as error:
         _log.warning("what another rank has read is read again: %s", error)
         return None

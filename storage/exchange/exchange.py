@@ -41,8 +41,6 @@ from .transport import Address, Listener, connect
 
 __all__ = ["Exchange"]
 
-CONNECT_ALL_TIMEOUT_S = 30.0
-
 _log = logging.getLogger(__name__)
 
 
@@ -86,14 +84,16 @@ class Exchange:
     async def join(self, listener: Listener, addresses: Sequence[Address]) -> bool:
         """Connect with the members that this rank reads for, and with those that read for it.
         Whether that was possible."""
+        group = self._group
 
         async def connect_to(member: int) -> None:
-            connection = await connect(addresses[member], self._group.me)
+            connection = await connect(addresses[member], group.me, group.team.host)
             self._receiver.connections[member] = connection
 
         joined = True
+        timeout_s = group.limits.connect_all_timeout_s
         try:
-            async with asyncio.timeout(CONNECT_ALL_TIMEOUT_S), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
                 tasks.create_task(listener.accept(self._sender.owed, self._sender.connections))
                 for member in self._receiver.awaited:
                     tasks.create_task(connect_to(member))

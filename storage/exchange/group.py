@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ...core.aio import wait_out
 from ...errors import CoordinationError, RankFailedError
 from ..ranks.messages import Codec
 from ..ranks.team import Team
@@ -23,6 +24,7 @@ __all__ = [
     "NO_DIGEST",
     "RECEIPT",
     "ExchangeGroup",
+    "ExchangeLimits",
     "by_path",
     "naming_member",
     "serve_in_thread",
@@ -30,8 +32,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-FAILURE_REPORT_S = 5.0
-"""How long after its connection was lost a rank may take to report its failure."""
 REPORT_PAUSE_S = 0.05
 
 HANDOVER = struct.Struct(f"<QQ{DIGEST_NBYTES}s")
@@ -50,6 +50,20 @@ class _ConnectionLost(Exception):
         self.error = error
 
 
+@dataclass(frozen=True, slots=True)
+class ExchangeLimits:
+    """What bounds an exchange."""
+
+    slots: int = 2
+    """Units in shared memory at a time. Shared memory is expensive: each page of it is mapped,
+    cleared and given back by itself."""
+    unit_nbytes: int = 8 << 20
+    """The least length of a unit, which is what one rank reads, and hands on, at a time."""
+    connect_all_timeout_s: float = 30.0
+    failure_report_s: float = 5.0
+    """How long after its connection was lost a rank may take to report its failure."""
+
+
 @dataclass(frozen=True)
 class ExchangeGroup:
     """Ranks of a team that exchange what they read, the *members*. ``name`` is used once in the
@@ -62,6 +76,7 @@ class ExchangeGroup:
     host_ranks: int
     job_host: str
     least_nbytes: int
+    limits: ExchangeLimits
 
     @property
     def me(self) -> int:
@@ -80,7 +95,7 @@ class ExchangeGroup:
             yield
         except OSError as error:
             rank = self.ranks[member]
-            until_s = time.monotonic() + FAILURE_REPORT_S
+            until_s = time.monotonic() + self.limits.failure_report_s
             while time.monotonic() < until_s:
                 failure = await self.team.failure()
                 if failure is not None:
@@ -150,7 +165,7 @@ async def serve_in_thread(
     except asyncio.CancelledError:
         for connection in connections.values():
             connection.shut_down()
-        await asyncio.wait([serving])
+        await wait_out([serving])
         # It has seen the connections shut down, or something after what this was cancelled for.
         serving.exception()
         raise

@@ -8,6 +8,7 @@ import hmac
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from ...core.spans import Where, counting, span
 from ...errors import CoordinationError
 from ...planner.loading import LoadPlan
 from ...planner.sharing import Sharing
@@ -44,6 +45,7 @@ class Receiver:
         for member, job in jobs:
             self.awaited.setdefault(member, {})[units[job]] = job
         self.connections: dict[int, Connection] = {}
+        self._receiving = counting("receive")
 
     def start(
         self,
@@ -85,7 +87,8 @@ class Receiver:
             buffer = connection.window.at(position, nbytes)
         except ValueError:
             raise self._group.protocol_error(member) from None
-        deliver(job, buffer)
+        with self._receiving(Where(nbytes=nbytes)):
+            deliver(job, buffer)
         connection.send_now(RECEIPT.pack(unit))
         return not awaited
 
@@ -131,7 +134,9 @@ class Receiver:
                 )
             deliver(job, buffer)
 
-        await offload(check_and_deliver)
+        part = self._wanted_part(job)
+        with span("receive", Where(nbytes=part.stop - part.start)):
+            await offload(check_and_deliver)
         async with self._group.blaming(member):
             await connection.send(receipt)
         self._pool.give(buffer)

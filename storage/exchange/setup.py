@@ -23,10 +23,6 @@ __all__ = ["LEAST_NBYTES", "begin_exchange"]
 
 LEAST_NBYTES = 32 << 20
 """With less to be shared than this, reading it several times takes no longer than to connect."""
-SLOTS = 2
-"""Units in shared memory at a time. Shared memory is expensive: each page of it is mapped, cleared
-and given back by itself."""
-UNIT_NBYTES = 8 << 20
 UNIT_GAPS = 64
 """A read is to be so many times as long as what the storage could transfer within the latency of a
 request."""
@@ -56,10 +52,14 @@ async def begin_exchange(
 ) -> Exchange | None:
     """Connect with the other members, which all call this, each with what it wants. None, on all
     ranks, where little would be shared, or some rank cannot be reached."""
-    unit_nbytes = _unit_nbytes(reader)
+    limits = group.limits
+    unit_nbytes = _unit_nbytes(reader, limits.unit_nbytes)
     with contextlib.ExitStack() as resources:
         jobs = _jobs(group, reader, unit_nbytes)
-        arena, listener = open_listener(resources, unit_nbytes, min(SLOTS, jobs), group.job_host)
+        slots = min(limits.slots, jobs)
+        arena, listener = open_listener(
+            resources, unit_nbytes, slots, group.team.host, group.job_host
+        )
         plan = await offload(plan_reads, reader.driver, reader.manifest, targets, unit_nbytes)
         wanted = await offload(_compressed_ranges, plan)
         if listener is None:
@@ -92,12 +92,12 @@ async def begin_exchange(
         return exchange
 
 
-def _unit_nbytes(reader: ImageReader) -> int:
+def _unit_nbytes(reader: ImageReader, least_nbytes: int) -> int:
     """The length of a read: short, since fresh shared memory is expensive, yet much longer than
     the latency of a request."""
     manifest = reader.manifest
     unit_nbytes = manifest.chunk_nbytes
-    least_nbytes = max(UNIT_NBYTES, UNIT_GAPS * reader.driver.traits.coalesce_nbytes)
+    least_nbytes = max(least_nbytes, UNIT_GAPS * reader.driver.traits.coalesce_nbytes)
     while unit_nbytes // 2 >= least_nbytes and unit_nbytes % (2 * manifest.block_nbytes) == 0:
         unit_nbytes //= 2
     return unit_nbytes

@@ -27,13 +27,12 @@ import socket
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from .connection import DIGEST_NBYTES, Connection, closed_in_child
 from .handshake import NONCE_NBYTES, PROOF_NBYTES, Handshake
 from .shared_memory import Arena, Window, identity_of
 
-__all__ = ["Address", "Listener", "connect", "host_key", "open_listener"]
+__all__ = ["Address", "Listener", "connect", "open_listener"]
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """How long a client may take to authenticate itself."""
@@ -54,8 +53,9 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where other ranks reach a rank, and the secret that both sides prove to know. ``host``: see
-    :func:`host_key`; ``unix``: the name of its unix socket; ``nbytes``: the size of the memory that
-    it shares; ``tcp``: host and port, where ranks of other hosts may connect."""
+    :func:`~holdfast.storage.ranks.hosts.host_key`; ``unix``: the name of its unix socket;
+    ``nbytes``: the size of the memory that it shares; ``tcp``: host and port, where ranks of other
+    hosts may connect."""
 
     host: str | None
     unix: str
@@ -64,22 +64,12 @@ class Address:
     tcp: tuple[str, int] | None = None
 
 
-def host_key() -> str | None:
-    """What ranks have in common that can share memory: one boot of one host, one network namespace,
-    one user. None where the system does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        return None
-    return f"{boot}/{namespace}/{os.getuid()}"
-
-
 class Listener:
     """Accepts connections of other members of a group. Raises OSError where it cannot listen."""
 
-    def __init__(self, fd: int, job_host: str) -> None:
-        """``fd``: the memory that members on this host get access to. ``job_host``: a host of the
+    def __init__(self, fd: int, host: str | None, job_host: str) -> None:
+        """``fd``: the memory that members on this host get access to. ``host``: this host, as in an
+        Address. ``job_host``: a host of the
         job, to find the address of this host on the way there; "" where all members are on this
         host."""
         self._fd = fd
@@ -90,7 +80,7 @@ class Listener:
         if job_host:
             self._sockets.append(_listening(socket.AF_INET, (_own_address(job_host), 0)))
             tcp = self._sockets[1].getsockname()
-        self.address = Address(host_key(), name, self._secret, os.fstat(fd).st_size, tcp)
+        self.address = Address(host, name, self._secret, os.fstat(fd).st_size, tcp)
 
     async def accept(
         self,
@@ -160,14 +150,18 @@ class Listener:
 
 
 def open_listener(
-    resources: contextlib.ExitStack, slot_nbytes: int, slots: int, job_host: str = ""
+    resources: contextlib.ExitStack,
+    slot_nbytes: int,
+    slots: int,
+    host: str | None,
+    job_host: str = "",
 ) -> tuple[Arena, Listener] | tuple[None, None]:
     """Memory for other members, and a listener that gives access to it; ``resources`` closes both.
     Where that is impossible, it is logged."""
     try:
         arena = Arena(slot_nbytes, slots)
         resources.callback(arena.close)
-        listener = Listener(arena.fd, job_host)
+        listener = Listener(arena.fd, host, job_host)
         resources.callback(listener.close)
     except OSError as error:
         _log.warning("no memory can be shared with other ranks here: %s", error)
@@ -176,12 +170,12 @@ def open_listener(
 
 
 async def connect(
-    address: Address, member: int, timeout_s: float = CONNECT_TIMEOUT_S
+    address: Address, member: int, host: str | None, timeout_s: float = CONNECT_TIMEOUT_S
 ) -> Connection:
-    """Connect to the rank at ``address``, as member number ``member``. Raises OSError: where
-    nothing answers in time, where what answers is not that rank, and where its memory is not what
-    it should be."""
-    is_local = address.host == host_key()
+    """Connect to the rank at ``address``, as member number ``member`` on ``host``. Raises OSError:
+    where nothing answers in time, where what answers is not that rank, and where its memory is not
+    what it should be."""
+    is_local = address.host == host
     target: str | tuple[str, int] | None
     if is_local:
         target = address.unix

@@ -6,19 +6,29 @@ Pure: texts and layouts; files are read and written elsewhere.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...core import safetensors
+from ...core.forks.cached import cached_property
 from ...planner.image import PAGE_NBYTES
 
-__all__ = ["INDEX_KEY", "ModelFile", "ModelTensor", "index_text", "is_model_file", "model_files"]
+__all__ = [
+    "INDEX_KEY",
+    "MODEL_FILE",
+    "ModelFile",
+    "ModelTensor",
+    "index_text",
+    "joined",
+    "model_files",
+]
 
 INDEX_KEY = "model.safetensors.index.json"
-_MODEL_FILE = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
+MODEL_FILE = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,39 +46,45 @@ class ModelTensor:
         return math.prod(self.shape) * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class ModelFile:
     """A file, as pieces one behind the other: bytes as they are, and the bytes of tensors."""
 
     key: str
     pieces: tuple[bytes | ModelTensor, ...]
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:
         """Those of its pieces that are tensors."""
         return tuple(piece for piece in self.pieces if isinstance(piece, ModelTensor))
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Bytes of each piece."""
         return [len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in self.pieces]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Its size."""
         return sum(self.sizes)
 
 
-def is_model_file(key: str) -> bool:
-    """Whether :func:`model_files` makes files of this name."""
-    return _MODEL_FILE.fullmatch(key) is not None
+def joined(pieces: Iterable[bytes | ModelTensor]) -> tuple[bytes | ModelTensor, ...]:
+    """The same bytes in fewer pieces: what lies between two tensors is one."""
+    found: list[bytes | ModelTensor] = []
+    for is_tensor, run in itertools.groupby(pieces, lambda piece: isinstance(piece, ModelTensor)):
+        if is_tensor:
+            found += run
+        else:
+            found.append(b"".join(piece for piece in run if isinstance(piece, bytes)))
+    return tuple(found)
 
 
 def model_files(
     tensors: Sequence[ModelTensor], file_nbytes: int, metadata: Mapping[str, str]
 ) -> list[ModelFile]:
-    """The files that hold ``tensors``, of dtypes in ``safetensors.DTYPES``, in their order, each with at most ``file_nbytes`` of them
-    unless a single one is larger.
+    """The files that hold ``tensors``, of dtypes in ``safetensors.DTYPES``, in their order, each
+    with at most ``file_nbytes`` of them unless a single one is larger.
 
     Headers are whole pages, and in each file tensors come in descending order of their itemsize. So
     each is aligned to its elements. Raises ValueError where a header would be longer than readers

@@ -1,19 +1,21 @@
-"""The layout of a file that ``torch.load(weights_only=True)`` reads: a zip file with a pickle of a dict
-of tensors, and a record of elements for each of them, stored as it is.
+"""The layout of a file that ``torch.load(weights_only=True)`` reads: a zip file with a pickle of a
+dict of tensors, and a record of elements for each of them, stored as it is.
 
-The pickle is text of a few opcodes: see :mod:`.torch_pickle`, which reads them. Checksums of records
-are zero, as with ``torch.serialization.set_crc32_options(False)``: torch does not look at them.
+The pickle is text of a few opcodes: see :mod:`.torch_pickle`, which reads them. Checksums of
+records are zero, as with ``torch.serialization.set_crc32_options(False)``: torch does not look at
+them.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping, Sequence
 
-from .model_folder import ModelFile, ModelTensor
+from .model_folder import ModelFile, ModelTensor, joined
 from .torch_pickle import NEW_DTYPES, STORAGES
 
-__all__ = ["TORCH_DTYPES", "torch_file"]
+__all__ = ["TORCH_DTYPES", "torch_file", "torch_pieces"]
 
 TORCH_DTYPES = frozenset(NEW_DTYPES)
 """Torch's names of the dtypes that can be written."""
@@ -48,7 +50,27 @@ def torch_file(key: str, tensors: Sequence[ModelTensor], tied: Mapping[str, str]
         archive.add(f"data/{records[tensor.name]}", tensor)
     archive.add("version", b"3\n")
     archive.end()
-    return ModelFile(key, tuple(archive.pieces))
+    return ModelFile(key, joined(archive.pieces))
+
+
+def torch_pieces(tensor: ModelTensor) -> tuple[bytes | ModelTensor, ...]:
+    """What ``torch.save`` of a tensor alone makes, as pieces one behind the other. The elements
+    begin at a multiple of 64."""
+    pieces = _pieces(tensor.dtype, tensor.itemsize, tensor.shape)
+    return tuple(tensor if isinstance(piece, ModelTensor) else piece for piece in pieces)
+
+
+@functools.lru_cache(maxsize=256)
+def _pieces(dtype: str, itemsize: int, shape: tuple[int, ...]) -> tuple[bytes | ModelTensor, ...]:
+    """The same of a tensor without a name: a model has thousands of tensors, of a few shapes."""
+    tensor = ModelTensor("", dtype, itemsize, shape)
+    archive = _Archive()
+    archive.add("data.pkl", b"\x80\x02" + _tensor(tensor, "0") + b".")
+    archive.add("byteorder", b"little")
+    archive.add("data/0", tensor)
+    archive.add("version", b"3\n")
+    archive.end()
+    return joined(archive.pieces)
 
 
 class _Archive:

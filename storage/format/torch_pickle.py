@@ -1,12 +1,17 @@
-"""Reads the pickle in a file of ``torch.save`` as data: which tensors there are, under which keys, and
-where their elements lie.
+"""Reads the pickle in a file of ``torch.save`` as data: which tensors there are, under which keys,
+and where their elements lie.
 
-Nothing is unpickled. The opcodes that torch writes for dicts, lists, tuples, small values and tensors
-are read one by one, and what they describe is built of the types in this module. A name of a function
-or class stays a name: the few that stand for tensors and dicts are known here, and any other is
-refused before anything is made of it. Nothing that is named is ever looked up, imported or called.
+Nothing is unpickled. The opcodes that torch writes for dicts, lists, tuples, small values and
+tensors are read one by one, and what they describe is built of the types in this module. A name of
+a function or class stays a name: the few that stand for tensors and dicts are known here, and any
+other is refused before anything is made of it. Nothing that is named is ever looked up, imported or
+called.
 
-Scope: what ``torch.load(weights_only=True)`` reads of plain tensors. No sparse or quantized tensors.
+A reader that knows the objects of some format says their names. Those become a :class:`Record`
+each, which is a name and what the pickle says of it, and nothing more.
+
+Scope: what ``torch.load(weights_only=True)`` reads of plain tensors. No sparse or quantized
+tensors.
 """
 
 from __future__ import annotations
@@ -15,13 +20,13 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["NEW_DTYPES", "STORAGES", "StoredTensor", "leaves", "read_pickle"]
+__all__ = ["NEW_DTYPES", "STORAGES", "Name", "Record", "StoredTensor", "leaves", "read_pickle"]
 
 STORAGES = {
     "FloatStorage": ("float32", 4), "DoubleStorage": ("float64", 8), "HalfStorage": ("float16", 2),
     "BFloat16Storage": ("bfloat16", 2), "LongStorage": ("int64", 8), "IntStorage": ("int32", 4),
-    "ShortStorage": ("int16", 2), "CharStorage": ("int8", 1), "ByteStorage": ("uint8", 1), "BoolStorage": ("bool", 1),
-    "ComplexFloatStorage": ("complex64", 8),
+    "ShortStorage": ("int16", 2), "CharStorage": ("int8", 1), "ByteStorage": ("uint8", 1),
+    "BoolStorage": ("bool", 1), "ComplexFloatStorage": ("complex64", 8),
 }  # fmt: skip
 """Per name of a class of storages, the dtype of its elements and their size."""
 NEW_DTYPES = {
@@ -29,17 +34,33 @@ NEW_DTYPES = {
     **dict(STORAGES.values()),
 }  # fmt: skip
 """Per dtype that a tensor may name, the size of its elements."""
+_TENSOR = "torch.Tensor"
+_UINT8 = struct.Struct("<B")
+_UINT16 = struct.Struct("<H")
+_UINT32 = struct.Struct("<I")
+_INT32 = struct.Struct("<i")
+_STOP = ord(".")
 _NODES_MAX = 2_000_000
 _DEPTH_MAX = 200
 
 Value = object
+Values = tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Name:
+class Name:
     """A global of the pickle."""
 
     text: str
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """An object of a class that the caller has named: what it would be made of."""
+
+    name: str
+    arguments: Values
+    state: Value = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +73,8 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor: elements of the record ``storage``, from element ``offset`` on. ``dtype`` is torch's
-    name of it."""
+    """A tensor: elements of the record ``storage``, from element ``offset`` on. ``dtype`` is
+    torch's name of it."""
 
     storage: str
     dtype: str
@@ -78,11 +99,16 @@ class StoredTensor:
 _MARK = object()
 
 
-def read_pickle(data: bytes) -> Value:
-    """What the pickle describes: dicts, lists and tuples of tensors and small values. Raises
-    ValueError for anything else; where it names what is not known, the message says what."""
+def _nothing(name: str) -> bool:
+    return False
+
+
+def read_pickle(data: bytes, is_record: Callable[[str], bool] = _nothing) -> Value:
+    """What the pickle describes: dicts, lists and tuples of tensors and small values, and records
+    of what ``is_record`` says that it knows by name. Raises ValueError for anything else; where it
+    names what is not known, the message says what."""
     try:
-        return _Machine(data).run()
+        return _Machine(data, is_record).run()
     except (IndexError, KeyError, TypeError, struct.error, RecursionError) as error:
         raise ValueError(f"the pickle is malformed: {error!r}") from error
 
@@ -90,22 +116,27 @@ def read_pickle(data: bytes) -> Value:
 class _Machine:
     """The stack machine of pickles, without the opcodes that could do anything."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, is_record: Callable[[str], bool]) -> None:
         self._data = data
+        self._is_record = is_record
         self._at = 0
         self._stack: list[Value] = []
+        self._push = self._stack.append
         self._memo: dict[int, Value] = {}
+        self._names: dict[str, Name] = {}
 
     def run(self) -> Value:
         """All opcodes, up to the one that ends it."""
+        data = self._data
         while True:
-            code = self._take(1)
-            if code == b".":
+            code = data[self._at]
+            self._at += 1
+            if code == _STOP:
                 return self._stack.pop()
-            handler = _OPCODES.get(code)
+            handler = _HANDLERS[code]
             if handler is None:
                 raise ValueError(
-                    f"the pickle has the opcode {code!r}, which files of tensors have not"
+                    f"the pickle has the opcode {bytes([code])!r}, which files of tensors have not"
                 )
             handler(self)
 
@@ -116,16 +147,19 @@ class _Machine:
         self._at += nbytes
         return taken
 
-    def _unpack(self, form: str) -> int:
-        (number,) = struct.unpack(form, self._take(struct.calcsize(form)))
-        return int(number)
+    def _byte(self) -> int:
+        number = self._data[self._at]
+        self._at += 1
+        return number
+
+    def _unpack(self, form: struct.Struct) -> int:
+        (number,) = form.unpack_from(self._data, self._at)
+        self._at += form.size
+        return number  # type: ignore[no-any-return]
 
     def _line(self) -> str:
         end = self._data.index(b"\n", self._at)
         return self._take(end + 1 - self._at)[:-1].decode()
-
-    def _push(self, value: Value) -> None:
-        self._stack.append(value)
 
     def _to_mark(self) -> list[Value]:
         """What lies above the topmost mark; both are removed."""
@@ -148,28 +182,28 @@ class _Machine:
         """The beginning of some items."""
         self._push(_MARK)
 
-    def text(self, form: str) -> None:
+    def text(self, form: struct.Struct) -> None:
         """A str, with its size before it."""
         self._push(self._take(self._unpack(form)).decode("utf-8", "surrogatepass"))
 
-    def raw(self, form: str) -> None:
+    def raw(self, form: struct.Struct) -> None:
         """Bytes, with their size before them."""
         self._push(self._take(self._unpack(form)))
 
-    def number(self, form: str) -> None:
+    def number(self, form: struct.Struct) -> None:
         """An int."""
         self._push(self._unpack(form))
 
     def long(self) -> None:
         """A long int."""
-        self._push(int.from_bytes(self._take(self._unpack("<B")), "little", signed=True))
+        self._push(int.from_bytes(self._take(self._byte()), "little", signed=True))
 
     def decimal(self) -> None:
         """A float."""
         (number,) = struct.unpack(">d", self._take(8))
         self._push(number)
 
-    def put(self, form: str) -> None:
+    def put(self, form: struct.Struct) -> None:
         """Keep the topmost value under a number."""
         self._memo[self._unpack(form)] = self._stack[-1]
 
@@ -177,19 +211,33 @@ class _Machine:
         """Keep it under the next number."""
         self._memo[len(self._memo)] = self._stack[-1]
 
-    def get(self, form: str) -> None:
+    def get(self) -> None:
+        """A value that was kept under a number of one byte."""
+        self._push(self._memo[self._byte()])
+
+    def get_any(self) -> None:
         """A value that was kept."""
-        self._push(self._memo[self._unpack(form)])
+        self._push(self._memo[self._unpack(_UINT32)])
 
     def name(self) -> None:
         """A global, by the name of its module and its own."""
-        self._push(_known(f"{self._line()}.{self._line()}"))
+        self._push(self._known(f"{self._line()}.{self._line()}"))
 
     def stacked_name(self) -> None:
         """The same, of two values."""
         name = self._stack.pop()
         module = self._stack.pop()
-        self._push(_known(f"{module}.{name}"))
+        self._push(self._known(f"{module}.{name}"))
+
+    def _known(self, text: str) -> Name:
+        name = self._names.get(text)
+        if name is None:
+            if not (_is_known(text) or self._is_record(text)):
+                raise ValueError(
+                    f"the pickle names {text}, which files of plain tensors do not need"
+                )
+            name = self._names[text] = Name(text)
+        return name
 
     def tuple_of(self, count: int) -> None:
         """The topmost values as a tuple."""
@@ -232,14 +280,34 @@ class _Machine:
         """What a known function would make of its arguments."""
         arguments = self._stack.pop()
         function = self._stack.pop()
-        if not isinstance(function, _Name) or not isinstance(arguments, tuple):
+        if not isinstance(function, Name) or not isinstance(arguments, tuple):
             raise ValueError("the pickle calls what is no function")
-        self._push(_MAKERS[function.text](*arguments))
+        maker = _MAKERS.get(function.text)
+        if maker is not None:
+            self._push(maker(*arguments))
+        else:
+            self._push(self._record(function, arguments))
+
+    def new(self) -> None:
+        """An object of a class, made of its arguments."""
+        arguments = self._stack.pop()
+        kind = self._stack.pop()
+        if not isinstance(kind, Name) or not isinstance(arguments, tuple):
+            raise ValueError("the pickle makes an object of what is no class")
+        self._push(self._record(kind, arguments))
+
+    def _record(self, name: Name, arguments: Values) -> Record:
+        if not self._is_record(name.text):
+            raise ValueError(f"the pickle makes an object of {name.text}")
+        return Record(name.text, arguments)
 
     def build(self) -> None:
         """Attributes. Those of a dict, such as the versions in a module's state, are left out."""
-        self._stack.pop()
-        if not isinstance(self._stack[-1], dict):
+        state = self._stack.pop()
+        item = self._stack[-1]
+        if isinstance(item, Record):
+            item.state = state
+        elif not isinstance(item, dict):
             raise ValueError("the pickle sets attributes of what is no dict")
 
 
@@ -248,15 +316,15 @@ _OPCODES: dict[bytes, _Handler] = {
     b"\x80": _Machine.proto,
     b"\x95": _Machine.frame,
     b"(": _Machine.mark,
-    b"X": lambda m: m.text("<I"),
-    b"\x8c": lambda m: m.text("<B"),
-    b"U": lambda m: m.text("<B"),
-    b"T": lambda m: m.text("<i"),
-    b"C": lambda m: m.raw("<B"),
-    b"B": lambda m: m.raw("<I"),
-    b"J": lambda m: m.number("<i"),
-    b"K": lambda m: m.number("<B"),
-    b"M": lambda m: m.number("<H"),
+    b"X": lambda m: m.text(_UINT32),
+    b"\x8c": lambda m: m.text(_UINT8),
+    b"U": lambda m: m.text(_UINT8),
+    b"T": lambda m: m.text(_INT32),
+    b"C": lambda m: m.raw(_UINT8),
+    b"B": lambda m: m.raw(_UINT32),
+    b"J": lambda m: m.number(_INT32),
+    b"K": lambda m: m._push(m._byte()),
+    b"M": lambda m: m.number(_UINT16),
     b"\x8a": _Machine.long,
     b"G": _Machine.decimal,
     b"N": lambda m: m._push(None),
@@ -265,11 +333,11 @@ _OPCODES: dict[bytes, _Handler] = {
     b"}": lambda m: m._push({}),
     b"]": lambda m: m._push([]),
     b")": lambda m: m._push(()),
-    b"q": lambda m: m.put("<B"),
-    b"r": lambda m: m.put("<I"),
+    b"q": lambda m: m.put(_UINT8),
+    b"r": lambda m: m.put(_UINT32),
     b"\x94": _Machine.memoize,
-    b"h": lambda m: m.get("<B"),
-    b"j": lambda m: m.get("<I"),
+    b"h": _Machine.get,
+    b"j": _Machine.get_any,
     b"c": _Machine.name,
     b"\x93": _Machine.stacked_name,
     b"\x85": lambda m: m.tuple_of(1),
@@ -282,39 +350,46 @@ _OPCODES: dict[bytes, _Handler] = {
     b"u": _Machine.set_items,
     b"Q": _Machine.persistent,
     b"R": _Machine.reduce,
+    b"\x81": _Machine.new,
     b"b": _Machine.build,
 }
+_HANDLERS = [_OPCODES.get(bytes([code])) for code in range(256)]
 
 
-def _known(text: str) -> _Name:
+def _is_known(text: str) -> bool:
     module, _, name = text.rpartition(".")
     is_storage = (module == "torch" and name in STORAGES) or text == "torch.storage.UntypedStorage"
     is_dtype = module == "torch" and name in NEW_DTYPES
-    if not (text in _MAKERS or is_storage or is_dtype):
-        raise ValueError(f"the pickle names {text}, which files of plain tensors do not need")
-    return _Name(text)
+    return text in _MAKERS or is_storage or is_dtype or text == _TENSOR
+
+
+_KEYS = (str, int, Record)
 
 
 def _list_of(value: Value) -> list[Value]:
+    if isinstance(value, Record):
+        return []  # the items of an object are left out
     if not isinstance(value, list):
         raise ValueError("the pickle appends to what is no list")
     return value
 
 
 def _set_items(container: Value, items: list[Value]) -> None:
+    if isinstance(container, Record):
+        return  # the items of an object are left out
     if not isinstance(container, dict) or len(items) % 2:
         raise ValueError("the pickle sets items of what is no dict")
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        if not isinstance(key, str | int):
+    for key in items[::2]:
+        if not isinstance(key, _KEYS):
             raise ValueError(f"a dict has a key of type {type(key).__name__}")
-        container[key] = value
+    container.update(zip(items[::2], items[1::2], strict=True))
 
 
 def _storage_of(identity: Value) -> _Storage:
     if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
         raise ValueError("the pickle names a storage in an unknown way")
     _, kind, key, _location, _numel = identity
-    if not isinstance(kind, _Name) or not isinstance(key, str):
+    if not isinstance(kind, Name) or not isinstance(key, str):
         raise ValueError("the pickle names a storage in an unknown way")
     return _Storage(key, STORAGES.get(kind.text.rpartition(".")[2]))
 
@@ -336,7 +411,7 @@ def _tensor_of_dtype(
     hooks: Value,
     dtype: Value,
 ) -> StoredTensor:
-    name = dtype.text.removeprefix("torch.") if isinstance(dtype, _Name) else ""
+    name = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
     if not isinstance(storage, _Storage) or name not in NEW_DTYPES:
         raise ValueError("a tensor is of no known dtype")
     return _made(storage, (name, NEW_DTYPES[name]), offset, (shape, strides))
@@ -368,6 +443,15 @@ def _parameter(data: Value, *rest: Value) -> Value:
     return data
 
 
+def _with_attributes(function: Value, kind: Value, arguments: Value, state: Value) -> Value:
+    """A plain tensor that has attributes of its own. They are left out."""
+    if not isinstance(kind, Name) or kind.text != _TENSOR:
+        raise ValueError("a tensor with attributes is of a class of its own")
+    if not isinstance(function, Name) or not isinstance(arguments, tuple):
+        raise ValueError("a tensor with attributes is made in an unknown way")
+    return _MAKERS[function.text](*arguments)
+
+
 def _dict(*arguments: Value) -> dict[Value, Value]:
     if arguments:
         raise ValueError("a dict is made of arguments")
@@ -389,6 +473,7 @@ _MAKERS: dict[str, Callable[..., Value]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
     "torch._utils._rebuild_parameter": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _with_attributes,
     "collections.OrderedDict": _dict,
     "torch.Size": _size,
     "_codecs.encode": _bytes,
@@ -396,8 +481,8 @@ _MAKERS: dict[str, Callable[..., Value]] = {
 
 
 def leaves(value: Value) -> Iterator[tuple[str, Value]]:
-    """Everything in nested dicts, lists and tuples that is none of these: its path, as keys joined by
-    dots, and itself. Raises ValueError for what contains itself, or is larger than any file of
+    """Everything in nested dicts, lists and tuples that is none of these: its path, as keys joined
+    by dots, and itself. Raises ValueError for what contains itself, or is larger than any file of
     tensors."""
     pending: list[tuple[tuple[str, ...], Value]] = [((), value)]
     count = 0

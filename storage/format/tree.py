@@ -213,7 +213,7 @@ def _runs_in(value: Json) -> list[tuple[str, int]]:
 
 def key_in(encoded: Json) -> Key:
     """A key, from JSON. Raises ValueError and DamagedError."""
-    if type(encoded) is str:
+    if type(encoded) is str or type(encoded) is int:  # as most are
         return encoded
     key = decode_value(encoded)
     if key is None or isinstance(key, str | int | float):

@@ -36,7 +36,8 @@ class Closable(Protocol):
 
 @contextlib.contextmanager
 def announcing_errors(team: Team, opened: Closable | None = None) -> Iterator[None]:
-    """Where the body raises, announce the error to the other ranks at once, and close ``opened``."""
+    """Where the body raises, announce the error to the other ranks at once, and close
+    ``opened``."""
     try:
         yield
     except BaseException as error:

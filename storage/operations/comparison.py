@@ -1,5 +1,5 @@
-"""What two manifests say about how their checkpoints differ: names, shapes, dtypes, small values, and
-which tensors are equal for certain, since they have equal digests.
+"""What two manifests say about how their checkpoints differ: names, shapes, dtypes, small values,
+and which tensors are equal for certain, since they have equal digests.
 
 Pure: takes manifests, reads nothing.
 """
@@ -62,8 +62,9 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """A small value that differs, or the type of a container, whose path is in ``type(…)``. ``a`` and
-    ``b`` are what the ranks have there, encoded as in the manifest; None where there is nothing."""
+    """A small value that differs, or the type of a container, whose path is in ``type(…)``. ``a``
+    and ``b`` are what the ranks have there, encoded as in the manifest; None where there is
+    nothing."""
 
     path: str
     a: ByRank | None
@@ -197,8 +198,8 @@ class _Side:
 
 
 def _have_equal_digests(a: _Side, row_a: int, b: _Side, row_b: int) -> bool:
-    """Whether equal digests prove two tensors of one shape and dtype equal: they are stored in equal
-    boxes, at equal places of chunks that have equal digests."""
+    """Whether equal digests prove two tensors of one shape and dtype equal: they are stored in
+    equal boxes, at equal places of chunks that have equal digests."""
     if (a.m.chunk_nbytes, a.m.block_nbytes) != (b.m.chunk_nbytes, b.m.block_nbytes):
         return False
     ours = a.shards(row_a)

@@ -36,7 +36,7 @@ from ..pipeline.unpacking import image_driver
 from ..pipeline.verifier import verify_images
 from ..protocol.attempt import check_marker, delete_attempt
 from ..protocol.commit import abandon, begin_copy, commit, settle
-from ..protocol.current import read_manifest
+from ..protocol.current import is_current, read_manifest
 from ..runtime.engine import offload, run
 from ..runtime.progress import ProgressCallback, ProgressReporter
 from .foreign import explains
@@ -359,7 +359,7 @@ async def _send(
         obsolete = await commit(ours, attempt, copier.target)
     except DamagedError as error:
         await abandon(ours, attempt)
-        if (await read_manifest(theirs))[0].attempt != pair.manifest.attempt:
+        if not await is_current(theirs, pair.manifest.attempt):
             raise ReplacedError(
                 "a save has replaced it while it was copied", uri=theirs.uri
             ) from error

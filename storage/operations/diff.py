@@ -1,8 +1,8 @@
 """Compares two checkpoints: what is in them, and the values of their tensors, whatever layouts they
 were saved in.
 
-Digests come first: tensors that lie in equal chunks are not read. The others are read whole, on both
-sides at once, window by window, so that memory stays bounded.
+Digests come first: tensors that lie in equal chunks are not read. The others are read whole, on
+both sides at once, window by window, so that memory stays bounded.
 """
 
 from __future__ import annotations

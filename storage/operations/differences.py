@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 
 
 def report_of(match: Match, manifest: Manifest, checksum: bytes, peers: str | None) -> FitReport:
-    """What a rank states before anything is filled: what does not fit, and what of the checkpoint it
-    has a place for."""
+    """What a rank states before anything is filled: what does not fit, and what of the checkpoint
+    it has a place for."""
     rows = np.zeros(len(manifest.tensors), bool)
     rows[list(match.tensors)] = True
     values = np.zeros(len(manifest.tree.values), bool)
@@ -129,14 +129,21 @@ class DifferenceCheck:
             names = _listed(left.missing, left.missing_count)
             _log.warning(
                 "%s of the state %s not in %s and stayed as before: %s%s",
-                counted(left.missing_count, "name"), _are(left.missing_count), self._uri, names, hint,
-            )  # fmt: skip
+                counted(left.missing_count, "name"),
+                _are(left.missing_count),
+                self._uri,
+                names,
+                hint,
+            )
         if left.unexpected_count:
             names = _listed(left.unexpected, left.unexpected_count)
             _log.info(
                 "%s of %s %s not in the state and not loaded: %s",
-                counted(left.unexpected_count, "name"), self._uri, _are(left.unexpected_count), names,
-            )  # fmt: skip
+                counted(left.unexpected_count, "name"),
+                self._uri,
+                _are(left.unexpected_count),
+                names,
+            )
 
     def _nothing(self, told: Sequence[FitReport]) -> bool:
         """Whether the checkpoint holds something, and the state has a place for nothing of it."""

@@ -1,19 +1,21 @@
-"""Writes the tensors of a checkpoint as a model of Hugging Face's (whole tensors in safetensors files),
-or as a file of ``torch.save``, in any storage.
+"""Writes the tensors of a checkpoint as a model of Hugging Face's (whole tensors in safetensors
+files), as a file of ``torch.save``, or as a folder of torch's distributed checkpoint (DCP), in any
+storage.
 
-Files are written in windows, each of which is read and verified, converted if that is asked for, and
-written, while others are under way; so a tensor need not fit in memory. A file is visible when it is
-whole, and the index of several files is written last.
+Files are written in windows, each of which is read and verified, converted if that is asked for,
+and written, while others are under way; so a tensor need not fit in memory. A file is visible when
+it is whole, and the one without which the others are nothing is written last.
 
-Scope: tensors. Configurations, tokenizers and small values are not written.
+Scope: tensors, and the values that DCP stores. Configurations and tokenizers are not written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,22 +23,22 @@ from ...core import safetensors
 from ...core.aio import at_most
 from ...drivers.contract import Driver
 from ...errors import ExistsError, NotFoundError, StorageError, UsageError
-from ...planner.table import TensorTable
+from ..format.dcp_metadata import DCP_FILE, DCP_METADATA_KEY
 from ..format.manifest import MANIFEST_KEY
 from ..format.model_folder import (
     INDEX_KEY,
+    MODEL_FILE,
     ModelFile,
     ModelTensor,
     index_text,
-    is_model_file,
     model_files,
 )
 from ..format.torch_archive import TORCH_DTYPES, torch_file
-from ..format.torch_pickle import NEW_DTYPES
 from ..format.tree import Tree, dotted
 from ..runtime.engine import run
 from ..runtime.progress import ProgressCallback, ProgressReporter
-from .file_export import FileExport, Source
+from .exported_tensors import ExportedTensors, ExportPlan
+from .file_export import FileExport
 from .location import Place
 from .reader import Checkpoint, manifest_of
 from .reader import open as open_checkpoint
@@ -53,8 +55,9 @@ _DTYPES = {
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 UriLike = str | os.PathLike[str]
-Format = Literal["hf", "torch"]
-"""What is written: a folder of safetensors files, or one file of ``torch.save``."""
+Format = Literal["hf", "torch", "dcp"]
+"""What is written: a folder of safetensors files, one file of ``torch.save``, or a folder of
+torch's distributed checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +90,22 @@ def export(
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
     """Write the tensors of the checkpoint ``uri`` to the folder ``dest``, as a model of Hugging
-    Face's: ``model.safetensors``, or several files of at most ``file_nbytes`` with an index; or, with
-    ``format="torch"``, to the file ``dest``, as a dict that ``torch.load(weights_only=True)`` reads.
+    Face's: ``model.safetensors``, or several files of at most ``file_nbytes`` with an index; or,
+    with ``format="torch"``, to the file ``dest``, as a dict that ``torch.load(weights_only=True)``
+    reads; or, with ``format="dcp"``, as ``torch.distributed.checkpoint.load`` reads a folder: with
+    the values, too, as rank 0 saved them.
 
     ``only``: patterns of names, such as ``model.*``; none: all tensors. ``rename``: patterns and
     what replaces them, such as ``{"model.*": "*"}``; the first that matches a whole name applies.
     ``dtype``: what floating-point tensors are converted to, such as ``bf16``; other tensors stay as
-    they are. Tied tensors are written once, under the name of the first that is chosen; the metadata
-    of the files name the others, as safetensors' ``save_model`` does. In a file of torch, all names
-    are there, and share their memory.
+    they are. Tied tensors are written once, under the name of the first that is chosen; the
+    metadata of the files name the others, as safetensors' ``save_model`` does. In a file of torch
+    all names are there, and share their memory; in a folder of DCP they share what is stored.
 
-    Every byte is verified when it is read. The index, or the only file, appears last and at once, so
-    what an interrupted call leaves is no model; an error removes it. Extra host memory stays within
-    ``budget_nbytes``.
-    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own.
+    Every byte is verified when it is read. The index, ``.metadata``, or the only file appears last
+    and at once, so what an interrupted call leaves is no model; an error removes it. Extra host
+    memory stays within ``budget_nbytes``. ``progress(done_nbytes, total_nbytes)`` is called now and
+    then on a thread of its own.
 
     Raises UsageError for patterns that match nothing, names that would be equal, small values among
     what is chosen, tensors that ranks have for themselves, dtypes that such files do not have, and
@@ -109,33 +114,63 @@ def export(
     """
     began_s = time.perf_counter()
     if format not in get_args(Format):
-        raise UsageError(f"{format!r} is no format", advice="Known are hf and torch.")
+        raise UsageError(f"{format!r} is no format", advice="Known are hf, torch and dcp.")
     if file_nbytes < 1:
         raise UsageError(f"files of {file_nbytes} bytes hold nothing")
+    request = _Request(format, only, rename or {}, _dtype_of(dtype), file_nbytes, overwrite)
     place = Place.of(dest, dest_options)
     with (
         open_checkpoint(uri, storage_options=uri_options) as checkpoint,
         ProgressReporter(progress) as reporter,
     ):
-        known = TORCH_DTYPES if format == "torch" else safetensors.DTYPES
-        selection = _Selection(checkpoint, only, rename or {}, _dtype_of(dtype), known)
         folder = place
+        key = ""
         if format == "torch":
             folder, key = place.divided()
-            files = [torch_file(key, [t for t, _ in selection.tensors], selection.tied)]
-        else:
-            files = _files_of(selection, file_nbytes)
-        sources = {tensor.name: source for tensor, source in selection.tensors}
-        run(_export(checkpoint, folder, files, sources, overwrite, budget_nbytes, reporter))
+        plan = request.plan(checkpoint, key)
+        run(_export(checkpoint, folder, plan, request, budget_nbytes, reporter))
         return ExportReport(
             checkpoint.uri,
             place.uri.redacted,
-            tuple(file.key for file in files),
-            len(sources),
-            sum(file.nbytes for file in files),
-            selection.tied,
+            tuple(file.key for file in plan.files),
+            plan.tensors,
+            plan.nbytes,
+            plan.tied,
             time.perf_counter() - began_s,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What to export, and how; see :func:`export`."""
+
+    format: Format
+    only: Sequence[str]
+    rules: Mapping[str, str]
+    dtype: str | None
+    file_nbytes: int
+    overwrite: bool
+
+    def plan(self, checkpoint: Checkpoint, key: str) -> ExportPlan:
+        """What is written; the one file of torch is ``key``. Raises UsageError."""
+        if self.format == "dcp":
+            from .dcp_export import plan_dcp_folder
+
+            return plan_dcp_folder(checkpoint, self.only, self.rules, self.dtype, self.file_nbytes)
+        m = manifest_of(checkpoint)
+        names = chosen(m.tensors.rows, self.only)
+        refuse_values(_names_of_values(m.tree), self.only)
+        known = TORCH_DTYPES if self.format == "torch" else safetensors.DTYPES
+        exported = ExportedTensors(m.tensors, renamed(names, self.rules), self.dtype, known)
+        tensors = [tensor for tensor, _ in exported.tensors]
+        last = None
+        if self.format == "torch":
+            files = [torch_file(key, tensors, exported.tied)]
+        else:
+            files = _model_files(tensors, self.file_nbytes, exported.tied)
+            if len(files) > 1:
+                last = (INDEX_KEY, index_text(files))
+        return ExportPlan(files, exported.sources, len(tensors), exported.tied, last)
 
 
 def _dtype_of(name: str | None) -> str | None:
@@ -150,75 +185,16 @@ def _dtype_of(name: str | None) -> str | None:
     return dtype
 
 
-class _Selection:
-    """The tensors that are written, under their new names, and where they come from."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        only: Sequence[str],
-        rules: Mapping[str, str],
-        dtype: str | None,
-        known: Collection[str],
-    ) -> None:
-        m = manifest_of(checkpoint)
-        self._table = m.tensors
-        self._dtype = dtype
-        self._known = known
-        names = chosen(m.tensors.rows, only)
-        refuse_values(_names_of_values(m.tree), only)
-        _refuse_own(m.tensors, names)
-        new_names = renamed(names, rules)
-        self.tied: dict[str, str] = {}
-        self.tensors: list[tuple[ModelTensor, Source]] = []
-        by_stored_row: dict[int, str] = {}
-        for name in names:
-            (row,) = m.tensors.rows[name]
-            stored = m.tensors.stored_row(row)
-            first = by_stored_row.setdefault(stored, new_names[name])
-            if first == new_names[name]:
-                self.tensors.append(self._of(stored, new_names[name]))
-            else:
-                self.tied[new_names[name]] = first
-
-    def _of(self, row: int, name: str) -> tuple[ModelTensor, Source]:
-        t = self._table
-        stored_dtype, itemsize = t.dtypes[t.dtype[row]]
-        dtype = stored_dtype
-        if self._dtype is not None and "float" in stored_dtype:
-            dtype = self._dtype
-        if dtype not in self._known:
-            raise UsageError(
-                f"tensor {t.names[row]!r} is of dtype {dtype}, which such files do not have",
-                advice="Leave it out (only).",
-            )
-        convert_to = None
-        if dtype != stored_dtype:
-            convert_to = dtype
-            itemsize = NEW_DTYPES[dtype]
-        tensor = ModelTensor(name, dtype, itemsize, t.shape_of(row))
-        return tensor, Source(row, t.dtypes[t.dtype[row]], convert_to)
-
-
 def _names_of_values(tree: Tree) -> list[str]:
     paths = tree.paths()
     return [dotted((*paths[v.container], v.key)) for v in tree.values]
 
 
-def _refuse_own(tensors: TensorTable, names: Sequence[str]) -> None:
-    """Raise UsageError where ranks have tensors of their own under one name."""
-    for name in names:
-        if tensors.owner[tensors.rows[name][0]] >= 0:
-            raise UsageError(
-                f"tensor {name!r} is another one on each rank",
-                advice="Leave it out (only), or read it with Checkpoint.read.",
-            )
-
-
-def _files_of(selection: _Selection, file_nbytes: int) -> list[ModelFile]:
-    metadata = {**selection.tied, "format": "pt"}
+def _model_files(
+    tensors: Sequence[ModelTensor], file_nbytes: int, tied: Mapping[str, str]
+) -> list[ModelFile]:
     try:
-        return model_files([tensor for tensor, _ in selection.tensors], file_nbytes, metadata)
+        return model_files(tensors, file_nbytes, {**tied, "format": "pt"})
     except ValueError as error:
         raise UsageError(str(error), advice="Write more files (file_nbytes).") from error
 
@@ -226,14 +202,13 @@ def _files_of(selection: _Selection, file_nbytes: int) -> list[ModelFile]:
 async def _export(
     checkpoint: Checkpoint,
     place: Place,
-    files: Sequence[ModelFile],
-    sources: Mapping[str, Source],
-    overwrite: bool,
+    plan: ExportPlan,
+    request: _Request,
     budget_nbytes: int,
     reporter: ProgressReporter,
 ) -> None:
-    total_nbytes = sum(file.nbytes for file in files)
     done_nbytes = 0
+    total_nbytes = plan.nbytes
 
     def wrote(nbytes: int) -> None:
         nonlocal done_nbytes
@@ -241,41 +216,62 @@ async def _export(
         reporter.report(done_nbytes, total_nbytes)
 
     async with place.opened() as driver:
-        await _make_room(driver, files, overwrite)
+        if request.format == "torch":
+            await _check_free(driver, plan.files[0].key, request.overwrite)
+        else:
+            await _empty_folder(driver, _FOLDERS[request.format], request.overwrite)
         visible: list[str] = []
         try:
-            for file in files:
-                await FileExport(checkpoint, driver, file, sources, budget_nbytes, wrote).run()
+            for file in plan.files:
+                await FileExport(checkpoint, driver, file, plan.sources, budget_nbytes, wrote).run()
                 visible.append(file.key)
-            if len(files) > 1:
-                await driver.put(INDEX_KEY, index_text(files))
+            if plan.last is not None:
+                await driver.put(*plan.last)
         except BaseException:
             await _remove(driver, visible)
             raise
 
 
-async def _make_room(driver: Driver, files: Sequence[ModelFile], overwrite: bool) -> None:
-    if is_model_file(files[0].key):
-        await _empty_folder(driver, overwrite)
-    elif not overwrite:
-        with contextlib.suppress(NotFoundError):
-            await driver.stat(files[0].key)
-            raise ExistsError(
-                "a file is there",
-                uri=driver.uri,
-                key=files[0].key,
-                advice="Export to another one, or replace it (overwrite).",
-            )
+async def _check_free(driver: Driver, key: str, overwrite: bool) -> None:
+    """Raise ExistsError where a file is that may not be replaced."""
+    if overwrite:
+        return
+    with contextlib.suppress(NotFoundError):
+        await driver.stat(key)
+        raise ExistsError(
+            "a file is there",
+            uri=driver.uri,
+            key=key,
+            advice="Export to another one, or replace it (overwrite).",
+        )
 
 
-async def _empty_folder(driver: Driver, overwrite: bool) -> None:
-    """Raise ExistsError where there are files that readers would take for parts of this model. With
-    ``overwrite`` delete those of an earlier export: first of all the index, without which the others
-    are no model."""
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """Which files of a folder are in the way of an export: ``last`` and ``files`` (a pattern) are
+    of an earlier one, and readers take what ends with ``suffixes`` for parts of it."""
+
+    last: str
+    files: re.Pattern[str]
+    suffixes: tuple[str, ...]
+
+
+_FOLDERS = {
+    "hf": _Folder(INDEX_KEY, MODEL_FILE, (".safetensors", ".safetensors.index.json")),
+    "dcp": _Folder(DCP_METADATA_KEY, DCP_FILE, (".distcp", ".metadata")),
+}
+
+
+async def _empty_folder(driver: Driver, folder: _Folder, overwrite: bool) -> None:
+    """Raise ExistsError where there are files that readers would take for parts of what is written.
+    With ``overwrite`` delete those of an earlier export: first of all the last of them, without
+    which the others are nothing."""
     there = [
-        info.key async for info in driver.list() if "/" not in info.key and _is_in_the_way(info.key)
+        info.key
+        async for info in driver.list()
+        if info.key == MANIFEST_KEY or ("/" not in info.key and info.key.endswith(folder.suffixes))
     ]
-    foreign = [key for key in there if key != INDEX_KEY and not is_model_file(key)]
+    foreign = [key for key in there if key != folder.last and not folder.files.fullmatch(key)]
     if there and (foreign or not overwrite):
         raise ExistsError(
             "a model or a checkpoint is there",
@@ -283,13 +279,9 @@ async def _empty_folder(driver: Driver, overwrite: bool) -> None:
             key=(foreign or there)[0],
             advice="Export to an empty folder, or replace an earlier export (overwrite).",
         )
-    if INDEX_KEY in there:
-        await driver.delete(INDEX_KEY)
+    if folder.last in there:
+        await driver.delete(folder.last)
     await at_most(driver.traits.concurrency, map(driver.delete, there))
-
-
-def _is_in_the_way(key: str) -> bool:
-    return key == MANIFEST_KEY or key.endswith((".safetensors", ".safetensors.index.json"))
 
 
 async def _remove(driver: Driver, keys: Sequence[str]) -> None:

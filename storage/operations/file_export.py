@@ -36,11 +36,13 @@ _READS_MAX = 16
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a tensor comes from: its row in the manifest, its dtype and itemsize there, and the
-    dtype to which it is converted; None if it is not."""
+    dtype to which it is converted; None if it is not. It begins at byte ``start`` of what is
+    stored."""
 
     row: int
     kind: tuple[str, int]
     convert_to: str | None
+    start: int = 0
 
 
 @dataclass(slots=True)
@@ -52,8 +54,8 @@ class _Held:
 
 
 class FileExport:
-    """The export of one file, in windows. ``wrote(nbytes)`` is called when so many more bytes of the
-    file have been written."""
+    """The export of one file, in windows. ``wrote(nbytes)`` is called when so many more bytes of
+    the file have been written."""
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class FileExport:
                 stop = stop // piece.itemsize * source.kind[1]
                 there = np.empty(stop - start, np.uint8)
                 held.unconverted.append((part, there))
-            ranges.append(FlatRange(source.row, start, stop, there))
+            ranges.append(FlatRange(source.row, source.start + start, source.start + stop, there))
         await read_into(self._checkpoint, ranges, _CHUNKS_READ * self._chunk_nbytes)
 
     async def _convert(self, window: Window) -> None:

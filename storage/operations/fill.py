@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...core.forks.renewal import new_lock
+from ...core.spans import Where, counting, span
 from ...drivers.contract import Driver
 from ...planner.loading import LoadPlan, Targets
 from ..format.manifest import Manifest
@@ -15,7 +16,7 @@ from ..runtime.engine import offload
 from ..state.scatter import Scatter
 from ..state.targets import Wanted
 
-__all__ = ["Report", "fill", "reporting", "scatter_of"]
+__all__ = ["Report", "delivery", "fill"]
 
 
 Report = Callable[[int, int], None]
@@ -33,28 +34,28 @@ async def fill(
     its counts. ``driver`` is the one for the images (``image_driver``)."""
     reader = ImageReader(driver, manifest, budget_nbytes)
     targets = wanted.targets(manifest.tensors.shape)
-    plan = await offload(plan_reads, driver, manifest, targets)
-    scatter = scatter_of(manifest, wanted, targets, plan)
-    await reader.run(plan, reporting(scatter.deliver, plan, report))
+    with span("plan"):
+        plan = await offload(plan_reads, driver, manifest, targets)
+    await reader.run(plan, delivery(manifest, wanted, targets, plan, report))
     return reader
 
 
-def scatter_of(m: Manifest, wanted: Wanted, targets: Targets, plan: LoadPlan) -> Scatter:
-    """Copies what is read to where it is wanted."""
-    return Scatter(m.tensors, m.shards, targets, plan, wanted.buffers)
-
-
-def reporting(deliver: Deliver, plan: LoadPlan, report: Report) -> Deliver:
-    """``deliver``, followed by a report of how many bytes of the plan have been delivered. The
-    first report, of none, is made at once."""
+def delivery(
+    m: Manifest, wanted: Wanted, targets: Targets, plan: LoadPlan, report: Report
+) -> Deliver:
+    """Copies what is read to where it is wanted, and then reports how many bytes of the plan have
+    been delivered. The first report, of none, is made at once."""
+    scatter = Scatter(m.tensors, m.shards, targets, plan, wanted.buffers)
     sizes = (plan.stop - plan.start).tolist()
     total_nbytes = sum(sizes)
     done_nbytes = 0
     lock = new_lock()
+    scattering = counting("scatter")
 
     def delivered(read: int, buffer: HostBuffer) -> None:
         nonlocal done_nbytes
-        deliver(read, buffer)
+        with scattering(Where(nbytes=sizes[read])):
+            scatter.deliver(read, buffer)
         with lock:
             done_nbytes += sizes[read]
             report(done_nbytes, total_nbytes)

@@ -4,7 +4,7 @@ helps.
 Names alone decide, and the first bytes of a single file; so nothing is read that a format hides in
 them. It looks at a bounded number of names, once, when there is an error to be told.
 
-Scope: telling. Nothing here reads another format.
+Scope: telling. Nothing here reads another format; :mod:`.importing` reads some.
 """
 
 from __future__ import annotations
@@ -47,32 +47,34 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A folder of another program: names that all must be in it (patterns), and what reads it."""
+    """A folder of another program: names that all must be in it (patterns), what reads it, and
+    whether ``holdfast import`` does."""
 
     name: str
     patterns: tuple[str, ...]
     reader: str
+    is_imported: bool = False
 
 
 _IN = r"(?:^|^[^/]+/)"
 """At the top of the folder, or one level below."""
 
 _FOLDERS = (
-    _Format("a DeepSpeed checkpoint", (r"(?:^|/)\w*zero_pp_rank_\d+_|(?:^|/)mp_rank_\d+",), ("DeepSpeed's " "load_checkpoint")),
-    _Format("a DeepSpeed checkpoint", (r"^latest$", r"^global_step\d+/"), ("DeepSpeed's " "load_checkpoint")),
+    _Format("a DeepSpeed checkpoint", (r"(?:^|/)\w*zero_pp_rank_\d+_|(?:^|/)mp_rank_\d+",), "DeepSpeed's load_checkpoint", True),
+    _Format("a DeepSpeed checkpoint", (r"^latest$", r"^global_step\d+/"), "DeepSpeed's load_checkpoint", True),
     _Format("a Lightning checkpoint", (_IN + r"meta\.pt$", _IN + r"\.metadata$"), "Lightning's Trainer"),
     _Format("a Megatron-LM checkpoint", (r"^latest_checkpointed_iteration\.txt$",), "Megatron-LM"),
     _Format("a Megatron-LM checkpoint", (_IN + r"common\.pt$", _IN + r"metadata\.json$"), "Megatron-LM"),
-    _Format("a checkpoint of torch.distributed.checkpoint", (_IN + r"\.metadata$",), "torch.distributed.checkpoint.load"),
+    _Format("a checkpoint of torch.distributed.checkpoint", (_IN + r"\.metadata$",), "torch.distributed.checkpoint.load", True),
     _Format("a checkpoint of torch.distributed.checkpoint", (_IN + r"[^/]*\.distcp$",), "torch.distributed.checkpoint.load"),
     _Format("a torchsnapshot", (_IN + r"\.snapshot_metadata$",), "torchsnapshot"),
     _Format("an Orbax checkpoint", (r"(?:^|/)_CHECKPOINT_METADATA$",), "orbax.checkpoint"),
-    _Format("a TensorStore", (r"(?:^|/)(?:manifest\.ocdbt|\.zarray|zarr\.json)$",), ("tensorstore, " "or Orbax")),
+    _Format("a TensorStore", (r"(?:^|/)(?:manifest\.ocdbt|\.zarray|zarr\.json)$",), "tensorstore, or Orbax"),
     _Format("a TensorFlow checkpoint", (_IN + r"[^/]*\.data-\d+-of-\d+$",), "TensorFlow"),
     _Format("an adapter of PEFT", (_IN + r"adapter_(?:config\.json|model\.\w+)$",), "peft"),
     _Format("a checkpoint of Hugging Face's Trainer", (_IN + r"trainer_state\.json$",), "transformers"),
     _Format("a checkpoint of Accelerate", (_IN + r"random_states_\d+\.pkl$",), "accelerate"),
-    _Format("a model in Hugging Face's safetensors", (_IN + r"[^/]*\.safetensors(?:\.index\.json)?$",), "safetensors"),
+    _Format("a model in Hugging Face's safetensors", (_IN + r"[^/]*\.safetensors(?:\.index\.json)?$",), "safetensors", True),
     _Format("a model of Hugging Face", (_IN + r"pytorch_model[^/]*\.bin(?:\.index\.json)?$",), "transformers"),
     _Format("files of torch.save", (_IN + r"[^/]*\.(?:pt|pth|ckpt|bin)$",), "torch.load"),
 )  # fmt: skip
@@ -170,11 +172,13 @@ def _of_folder(place: Place, names: Sequence[str]) -> Finding | None:
         )
     for kind in _FOLDERS:
         if all(any(re.search(pattern, name) for name in names) for pattern in kind.patterns):
-            return Finding(f"it looks like {kind.name}", _advice(kind.reader))
+            return Finding(f"it looks like {kind.name}", _advice(kind.reader, kind.is_imported))
     return None
 
 
-def _advice(reader: str) -> str:
+def _advice(reader: str, is_imported: bool = False) -> str:
+    if is_imported:
+        return "`holdfast import SRC DEST`, or holdfast.import_, makes a checkpoint of it."
     return (
         f"Holdfast does not read that. Load it with {reader}, and save the state with "
         f"holdfast.save."
@@ -225,15 +229,15 @@ def _of_head(head: bytes, name: str) -> Finding:
         if name.endswith(".ckpt"):
             return Finding(
                 "it is a file of torch.save, as Lightning's Trainer writes it",
-                _advice("Lightning's Trainer"),
+                _advice("Lightning's Trainer", True),
             )
-        return Finding("it is a file of torch.save", _advice("torch.load"))
+        return Finding("it is a file of torch.save", _advice("torch.load", True))
     if head[:1] == b"\x80" and head[1:2] in _PICKLES:
         return Finding(
             "it is a pickle, as older versions of torch.save write it", _advice("torch.load")
         )
     if head[8:10] == b'{"':
-        return Finding("it is a safetensors file", _advice("safetensors"))
+        return Finding("it is a safetensors file", _advice("safetensors", True))
     return Finding("it is a file", "The URI of a checkpoint is that of a folder.")
 
 

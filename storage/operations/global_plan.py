@@ -32,7 +32,6 @@ import numpy.typing as npt
 
 from ...core.lru import LruCache
 from ...planner.balance import Group
-from ..exchange.transport import host_key
 from ..format.digest import digest
 from ..format.fragment import StateLayout
 from ..ranks.hosts import numbers_in, ranks_with
@@ -56,10 +55,10 @@ Digest = Callable[[Sequence[int]], Mapping[int, bytes]]
 
 @dataclass(frozen=True)
 class Route:
-    """How the fragment of a rank gets to the leader. ``host_ranks``: ranks of its host, itself among
-    them, of which the first sends the fragments of all; the leader's host has no need for that.
-    ``speakers``: the ranks that send to the leader: those of its own host, and the first of each
-    other host. Both ascending."""
+    """How the fragment of a rank gets to the leader. ``host_ranks``: ranks of its host, itself
+    among them, of which the first sends the fragments of all; the leader's host has no need for
+    that. ``speakers``: the ranks that send to the leader: those of its own host, and the first of
+    each other host. Both ascending."""
 
     host_ranks: Sequence[int]
     speakers: Sequence[int]
@@ -145,7 +144,7 @@ async def agree(
         held = Held.of(flat, team.rank, team.world)
     leader = PlanLeader()
     verdict = await team.round(
-        AGREE, await _statement(uri, flat, digests, plan, held, compression), leader.agree
+        AGREE, await _statement(team, uri, flat, digests, plan, held, compression), leader.agree
     )
     if plan is not None and verdict.plan:
         return plan
@@ -153,7 +152,7 @@ async def agree(
         held = Held.of(flat, team.rank, team.world)
     comparison = verdict.comparison
     if comparison is None:
-        comparison = await team.round(HOLDS, held.encode(host_key()), leader.choose_labels)
+        comparison = await team.round(HOLDS, held.encode(team.host), leader.choose_labels)
     plan = await _new_plan(team, flat, held.names, digests, set(comparison.labels), leader)
     if flat.layout_id is not None:
         plans.put(key, plan)
@@ -161,6 +160,7 @@ async def agree(
 
 
 async def _statement(
+    team: Team,
     uri: str,
     flat: FlatState,
     digests: Digest,
@@ -172,7 +172,7 @@ async def _statement(
     return SaveStatement(
         uri,
         plan=None if plan is None else plan.followed(await offload(digests, plan.rows)),
-        holdings=None if held is None else held.encode(host_key()),
+        holdings=None if held is None else held.encode(team.host),
         compression=compression,
         placeholders=None if placeholders is None else dict(placeholders),
     )

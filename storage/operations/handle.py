@@ -64,8 +64,8 @@ class StageHandle:
         self._seen()
 
     async def reached(self) -> None:
-        """For the engine: as awaiting it, but without calling ``seen``, since no code that writes to
-        the state learns of it."""
+        """For the engine: as awaiting it, but without calling ``seen``, since no code that writes
+        to the state learns of it."""
         self._future.done()  # raises UsageError in a forked child
         ended = asyncio.wrap_future(self._future)
         await asyncio.wait([ended])

@@ -1,34 +1,35 @@
-"""Makes a checkpoint of a model in safetensors files, or in a file of ``torch.save``: a save whose
-chunks are read from files.
+"""Makes a checkpoint of what other programs have written: a save whose chunks are read from their
+files.
 
-Scope: tensors, as they are. Nothing is converted.
+Scope: tensors, as they are, and small values where the format names them. Nothing is converted.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ...drivers.contract import Driver
 from ...errors import DamagedError, ExistsError
-from ...planner.layout import local_layout
+from ..format.dcp_metadata import DCP_METADATA_KEY
 from ..format.manifest import MANIFEST_KEY
 from ..pipeline.file_chunks import FileChunks
-from ..pipeline.image_writer import Progress
+from ..pipeline.image_writer import Callbacks
 from ..protocol.current import current_attempt
 from ..ranks.team import Solo
 from ..runtime.engine import run
 from ..runtime.progress import ProgressCallback, ProgressReporter
-from ..state.dtypes import dtype_of
-from ..state.flat_state import FlatState
 from ..state.plan import ImagePlan
+from .dcp_source import read_dcp_model
+from .deepspeed_source import deepspeed_folder, read_deepspeed_model
 from .location import Place
 from .model_source import Files, Model, check_unchanged, find_files, read_model
 from .save import SaveJob, run_save
-from .selection import chosen, refuse_values, renamed
+from .selection import chosen, refuse_values, renamed, without
+from .source_state import places_of, source_state
 from .torch_source import TORCH_SUFFIXES, read_torch_model
 
 __all__ = ["ImportReport", "import_"]
@@ -58,6 +59,7 @@ def import_(
     uri: UriLike,
     *,
     only: Sequence[str] = (),
+    skip: Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
     step: int | None = None,
     overwrite: bool = False,
@@ -66,28 +68,37 @@ def import_(
     uri_options: Mapping[str, object] | None = None,
     progress: ProgressCallback | None = None,
 ) -> ImportReport:
-    """Make the checkpoint ``uri`` of the model ``source``: a safetensors file, or a folder with one
-    of them, or with several and an index; or a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``,
-    ``.ckpt``), of which nothing is unpickled: its tensors are found, and named by their paths.
+    """Make the checkpoint ``uri`` of ``source``, which is one of
 
-    ``only``: patterns of names, such as ``model.*``; none: all tensors. ``rename``: patterns and
-    what replaces them, such as ``{"*": "model.*"}``; the first that matches a whole name applies.
-    The state of the checkpoint is a dict of the tensors by name. ``step`` is recorded with it.
+    - a safetensors file, or a folder with one of them, or with several and an index;
+    - a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``, ``.ckpt``);
+    - a folder of torch's distributed checkpoint, with a file ``.metadata``;
+    - a folder of DeepSpeed's ZeRO, with ``latest``, or one of the folders in it.
+
+    Nothing is unpickled: pickles are read as data. The tensors of a file of ``torch.save`` are
+    named by their paths.
+
+    ``only``: patterns of names, such as ``model.*``; none: all. ``skip``: patterns of names that
+    are left out all the same. ``rename``: patterns and what replaces them, such as
+    ``{"*": "model.*"}``; the first that matches a whole name applies. The state of the checkpoint
+    is a dict by name; what comes from a distributed checkpoint, and keeps its name, is where it was
+    in the state. ``step`` is recorded with it.
 
     Atomic, as a save: what was at ``uri`` is replaced whole, or untouched. Files are read once, in
     chunks, within ``budget_nbytes`` of host memory. ``progress(done_nbytes, total_nbytes)`` is
     called now and then on a thread of its own, with the bytes that are written.
 
-    Raises NotFoundError where there is no model; DamagedError where a file is not what its header or
-    the index says, where an index leads out of its folder, which is refused before anything is read
-    there, and where a file changes meanwhile; UnsupportedFormatError; UsageError for patterns that
+    Raises NotFoundError where there is no model; DamagedError where a file is not what its header,
+    the index or ``.metadata`` says, where an index leads out of its folder, which is refused before
+    anything is read there, and where a file changes meanwhile; UnsupportedFormatError, by name, for
+    what a pickle should not name, or ``.metadata`` not say; UsageError for patterns that
     match nothing and names that would be equal; ExistsError where a checkpoint is at ``uri``
     already, unless ``overwrite``; SaveError, StorageError.
     """
     began_s = time.perf_counter()
     place = Place.of(source, source_options)
     target = Place.of(uri, uri_options)
-    request = _Request(only, rename or {}, step, overwrite, budget_nbytes)
+    request = _Request(only, skip, rename or {}, step, overwrite, budget_nbytes)
     with ProgressReporter(progress) as reporter:
         model, attempt = run(_import(place, target, request, reporter))
     return ImportReport(
@@ -95,7 +106,7 @@ def import_(
         target.uri.redacted,
         attempt,
         tuple(model.stamps),
-        len(model.tensors),
+        len({tensor.name for tensor in model.tensors}),
         model.nbytes,
         time.perf_counter() - began_s,
     )
@@ -106,18 +117,20 @@ class _Request:
     """How to import; see :func:`import_`."""
 
     only: Sequence[str]
+    skip: Sequence[str]
     rules: Mapping[str, str]
     step: int | None
     overwrite: bool
     budget_nbytes: int
 
-    def chosen_of(self, model: Model) -> tuple[Model, list[str]]:
-        """The tensors that are imported, and their new names. Raises UsageError."""
-        names = chosen([tensor.name for tensor in model.tensors], self.only)
-        new_names = renamed(names, self.rules)
-        tensors = tuple(tensor for tensor in model.tensors if tensor.name in new_names)
-        refuse_values(model.values, self.only)
-        return Model(tensors, model.stamps), [new_names[tensor.name] for tensor in tensors]
+    def chosen(self, names: Iterable[str]) -> list[str]:
+        """The names of what is imported. Raises UsageError."""
+        return without(chosen(names, self.only), self.skip)
+
+    def new_names(self, model: Model) -> dict[str, str]:
+        """What is imported, by name, and its new name. Raises UsageError."""
+        refuse_values(without(model.left, self.skip), self.only)
+        return renamed(self.chosen(model.names), self.rules)
 
 
 async def _import(
@@ -128,21 +141,33 @@ async def _import(
     if place.uri.location.endswith(_FILE_SUFFIXES):
         folder, file = place.divided()
     async with folder.opened() as theirs, target.opened() as ours:
-        model, names = request.chosen_of(await _model_of(theirs, file))
+        model = await _model_of(theirs, file, request)
+        new_names = request.new_names(model)
         await _check_free(ours, request.overwrite)
+        model = model.of(new_names)
         attempt, *_ = await run_save(
-            ours, Solo(), _job(theirs, model, names, request, reporter.report)
+            ours, Solo(), _job(theirs, model, new_names, request, reporter.report)
         )
         return model, attempt
 
 
-async def _model_of(theirs: Driver, file: str | None) -> Model:
+async def _model_of(theirs: Driver, file: str | None, request: _Request) -> Model:
     """The model in a file, or in the folder."""
     if file is None:
-        return await read_model(theirs, await find_files(theirs))
+        return await _model_of_folder(theirs, request)
     if file.endswith(TORCH_SUFFIXES):
         return await read_torch_model(theirs, file)
     return await read_model(theirs, Files([file]))
+
+
+async def _model_of_folder(theirs: Driver, request: _Request) -> Model:
+    keys = sorted([info.key async for info in theirs.list() if "/" not in info.key])
+    if DCP_METADATA_KEY in keys:
+        return await read_dcp_model(theirs, request.chosen)
+    zero = await deepspeed_folder(theirs, keys)
+    if zero is not None:
+        return await read_deepspeed_model(theirs, zero)
+    return await read_model(theirs, await find_files(theirs, keys))
 
 
 async def _check_free(ours: Driver, overwrite: bool) -> None:
@@ -162,42 +187,24 @@ async def _check_free(ours: Driver, overwrite: bool) -> None:
         )
 
 
-def _aliases(model: Model) -> list[int]:
-    """Per tensor, an earlier one that is the same part of a file, or -1."""
-    first: dict[object, int] = {}
-    aliases = []
-    for row, tensor in enumerate(model.tensors):
-        same = (tensor.where, tensor.dtype, tensor.shape)
-        before = first.setdefault(same, row) if tensor.where.nbytes else row
-        aliases.append(before if before != row else -1)
-    return aliases
-
-
 def _job(
     theirs: Driver,
     model: Model,
-    names: Sequence[str],
+    new_names: Mapping[str, str],
     request: _Request,
     wrote: Callable[[int, int], None],
 ) -> SaveJob:
-    """The save of a state that has these tensors by name."""
-    flat = FlatState(
-        names=list(names),
-        containers=[0] * len(names),
-        shapes=[tensor.shape for tensor in model.tensors],
-        dtypes=[dtype_of(tensor.dtype, tensor.itemsize) for tensor in model.tensors],
-        layouts=[local_layout(tensor.shape) for tensor in model.tensors],
-        alias=_aliases(model),
-    )
+    """The save of a state that has these tensors and values by their new names."""
+    flat, sources = source_state(model, new_names)
 
     def chunks_of(plan: ImagePlan) -> FileChunks:
-        places = [model.tensors[row].where for row in plan.held.tensor.tolist()]
+        places = places_of(plan, sources)
         return FileChunks(plan.layout, theirs, places, partial(check_unchanged, theirs, model))
 
     return SaveJob(
         flat,
         request.step,
-        request.budget_nbytes // theirs.traits.read_copies,
-        progress=Progress(lambda: None, lambda: None, wrote=wrote),
+        request.budget_nbytes // (1 + theirs.traits.read_copies),
+        callbacks=Callbacks(lambda: None, lambda: None, wrote=wrote),
         chunks=chunks_of,
     )

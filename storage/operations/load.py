@@ -12,34 +12,35 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...core.spans import span
 from ...drivers.contract import Driver
 from ...errors import DamagedError, RankFailedError, ReplacedError
+from ...planner.columns import Ints
 from ...planner.image import DIGEST_NBYTES
 from ...planner.loading import LoadPlan, Targets
 from ..exchange.broadcast import read_once
 from ..exchange.exchange import Exchange
-from ..exchange.group import ExchangeGroup
+from ..exchange.group import ExchangeGroup, ExchangeLimits
 from ..exchange.setup import LEAST_NBYTES, begin_exchange
-from ..exchange.transport import host_key
 from ..format.manifest import Manifest
 from ..format.part import Part
 from ..format.tree import Key, dotted, format_path
 from ..format.verified import VerifiedManifest
 from ..pipeline.image_reader import ImageReader, plan_reads
 from ..pipeline.unpacking import image_driver
-from ..protocol.current import read_manifest
+from ..protocol.current import is_current, read_manifest
 from ..ranks.hosts import numbered, numbers_in, ranks_with
-from ..ranks.process_group import store_host
 from ..ranks.team import Team
 from ..runtime.engine import offload
 from ..state.adapters.stateful import restore
 from ..state.flat_state import FlatState, Subtree
+from ..state.memoryless import Given, allocate, give
 from ..state.object_state import build_object_state
 from ..state.targets import Match, TypedPath, Wanted, match
 from .build_part import build_part
 from .differences import DifferenceCheck, Strict, report_of
 from .driver_progress import with_progress
-from .fill import Report, fill, reporting, scatter_of
+from .fill import Report, delivery, fill
 from .overlaps import Overlaps, overlapping, read_overlaps
 from .rounds import (
     ARRIVED,
@@ -77,6 +78,7 @@ class LoadJob:
     cast: bool
     budget_nbytes: int
     exchange: Exchanging = False
+    exchange_limits: ExchangeLimits = field(default_factory=ExchangeLimits)
     progress: Report = lambda done_nbytes, total_nbytes: None
     early: Future[tuple[Manifest, bytes]] | None = None
     """The manifest and its bytes, where they are being read already."""
@@ -86,14 +88,16 @@ class LoadJob:
     match: Match = field(default_factory=Match)
     left: Differences = field(default_factory=Differences)
     built: list[tuple[Subtree, object]] = field(default_factory=list)
+    given: list[Given] = field(default_factory=list)
+    """Memory for tensors of modules that have none."""
 
 
 async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, ImageReader]:
     """Fill the tensors of ``job``; every rank of the team calls this. Values and objects are left
     to :func:`finish`.
 
-    Raises MismatchError, with every difference on any rank, before any tensor is filled; what failed
-    on this rank; or RankFailedError and DeadlineError for another.
+    Raises MismatchError, with every difference on any rank, before any tensor is filled; what
+    failed on this rank; or RankFailedError and DeadlineError for another.
     """
     driver = with_progress(driver, team)
     async with team.session():
@@ -103,10 +107,7 @@ async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, 
                 loaded = await _load(driver, team, job, attempt, host_ranks)
                 if loaded is not None:
                     return loaded
-            raise ReplacedError(
-                f"another save replaced the checkpoint {RETRIES} times while it was being read",
-                uri=driver.uri,
-            )
+            raise _replaced_each_time(driver)
         except BaseException as error:
             await team.fail(error)
             raise
@@ -123,17 +124,20 @@ async def run_build(
     for _ in range(RETRIES):
         manifest, _data = await read_manifest(driver)
         wanted = Wanted()
-        state = await offload(build_part, manifest, rank, wanted, part, driver.uri)
+        with span("match"):
+            state = await offload(build_part, manifest, rank, wanted, part, driver.uri)
+        images = image_driver(driver, manifest)
         try:
-            return (
-                state,
-                manifest,
-                await fill(image_driver(driver, manifest), manifest, wanted, budget_nbytes, report),
-            )
+            reader = await fill(images, manifest, wanted, budget_nbytes, report)
+            return state, manifest, reader
         except DamagedError:
-            if not await _replaced(driver, manifest):
+            if await is_current(driver, manifest.attempt):
                 raise
-    raise ReplacedError(
+    raise _replaced_each_time(driver)
+
+
+def _replaced_each_time(driver: Driver) -> ReplacedError:
+    return ReplacedError(
         f"another save replaced the checkpoint {RETRIES} times while it was being read",
         uri=driver.uri,
     )
@@ -145,7 +149,7 @@ async def _host_ranks(team: Team, exchange: Exchanging) -> list[int]:
     if team.world == 1:
         return [team.rank]
     if exchange:
-        host = host_key()
+        host = team.host
     else:
         host = None
     verdict = await team.round(HOSTS, OnHost(host), _hosts)
@@ -163,22 +167,23 @@ async def _load(
     early = job.early
     job.early = None
     seen, checksum = await _seen(driver, team, f"manifest/{attempt}", host_ranks, early)
-    if isinstance(seen, VerifiedManifest):
-        manifest = seen.manifest
-    else:
-        manifest = seen
-    job.match, job.built = await offload(_matched, job, manifest, team.rank, team.world)
+    manifest = seen.manifest
+    with span("match"):
+        job.match, job.built = await offload(_matched, job, manifest, team.rank, team.world)
     overlaps = await _overlaps(driver, team, seen, job)
     if overlaps is None:
         checksum = b""
     judge = _Judge(DifferenceCheck(manifest, job.strict, driver.uri, job.part)).judge
-    fit = await team.round(FITS.numbered(attempt), _fitting(job, manifest, checksum), judge)
+    fit = await team.round(
+        FITS.numbered(attempt), _fitting(job, manifest, checksum, team.host), judge
+    )
     if fit.left is None:
         return None
     job.left = fit.left
     job.touched |= job.match.filled
-    group = _exchange_group(team, f"exchange/{attempt}", fit.peers, job.exchange, host_ranks)
-    reading = await _plan_reading(driver, job, seen, group)
+    group = _exchange_group(team, f"exchange/{attempt}", fit.peers, job, host_ranks)
+    with span("plan"):
+        reading = await _plan_reading(driver, job, seen, group)
     complete = await _read(driver, team, job, reading, overlaps)
     arrived = await team.round(ARRIVED.numbered(attempt), Arrived(complete), _unanimous)
     if not complete or not arrived.complete:
@@ -200,16 +205,11 @@ class _Reading:
 async def _plan_reading(
     driver: Driver,
     job: LoadJob,
-    seen: Manifest | VerifiedManifest,
+    seen: _Seen,
     group: ExchangeGroup | None,
 ) -> _Reading:
-    if isinstance(seen, VerifiedManifest):
-        manifest = seen.manifest
-    else:
-        manifest = seen
-    targets = job.match.wanted.targets(manifest.tensors.shape)
-    if isinstance(seen, VerifiedManifest):
-        manifest = await offload(seen.with_shards_of, targets.tensor)
+    targets = job.match.wanted.targets(seen.manifest.tensors.shape)
+    manifest = await seen.with_shards_of(targets.tensor)
     budget_nbytes = job.budget_nbytes
     if group is not None and group.job_host:
         budget_nbytes //= 2  # the other half is for what other ranks send
@@ -235,11 +235,11 @@ async def _read(
 
     reader = reading.reader
     plan = reading.plan
-    scatter = scatter_of(reading.manifest, job.match.wanted, reading.targets, plan)
-    deliver = reporting(scatter.deliver, plan, report)
+    deliver = delivery(reading.manifest, job.match.wanted, reading.targets, plan, report)
     try:
         if reading.exchange is not None:
-            await reading.exchange.run(deliver)
+            with span("exchange"):
+                await reading.exchange.run(deliver)
         else:
             await reader.run(plan, deliver)
         if overlaps:
@@ -248,15 +248,13 @@ async def _read(
             reader.bytes_read += overlaps.bytes_read
     except (DamagedError, RankFailedError):
         # The other rank may have failed because it saw that the checkpoint was replaced.
-        if not await _replaced(driver, reading.manifest):
+        if await is_current(driver, reading.manifest.attempt):
             raise
         return False
     return True
 
 
-async def _overlaps(
-    driver: Driver, team: Team, seen: Manifest | VerifiedManifest, job: LoadJob
-) -> Overlaps | None:
+async def _overlaps(driver: Driver, team: Team, seen: _Seen, job: LoadJob) -> Overlaps | None:
     """Read the values of tensors of the state that share memory, before the ranks decide whether
     the checkpoint fits; they are not read again. None when it was replaced meanwhile."""
     found = job.match
@@ -267,22 +265,33 @@ async def _overlaps(
     numbers = {number for group in groups for number in group}
     found.wanted = wanted.without(numbers)
     wishes = wanted.wishes()
-    rows = np.unique([wishes[number][0] for number in numbers])
-    if isinstance(seen, VerifiedManifest):
-        manifest = await offload(seen.with_shards_of, rows)
-    else:
-        manifest = seen
+    manifest = await seen.with_shards_of(np.unique([wishes[number][0] for number in numbers]))
     try:
         images = image_driver(driver, manifest)
         overlaps = await read_overlaps(
             images, manifest, wanted, groups, job.budget_nbytes, lambda *_: team.report_progress()
         )
     except DamagedError:
-        if not await _replaced(driver, manifest):
+        if await is_current(driver, manifest.attempt):
             raise
         return None
     found.shared |= overlaps.conflicts
     return overlaps
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The manifest that a rank loads from. Where another rank has ``verified`` it, it has no shards
+    before it is known which tensors are wanted."""
+
+    manifest: Manifest
+    verified: VerifiedManifest | None = None
+
+    async def with_shards_of(self, tensors: Ints) -> Manifest:
+        """The manifest with the shards of the tensors in these rows, at least."""
+        if self.verified is None:
+            return self.manifest
+        return await offload(self.verified.with_shards_of, tensors)
 
 
 async def _seen(
@@ -291,7 +300,7 @@ async def _seen(
     name: str,
     host_ranks: Sequence[int],
     early: Future[tuple[Manifest, bytes]] | None,
-) -> tuple[Manifest | VerifiedManifest, bytes]:
+) -> tuple[_Seen, bytes]:
     """The manifest and its checksum. One rank of the host reads and checks it; the others decode
     what they need."""
     mine: list[Manifest] = []
@@ -307,25 +316,28 @@ async def _seen(
     data = await read_once(team, name, host_ranks, read)
     checksum = bytes(data[-DIGEST_NBYTES:])
     if mine:
-        return mine[0], checksum
-    return await offload(VerifiedManifest.decode, data), checksum
+        return _Seen(mine[0]), checksum
+    verified = await offload(VerifiedManifest.decode, data)
+    return _Seen(verified.manifest, verified), checksum
 
 
 def _exchange_group(
-    team: Team, name: str, verdict: bytes, exchange: Exchanging, host_ranks: Sequence[int]
+    team: Team, name: str, verdict: bytes, job: LoadJob, host_ranks: Sequence[int]
 ) -> ExchangeGroup | None:
     """The ranks that this one exchanges with, by the leader's verdict; None where there are
     none."""
     ranks = ranks_with(team.rank, numbers_in(verdict))
     if len(ranks) == 1:
         return None
-    if exchange is True:
-        return ExchangeGroup(team, name, ranks, len(host_ranks), store_host(), 1)
-    return ExchangeGroup(team, name, ranks, len(host_ranks), "", LEAST_NBYTES)
-
-
-async def _replaced(driver: Driver, manifest: Manifest) -> bool:
-    return (await read_manifest(driver))[0].attempt != manifest.attempt
+    if job.exchange is True:
+        job_host = team.job_host
+        least_nbytes = 1
+    else:
+        job_host = ""
+        least_nbytes = LEAST_NBYTES
+    return ExchangeGroup(
+        team, name, ranks, len(host_ranks), job_host, least_nbytes, job.exchange_limits
+    )
 
 
 async def _unanimous(statements: Sequence[Arrived]) -> Arrived:
@@ -360,6 +372,7 @@ def _matched(
             else:
                 for text in made.dealt.values():
                     _log.warning("%s", text)
+    job.given = allocate(job.flat, found.wanted)
     found.filled.update(found.wanted.names.values())
     for name in sorted(job.touched - found.filled):
         found.left[name] = (
@@ -376,14 +389,14 @@ def _path_of(flat: FlatState, subtree: Subtree) -> TypedPath:
     return tuple((type(key).__name__, key) for key in keys)
 
 
-def _fitting(job: LoadJob, manifest: Manifest, checksum: bytes) -> FitReport:
+def _fitting(job: LoadJob, manifest: Manifest, checksum: bytes, host: str | None) -> FitReport:
     """What a rank states before reading: which manifest it has, what does not fit, and what it has
     a place for."""
     peers: str | None = None
     if job.exchange is True:
         peers = EVERYWHERE
     elif job.exchange:
-        peers = host_key()
+        peers = host
     return report_of(job.match, manifest, checksum, peers)
 
 
@@ -405,6 +418,7 @@ def finish(job: LoadJob, manifest: Manifest, rank: int) -> object:
     """Put values into their containers, give objects their state, and return the state. In the
     caller's thread."""
     root = _assign(job, manifest, rank)
+    give(job.given)
     modules = [(s, s.state) for s in job.flat.subtrees if s.state is not None]
     for subtree, state in modules + job.built:  # modules first: others may look at them
         try:

@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ...core import safetensors
 from ...core.aio import at_most
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotFoundError, UnsupportedFormatError
-from ..pipeline.file_chunks import Stretch
+from ...planner.box import Box
+from ..pipeline.file_chunks import Enclosed, Stretch
 
-__all__ = ["Files", "Model", "SourceTensor", "check_unchanged", "find_files", "read_model"]
+__all__ = [
+    "Files",
+    "Model",
+    "SourceTensor",
+    "check_unchanged",
+    "find_files",
+    "read_model",
+    "stamps_of",
+]
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _SUFFIX = ".safetensors"
@@ -29,12 +38,16 @@ _DTYPES = {code: dtype for dtype, code in safetensors.DTYPES.items()} | {"C64": 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of a model; ``dtype`` is torch's name."""
+    """A tensor of a model, or a part of one, with its elements in row-major order in a file;
+    ``dtype`` is torch's name. The parts of a tensor have one name."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    where: Stretch
+    where: Stretch | Enclosed
+    part: Box | tuple[int, int] | None = None
+    """A box of the tensor; or a range of its elements, from the first to the one past the last; or
+    all of it."""
 
     @property
     def itemsize(self) -> int:
@@ -42,6 +55,7 @@ class SourceTensor:
         return safetensors.ITEMSIZES[_CODES[self.dtype]]
 
 
+Path = tuple[str | int, ...]
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
@@ -50,9 +64,28 @@ class Model:
     """The tensors of all files, and what the storage says of each file: size and time."""
 
     tensors: tuple[SourceTensor, ...]
-    stamps: dict[str, tuple[int, float]]
-    values: tuple[str, ...] = ()
-    """Names of what is there too, and is no tensor."""
+    stamps: Mapping[str, tuple[int, float]]
+    left: tuple[str, ...] = ()
+    """Names of what is there too, is no tensor, and is not imported."""
+    values: Mapping[str, object] = field(default_factory=dict)
+    """What is no tensor and is imported, by name."""
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    """By name of a tensor or a value, the keys that lead to it in the state, where that is
+    known."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of everything that is imported."""
+        return list(dict.fromkeys([*(tensor.name for tensor in self.tensors), *self.values]))
+
+    def of(self, names: Container[str]) -> Model:
+        """Of this model what is named so."""
+        return Model(
+            tuple(tensor for tensor in self.tensors if tensor.name in names),
+            self.stamps,
+            values={name: value for name, value in self.values.items() if name in names},
+            paths=self.paths,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -69,13 +102,12 @@ class Files:
     by_name: Mapping[str, str] | None = None
 
 
-async def find_files(driver: Driver) -> Files:
-    """The files of the model in a folder.
+async def find_files(driver: Driver, keys: Sequence[str]) -> Files:
+    """The files of the model in a folder with files of these ``keys``.
 
     Raises NotFoundError where there is no model, DamagedError where files belong together and there
     is no index, or an index that is none; UnsupportedFormatError where there are several.
     """
-    keys = sorted([info.key async for info in driver.list() if "/" not in info.key])
     indexes = [key for key in keys if key.endswith(_INDEX_SUFFIX)]
     files = [key for key in keys if key.endswith(_SUFFIX)]
     if len(indexes) > 1:
@@ -95,7 +127,8 @@ async def find_files(driver: Driver) -> Files:
         )
     if len(files) > 1:
         raise DamagedError(
-            f"there are {len(files):,} safetensors files and no index, so the model may be incomplete",
+            f"there are {len(files):,} safetensors files and no index, so the model may be "
+            f"incomplete",
             uri=driver.uri,
             advice="Give one of the files, or get the index too.",
         )
@@ -115,7 +148,8 @@ async def _read_index(driver: Driver, key: str) -> dict[str, str]:
     for name, file in names.items():
         if not isinstance(file, str) or _FILE_NAME.fullmatch(file) is None:
             raise DamagedError(
-                f"the index says that tensor {name!r} is in {file!r}, which is no file of its folder",
+                f"the index says that tensor {name!r} is in {file!r}, which is no file of its "
+                f"folder",
                 uri=driver.uri,
                 key=key,
             )
@@ -140,6 +174,18 @@ async def read_model(driver: Driver, files: Files) -> Model:
         _check_index(driver, found, files.by_name)
     tensors = tuple(tensor for key in files.keys for tensor in found[key])
     return Model(tensors, {key: stamps[key] for key in files.keys})
+
+
+async def stamps_of(driver: Driver, keys: Iterable[str]) -> dict[str, tuple[int, float]]:
+    """What the storage says of files. Raises NotFoundError."""
+    stamps: dict[str, tuple[int, float]] = {}
+
+    async def look(key: str) -> None:
+        info = await driver.stat(key)
+        stamps[key] = (info.nbytes, info.modified_s)
+
+    await at_most(driver.traits.concurrency, map(look, keys))
+    return stamps
 
 
 async def check_unchanged(driver: Driver, model: Model) -> None:

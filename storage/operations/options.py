@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...errors import UsageError
-from ..format.packed import Compression
+from ..format.packed import Compression, checked_compression
 from ..format.part import Only
 from ..runtime.progress import ProgressCallback
+from ..state.flatten import Default
 from .differences import Strict
 from .load import Exchanging
 from .report import LoadReport
+from .telemetry import Telemetry, check_telemetry
 
 __all__ = [
     "BUDGET_NBYTES",
@@ -46,7 +48,16 @@ class SaveOptions:
     timeout_s: float | None = None
     compression: Compression | None = None
     allow_empty: bool = False
+    default: Default | None = None
     progress: ProgressCallback | None = None
+    telemetry: Telemetry = "on"
+
+    def check(self) -> None:
+        """Raises UsageError for a budget that is too small, and for unknown values."""
+        if self.budget_nbytes is not None:
+            check_budget(self.budget_nbytes)
+        checked_compression(self.compression)
+        check_telemetry(self.telemetry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +73,14 @@ class LoadOptions:
     exchange: Exchanging = "auto"
     on_report: Callable[[LoadReport], None] | None = None
     progress: ProgressCallback | None = None
+    telemetry: Telemetry = "on"
 
     def check(self) -> None:
         """Raises UsageError for unknown values."""
         check_budget(self.budget_nbytes)
         if self.exchange not in (True, False, "auto"):
             raise UsageError(f"exchange={self.exchange!r}", advice='Give "auto", True or False.')
+        check_telemetry(self.telemetry)
         if self.strict not in (True, False, "state"):
             raise UsageError(f"strict={self.strict!r}", advice='Give True, "state" or False.')
 

@@ -39,7 +39,18 @@ from .choice import Choice, Rules, chosen_by
 from .listing import ListedCheckpoint, Listing
 from .location import Place
 
-__all__ = ["Leftover", "PruneReport", "PrunedCheckpoint", "delete_if_empty", "prune", "prune_here"]
+__all__ = [
+    "Leftover",
+    "PrunePlan",
+    "PruneReport",
+    "PrunedCheckpoint",
+    "carry_out",
+    "delete_checkpoint",
+    "delete_if_empty",
+    "plan_pruning",
+    "prune",
+    "prune_here",
+]
 
 _FOLDERS = 8
 """Folders that are worked on at a time."""
@@ -134,10 +145,10 @@ def prune(
     _check_at_least("keep_every", keep_every, 1)
     _check_at_least("idle_s", idle_s, 0)
     rules = Rules(keep_last, keep_every, abandoned, verify)
-    plan = run(_plan(root, partial(chosen_by, root, rules), idle_s))
+    plan = run(plan_pruning(root, partial(chosen_by, root, rules), idle_s))
     if dry_run or not confirm(plan.report):
         return plan.report
-    return run(_carry_out(root, plan, idle_s))
+    return run(carry_out(root, plan, idle_s))
 
 
 def _check_at_least(name: str, value: float | None, least: int) -> None:
@@ -157,11 +168,13 @@ async def prune_here(
     async def choice(listed: Sequence[ListedCheckpoint]) -> Choice:
         return Choice(chosen(listed))
 
-    return await _carry_out(root, await _plan(root, choice, idle_s, only), idle_s)
+    return await carry_out(root, await plan_pruning(root, choice, idle_s, only), idle_s)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class PrunePlan:
+    """What a pruning is about to do; its report says what would be deleted."""
+
     report: PruneReport
     folders: tuple[str, ...]
     """Every folder with files of a checkpoint or an attempt."""
@@ -169,12 +182,14 @@ class _Plan:
     """The folders with a prune lock: a pruning is under way there, or has died."""
 
 
-async def _plan(
+async def plan_pruning(
     root: Place,
     chosen: Callable[[Sequence[ListedCheckpoint]], Awaitable[Choice]],
     idle_s: float,
     only: Callable[[str], bool] = lambda path: True,
-) -> _Plan:
+) -> PrunePlan:
+    """Look at all that is there. Of the paths that are ``only``, the checkpoints go that ``chosen``
+    names, and what dead attempts left."""
     async with root.opened() as driver:
         survey = await _survey(driver)
         folders = {path: nbytes for path, nbytes in survey.folders.items() if only(path)}
@@ -203,7 +218,7 @@ async def _plan(
         damaged={path: what for path, what in choice.damaged.items() if path in kept},
     )
     locked = frozenset(path for path, nbytes in folders.items() if PRUNING_KEY in nbytes)
-    return _Plan(report, tuple(folders), locked)
+    return PrunePlan(report, tuple(folders), locked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,12 +307,13 @@ async def _spared_s(
     return max(spared_s, limits.GRACE_S)
 
 
-async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
+async def carry_out(root: Place, plan: PrunePlan, idle_s: float) -> PruneReport:
+    """Delete what the plan names, and report what was deleted."""
     deleted: list[PrunedCheckpoint] = []
     kept = set(plan.report.kept)
     for checkpoint in plan.report.checkpoints:
         async with root.opened(checkpoint.path) as driver:
-            if await _delete(driver, checkpoint):
+            if await delete_checkpoint(driver, checkpoint):
                 deleted.append(checkpoint)
             elif await _is_checkpoint(driver):
                 kept.add(checkpoint.path)
@@ -315,7 +331,7 @@ async def _carry_out(root: Place, plan: _Plan, idle_s: float) -> PruneReport:
     )
 
 
-async def _collect_all(root: Place, plan: _Plan, idle_s: float) -> list[Leftover]:
+async def _collect_all(root: Place, plan: PrunePlan, idle_s: float) -> list[Leftover]:
     """Collect the leftovers of the plan, and sweep every folder; return those that are gone."""
     collectable = {x.path for x in plan.report.leftovers} | plan.locked
     collected: list[Leftover] = []
@@ -335,7 +351,7 @@ async def _collect_all(root: Place, plan: _Plan, idle_s: float) -> list[Leftover
     return sorted(collected, key=_by_path)
 
 
-async def _delete(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:
+async def delete_checkpoint(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:
     """Delete a checkpoint, unless it was replaced since it was looked at, or its saver may put its
     manifest again."""
     try:

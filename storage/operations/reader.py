@@ -25,7 +25,7 @@ from ..format.tree import format_path
 from ..pipeline.flat_reader import FlatRange, read_flat, read_ranges
 from ..pipeline.unpacking import image_driver
 from ..pipeline.verifier import VerifyReport, verify_images
-from ..protocol.current import read_manifest
+from ..protocol.current import is_current, read_manifest
 from ..runtime.buffers import memory_for
 from ..runtime.engine import check_may_wait, close_later, on_engine, run, start
 from ..runtime.progress import ProgressCallback, ProgressReporter
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
     from ..format.part import Only
     from ..state.targets import Wanted
+    from .shares import Split
 
-__all__ = ["Checkpoint", "TensorInfo", "manifest_of", "open", "read_into"]
+__all__ = ["Checkpoint", "TensorInfo", "manifest_of", "open", "read_into", "read_wanted"]
 
 _BUDGET_NBYTES = 512 << 20
 
@@ -202,7 +203,8 @@ class Checkpoint:
         return self._manifest.shards.pointers(len(self._manifest.tensors))
 
     def values(self, rank: int = 0) -> Iterator[tuple[str, Any]]:
-        """All small values: (path as in ``state["optim"]["lr"]``, value), as ``rank`` saved them."""
+        """All small values: (path as in ``state["optim"]["lr"]``, value), as ``rank`` saved
+        them."""
         paths = self._manifest.tree.paths()
         for v in self._manifest.tree.values:
             yield format_path((*paths[v.container], v.key)), v.of(rank)
@@ -249,6 +251,37 @@ class Checkpoint:
         state = build_part(self._manifest, rank, wanted, part, self.uri)
         start(self._fill(wanted)).result()
         return state
+
+    def read_shares(
+        self,
+        only: Sequence[str] = (),
+        *,
+        rank: int = 0,
+        world: int = 1,
+        split: Split | None = None,
+        budget_nbytes: int = _BUDGET_NBYTES,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors by name, on the CPU, one after the other in the order of the state: those whose
+        names match one of the patterns ``only``; none: all.
+
+        ``split`` says along which dimension a tensor is divided among ``world`` ranks, of which
+        ``rank`` gets its share: patterns of names with a dimension each, such as
+        ``{"*.q_proj.weight": 0}``, of which the first that matches applies, or a function of a name
+        and a shape. Shares are those of ``torch.chunk``: all of the same length but for the last
+        ones, which may be shorter, or empty. What has no dimension is whole on every rank. Each
+        rank reads its share alone, and verifies it.
+
+        Up to ``budget_nbytes`` of tensors, or a single larger one, are read ahead; half of them
+        while the other half is used.
+
+        Raises UsageError, at once, for patterns that match nothing, dimensions that a tensor has
+        not, and tensors that each rank has of its own; later DamagedError, StorageError.
+        """
+        from .shares import read_in_groups, shares_of
+
+        tensors = self._manifest.tensors
+        shares = shares_of(tensors, only, rank, world, split or {})
+        return read_in_groups(tensors, shares, self._fill, budget_nbytes // 2)
 
     def read_bytes(
         self, name: str, start: int = 0, stop: int | None = None, *, rank: int = 0
@@ -312,7 +345,7 @@ class Checkpoint:
             raise
 
     async def _raise_if_replaced(self, error: Exception) -> None:
-        if (await read_manifest(self._driver))[0].attempt != self.attempt:
+        if not await is_current(self._driver, self.attempt):
             raise ReplacedError(
                 "another save has replaced this checkpoint", uri=self.uri, advice="Open it again"
             ) from error
@@ -339,6 +372,11 @@ class Checkpoint:
 def manifest_of(checkpoint: Checkpoint) -> Manifest:
     """The manifest of an opened checkpoint, for other operations."""
     return checkpoint._manifest
+
+
+async def read_wanted(checkpoint: Checkpoint, wanted: Wanted) -> None:
+    """Fill the tensors that are wanted, verified. Raises as :func:`read_into`."""
+    await checkpoint._fill(wanted)
 
 
 async def read_into(

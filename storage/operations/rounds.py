@@ -105,8 +105,8 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class AgreeVerdict:
-    """All ranks go by the plan ``plan``; or ``comparison`` is made next; or, with neither, all ranks
-    say what they hold."""
+    """All ranks go by the plan ``plan``; or ``comparison`` is made next; or, with neither, all
+    ranks say what they hold."""
 
     plan: bytes = b""
     comparison: Comparison | None = None
@@ -126,9 +126,9 @@ class Findings:
 @dataclass(frozen=True, slots=True)
 class PlanDecision:
     """The global plan. ``groups``: lists of ranks; ``labels``: the group that holds each label,
-    where that is not the whole job, None where ranks hold different values; ``divergent``: of those,
-    the first rank that holds it, and how many do; ``shares``: by groups, the cuts between the parts
-    that each of them writes; ``hosts``: the host of each rank, see ``ranks.hosts``."""
+    where that is not the whole job, None where ranks hold different values; ``divergent``: of
+    those, the first rank that holds it, and how many do; ``shares``: by groups, the cuts between
+    the parts that each of them writes; ``hosts``: the host of each rank, see ``ranks.hosts``."""
 
     groups: tuple[tuple[int, ...], ...]
     labels: dict[str, int | None]

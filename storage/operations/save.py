@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
+from ...core.aio import wait_out
 from ...core.lru import LruCache
+from ...core.spans import Where, span
 from ...drivers.contract import Driver
 from ...errors import (
     CheckpointError,
@@ -26,17 +27,17 @@ from ...errors import (
 )
 from ..format.fragment import Fragment, fragment_of, join
 from ..format.lineage import ROOT
-from ..format.manifest import Manifest, image_key
+from ..format.manifest import MANIFEST_KEY, Manifest, image_key
 from ..format.merge import merge
 from ..format.packed import Compression
 from ..format.tables import ImageTable
 from ..pipeline.capture import ChunkSource, TensorChunks
-from ..pipeline.image_writer import ImageWriter, Progress
+from ..pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
 from ..protocol import limits
 from ..protocol.attempt import Attempt, check_marker, delete_attempt
 from ..protocol.collect import give_up, sweep
 from ..protocol.commit import begin, commit, settle
-from ..protocol.current import read_manifest
+from ..protocol.current import is_current
 from ..ranks.member import LEADER
 from ..ranks.messages import Nothing
 from ..ranks.team import Team
@@ -72,7 +73,7 @@ class SaveJob:
     """Host memory for chunks; None: room for the whole image."""
     lazy: LazyCapture | None = None
     """Set where training goes on while ``flat`` is copied."""
-    progress: Progress = field(default=Progress(lambda: None, lambda: None))
+    callbacks: Callbacks = field(default=Callbacks(lambda: None, lambda: None))
     created_s: float = field(default_factory=time.time)
     after: Future[None] | None = None
     """Another save, for whose end the writing waits; copying does not."""
@@ -123,27 +124,27 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
     # Copying does not wait for the storage to answer: trainers wait for the copies.
     beginning = asyncio.ensure_future(leader.begin_for(team))
     try:
-        if global_plan is None:
-            agreed = None
-        else:
+        agreed: Agreed | None = None
+        if global_plan is not None:
             agreed = global_plan.agreed
-        plan, chunks = await _planned(job, team.rank, agreed)
-        progress = replace(job.progress, moved=team.report_progress)
+        with span("plan"):
+            plan, chunks = await _planned(job, team.rank, agreed)
+        callbacks = replace(job.callbacks, moved=team.report_progress)
         writer = ImageWriter(
-            driver, plan.layout, chunks, job.budget_nbytes, progress, job.compression
+            driver, plan.layout, chunks, job.budget_nbytes, callbacks, job.compression
         )
-        digests = await _written(writer, beginning, team, job)
+        written = await _written(writer, beginning, team, job)
         attempt = Attempt(await beginning)
     except BaseException as error:
         beginning.cancel()
-        await asyncio.wait([beginning])
+        await wait_out([beginning])
         has_begun = not beginning.cancelled() and beginning.exception() is None
         if has_begun and isinstance(error, NotFoundError):
             # Another process has deleted files that were being written. If it was a later save,
             # that is the error to raise.
             await check_marker(driver, Attempt(beginning.result()))
         raise
-    fragment = written_fragment(attempt, job, plan, digests, writer.stored_nbytes, team.rank)
+    fragment = written_fragment(attempt, job, plan, written, team.rank)
     try:
         await _commit(team, fragment, global_plan, leader)
     except InvisibleFilesError:
@@ -155,11 +156,11 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
         if not may_be_committed or not await _is_committed(driver, attempt):
             raise
         _log.info("the job's store was gone before word of the commit: %s", error)
-    if len(digests):
+    if len(written.digests):
         nbytes = plan.layout.nbytes
     else:
         nbytes = 0
-    return attempt.id, nbytes, writer.stored_nbytes
+    return attempt.id, nbytes, written.stored_nbytes
 
 
 async def _planned(job: SaveJob, rank: int, agreed: Agreed | None) -> tuple[ImagePlan, ChunkSource]:
@@ -194,7 +195,7 @@ async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
     until_s = loop.time() + COMMITTED_S
     while True:
         with contextlib.suppress(CheckpointError, StorageError):
-            if (await read_manifest(driver))[0].attempt == attempt.id:
+            if await is_current(driver, attempt.id):
                 return True
         if loop.time() > until_s:
             return False
@@ -234,8 +235,8 @@ async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
 
 
 class _Leader:
-    """The leader's part of a save: begin an attempt, commit it, and delete what is no longer needed.
-    Every rank has one; but for :meth:`begin_for`, it does nothing on ranks that are not the
+    """The leader's part of a save: begin an attempt, commit it, and delete what is no longer
+    needed. Every rank has one; but for :meth:`begin_for`, it does nothing on ranks that are not the
     leader."""
 
     def __init__(self, driver: Driver, job: SaveJob) -> None:
@@ -249,13 +250,15 @@ class _Leader:
         self._sweeping: asyncio.Future[None] | None = None
 
     async def begin_for(self, team: Team) -> str:
-        """The attempt that rank 0 begins, on every rank. Called by all, side by side with copying."""
+        """The attempt that rank 0 begins, on every rank. Called by all, side by side with
+        copying."""
         return (await team.round(BEGIN, Nothing(), self._begin, [LEADER])).attempt
 
     async def _begin(self, statements: Sequence[Nothing]) -> Begun:
         if self._job.admit is not None:
             self._branch = await self._job.admit()
-        self._attempt = await begin(self._driver)
+        with span("begin"):
+            self._attempt = await begin(self._driver)
         self._uncommitted = self._attempt
         if not self._driver.traits.bounded:
             self._sweeping = asyncio.ensure_future(sweep(self._driver, limits.CLEAN_UP_S))
@@ -265,9 +268,11 @@ class _Leader:
         """Merge ``fragments``, one from each speaker of the route, into a manifest, and commit
         it."""
         assert self._attempt is not None
-        manifest = await offload(_merged, fragments, self._job.compression)
+        with span("merge"):
+            manifest = await offload(_merged, fragments, self._job.compression)
         manifest = replace(manifest, branch=self._branch)
-        self._obsolete = await commit(self._driver, self._attempt, manifest, self._putting)
+        with span("manifest", Where(MANIFEST_KEY)):
+            self._obsolete = await commit(self._driver, self._attempt, manifest, self._putting)
         return Nothing()
 
     def _putting(self) -> None:
@@ -276,12 +281,14 @@ class _Leader:
 
     async def settle(self) -> None:
         """Settle the attempt: all ranks know that it is committed."""
-        if self._sweeping is not None:
-            await asyncio.wait([self._sweeping])
-        if self._attempt is not None:
+        if self._attempt is None:
+            return
+        with span("settle"):
+            if self._sweeping is not None:
+                await asyncio.wait([self._sweeping])
             await settle(self._driver, self._attempt)
-        if self._obsolete is not None:
-            await delete_attempt(self._driver, self._obsolete)
+            if self._obsolete is not None:
+                await delete_attempt(self._driver, self._obsolete)
 
     async def give_up(self) -> None:
         """Delete the attempt if it is not committed. One that may be is left for later saves to
@@ -293,12 +300,14 @@ class _Leader:
         """End the sweep."""
         if self._sweeping is not None:
             self._sweeping.cancel()
-            await asyncio.wait([self._sweeping])
+            cancelled = await wait_out([self._sweeping])
+            if cancelled is not None:
+                raise cancelled
 
 
 async def _written(
     writer: ImageWriter, beginning: asyncio.Future[str], team: Team, job: SaveJob
-) -> npt.NDArray[np.uint8]:
+) -> WrittenImage:
     async def key() -> str:
         if job.after is not None:
             await team.progress_with(asyncio.wrap_future(job.after))
@@ -323,22 +332,16 @@ def written_fragment(
     attempt: Attempt,
     job: SaveJob,
     plan: ImagePlan,
-    digests: npt.NDArray[np.uint8],
-    stored_nbytes: int,
+    written: WrittenImage,
     rank: int,
 ) -> Fragment:
     """What this rank has written, for the leader."""
-    # a rank without bytes of its own writes no image
-    if len(digests):
-        n = 1
-    else:
-        n = 0
+    n = int(len(written.digests) > 0)  # a rank without bytes of its own writes no image
     stored = None
     if job.compression is not None:
-        stored = np.full(n, stored_nbytes, np.int64)
-    images = ImageTable(
-        np.full(n, rank, np.int64), np.full(n, plan.layout.hashed_end, np.int64), digests, stored
-    )
+        stored = np.full(n, written.stored_nbytes, np.int64)
+    hashed = np.full(n, plan.layout.hashed_end, np.int64)
+    images = ImageTable(np.full(n, rank, np.int64), hashed, written.digests, stored)
     head = (attempt.id, job.step, job.created_s)
     return fragment_of(head, rank, plan.reported, plan.shards, images, job.flat.tree)
 

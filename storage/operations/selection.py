@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from ...errors import UsageError
 
-__all__ = ["chosen", "refuse_values", "renamed", "rules_of"]
+__all__ = ["chosen", "first_match", "refuse_values", "renamed", "rules_of", "without"]
+
+T = TypeVar("T")
 
 _NAMES_SHOWN = 5
 
@@ -31,6 +34,20 @@ def chosen(names: Iterable[str], only: Sequence[str]) -> list[str]:
             )
         found.update(matches)
     return [name for name in known if name in found]
+
+
+def first_match(rules: Mapping[str, T], name: str) -> T | None:
+    """What the first pattern that matches a name stands for; None where there is none."""
+    for pattern, found in rules.items():
+        if _regex(pattern).fullmatch(name):
+            return found
+    return None
+
+
+def without(names: Iterable[str], skip: Sequence[str]) -> list[str]:
+    """The names that match none of the patterns."""
+    regexes = [_regex(pattern) for pattern in skip]
+    return [name for name in names if not any(regex.fullmatch(name) for regex in regexes)]
 
 
 def renamed(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from ...core.spans import Summary, recording, span
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ..format.manifest import Manifest
@@ -27,6 +28,7 @@ from .load import LoadJob, finish, run_build, run_load
 from .options import LoadOptions, UriLike
 from .report import LoadReport
 from .rounds import Differences
+from .telemetry import log_loaded, log_safely, recorder_of, summary_of
 
 __all__ = ["load_state"]
 
@@ -45,30 +47,24 @@ def load_state(
     team: Team = Solo()
     if into is not None:
         team = current_team(Call("load", printed_uri(uri)), options.deadline_s, saving=False)
-    with announcing_errors(team):
-        options.check()
-        part = None
-        if options.only is not None:
-            part = Part(options.only)
-        fence()
-        driver = open_driver(uri, **(options.storage_options or {}))
-    if into is None:
-        loaded = _load_new(driver, part, options)
-    else:
-        loaded = _load_into(driver, team, part, into, options, touched)
+    recorder = recorder_of(options.telemetry, team.rank if into is not None else current_rank())
+    with recording(recorder):
+        with announcing_errors(team):
+            options.check()
+            part = None
+            if options.only is not None:
+                part = Part(options.only)
+            with span("wait"):
+                fence()
+            with span("open"):
+                driver = open_driver(uri, **(options.storage_options or {}))
+        if into is None:
+            loaded = _load_new(driver, part, options)
+        else:
+            loaded = _load_into(driver, team, part, into, options, touched)
+    report = _report(driver.uri, loaded, time.perf_counter() - began_s, summary_of(recorder))
+    log_safely(log_loaded, report)
     if options.on_report is not None:
-        report = LoadReport(
-            uri=driver.uri,
-            attempt=loaded.manifest.attempt,
-            bytes_wanted=loaded.reader.bytes_wanted,
-            bytes_read=loaded.reader.bytes_read,
-            seconds=time.perf_counter() - began_s,
-            bytes_received=loaded.reader.bytes_received,
-            missing=loaded.left.missing,
-            unexpected=loaded.left.unexpected,
-            missing_count=loaded.left.missing_count,
-            unexpected_count=loaded.left.unexpected_count,
-        )
         options.on_report(report)
     return loaded.state
 
@@ -79,6 +75,25 @@ class _Loaded(NamedTuple):
     reader: ImageReader
     left: Differences
     """The names that were left out."""
+
+
+def _report(uri: str, loaded: _Loaded, seconds: float, summary: Summary) -> LoadReport:
+    return LoadReport(
+        uri=uri,
+        attempt=loaded.manifest.attempt,
+        bytes_wanted=loaded.reader.bytes_wanted,
+        bytes_read=loaded.reader.bytes_read,
+        seconds=seconds,
+        bytes_received=loaded.reader.bytes_received,
+        missing=loaded.left.missing,
+        unexpected=loaded.left.unexpected,
+        missing_count=loaded.left.missing_count,
+        unexpected_count=loaded.left.unexpected_count,
+        stages=summary.stages,
+        slowest=summary.slowest,
+        cpu_s=summary.cpu_s,
+        peak_nbytes=summary.peak_nbytes,
+    )
 
 
 def _load_new(driver: Driver, part: Part | None, options: LoadOptions) -> _Loaded:
@@ -114,8 +129,10 @@ def _load_into(
 
     with ProgressReporter(options.progress) as reporter:
         with announcing_errors(team, driver), _reading_early(driver, team) as early:
+            with span("flatten"):
+                flat = flatten(wrapped, loading=True)
             job = LoadJob(
-                flatten(wrapped, loading=True),
+                flat,
                 part=part,
                 strict=options.strict,
                 cast=options.cast,
@@ -126,7 +143,8 @@ def _load_into(
                 early=early,
             )
         manifest, reader = run(fill(job))
-    state = finish(job, manifest, team.rank)
+    with span("finish"):
+        state = finish(job, manifest, team.rank)
     if any(subtree.parent < 0 for subtree in job.flat.subtrees):
         state = into  # it is itself an object with a state
     if part is not None:

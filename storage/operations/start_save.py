@@ -17,11 +17,12 @@ import torch
 
 from ...core.forks.renewal import in_child, new_lock
 from ...core.lru import LruCache
+from ...core.spans import Recorder, recording, span
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...drivers.uri import Uri, join
 from ...errors import UsageError
-from ..pipeline.image_writer import Progress
+from ..pipeline.image_writer import Callbacks
 from ..ranks.calls import Call
 from ..ranks.process_group import current_team, current_world
 from ..ranks.team import Team
@@ -40,6 +41,7 @@ from .handle import SaveHandle, StageHandle
 from .options import SaveOptions, UriLike
 from .report import SaveReport
 from .save import PLANS_KEPT, SaveJob, run_save
+from .telemetry import log_safely, log_saved, recorder_of, summary_of
 
 __all__ = ["Destination", "begin_save", "step_of_state"]
 
@@ -63,9 +65,9 @@ class Destination:
         below: str = "",
         known: str = "",
     ) -> None:
-        """``below``: the key of the checkpoint below ``uri``. ``known``: the checkpoint's URI as the
-        driver prints it, where that is known and the URI is known to be valid. Then the driver is
-        opened on the engine's thread, since composing and opening a URI takes some milliseconds,
+        """``below``: the key of the checkpoint below ``uri``. ``known``: the checkpoint's URI as
+        the driver prints it, where that is known and the URI is known to be valid. Then the driver
+        is opened on the engine's thread, since composing and opening a URI takes some milliseconds,
         for which training would wait. Otherwise it is opened now; raises as :func:`join` and
         :func:`open_driver`."""
         self._open = partial(_open, uri, below, current_world(), storage_options or {})
@@ -106,11 +108,13 @@ def begin_save(
         step = step_of_state(state)
     call = Call("save", to.uri, printed_step(step))
     team = current_team(call, options.deadline_s, saving=True)
-    with announcing_errors(team, to):
+    recorder = recorder_of(options.telemetry, team.rank)
+    with announcing_errors(team, to), recording(recorder):
         deadline = Deadline.of(options.timeout_s)
         if step is not None:
             step = _checked_step(step)
-        flat = flatten(state)
+        with span("flatten"):
+            flat = flatten(state, default=options.default)
         if options.allow_empty:
             flat.placeholders = {}
         elif team.world == 1:
@@ -120,13 +124,13 @@ def begin_save(
             lazy = LazyCapture(flat, prove=options.lazy == "prove")
         reporter = ProgressReporter(options.progress)
         devices = devices_of(flat.locals)
-        stages = _Stages(_handle(to.uri, lazy), began_s, lazy)
+        stages = _Stages(_handle(to.uri, lazy), began_s, lazy, recorder)
         job = SaveJob(
             flat,
             step,
             options.budget_nbytes,
             lazy=lazy,
-            progress=Progress(stages.captured, stages.sealed, wrote=reporter.report),
+            callbacks=Callbacks(stages.captured, stages.sealed, wrote=reporter.report),
             after=after,
             digests=partial(_digests, flat, lazy, devices),
             plans=_plans,
@@ -171,8 +175,15 @@ def _digests(
 class _Stages:
     """The stages that a save has reached, and when. Callbacks of the engine."""
 
-    def __init__(self, handle: SaveHandle, began_s: float, lazy: LazyCapture | None) -> None:
+    def __init__(
+        self,
+        handle: SaveHandle,
+        began_s: float,
+        lazy: LazyCapture | None,
+        recorder: Recorder | None,
+    ) -> None:
         self.handle = handle
+        self._recorder = recorder
         self._began_s = began_s
         self._lazy = lazy
         self._captured_s = 0.0
@@ -192,6 +203,7 @@ class _Stages:
 
     def report(self, attempt: str, nbytes: int, stored_nbytes: int) -> SaveReport:
         """The report of a save that is committed now."""
+        summary = summary_of(self._recorder)
         return SaveReport(
             self.handle.uri,
             attempt,
@@ -201,6 +213,10 @@ class _Stages:
             durable_s=self._elapsed_s(),
             fenced_s=0.0 if self._lazy is None else self._lazy.waited_s,
             stored_nbytes=stored_nbytes,
+            stages=summary.stages,
+            slowest=summary.slowest,
+            cpu_s=summary.cpu_s,
+            peak_nbytes=summary.peak_nbytes,
         )
 
     def _elapsed_s(self) -> float:
@@ -232,13 +248,17 @@ class _RunningSave:
         """Wait until a byte may be copied, which includes the end of ``before``, a save to the same
         URI; return the driver."""
         async with self._deadline.holds(self.handle.uri, team.rank):
-            if self._lazy is not None and not self._lazy.waits:
-                await asyncio.sleep(LAZY_PAUSE_S)
-            if before is not None:
-                await asyncio.wait([asyncio.wrap_future(before)])
-            if self._queued.events:
-                await offload(self._queued.wait)
+            with span("wait"):
+                await self._until_ready(before)
         return to.driver()
+
+    async def _until_ready(self, before: Future[None] | None) -> None:
+        if self._lazy is not None and not self._lazy.waits:
+            await asyncio.sleep(LAZY_PAUSE_S)
+        if before is not None:
+            await asyncio.wait([asyncio.wrap_future(before)])
+        if self._queued.events:
+            await offload(self._queued.wait)
 
     @property
     def job(self) -> SaveJob:
@@ -248,7 +268,9 @@ class _RunningSave:
 
     def succeed(self, attempt: str, nbytes: int, stored_nbytes: int) -> None:
         """The save is committed."""
-        self.handle.report = self._stages.report(attempt, nbytes, stored_nbytes)
+        report = self._stages.report(attempt, nbytes, stored_nbytes)
+        self.handle.report = report
+        log_safely(log_saved, report, self.job.step)
         self._release_state()
         self.handle.durable.reach()
 

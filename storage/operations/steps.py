@@ -40,14 +40,14 @@ async def write_image(driver: Driver, attempt: Attempt, rank: int, job: SaveJob)
     plan = await offload(plan_save, job.flat, rank, None)
     chunks = TensorChunks(plan.layout, plan.source)
     writer = ImageWriter(
-        driver, plan.layout, chunks, job.budget_nbytes, job.progress, job.compression
+        driver, plan.layout, chunks, job.budget_nbytes, job.callbacks, job.compression
     )
 
     async def key() -> str:
         return image_key(attempt.id, rank, job.compression)
 
-    digests = await writer.write(key)
-    return written_fragment(attempt, job, plan, digests, writer.stored_nbytes, rank)
+    written = await writer.write(key)
+    return written_fragment(attempt, job, plan, written, rank)
 
 
 async def commit_attempt(

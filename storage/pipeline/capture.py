@@ -2,8 +2,8 @@
 that was captured into host memory before, or out of files (:mod:`.file_chunks`).
 
 The second way cuts a save in two: :func:`capture_image` copies the image, after which the state may
-change; an ``ImageWriter`` hashes and writes it later. Saves do not do so: it is there for what would
-keep images in memory.
+change; an ``ImageWriter`` hashes and writes it later. Saves do not do so: it is there for what
+would keep images in memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from ...core.spans import Where, counting
 from ...planner.image import ImageLayout
 from ..runtime.buffers import HostBuffer, HostPool, host_pool
 from ..runtime.engine import CPU_THREADS, offload
@@ -50,17 +51,28 @@ class TensorChunks:
         self.pool = host_pool(layout.chunk_nbytes, source.allocate)
         self._layout = layout
         self._source: ImageSource | None = source
+        self._on_device = source.allocate is not None
+        self._counted = counting("device_copy")
 
     async def take(self, chunk: int) -> HostBuffer:
         """See :class:`ChunkSource`."""
         assert self._source is not None
         buffer = self.pool.take()
         try:
-            await offload(self._source.copy, *self._layout.chunk_range(chunk), buffer)
+            await offload(self._copy, *self._layout.chunk_range(chunk), buffer)
         except BaseException:
             self.pool.give(buffer)
             raise
         return buffer
+
+    def _copy(self, start: int, stop: int, buffer: HostBuffer) -> None:
+        source = self._source
+        assert source is not None
+        if not self._on_device:
+            source.copy(start, stop, buffer)
+            return
+        with self._counted(Where(nbytes=stop - start)):
+            source.copy(start, stop, buffer)
 
     def close(self) -> None:
         """Let go of the trainer's tensors."""

@@ -60,53 +60,69 @@ async def read_ranges(
 ) -> None:
     """Fill all of ``ranges``. Reads only the blocks that hold them, each once. Raises as
     :func:`read_flat` does."""
-    pieces = [piece for flat in ranges for piece in _pieces(flat, manifest.tensors)]
-    targets = _targets(pieces, manifest.tensors.shape.shape[1])
+    targets, memory = await offload(_targets, ranges, manifest.tensors)
     plan = await offload(plan_reads, driver, manifest, targets)
     reader = ImageReader(driver, manifest, budget_nbytes)
-    delivery = _Delivery(manifest, pieces, plan)
+    delivery = _Delivery(manifest, targets, memory, plan)
     await reader.run(plan, delivery.deliver)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
-    """A box of the tensor in ``row``, and the memory for it."""
-
-    row: int
-    box: Box
-    into: npt.NDArray[np.uint8]
+Memory = Sequence[npt.NDArray[np.uint8]]
+"""Where targets go, one by one."""
 
 
-def _pieces(flat: FlatRange, tensors: TensorTable) -> Iterator[_Piece]:
+def _targets(ranges: Sequence[FlatRange], tensors: TensorTable) -> tuple[Targets, Memory]:
+    """The boxes that the ranges consist of, each to be put into memory of its own shape; and that
+    memory. Ranges are mostly whole tensors, which are boxes already: those are not looked at one by
+    one."""
+    rows = np.array([flat.row for flat in ranges], np.int64)
+    nbytes = np.array([flat.stop - flat.start for flat in ranges], np.int64)
+    is_whole = nbytes == tensors.nbytes[rows]
+    whole = rows[is_whole]
+    width = tensors.shape.shape[1]
+    memory = [ranges[number].into for number in np.flatnonzero(is_whole).tolist()]
+    row = []
+    boxes = []
+    for number in np.flatnonzero(~is_whole).tolist():
+        for box, into in _boxes(ranges[number], tensors):
+            row.append(ranges[number].row)
+            boxes.append(box)
+            memory.append(into)
+    offsets = padded([box.offsets for box in boxes], width, 0)
+    lengths = padded([box.lengths for box in boxes], width, 1)
+    lengths = np.concatenate([tensors.shape[whole], lengths])
+    targets = Targets(
+        tensor=np.concatenate([whole, np.array(row, np.int64)]),
+        offsets=np.concatenate([np.zeros((len(whole), width), np.int64), offsets]),
+        lengths=lengths,
+        local_start=np.zeros(len(memory), np.int64),
+        local_shape=lengths,
+        buffer=np.arange(len(memory), dtype=np.int64),
+    )
+    return targets, memory
+
+
+def _boxes(flat: FlatRange, tensors: TensorTable) -> Iterator[tuple[Box, npt.NDArray[np.uint8]]]:
+    """The boxes that a range consists of, and the memory of each."""
     itemsize = int(tensors.itemsize[flat.row])
     begin = 0
     shape = tensors.shape_of(flat.row)
     for box in flat_to_boxes(shape, flat.start // itemsize, flat.stop // itemsize):
         end = begin + math.prod(box.lengths) * itemsize
-        yield _Piece(flat.row, box, flat.into[begin:end])
+        yield box, flat.into[begin:end]
         begin = end
 
 
-def _targets(pieces: Sequence[_Piece], width: int) -> Targets:
-    """The boxes, each to be put into memory of its own shape."""
-    lengths = padded([piece.box.lengths for piece in pieces], width, 1)
-    return Targets(
-        tensor=np.array([piece.row for piece in pieces], np.int64),
-        offsets=padded([piece.box.offsets for piece in pieces], width, 0),
-        lengths=lengths,
-        local_start=np.zeros(len(pieces), np.int64),
-        local_shape=lengths,
-        buffer=np.arange(len(pieces), dtype=np.int64),
-    )
-
-
 class _Delivery:
-    """Copies what is read to the memory of the pieces."""
+    """Copies what is read to the memory of the targets."""
 
-    def __init__(self, manifest: Manifest, pieces: Sequence[_Piece], plan: LoadPlan) -> None:
+    def __init__(
+        self, manifest: Manifest, targets: Targets, memory: Memory, plan: LoadPlan
+    ) -> None:
         self._tensors = manifest.tensors
         self._shards = manifest.shards
-        self._pieces = pieces
+        self._targets = targets
+        self._memory = memory
         self._plan = plan
 
     def deliver(self, read: int, buffer: HostBuffer) -> None:
@@ -115,25 +131,32 @@ class _Delivery:
         plan = self._plan
         data = np.frombuffer(buffer.view, np.uint8)
         base = int(plan.start[read])
-        for copy in range(int(plan.first[read]), int(plan.first[read + 1])):
-            src = int(plan.src[copy])
-            nbytes = int(plan.nbytes[copy])
-            dst = int(plan.dst[copy])
-            pair = int(plan.pair[copy])
+        copies = slice(int(plan.first[read]), int(plan.first[read + 1]))
+        columns = (
+            plan.target[plan.pair[copies]],
+            plan.src[copies] - base,
+            plan.nbytes[copies],
+            plan.dst[copies],
+        )
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for copy, (target, src, nbytes, dst) in enumerate(rows, copies.start):
             if dst >= 0:
-                into = self._pieces[int(plan.target[pair])].into
-                into[dst : dst + nbytes] = data[src - base : src - base + nbytes]
+                self._memory[target][dst : dst + nbytes] = data[src : src + nbytes]
             else:
-                self._copy_strided(copy, self._pieces[int(plan.target[pair])], buffer, base)
+                self._copy_strided(copy, target, buffer, base)
 
-    def _copy_strided(self, copy: int, piece: _Piece, buffer: HostBuffer, base: int) -> None:
+    def _copy_strided(self, copy: int, target: int, buffer: HostBuffer, base: int) -> None:
         """``buffer`` holds the image from byte ``base`` on."""
-        itemsize = int(self._tensors.itemsize[piece.row])
+        row = int(self._targets.tensor[target])
+        ndim = int(self._tensors.ndim[row])
+        itemsize = int(self._tensors.itemsize[row])
         element = np.dtype((np.void, itemsize))
-        into = piece.into.view(element).reshape(piece.box.lengths)
+        lengths = self._targets.lengths[target, :ndim].tolist()
+        offsets = self._targets.offsets[target, :ndim].tolist()
+        into = self._memory[target].view(element).reshape(lengths)
         for part in strided_copies(self._tensors, self._shards, self._plan, copy):
             box = part.box
             strides = [stride * itemsize for stride in part.strides]
             source = np.ndarray(box.lengths, element, buffer.view, part.start - base, strides)
-            ranges = zip(box.offsets, piece.box.offsets, box.lengths, strict=True)
+            ranges = zip(box.offsets, offsets, box.lengths, strict=True)
             into[tuple(slice(a - b, a - b + n) for a, b, n in ranges)] = source

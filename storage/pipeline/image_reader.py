@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
 
 from ...core.aio import at_most
+from ...core.spans import Where, counting, span
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotFoundError
 from ...planner.coverage import flawed
@@ -25,6 +26,7 @@ from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.read_buffers import ReadBuffers
 from ..runtime.scheduler import Budget
+from .piece_reads import PieceDelivery, are_pieces, connected_reads
 from .unpacking import Stored, Unpacked
 
 __all__ = ["Deliver", "Forward", "ImageReader", "plan_reads"]
@@ -43,12 +45,12 @@ def plan_reads(
     driver: Driver, manifest: Manifest, targets: Targets, read_nbytes: int | None = None
 ) -> LoadPlan:
     """Plan what to read of a checkpoint to fill ``targets``: at most ``read_nbytes`` at a time,
-    which divide a chunk (None: a chunk). Raises DamagedError where the manifest contradicts
-    itself."""
+    which divide a chunk (None: a chunk, or less where the driver reads in pieces). Raises
+    DamagedError where the manifest contradicts itself."""
     m = manifest
     _check_coverage(m, targets)
     if read_nbytes is None:
-        read_nbytes = m.chunk_nbytes
+        read_nbytes = _read_nbytes(m, driver)
     return plan_load(
         m.tensors,
         m.shards,
@@ -58,6 +60,17 @@ def plan_reads(
         block_nbytes=m.block_nbytes,
         gap_nbytes=driver.traits.coalesce_nbytes,
     )
+
+
+def _read_nbytes(m: Manifest, driver: Driver) -> int:
+    """A piece, where the driver reads in pieces that divide a chunk into whole blocks; else a
+    chunk."""
+    piece_nbytes = driver.traits.piece_nbytes
+    if not piece_nbytes or m.compression is not None:
+        return m.chunk_nbytes
+    if m.chunk_nbytes % piece_nbytes or piece_nbytes % m.block_nbytes:
+        return m.chunk_nbytes
+    return piece_nbytes
 
 
 def _check_coverage(m: Manifest, targets: Targets) -> None:
@@ -91,6 +104,7 @@ class ImageReader:
     bytes_read: int = 0
     bytes_wanted: int = 0
     bytes_received: int = 0
+    _chunks: dict[tuple[int, int], Chunk] = field(default_factory=dict)
 
     async def run(
         self,
@@ -107,11 +121,30 @@ class ImageReader:
         the reads that the driver takes.
         """
         self.bytes_wanted = plan.bytes_wanted
-        pages = await self._pages(plan)
+        with span("checksums"):
+            pages = await self._pages(plan)
+        if forward is None and are_pieces(plan, self.driver.traits.piece_nbytes):
+            await self._run_in_pieces(plan, deliver, pages)
+        else:
+            await self._run_whole(plan, deliver, pages, jobs, forward)
+
+    async def _run_whole(
+        self,
+        plan: LoadPlan,
+        deliver: Deliver,
+        pages: dict[tuple[int, int], bytes],
+        jobs: int | None,
+        forward: Forward | None,
+    ) -> None:
+        """Each read of the plan is one of the driver."""
         buffers = ReadBuffers(self.driver, self.manifest.chunk_nbytes)
         images = plan.image.tolist()
         starts = plan.start.tolist()
         sizes = (plan.stop - plan.start).tolist()
+        verifying = counting("verify")
+
+        def where(job: int) -> Where:
+            return Where(self.manifest.image_key(images[job]), starts[job], sizes[job])
 
         async def read(job: int) -> None:
             with self._reading(images[job], starts[job], sizes[job]) as key:
@@ -119,7 +152,8 @@ class ImageReader:
 
         def check_and_deliver(job: int) -> None:
             view = buffers[job].view[: sizes[job]]
-            self._verify(images[job], starts[job], view, pages)
+            with verifying(where(job)):
+                self._verify(images[job], starts[job], view, pages)
             deliver(job, buffers[job])
 
         async def deliver_verified(job: int) -> None:
@@ -140,9 +174,44 @@ class ImageReader:
             ],
             _budget(jobs),
             release=buffers.release,
+            where=where,
         )
         # Jobs are counted, not bytes: buffers are of one size, however short the read.
         await pipeline.run(range(len(sizes)), [1] * len(sizes))
+
+    async def _run_in_pieces(
+        self, plan: LoadPlan, deliver: Deliver, pages: dict[tuple[int, int], bytes]
+    ) -> None:
+        """One read of the driver covers connected reads of the plan; each is one of its pieces."""
+        images = plan.image.tolist()
+        starts = plan.start.tolist()
+        stops = plan.stop.tolist()
+        verifying = counting("verify")
+
+        def where(numbers: range) -> Where:
+            key = self.manifest.image_key(images[numbers[0]])
+            start = starts[numbers[0]]
+            return Where(key, start, stops[numbers[-1]] - start)
+
+        def check_and_deliver(number: int, piece: memoryview) -> None:
+            with verifying(where(range(number, number + 1))):
+                self._verify(images[number], starts[number], piece, pages)
+            deliver(number, HostBuffer.over(piece))
+
+        async def read(numbers: range) -> None:
+            delivery = PieceDelivery(numbers, check_and_deliver)
+            start = starts[numbers[0]]
+            nbytes = stops[numbers[-1]] - start
+            with self._reading(images[numbers[0]], start, nbytes) as key:
+                await self.driver.read_pieces(key, start, nbytes, delivery.take)
+            delivery.finish()
+
+        reads = list(connected_reads(plan, self.manifest.chunk_nbytes))
+        traits = self.driver.traits
+        jobs = max(1, min(traits.concurrency, self.budget_nbytes // (2 * traits.piece_nbytes)))
+        budget = Budget(jobs, {"io": jobs})
+        pipeline = Pipeline([Stage("read", "io", read)], budget, where=where)
+        await pipeline.run(reads, [1] * len(reads))
 
     def jobs(self, reads: int, extra_nbytes: int = 0) -> int:
         """How many jobs the budget allows where each takes ``extra_nbytes`` beyond its buffer:
@@ -216,12 +285,21 @@ class ImageReader:
         self, image: int, start: int, view: memoryview, pages: dict[tuple[int, int], bytes]
     ) -> None:
         m = self.manifest
-        chunk = chunk_at(m, image, start)
+        chunk = self._chunk_at(image, start)
         page = page_of(view, m.block_nbytes)
         stored_page = pages.get((image, chunk.start))
         bad = damaged_ranges(chunk, start, page, m.block_nbytes, stored_page)
         if bad:
             raise damaged(m, self.driver.uri, image, *bad[0], NOT_WHAT_WAS_WRITTEN)
+
+    def _chunk_at(self, image: int, start: int) -> Chunk:
+        """As :func:`chunk_at`, which looks into many columns, once for all pieces of a chunk."""
+        key = (image, start // self.manifest.chunk_nbytes)
+        chunk = self._chunks.get(key)
+        if chunk is None:
+            chunk = chunk_at(self.manifest, image, start)
+            self._chunks[key] = chunk
+        return chunk
 
     async def _pages(self, plan: LoadPlan) -> dict[tuple[int, int], bytes]:
         """The verified pages of the chunks that are read in part, by image and start of the
@@ -229,7 +307,7 @@ class ImageReader:
         partial: list[Chunk] = []
         columns = (plan.image.tolist(), plan.start.tolist(), plan.stop.tolist())
         for image, start, stop in zip(*columns, strict=True):
-            chunk = chunk_at(self.manifest, image, start)
+            chunk = self._chunk_at(image, start)
             is_whole = (start, stop) == (chunk.start, chunk.stop)
             if not is_whole and (not partial or partial[-1] != chunk):
                 partial.append(chunk)

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from ...core.spans import Where, span
 from ...drivers.contract import AtMost, Driver, Upload
 from ...planner.image import DIGEST_NBYTES, ImageLayout
 from ..format.digest import digest, page_of
@@ -22,11 +23,11 @@ from .capture import ChunkSource, chunks_to_write
 from .packing import Packing
 from .upload import Opening, write_pages, writing_order
 
-__all__ = ["ImageWriter", "Progress"]
+__all__ = ["Callbacks", "ImageWriter", "WrittenImage"]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Callbacks:
     """Callbacks of a save, all called on the engine's thread.
 
     ``captured`` is called once, when all bytes are copied; ``sealed`` once, when all are hashed
@@ -38,6 +39,14 @@ class Progress:
     sealed: Callable[[], None]
     moved: Callable[[], None] = lambda: None
     wrote: Callable[[int, int], None] = lambda done_nbytes, total_nbytes: None
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenImage:
+    """An image in storage: the digests of its chunks (C, 16), and the size of its file."""
+
+    digests: npt.NDArray[np.uint8]
+    stored_nbytes: int
 
 
 class ImageWriter:
@@ -54,14 +63,14 @@ class ImageWriter:
         layout: ImageLayout,
         chunks: ChunkSource,
         budget_nbytes: int | None,
-        progress: Progress,
+        callbacks: Callbacks,
         compression: Compression | None = None,
     ) -> None:
         self._driver = driver
         self._layout = layout
         self._chunks = chunks
         self._budget_nbytes = budget_nbytes
-        self._progress = progress
+        self._callbacks = callbacks
         self._packing = None if compression is None else Packing(layout)
         self._buffers: dict[int, HostBuffer] = {}
         count = chunks_to_write(layout)
@@ -69,35 +78,40 @@ class ImageWriter:
         self._uncaptured = count
         self._unhashed = count
         self._written_nbytes = 0
-        self.stored_nbytes = 0
-        """Size of the file, when it is written."""
+        self._key = ""
 
-    async def write(self, key: Callable[[], Awaitable[str]]) -> npt.NDArray[np.uint8]:
+    async def write(self, key: Callable[[], Awaitable[str]]) -> WrittenImage:
         """Write the image to ``key()``, which may become known while chunks are being captured.
 
-        Returns the chunks' digests (C, 16); (0, 16), and writes nothing, where there is no shard.
-        The image is durable on return. After an error, nothing of it is visible.
+        Writes nothing where there is no shard: no digest, and no file. The image is durable on
+        return. After an error, nothing of it is visible.
         """
         if not self._pages:
             self._end_capture()
-            self._progress.sealed()
-            return np.empty((0, DIGEST_NBYTES), np.uint8)
+            self._callbacks.sealed()
+            return WrittenImage(np.empty((0, DIGEST_NBYTES), np.uint8), 0)
         opening = Opening(self._open(key))
         order = self._order()
         sizes = [len(range(*self._layout.chunk_range(chunk))) for chunk in order]
         try:
             await self._pipeline(opening).run(order, sizes)
-            await self._finish(await opening.upload())
+            upload = await opening.upload()
+            with span("upload_commit", Where(self._key)):
+                stored_nbytes = await self._finish(upload)
         except BaseException:
             self._chunks.close()
             await opening.drop()
             raise
         digests = b"".join(map(digest, self._pages))
-        return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+        return WrittenImage(
+            np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES), stored_nbytes
+        )
 
     async def _open(self, key: Callable[[], Awaitable[str]]) -> Upload:
         nbytes = AtMost(self._packing.nbytes_max) if self._packing else self._layout.nbytes
-        return await self._driver.create(await key(), nbytes)
+        self._key = await key()
+        with span("open", Where(self._key)):
+            return await self._driver.create(self._key, nbytes)
 
     def _order(self) -> list[int]:
         """The chunks in the order in which they are written."""
@@ -122,7 +136,12 @@ class ImageWriter:
             self._budget(),
             drain=self._budget_nbytes is not None,
             release=self._release,
+            where=self._where,
         )
+
+    def _where(self, chunk: int) -> Where:
+        start, stop = self._layout.chunk_range(chunk)
+        return Where(self._key, start, stop - start)
 
     def _budget(self) -> Budget:
         traits = self._driver.traits
@@ -141,16 +160,16 @@ class ImageWriter:
     async def _capture(self, chunk: int) -> None:
         self._buffers[chunk] = await self._chunks.take(chunk)
         self._uncaptured -= 1
-        self._progress.moved()
+        self._callbacks.moved()
         if self._uncaptured == 0:
             self._end_capture()
 
     async def _hash(self, chunk: int) -> None:
         self._pages[chunk] = await offload(page_of, self._bytes(chunk), self._layout.block_nbytes)
         self._unhashed -= 1
-        self._progress.moved()
+        self._callbacks.moved()
         if self._unhashed == 0:
-            self._progress.sealed()
+            self._callbacks.sealed()
 
     async def _pack(self, chunk: int) -> None:
         assert self._packing is not None
@@ -162,7 +181,7 @@ class ImageWriter:
         upload = await opening.upload()
         await upload.write(start, self._buffers[chunk].view[:nbytes])
         self._written_nbytes += len(self._bytes(chunk))
-        self._progress.wrote(self._written_nbytes, self._layout.hashed_end)
+        self._callbacks.wrote(self._written_nbytes, self._layout.hashed_end)
 
     def _place(self, chunk: int) -> tuple[int, int]:
         """Where in the file a chunk begins, and its size there."""
@@ -182,10 +201,11 @@ class ImageWriter:
 
     def _end_capture(self) -> None:
         self._chunks.close()  # first, because the trainer may free its tensors after the next line
-        self._progress.captured()
+        self._callbacks.captured()
 
-    async def _finish(self, upload: Upload) -> None:
-        """Write the pages of all chunks, and the index of a compressed image; then commit."""
+    async def _finish(self, upload: Upload) -> int:
+        """Write the pages of all chunks, and the index of a compressed image; then commit. Returns
+        the size of the file."""
         trailer = b"".join(self._pages)
         if self._packing:
             start = self._packing.end
@@ -200,4 +220,4 @@ class ImageWriter:
         finally:
             self._chunks.pool.give(buffer)
         await upload.commit(final_nbytes)
-        self.stored_nbytes = start + len(trailer)
+        return start + len(trailer)

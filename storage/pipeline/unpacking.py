@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ...core.units import round_up
-from ...drivers.contract import Buffer, Driver, Traits
+from ...drivers.contract import Buffer, Driver, TakePiece, Traits
 from ...drivers.layers.layer import Layer
 from ...errors import DamagedError
 from ...planner.image import DIGEST_NBYTES, blocks_of
@@ -69,8 +69,8 @@ class Unpacked(Layer):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Those of the inner driver, except that no memory is handed over."""
-        inner = self.inner.traits
+        """Those of the inner driver, except that no memory is handed over, and no piece."""
+        inner = replace(self.inner.traits, piece_nbytes=0)
         if not inner.hands_over:
             return inner
         values = {f.name: getattr(inner, f.name) for f in fields(inner)}
@@ -87,6 +87,10 @@ class Unpacked(Layer):
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         """See :meth:`Driver.fetch`."""
         return await Driver.fetch(self, key, start, nbytes)
+
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        """See :meth:`Driver.read_pieces`."""
+        await Driver.read_pieces(self, key, start, nbytes, take)
 
     async def read_stored(self, image: int, start: int, stop: int, into: Buffer) -> Stored:
         """Fill the beginning of ``into`` with what is stored of the chunk [start, stop), and verify

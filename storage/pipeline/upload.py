@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 
+from ...core.aio import wait_out
 from ...drivers.contract import Traits, Upload, segments
 from ..runtime.buffers import HostBuffer
 
@@ -34,11 +35,14 @@ class Opening:
 
     async def drop(self) -> None:
         """Abort the upload, however far it has come. After its commit this does nothing."""
+        cancelled: asyncio.CancelledError | None = None
         if not self._upload.done():
             self._upload.cancel()
-            await asyncio.wait([self._upload])
+            cancelled = await wait_out([self._upload])
         if not self._upload.cancelled() and self._upload.exception() is None:
             await self._upload.result().abort()
+        if cancelled is not None:
+            raise cancelled
 
 
 def writing_order(chunks: int, chunk_nbytes: int, nbytes: int, traits: Traits) -> list[int]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ...core.spans import Where, span
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotACheckpointError, NotFoundError, UnsupportedFormatError
 from ..format.manifest import MANIFEST_KEY, Manifest, attempt_in, check_complete
 from ..runtime.engine import offload
 
-__all__ = ["current_attempt", "read_manifest"]
+__all__ = ["current_attempt", "is_current", "read_manifest"]
 
 
 async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
     """The current manifest and its bytes. Raises NotACheckpointError, DamagedError,
     UnsupportedFormatError."""
-    data = await _get_manifest(driver)
-    return await _decode_manifest(driver, data), data
+    with span("manifest", Where(MANIFEST_KEY)):
+        data = await _get_manifest(driver)
+        return await _decode_manifest(driver, data), data
 
 
 async def current_attempt(driver: Driver) -> str | None:
@@ -33,6 +35,14 @@ async def current_attempt(driver: Driver) -> str | None:
         return None
     with _location_added(driver):
         return await offload(attempt_in, data)
+
+
+async def is_current(driver: Driver, attempt: str) -> bool:
+    """Whether the current manifest is that of the attempt with this id. Decodes no tables. Raises
+    NotACheckpointError where there is no manifest; DamagedError, UnsupportedFormatError."""
+    data = await _get_manifest(driver)
+    with _location_added(driver):
+        return await offload(attempt_in, data) == attempt
 
 
 async def _get_manifest(driver: Driver) -> bytes:

@@ -261,7 +261,7 @@ def test_a_file_that_changes_meanwhile_is_not_imported(tmp_path: Path, serve: Se
     uri = fresh_uri()
     with pytest.raises(holdfast.DamagedError, match="changed while it was read"):
         holdfast.import_(f"{folder}/{file.name}", uri)
-    assert list(MemoryDriver(uri.removeprefix("memory://"))._objects) == []
+    assert list(MemoryDriver(uri.removeprefix("memory://")).objects) == []
 
 
 def run(*arguments: str, status: int) -> str:

@@ -18,8 +18,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.bits import difference, fresh_uri, random_bits
+from support.given import Serve
 
 import holdfast
+from holdfast.drivers.contract import Buffer
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.torch_pickle import StoredTensor, leaves, read_pickle
 
@@ -30,7 +33,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def imported(source: Path, **options: Any) -> Any:
+def imported(source: Path | str, **options: Any) -> Any:
     """The state of the checkpoint that is made of a file."""
     uri = fresh_uri()
     holdfast.import_(source, uri, **options)
@@ -56,6 +59,14 @@ def test_what_torch_loads_is_imported(tmp_path: Path, rng: np.random.Generator) 
     expected |= {"parameter": loaded["parameter"].data}
     expected |= {"list.0": loaded["list"][0], "list.1.0": loaded["list"][1][0]}
     assert difference(expected, imported(tmp_path / "a.pt")) is None
+
+
+def test_a_tensor_with_attributes_of_its_own(tmp_path: Path) -> None:
+    """They are left out."""
+    tensor = torch.ones(3)
+    tensor.note = "mine"  # type: ignore[attr-defined]
+    torch.save({"w": tensor}, tmp_path / "a.pt")
+    assert difference({"w": torch.ones(3)}, imported(tmp_path / "a.pt")) is None
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -94,6 +105,21 @@ def test_more_records_than_the_end_of_the_file_tells(tmp_path: Path) -> None:
     assert difference(state, imported(tmp_path / "a.pt")) is None
 
 
+def test_small_records_are_read_together(tmp_path: Path, serve: Serve) -> None:
+    """Not each by itself, after its header, of which there may be tens of thousands."""
+    state = {f"layers.{number}": torch.full((100,), float(number)) for number in range(300)}
+    torch.save(state, tmp_path / "a.pt")
+    keys: list[str] = []
+
+    class Noting(LocalDriver):
+        async def read(self, key: str, start: int, into: Buffer) -> None:
+            keys.append(key)
+            await super().read(key, start, into)
+
+    assert difference(state, imported(f"{serve(lambda _: Noting(tmp_path))}/a.pt")) is None
+    assert len(keys) < 6
+
+
 def with_pickle(path: Path, data: bytes) -> Path:
     """A file of torch.save, with another pickle in it."""
     torch.save({"w": torch.ones(3)}, path)
@@ -129,9 +155,11 @@ def hostile_pickles(trace: Path) -> dict[str, bytes]:
         "stacked": b"\x80\x04\x8c\x05posix\x8c\x06system\x93" + short + b"\x85R.",
         "opcode b'i'": b"(" + short + b"iposix\nsystem\n.",
         "opcode b'o'": b"\x80\x02(" + short + short + b"o.",
-        "opcode b'\\\\x81'": b"\x80\x02)" + b"\x81.",
+        "makes an object of": b"\x80\x02ccollections\nOrderedDict\n)\x81.",
         "opcode b'\\\\x82'": b"\x80\x02\x82\x01.",
         "torch.load": b"\x80\x02ctorch\nload\n" + short + b"\x85R.",
+        "of a class of its own": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(NNNNtR.",
+        "made in an unknown way": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(Nctorch\nTensor\nNNtR.",
         "no function": b"\x80\x02" + short + short + b"\x85R.",
         "names torch._utils": b"\x80\x02ctorch._utils\n_rebuild_sparse_tensor\n.",
         "in an unknown way": b"\x80\x02" + short + b"Q.",
@@ -154,7 +182,7 @@ def test_a_pickle_that_asks_for_anything_is_refused(tmp_path: Path, what: str) -
     with pytest.raises(holdfast.UnsupportedFormatError, match=message):
         holdfast.import_(file, uri)
     assert not trace.exists()
-    assert not MemoryDriver(uri.removeprefix("memory://"))._objects
+    assert not MemoryDriver(uri.removeprefix("memory://")).objects
 
 
 def test_the_traces_would_be_seen(tmp_path: Path) -> None:

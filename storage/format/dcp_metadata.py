@@ -1,0 +1,217 @@
+"""Reads the ``.metadata`` of a folder of torch's distributed checkpoint (DCP) as data: which
+tensors and values there are, and in which file each of their parts lies.
+
+The file is a pickle of some dataclasses. It is read by :mod:`.torch_pickle`, which runs nothing of
+it; any class that is not named here refuses the file. Nothing that it says is believed: a part must
+lie within its tensor, and a file in the folder.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...planner.box import Box
+from .torch_pickle import NEW_DTYPES, Name, Record, Value, read_pickle
+
+__all__ = [
+    "DCP_FILE",
+    "DCP_METADATA_KEY",
+    "FilePart",
+    "FolderContents",
+    "StoredParts",
+    "read_metadata",
+]
+
+DCP_METADATA_KEY = ".metadata"
+DCP_FILE = re.compile(r"holdfast-[0-9]+\.distcp")
+"""Names of the files of an export. DCP's own writer has others."""
+
+Path = tuple[str | int, ...]
+
+_METADATA = "torch.distributed.checkpoint.metadata."
+_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_KNOWN = {
+    _STORAGE_INFO,
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib.PurePosixPath",
+    "pathlib._local.PosixPath",
+    *(
+        _METADATA + name
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+_FILE_NAME = re.compile(r"(?!\.\.?$)[^/\\\0]+")
+_NBYTES_MAX = 1 << 62
+_DIMS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """``nbytes`` bytes of the file ``key`` of the folder, from byte ``start`` on."""
+
+    key: str
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParts:
+    """A tensor, and its boxes with the place of each; ``dtype`` is torch's name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[Box, FilePart], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderContents:
+    """Tensors and values by name. ``paths`` are the keys that lead to an item in the state, as far
+    as the planner has noted them."""
+
+    tensors: Mapping[str, StoredParts]
+    values: Mapping[str, FilePart]
+    paths: Mapping[str, Path]
+
+
+def read_metadata(data: bytes) -> FolderContents:
+    """What the folder holds. Raises ValueError, which names what is not known or not possible."""
+    root = read_pickle(data, _KNOWN.__contains__)
+    fields = _fields(root, _METADATA + "Metadata")
+    places = _places(fields.get("storage_data"))
+    tensors: dict[str, StoredParts] = {}
+    values: dict[str, FilePart] = {}
+    for name, item in _dict(fields.get("state_dict_metadata")).items():
+        if not isinstance(name, str):
+            raise ValueError(f"an item is named {name!r:.100}")
+        if isinstance(item, Record) and item.name == _METADATA + "BytesStorageMetadata":
+            values[name] = _place_of(places, name, None)
+        else:
+            tensors[name] = _tensor(name, item, places)
+    return FolderContents(tensors, values, _paths(fields.get("planner_data")))
+
+
+_Places = Mapping[tuple[str, tuple[int, ...] | None], FilePart]
+
+
+def _places(storage_data: Value) -> _Places:
+    """By name and offset of a part, where it lies."""
+    if not isinstance(storage_data, dict):
+        raise ValueError("it does not say where its items lie")
+    places = {}
+    for index, info in storage_data.items():
+        key = _fields(index, _METADATA + "MetadataIndex")
+        name = key.get("fqn")
+        offset = key.get("offset")
+        if not isinstance(name, str):
+            raise ValueError("a part has no name")
+        if offset is not None:
+            offset = _counts(offset)
+        places[name, offset] = _file_part(name, _fields(info, _STORAGE_INFO))
+    return places
+
+
+def _file_part(name: str, info: Mapping[Value, Value]) -> FilePart:
+    if info.get("transform_descriptors"):
+        raise ValueError(f"{name!r} is written through an extension, which is not known")
+    file = info.get("relative_path")
+    if not isinstance(file, str) or _FILE_NAME.fullmatch(file) is None:
+        raise ValueError(f"{name!r} is in {file!r:.200}, which is no file of its folder")
+    start, nbytes = _counts((info.get("offset"), info.get("length")))
+    return FilePart(file, start, nbytes)
+
+
+def _tensor(name: str, item: Value, places: _Places) -> StoredParts:
+    fields = _fields(item, _METADATA + "TensorStorageMetadata")
+    dtype = _dtype(name, _state(fields.get("properties"), _METADATA + "TensorProperties"))
+    shape = _counts(fields.get("size"))
+    if math.prod(shape) * NEW_DTYPES[dtype] >= _NBYTES_MAX:
+        raise ValueError(f"{name!r} is larger than any tensor")
+    chunks = fields.get("chunks")
+    if not isinstance(chunks, list):
+        raise ValueError(f"{name!r} has no list of parts")
+    boxes = [_box(name, chunk, shape) for chunk in chunks]
+    placed = tuple((box, _place_of(places, name, box.offsets)) for box in boxes)
+    return StoredParts(dtype, shape, placed)
+
+
+def _dtype(name: str, properties: Value) -> str:
+    """Torch's name of a dtype, which is the first of the properties of a tensor."""
+    if isinstance(properties, tuple) and properties and isinstance(properties[0], Name):
+        dtype = properties[0].text.removeprefix("torch.")
+        if dtype in NEW_DTYPES:
+            return dtype
+    raise ValueError(f"{name!r} is of no known dtype")
+
+
+def _box(name: str, chunk: Value, shape: tuple[int, ...]) -> Box:
+    fields = _fields(chunk, _METADATA + "ChunkStorageMetadata")
+    offsets = _counts(fields.get("offsets"))
+    lengths = _counts(fields.get("sizes"))
+    if not len(offsets) == len(lengths) == len(shape) or any(
+        offset + length > size for offset, length, size in zip(offsets, lengths, shape, strict=True)
+    ):
+        raise ValueError(f"a part of {name!r} is not within it")
+    return Box(offsets, lengths)
+
+
+def _place_of(places: _Places, name: str, offset: tuple[int, ...] | None) -> FilePart:
+    place = places.get((name, offset))
+    if place is None:
+        raise ValueError(f"it does not say where a part of {name!r} lies")
+    return place
+
+
+def _paths(planner_data: Value) -> Mapping[str, Path]:
+    if not isinstance(planner_data, dict):
+        return {}
+    return {
+        name: path
+        for name, path in planner_data.items()
+        if isinstance(name, str)
+        and isinstance(path, tuple)
+        and all(type(key) in (str, int) for key in path)
+    }
+
+
+def _state(value: Value, name: str) -> Value:
+    if not isinstance(value, Record):
+        raise ValueError(f"it has a {type(value).__name__} in the place of a {name}")
+    if value.name != name:
+        raise ValueError(f"it has a {value.name} in the place of a {name}")
+    return value.state
+
+
+def _fields(value: Value, name: str) -> Mapping[Value, Value]:
+    """The fields of a dataclass."""
+    state = _state(value, name)
+    if not isinstance(state, dict):
+        raise ValueError(f"a {name} has no fields")
+    return state
+
+
+def _dict(value: Value) -> Mapping[Value, Value]:
+    if not isinstance(value, dict):
+        raise ValueError("it lists no items")
+    return value
+
+
+def _counts(value: Value) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or len(value) > _DIMS_MAX:
+        raise ValueError("a shape or a place is none")
+    for number in value:
+        if type(number) is not int or not 0 <= number < _NBYTES_MAX:
+            raise ValueError("a shape or a place is none")
+    return value

@@ -1,0 +1,186 @@
+"""What a folder of torch's distributed checkpoint (DCP) consists of: its tensors, each with its
+boxes and where their elements lie, and its values.
+
+``.metadata`` names the items. Each is a part of a file, as ``torch.save`` has written it. Where the
+elements of a box begin in a large one is found by a look at its beginning and its end; a small one
+is looked at when it is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from ...core.aio import at_most
+from ...drivers.contract import Driver
+from ...errors import DamagedError, UnsupportedFormatError
+from ...planner.box import Box
+from ..format.dcp_metadata import (
+    DCP_METADATA_KEY,
+    FilePart,
+    FolderContents,
+    StoredParts,
+    read_metadata,
+)
+from ..format.torch_pickle import NEW_DTYPES, Name, StoredTensor, Value, leaves
+from ..pipeline.file_chunks import ENCLOSED_NBYTES_MAX, Enclosed, Stretch
+from ..runtime.engine import offload
+from .archive_reader import ArchiveReader, WholeArchive
+from .model_source import Model, SourceTensor, stamps_of
+
+__all__ = ["read_dcp_model"]
+
+_METADATA_NBYTES_MAX = 1 << 30
+_TAIL_NBYTES = 4096
+"""The directory of a file with one tensor."""
+
+
+async def read_dcp_model(driver: Driver, choose: Callable[[Iterable[str]], Sequence[str]]) -> Model:
+    """The items of a folder that ``choose`` picks by their names. Others are not looked at.
+
+    Raises UnsupportedFormatError for what DCP does not write, or writes of objects, by name, before
+    any other file is read; DamagedError where an item is not what ``.metadata`` says;
+    NotFoundError, StorageError.
+    """
+    contents = await _read_contents(driver)
+    names = choose([*contents.tensors, *contents.values])
+    tensors = {name: contents.tensors[name] for name in names if name in contents.tensors}
+    values = {name: contents.values[name] for name in names if name in contents.values}
+    keys = {place.key for stored in tensors.values() for _, place in stored.boxes}
+    stamps = await stamps_of(driver, sorted(keys | {place.key for place in values.values()}))
+    places = [
+        *values.values(),
+        *(place for stored in tensors.values() for _, place in stored.boxes),
+    ]
+    _check_within(driver, places, {key: nbytes for key, (nbytes, _) in stamps.items()})
+    found_values = await _read_values(driver, values)
+    found = await _locate(driver, tensors)
+    return Model(tuple(found), stamps, values=found_values, paths=contents.paths)
+
+
+async def _read_contents(driver: Driver) -> FolderContents:
+    info = await driver.stat(DCP_METADATA_KEY)
+    try:
+        if info.nbytes > _METADATA_NBYTES_MAX:
+            raise ValueError(f"it has {info.nbytes:,} bytes")
+        return await offload(read_metadata, await driver.get(DCP_METADATA_KEY))
+    except ValueError as error:
+        raise UnsupportedFormatError(
+            f"this folder of torch's distributed checkpoint is not read: {error}",
+            uri=driver.uri,
+            key=DCP_METADATA_KEY,
+            advice="Load it with torch.distributed.checkpoint, and save the state with holdfast.",
+        ) from error
+
+
+def _check_within(driver: Driver, places: Iterable[FilePart], sizes: dict[str, int]) -> None:
+    for place in places:
+        if place.start + place.nbytes > sizes[place.key]:
+            raise DamagedError(
+                "the file is shorter than .metadata says", uri=driver.uri, key=place.key
+            )
+
+
+async def _read_values(driver: Driver, places: dict[str, FilePart]) -> dict[str, object]:
+    found: dict[str, object] = {}
+
+    async def read(name: str, place: FilePart) -> None:
+        archive = _archive(driver, place)
+        try:
+            value = await archive.value()
+            await offload(_check_plain, value)
+        except (UnsupportedFormatError, ValueError) as error:
+            reason = error.args[0] if error.args else error
+            raise UnsupportedFormatError(
+                f"{name!r} is no plain value: {reason}",
+                uri=driver.uri,
+                key=place.key,
+                advice=f"Leave it out: --skip {name!r}, or skip=[{name!r}].",
+            ) from error
+        found[name] = value
+
+    await at_most(driver.traits.concurrency, (read(*item) for item in places.items()))
+    return {name: found[name] for name in places}
+
+
+def _check_plain(value: Value) -> None:
+    """Raise ValueError for a value with anything in it but containers and small values."""
+    for path, leaf in leaves(value):
+        if isinstance(leaf, StoredTensor):
+            raise ValueError(f"it holds a tensor at {path or 'its place'}")
+        if isinstance(leaf, Name):
+            raise ValueError(f"it holds {leaf.text}")
+
+
+async def _locate(driver: Driver, tensors: dict[str, StoredParts]) -> list[SourceTensor]:
+    """All boxes of all tensors, in order."""
+    boxes = [
+        (name, stored, box, place)
+        for name, stored in tensors.items()
+        for box, place in stored.boxes
+    ]
+    found: dict[int, Stretch | Enclosed] = {}
+
+    async def locate(number: int) -> None:
+        name, stored, box, place = boxes[number]
+        archive = _archive(driver, place)
+        tensor = _checked(archive, await archive.value(), name, stored.dtype, box)
+        found[number] = (await archive.places({name: tensor}))[name]
+
+    large = [
+        number for number, (*_, place) in enumerate(boxes) if place.nbytes > ENCLOSED_NBYTES_MAX
+    ]
+    await at_most(driver.traits.concurrency, map(locate, large))
+    items = _SmallItems(driver.uri)
+    return [
+        SourceTensor(
+            name,
+            stored.dtype,
+            stored.shape,
+            found.get(number) or items.place_of(name, stored.dtype, box, place),
+            box,
+        )
+        for number, (name, stored, box, place) in enumerate(boxes)
+    ]
+
+
+class _SmallItems:
+    """Items that are found in what is read for them."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._known: dict[bytes, Value] = {}
+
+    def place_of(self, name: str, dtype: str, box: Box, place: FilePart) -> Enclosed:
+        """The elements of a box, in its item. Raises DamagedError where they cannot be in it."""
+        nbytes = math.prod(box.lengths) * NEW_DTYPES[dtype]
+        where = _stretch(place)
+        if nbytes > where.nbytes:
+            raise DamagedError(
+                f"what is stored for {name!r} is smaller than .metadata says",
+                uri=self._uri,
+                key=place.key,
+            )
+        return Enclosed(where, nbytes, 0, partial(self._find, name, dtype, box, where))
+
+    def _find(self, name: str, dtype: str, box: Box, where: Stretch, content: memoryview) -> int:
+        archive = WholeArchive(self._uri, where, content)
+        tensor = _checked(archive, archive.value(self._known), name, dtype, box)
+        return archive.start_of(name, tensor)
+
+
+def _checked(
+    archive: ArchiveReader | WholeArchive, item: Value, name: str, dtype: str, box: Box
+) -> StoredTensor:
+    if not isinstance(item, StoredTensor) or (item.dtype, item.shape) != (dtype, box.lengths):
+        raise archive.damaged(f"what is stored for {name!r} is not what .metadata says")
+    return item
+
+
+def _archive(driver: Driver, place: FilePart) -> ArchiveReader:
+    return ArchiveReader(driver, _stretch(place), _TAIL_NBYTES)
+
+
+def _stretch(place: FilePart) -> Stretch:
+    return Stretch(place.key, place.start, place.nbytes)

@@ -1,0 +1,100 @@
+"""The state that is saved where tensors come from files: its tensors have no memory, and their
+chunks are read from where they lie."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...planner.box import Box
+from ...planner.columns import volumes
+from ...planner.layout import BoxLayout, Layout
+from ..pipeline.file_chunks import Enclosed, Stretch
+from ..state.adapters.shards import Shard
+from ..state.by_path import Path, flat_state_at, sound_paths
+from ..state.dtypes import dtype_of
+from ..state.flat_state import FlatState
+from ..state.plan import ImagePlan
+from .model_source import Model, SourceTensor
+
+__all__ = ["places_of", "source_state"]
+
+_STAND_IN = torch.empty(0)
+"""In the place of every tensor, since none is in memory."""
+
+
+def source_state(
+    model: Model, new_names: Mapping[str, str]
+) -> tuple[FlatState, Sequence[SourceTensor]]:
+    """The state that has everything of ``model``, under new names; and per row of it, which tensor
+    it is. What keeps its name is at its path in the state, where that is known; else its name is
+    its key.
+
+    Raises StateError for a value that cannot be stored.
+    """
+    parts: defaultdict[str, list[SourceTensor]] = defaultdict(list)
+    for tensor in model.tensors:
+        parts[new_names[tensor.name]].append(tensor)
+    values = {new_names[name]: value for name, value in model.values.items()}
+    items = {**values, **dict.fromkeys(parts, _STAND_IN)}
+    flat = flat_state_at(_paths_of(model, new_names), items)
+    flat.placeholders = {}  # a tensor without elements is one: there is no module to hold them
+    sources = [parts[name][0] for name in flat.names]
+    for name, container in list(zip(flat.names, flat.containers, strict=True)):
+        further = parts[name][1:]
+        flat.names += [name] * len(further)
+        flat.containers += [container] * len(further)
+        sources += further
+    flat.shapes = [tensor.shape for tensor in sources]
+    flat.dtypes = [dtype_of(tensor.dtype, tensor.itemsize) for tensor in sources]
+    flat.layouts = [_layout_of(tensor) for tensor in sources]
+    flat.locals = [_STAND_IN] * len(sources)
+    flat.origins = [_STAND_IN] * len(sources)
+    flat.alias = _aliases(sources)
+    return flat, sources
+
+
+def places_of(
+    plan: ImagePlan, sources: Sequence[SourceTensor]
+) -> list[tuple[Stretch | Enclosed, int, int]]:
+    """Where the bytes of each shard of an image lie, in files: from which byte of a place on, and
+    how many."""
+    held = plan.held
+    starts = (held.local_start * held.itemsize).tolist()
+    sizes = (volumes(held.lengths) * held.itemsize).tolist()
+    places = [sources[row].where for row in held.tensor.tolist()]
+    return list(zip(places, starts, sizes, strict=True))
+
+
+def _paths_of(model: Model, new_names: Mapping[str, str]) -> dict[str, Path]:
+    """By new name, where in the state it is."""
+    paths: dict[str, Path] = {}
+    for name, new_name in new_names.items():
+        path = model.paths.get(name, ())
+        if new_name != name or ".".join(map(str, path)) != name:
+            path = (new_name,)
+        paths[new_name] = path
+    return sound_paths(paths)
+
+
+def _layout_of(tensor: SourceTensor) -> Layout:
+    """Which part of a tensor it is."""
+    if not isinstance(tensor.part, tuple):
+        box = tensor.part or Box((0,) * len(tensor.shape), tensor.shape)
+        return BoxLayout(tensor.shape, box)
+    start, stop = tensor.part
+    return Shard(torch.empty(()).expand(stop - start), shape=tensor.shape, flat=tensor.part).layout
+
+
+def _aliases(sources: Sequence[SourceTensor]) -> list[int]:
+    """Per row, an earlier one that is a whole tensor in the very same part of a file, or -1."""
+    first: dict[object, int] = {}
+    aliases = []
+    for row, tensor in enumerate(sources):
+        before = row
+        if tensor.where.nbytes and tensor.part is None:
+            before = first.setdefault((tensor.where, tensor.dtype, tensor.shape), row)
+        aliases.append(before if before != row else -1)
+    return aliases

@@ -1,0 +1,186 @@
+"""Loads from storage that is read in pieces: every byte is verified before it is delivered, and
+nothing is delivered twice."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from support.given import Serve
+
+import holdfast
+from holdfast.drivers.contract import Buffer, TakePiece
+from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer
+from holdfast.drivers.layers.hedge import HedgeLayer
+from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.drivers.pieces import PieceJoiner, Rooms
+from holdfast.errors import DamagedError
+
+PIECE_NBYTES = 1 << 20
+CHUNK_NBYTES = 16 << 20
+
+
+@dataclass
+class Seen:
+    """The ranges that were read in pieces, and in which byte of an object each read is damaged."""
+
+    uri: str = ""
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    flips: int | None = None
+
+
+class InPieces(MemoryDriver):
+    """Storage that is best read in pieces."""
+
+    def __init__(self, location: str, seen: Seen) -> None:
+        super().__init__(location)
+        self.seen = seen
+        self.traits = replace(self.traits, piece_nbytes=PIECE_NBYTES)
+
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        self.seen.ranges.append((start, start + nbytes))
+        await super().read_pieces(key, start, nbytes, take)
+
+    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        data = bytearray(await super().fetch(key, start, nbytes))
+        flips = self.seen.flips
+        if flips is not None and start <= flips < start + nbytes:
+            data[flips - start] ^= 1
+        return memoryview(data)
+
+
+@pytest.fixture
+def seen(serve: Serve) -> Seen:
+    """What drivers that read in pieces see."""
+    made = Seen()
+    made.uri = serve(lambda location: InPieces(location, made))
+    return made
+
+
+def _state() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    sizes = [3, (20 << 20) + 5, 700_001, 64 << 10, 3 << 20]
+    return {
+        f"t{number}": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=random)
+        for number, size in enumerate(sizes)
+    }
+
+
+def test_pieces_are_counted_in_the_thread_that_delivers_them(seen: Seen) -> None:
+    """A read is a chunk; what is verified and scattered are pieces."""
+    state = _state()
+    holdfast.save(f"{seen.uri}/saved", state)
+    reports: list[holdfast.LoadReport] = []
+    holdfast.load(f"{seen.uri}/saved", into=state, on_report=reports.append)
+    stages = reports[0].stages
+    assert (stages["read"].count, stages["verify"].count) == (2, 24)
+    assert stages["scatter"].nbytes == stages["verify"].nbytes == stages["read"].nbytes
+
+
+def test_all_of_a_chunk_is_one_read(seen: Seen) -> None:
+    """Chunks are read whole, each once, and the tensors get their bytes."""
+    state = _state()
+    holdfast.save(f"{seen.uri}/saved", state)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    holdfast.load(f"{seen.uri}/saved", into=target)
+    assert all(torch.equal(target[name], state[name]) for name in state)
+    assert [start for start, _ in sorted(seen.ranges)] == [0, CHUNK_NBYTES]
+
+
+def test_a_part_of_a_checkpoint_takes_its_pieces(seen: Seen) -> None:
+    """What is not wanted lies between two reads, and is not read."""
+    state = _state()
+    holdfast.save(f"{seen.uri}/saved", state)
+    target = {"t0": torch.zeros_like(state["t0"]), "t3": torch.zeros_like(state["t3"])}
+    holdfast.load(f"{seen.uri}/saved", into=target, strict=False)
+    assert all(torch.equal(target[name], state[name]) for name in target)
+    assert sum(stop - start for start, stop in seen.ranges) <= 4 * (64 << 10)
+
+
+def test_no_damaged_piece_is_delivered(seen: Seen) -> None:
+    """A flipped byte is reported with its block; the piece that holds it reaches no tensor."""
+    size = 4 * PIECE_NBYTES
+    holdfast.save(f"{seen.uri}/saved", {"w": torch.ones(size, dtype=torch.uint8)})
+    target = {"w": torch.zeros(size, dtype=torch.uint8)}
+    seen.flips = 2 * PIECE_NBYTES + 12_345
+    with pytest.raises(DamagedError, match="not what was written"):
+        holdfast.load(f"{seen.uri}/saved", into=target)
+    # The image begins with a header, so that pieces and tensors do not meet.
+    assert int(target["w"][2 * PIECE_NBYTES : 3 * PIECE_NBYTES - 4096].sum()) == 0
+    assert int(target["w"].sum()) > 0
+
+
+def test_a_read_that_broke_goes_on_after_what_was_taken() -> None:
+    """A retry passes no byte twice, and none is lost."""
+    content = bytes(range(256)) * 40_000
+    below = InPieces("broke", Seen())
+    driver = RetryLayer(
+        FaultsLayer(below, FaultPlan(seed=1, short=0.5)), RetryPolicy(100, None, first_pause_s=1e-4)
+    )
+
+    async def read() -> bytes:
+        taken = bytearray()
+        await below.put("k", content)
+        await driver.read_pieces("k", 7, len(content) - 7, taken.extend)
+        return bytes(taken)
+
+    assert asyncio.run(read()) == content[7:]
+    assert len(below.seen.ranges) > 1
+
+
+def test_a_bit_is_flipped_in_one_piece() -> None:
+    """The layer of faults damages what is read in pieces, too: one bit."""
+    content = bytes(3 * PIECE_NBYTES)
+    below = InPieces("flips", Seen())
+
+    async def read() -> bytes:
+        taken = bytearray()
+        await below.put("k", content)
+        driver = FaultsLayer(below, FaultPlan(seed=1, flip=1.0))
+        await driver.read_pieces("k", 0, len(content), taken.extend)
+        return bytes(taken)
+
+    found = asyncio.run(read())
+    assert len(found) == len(content)
+    assert sum(byte.bit_count() for byte in found if byte) == 1
+
+
+def test_hedged_reads_are_whole() -> None:
+    """A second read needs memory of its own, so a hedged driver is not read in pieces."""
+    assert HedgeLayer(InPieces("hedged", Seen()), 5).traits.piece_nbytes == 0
+
+
+@pytest.mark.parametrize("arrived_nbytes", [1, 7, 10, 64, 1000])
+@pytest.mark.parametrize(("start", "nbytes"), [(0, 100), (3, 97), (10, 10), (19, 2), (5, 0)])
+def test_pieces_are_joined_to_multiples(start: int, nbytes: int, arrived_nbytes: int) -> None:
+    """Whatever arrives at a time, pieces end at multiples of their size; after a restart, what was
+    not taken arrives again."""
+    content = bytes(range(128))
+    taken: list[bytes] = []
+    joiner = PieceJoiner(start, nbytes, 10, lambda piece: taken.append(bytes(piece)), bytearray(10))
+    half = content[start : start + nbytes // 2]
+    rest_of = content[: start + nbytes]
+    for at in range(0, len(half), arrived_nbytes):
+        joiner.add(memoryview(half[at : at + arrived_nbytes]))
+    joiner.restart()
+    rest = rest_of[joiner.reached :]
+    assert len(rest) == joiner.left_nbytes
+    for at in range(0, len(rest), arrived_nbytes):
+        joiner.add(memoryview(rest[at : at + arrived_nbytes]))
+    assert b"".join(taken) == content[start : start + nbytes]
+    ends = [start + sum(map(len, taken[: count + 1])) for count in range(len(taken))]
+    assert all(end % 10 == 0 for end in ends[:-1])
+    assert all(0 < len(piece) <= 10 for piece in taken)
+
+
+def test_rooms_are_used_again_and_never_shared() -> None:
+    """Reads at the same time have memory of their own each; later ones get what is free."""
+    rooms = Rooms(PIECE_NBYTES)
+    with rooms.room() as first, rooms.room() as second:
+        assert first is not second
+        assert len(first) == len(second) == PIECE_NBYTES
+    with rooms.room() as third, rooms.room() as fourth:
+        assert {id(third), id(fourth)} == {id(first), id(second)}
