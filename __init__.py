@@ -18,6 +18,7 @@ from .core.forks import groups as _groups  # noqa: F401 - a fork may come before
 from .core.forks import renewal as _renewal  # noqa: F401 - before the first import that a fork may have to wait for
 
 if TYPE_CHECKING:
+    from .core.spans import SlowOperation, StageReport
     from .errors import (
         AccessError,
         BusyError,
@@ -78,6 +79,8 @@ _HOME = {
     "SaveHandle": ".storage.operations.handle",
     "SaveReport": ".storage.operations.report",
     "Shard": ".storage.state.adapters.shards",
+    "SlowOperation": ".core.spans",
+    "StageReport": ".core.spans",
     "TensorInfo": ".storage.operations.reader",
     "async_save": ".storage.api",
     "copy": ".storage.operations.copy",
@@ -110,6 +113,8 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "SaveHandle",
     "SaveReport",
     "Shard",
+    "SlowOperation",
+    "StageReport",
     "TensorInfo",
     "async_save",
     "copy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
-from .format.packed import Compression, checked_compression
+from .format.packed import Compression
 from .operations.call_errors import announcing_errors_of_call
 from .operations.differences import Strict
 from .operations.foreign import explains
@@ -19,15 +19,16 @@ from .operations.options import (
     Only,
     SaveOptions,
     UriLike,
-    check_budget,
 )
 from .operations.report import LoadReport, SaveReport
 from .operations.start_load import load_state
 from .operations.start_save import Destination, begin_save, step_of_state
+from .operations.telemetry import Telemetry
 from .ranks.process_group import Group, acting_in
 from .runtime.buffers import release_pools
 from .runtime.engine import check_may_wait
 from .runtime.progress import ProgressCallback
+from .state.flatten import Default
 from .state.lazy import fence
 
 __all__ = ["async_save", "fence", "load", "release_memory", "save"]
@@ -46,8 +47,10 @@ def save(
     storage_options: Mapping[str, object] | None = None,
     compression: Compression | None = None,
     allow_empty: bool = False,
+    default: Default | None = None,
     process_group: Group = None,
     progress: ProgressCallback | None = None,
+    telemetry: Telemetry = "on",
 ) -> SaveReport:
     """Save ``state`` as the checkpoint ``uri``; return when it is committed, on every rank.
 
@@ -69,11 +72,18 @@ def save(
     A state whose tensors have no elements at all, or have none where its weights should be, is a
     StateError: some frameworks keep the elements elsewhere. ``allow_empty=True`` saves it.
 
+    ``default``: as that of :func:`json.dumps`. Called with each value that cannot be stored as it
+    is, such as a set, an enum or a dataclass, it returns what is stored instead, of which the same
+    holds; or it raises TypeError, which becomes a StateError with the path. Nothing undoes it: a
+    load gives what it has returned.
+
     ``process_group``: the ranks that call this, where those are not all ranks of the job; the
     checkpoint is that of a job of these ranks. ``"self"``: this rank alone.
 
     ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the
     bytes of this rank's image that are written, and all of them. What it raises ends the save.
+
+    ``telemetry``: the report says where the time went, stage by stage. ``"off"`` records nothing.
 
     Atomic: a checkpoint that was at ``uri`` is replaced whole, or, after any failure, untouched.
     Raises StateError for what cannot be saved and UriError, both before any I/O; SaveError,
@@ -85,15 +95,17 @@ def save(
         step = step_of_state(state)
     with acting_in(process_group):
         with announcing_errors_of_call("save", uri, step, deadline_s):
-            check_budget(budget_nbytes)
             options = SaveOptions(
                 budget_nbytes=budget_nbytes,
                 deadline_s=deadline_s,
                 timeout_s=timeout_s,
-                compression=checked_compression(compression),
+                compression=compression,
                 allow_empty=allow_empty,
+                default=default,
                 progress=progress,
+                telemetry=telemetry,
             )
+            options.check()
             to = Destination(uri, storage_options)
         handle, future = begin_save(to, state, step, options, logs_failure=False)
     try:
@@ -117,8 +129,10 @@ def async_save(
     storage_options: Mapping[str, object] | None = None,
     compression: Compression | None = None,
     allow_empty: bool = False,
+    default: Default | None = None,
     process_group: Group = None,
     progress: ProgressCallback | None = None,
+    telemetry: Telemetry = "on",
 ) -> SaveHandle:
     """Begin to save ``state`` as the checkpoint ``uri``; return when every byte of it is copied to
     host memory.
@@ -141,17 +155,18 @@ def async_save(
         step = step_of_state(state)
     with acting_in(process_group):
         with announcing_errors_of_call("save", uri, step, deadline_s):
-            if budget_nbytes is not None:
-                check_budget(budget_nbytes)
             options = SaveOptions(
                 lazy=lazy,
                 budget_nbytes=budget_nbytes,
                 deadline_s=deadline_s,
                 timeout_s=timeout_s,
-                compression=checked_compression(compression),
+                compression=compression,
                 allow_empty=allow_empty,
+                default=default,
                 progress=progress,
+                telemetry=telemetry,
             )
+            options.check()
             to = Destination(uri, storage_options)
         handle, future = begin_save(to, state, step, options)
     if not lazy:
@@ -178,6 +193,7 @@ def load(
     process_group: Group = ...,
     on_report: Callable[[LoadReport], None] | None = ...,
     progress: ProgressCallback | None = ...,
+    telemetry: Telemetry = ...,
 ) -> Any: ...
 @overload
 def load(
@@ -194,6 +210,7 @@ def load(
     process_group: Group = ...,
     on_report: Callable[[LoadReport], None] | None = ...,
     progress: ProgressCallback | None = ...,
+    telemetry: Telemetry = ...,
 ) -> T: ...
 @explains("uri", "storage_options")
 def load(
@@ -210,6 +227,7 @@ def load(
     process_group: Group = None,
     on_report: Callable[[LoadReport], None] | None = None,
     progress: ProgressCallback | None = None,
+    telemetry: Telemetry = "on",
 ) -> object:
     """Load the checkpoint ``uri`` into ``into``, whatever layouts the two have; return ``into``.
 
@@ -236,12 +254,12 @@ def load(
     matter. True: among all ranks, over the network too. False: each rank reads for itself. All
     ranks give the same.
 
-    ``process_group``: the ranks that call this, where those are not all ranks of the job; ``"self"``:
-    this rank alone.
+    ``process_group``: the ranks that call this, where those are not all ranks of the job;
+    ``"self"``: this rank alone.
 
     ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the
     bytes of the checkpoint that this rank has read or received, and all that it will have. What it
-    raises ends the load.
+    raises ends the load. ``telemetry`` as in :func:`save`.
 
     Raises NotACheckpointError, DamagedError, StorageError, RankFailedError, DeadlineError; after
     those, tensors may be partly filled.
@@ -256,6 +274,7 @@ def load(
         exchange=exchange,
         on_report=on_report,
         progress=progress,
+        telemetry=telemetry,
     )
     with acting_in(process_group):
         return load_state(uri, into, options)

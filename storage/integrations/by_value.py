@@ -25,14 +25,15 @@ _VALUE = "value"
 _DEPTH_MAX = 200
 """What is nested deeper is refused by the save."""
 
-_ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+_Convert = Callable[[Any], Any]
+_ENCODERS: dict[type, tuple[str, _Convert]] = {
     Namespace: ("argparse.Namespace", vars),
     SimpleNamespace: ("types.SimpleNamespace", vars),
     PurePath: ("pathlib.Path", str),
     set: ("set", list),
     frozenset: ("frozenset", list),
 }
-_DECODERS: dict[str, Callable[[Any], Any]] = {
+_DECODERS: dict[str, _Convert] = {
     "argparse.Namespace": lambda value: Namespace(**value),
     "types.SimpleNamespace": lambda value: SimpleNamespace(**value),
     "pathlib.Path": Path,
@@ -41,7 +42,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def to_stored(value: Any, keys: tuple[Key, ...] = ()) -> Any:
+def to_stored(value: object, keys: tuple[Key, ...] = ()) -> Any:
     """``value``, which lies at ``keys`` of a state, as Holdfast can save it. Raises StateError for
     an object with a state."""
     if has_state(value):
@@ -57,7 +58,7 @@ def to_stored(value: Any, keys: tuple[Key, ...] = ()) -> Any:
     return _with_items(value, lambda key, item: to_stored(item, (*keys, key)))
 
 
-def from_stored(value: Any) -> Any:
+def from_stored(value: object) -> Any:
     """What :func:`to_stored` was given. Raises DamagedError for what it never makes."""
     value = _with_items(value, lambda _, item: from_stored(item))
     if not isinstance(value, Mapping) or _TYPE not in value:
@@ -68,7 +69,7 @@ def from_stored(value: Any) -> Any:
         raise DamagedError(f"a stored value is not of a known form: {value!r:.200}") from error
 
 
-def _encoder_of(value: object) -> tuple[str, Callable[[Any], Any] | None]:
+def _encoder_of(value: object) -> tuple[str, _Convert | None]:
     """The name and the encoder of a type that has them. A type derived from one has none: it may be
     more than its value."""
     if isinstance(value, PurePath):
@@ -76,15 +77,15 @@ def _encoder_of(value: object) -> tuple[str, Callable[[Any], Any] | None]:
     return _ENCODERS.get(type(value), ("", None))
 
 
-def _with_items(value: Any, function: Callable[[Key, Any], Any]) -> Any:
+def _with_items(value: object, function: Callable[[Key, object], object]) -> object:
     """``value`` with ``function(key, item)`` for each item, if it is a container; itself, if that
     changes nothing, so that it keeps its type."""
     if isinstance(value, Mapping):
-        made: Any = {key: function(key, item) for key, item in value.items()}
-        changed = any(made[key] is not item for key, item in value.items())
-    elif type(value) in (list, tuple):
-        made = type(value)(function(key, item) for key, item in enumerate(value))
-        changed = any(new is not item for new, item in zip(made, value, strict=True))
-    else:
-        return value
-    return made if changed else value
+        made = {key: function(key, item) for key, item in value.items()}
+        same = all(made[key] is item for key, item in value.items())
+        return value if same else made
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        items = [function(key, item) for key, item in enumerate(value)]
+        same = all(new is item for new, item in zip(items, value, strict=True))
+        return value if same else type(value)(items)
+    return value

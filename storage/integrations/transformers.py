@@ -18,19 +18,21 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers.trainer_callback import ExportableState
 
 from ...drivers.uri import join, parse
 from ...errors import NotACheckpointError, UsageError
-from ..api import load, save
+from ..api import async_save, load, save
 from ..operations.listing import list_checkpoints
 from ..operations.options import UriLike
 from ..operations.remove import remove
 from ..state.adapters.stateful import RNGState
 from .newest import as_path_or_uri, newest_checkpoint
+from .under_way import SavesUnderWay
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -48,6 +50,12 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
 
     ``checkpoints`` is the folder of the checkpoints, a path or a URI; by default, ``output_dir``.
     ``storage_options`` as in :func:`holdfast.save`.
+
+    ``asynchronous``: training goes on as soon as a checkpoint is copied to host memory, or, if it
+    is ``"lazy"`` (see :func:`holdfast.async_save`), before that. A save waits for the one before,
+    and so do the end of training and whatever loads the best model. These raise the error of a save
+    that has failed. Old checkpoints are deleted then, and only if that save has succeeded: so at
+    any moment there is a checkpoint that is whole.
     """
 
     def __init__(
@@ -55,11 +63,14 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         *args: Any,
         checkpoints: UriLike | None = None,
         storage_options: Mapping[str, object] | None = None,
+        asynchronous: bool | Literal["lazy"] = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._checkpoints = self.args.output_dir if checkpoints is None else checkpoints
         self._storage_options = storage_options
+        self._asynchronous = asynchronous
+        self._saves = SavesUnderWay()
         self._resumed_from = ""
         self._refuse_sharded_models()
 
@@ -68,11 +79,18 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
     ) -> Any:
         """As Trainer's; ``resume_from_checkpoint`` is the URI of a checkpoint, or True for the
         newest one that is whole. Raises NotACheckpointError where there is none."""
-        if not resume_from_checkpoint:
-            return super().train(None, *args, **kwargs)
+        self._saves.wait()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest()
-        self._resumed_from = os.fspath(resume_from_checkpoint)
+        if resume_from_checkpoint:
+            done = self._resume(resume_from_checkpoint, *args, **kwargs)
+        else:
+            done = super().train(None, *args, **kwargs)
+        self._saves.wait()
+        return done
+
+    def _resume(self, checkpoint: UriLike, *args: Any, **kwargs: Any) -> Any:
+        self._resumed_from = os.fspath(checkpoint)
         state = load(self._resumed_from, only="trainer", storage_options=self._storage_options)
         with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
             Path(folder, _STATE_FILE).write_text(state["state"])
@@ -86,10 +104,11 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         )
 
     def _save_checkpoint(self, model: object, trial: object) -> None:
-        """Save; return when the checkpoint is committed, on all ranks. Trainer calls this when a
-        save is due."""
+        """Save; return when the checkpoint is committed, on all ranks, or, asynchronously, copied.
+        Trainer calls this when a save is due."""
         if trial is not None:
             raise UsageError("the trials of a search would save over each other's checkpoints")
+        self._saves.wait()
         self.store_flos()
         self._note_best()
         self._note_callbacks()
@@ -97,10 +116,21 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         state: dict[str, object] = {"model": self.model, "trainer": trainer}
         if not self.args.save_only_model:
             state |= self._what_steps() | {"rng": RNGState()}
-        step = self.state.global_step
-        save(self._uri(step), state, step=step, storage_options=self._storage_options)
+        self._begin_save(state)
         if self.args.should_save and self.args.save_total_limit:
-            self._delete_old(self.args.save_total_limit)
+            most = self.args.save_total_limit
+            best = self.state.best_global_step
+            self._saves.afterwards(partial(self._delete_old, most, best))
+
+    def _begin_save(self, state: dict[str, object]) -> None:
+        """Save ``state``, unless that is to be done asynchronously: then, begin to."""
+        step = self.state.global_step
+        options: dict[str, Any] = {"step": step, "storage_options": self._storage_options}
+        if self._asynchronous:
+            lazy = self._asynchronous == "lazy"
+            self._saves.add(async_save(self._uri(step), state, lazy=lazy, **options))
+        else:
+            save(self._uri(step), state, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         """Nothing: the model is loaded with its optimizer, whose state goes by its names."""
@@ -118,6 +148,7 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
             self._load(self._resumed_from, {"rng": RNGState()})
 
     def _load_best_model(self) -> None:
+        self._saves.wait()
         self._load(self.state.best_model_checkpoint, {"model": self.model})
 
     def _what_steps(self) -> dict[str, object]:
@@ -158,11 +189,11 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
                 states.setdefault(type(callback).__name__, []).append(callback.state())
         self.state.stateful_callbacks.update(states)
 
-    def _delete_old(self, most: int) -> None:
-        """Delete checkpoints of Trainer's names beyond the newest ``most``, but for the best."""
+    def _delete_old(self, most: int, best: int | None) -> None:
+        """Delete checkpoints of Trainer's names beyond the newest ``most``, but for ``best``."""
         listed = list_checkpoints(self._checkpoints, storage_options=self._storage_options)
         steps = sorted(int(match[1]) for c in listed if (match := _NAME.fullmatch(c.path)))
-        kept = {self.state.best_global_step, *steps[-1:]}
+        kept = {best, *steps[-1:]}
         for step in reversed(steps):
             if len(kept) < most:
                 kept.add(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from ...core.spans import waited_for
 from ...errors import CoordinationError, RankFailedError
 from .answer import Answer
 from .calls import Call, RankStatus
@@ -46,6 +47,7 @@ class FollowerRendezvous:
         while True:
             answer, status = await self._observe()
             if answer is not None and self._is_mine(answer, status, loop.time()):
+                waited_for(LEADER)
                 self._participation.wait_ended()
                 for name, number in answer.instead:
                     member.settle(name, member.settled(name).joined(Settled(number)))

@@ -1,17 +1,30 @@
-"""Groups of ranks of a job, such as the ranks of one host: found by the leader, and sent to all
-ranks in a few bytes."""
+"""What ranks of one host have in common; and groups of ranks of a job, such as those of one host:
+found by the leader, and sent to all ranks in a few bytes."""
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["numbered", "numbers_in", "ranks_with"]
+__all__ = ["host_key", "numbered", "numbers_in", "ranks_with"]
 
 Ints = npt.NDArray[np.int64]
+
+
+def host_key() -> str | None:
+    """What ranks have in common that can share memory: one boot of one host, one network namespace,
+    one user. None where the system does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return None
+    return f"{boot}/{namespace}/{os.getuid()}"
 
 
 def numbered(names: Sequence[str | None]) -> bytes:

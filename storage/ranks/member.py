@@ -27,6 +27,7 @@ from ...errors import CoordinationError
 from ..runtime.engine import offload
 from .calls import Call, FailedCall, RankStatus
 from .failures import Failure
+from .hosts import host_key
 from .keys import Keys
 from .pairing import CallHistory, Settled, logged
 from .watch import Participation, Watch
@@ -63,10 +64,14 @@ class Member:
         world: int,
         spawn: Spawn = asyncio.ensure_future,
         anchor: Callable[[], object] = lambda: None,
+        job_host: str = "",
     ) -> None:
-        """``anchor()`` keeps alive what serves the store, if that is this process."""
+        """``anchor()`` keeps alive what serves the store, if that is this process; ``job_host``:
+        the host that serves it."""
         self.rank = rank
         self.world = world
+        self.host = host_key()
+        self.job_host = job_host
         self.anchor = anchor
         self.nonce = secrets.token_hex(8)
         if rank == LEADER:

@@ -238,7 +238,7 @@ def _new_contact(group: dist.ProcessGroup) -> _Contact:
     rank = dist.get_rank(group)
     world = dist.get_world_size(group)
     keys = Keys(connection, _prefix(group, world))
-    member = Member(keys, rank, world, start, weakref.ref(store))
+    member = Member(keys, rank, world, start, weakref.ref(store), store_host())
     return _Contact(os.getpid(), weakref.ref(group), connection, member)
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from ...core.spans import waited_for
 from ...errors import RankFailedError, UsageError
 from .answer import Answer, Verdict
 from .calls import Call, OpenCall, RankStatus
@@ -77,6 +78,7 @@ class LeaderRendezvous:
         loop = asyncio.get_running_loop()
         found: dict[int, bytes] = {LEADER: mine}
         pause_s = PAUSE_S
+        has_waited = False
         while missing := [rank for rank in range(self._member.world) if rank not in found]:
             taken, statuses = await self._member.call_store(self._look, missing)
             found |= taken
@@ -89,6 +91,9 @@ class LeaderRendezvous:
                 else:
                     pause_s = min(pause_s * 1.5, PAUSE_MAX_S)
                 await asyncio.sleep(pause_s)
+                has_waited = True
+        if has_waited:
+            waited_for(next(reversed(found)))
         self._participation.wait_ended()
         return [found[rank] for rank in range(self._member.world)]
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, TypeVar, TypeVarTuple
 
+from ...core.spans import Span, span, waited_for
 from ...errors import CoordinationError, RankFailedError
 from ..runtime.engine import offload
 from .answer import Answer, Verdict
@@ -75,6 +76,8 @@ class StoreTeam(Team):
             self._member = Member(Keys(store, prefix), rank, world)
         else:
             self._member = member
+        self.host = self._member.host
+        self.job_host = self._member.job_host
         if call is None:
             self._call = Call("call")
         else:
@@ -132,21 +135,23 @@ class StoreTeam(Team):
         data = b""
         if self.rank in senders:
             data = await _encoded(round.statement, statement)
-        if self._answer is None:
-            decision = await self._first(round.name, data, decide_encoded)
-        else:
-            decision = await self._later(round.name, data, decide_encoded, senders)
+        with _span(round.name):
+            if self._answer is None:
+                decision = await self._first(round.name, data, decide_encoded)
+            else:
+                decision = await self._later(round.name, data, decide_encoded, senders)
         (verdict,) = await _decoded(round.verdict, [decision], [LEADER], what)
         return verdict
 
     async def gather(self, name: str, kind: Codec[T], ranks: Sequence[int], message: T) -> list[T]:
         """See :class:`Team`."""
         await self._meet()
-        if self.rank != ranks[0]:
-            await self._send(name, await _encoded(kind, message))
-            return []
-        others = ranks[1:]
-        received = await self._gather(name, others, name)
+        with _span(name):
+            if self.rank != ranks[0]:
+                await self._send(name, await _encoded(kind, message))
+                return []
+            others = ranks[1:]
+            received = await self._gather(name, others, name)
         return [message, *await _decoded(kind, received, others, f"{name!r}")]
 
     async def all_gather(
@@ -154,9 +159,10 @@ class StoreTeam(Team):
     ) -> list[T]:
         """See :class:`Team`."""
         await self._meet()
-        await self._send(name, await _encoded(kind, message))
         others = [rank for rank in ranks if rank != self.rank]
-        received = await self._gather(name, others, name)
+        with _span(name):
+            await self._send(name, await _encoded(kind, message))
+            received = await self._gather(name, others, name)
         decoded = await _decoded(kind, received, others, f"{name!r}")
         by_rank = dict(zip(others, decoded, strict=True))
         return [by_rank.get(rank, message) for rank in ranks]
@@ -328,6 +334,7 @@ class StoreTeam(Team):
         found: dict[int, bytes] = {}
         watch = self._watch()
         pause_s = PAUSE_S
+        has_waited = False
         while missing := [rank for rank in ranks if rank not in found]:
             observed = await self._call_store(self._look, name, missing)
             found |= observed.values
@@ -338,6 +345,9 @@ class StoreTeam(Team):
                 else:
                     pause_s = min(pause_s * 1.5, PAUSE_MAX_S)
                 await asyncio.sleep(pause_s)
+                has_waited = True
+        if has_waited:
+            waited_for(next(reversed(found)))
         if self._participation is not None:
             self._participation.wait_ended()
         return [found[rank] for rank in ranks]
@@ -446,6 +456,11 @@ class _Observed:
     failure: Failure | None
     values: dict[int, bytes]
     statuses: dict[int, RankStatus | None]
+
+
+def _span(name: str) -> Span:
+    """Of a round; one that is held several times in a session has its number after its name."""
+    return span(f"round {name.partition('/')[0]}")
 
 
 async def _agreed(statements: Sequence[Nothing]) -> Nothing:

@@ -31,6 +31,10 @@ class Team(ABC):
 
     rank: int
     world: int
+    host: str | None
+    """The host of this rank, see :func:`.hosts.host_key`."""
+    job_host: str
+    """The host that serves the job's store over TCP; "" where there is none."""
 
     @abstractmethod
     async def round(
@@ -101,6 +105,8 @@ class Solo(Team):
 
     rank = 0
     world = 1
+    host = None
+    job_host = ""
 
     async def round(
         self,

@@ -31,17 +31,19 @@ from ..operations.handle import SaveHandle
 from ..operations.location import Place
 from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions, UriLike
 from ..operations.start_save import Destination, begin_save
+from ..operations.telemetry import Telemetry, check_telemetry
 from ..ranks.process_group import Group, acting_in, check_group
 from ..runtime.engine import start
 from ..runtime.progress import ProgressCallback
+from ..state.flatten import Default
 from ..state.lazy import fence, hook_optimizers
 from .decisions import Decision, Decisions
 from .follower import PendingSave, follow
-from .line import RunLineage, below
 from .naming import checkpoint_name
 from .preemption import Preemption
 from .resume import Back, resumed
 from .retention import Keep, Retention
+from .run_lineage import RunLineage, below
 from .schedule import schedule_of
 from .stats import Counters, Stats
 
@@ -74,8 +76,8 @@ class Checkpointer:
     cannot be saved at all is not to find out at its end. ``grace_s``: after SIGTERM, how long to
     try to save the step at hand, and to finish what is under way, before the signal does what it
     did before; None leaves the signal alone. ``lazy``, ``deadline_s``, ``timeout_s``,
-    ``budget_nbytes``, ``storage_options``, ``compression``, ``allow_empty`` and ``process_group``
-    as in :func:`async_save`, but lazy unless switched off.
+    ``budget_nbytes``, ``storage_options``, ``compression``, ``allow_empty``, ``default``,
+    ``process_group`` and ``telemetry`` as in :func:`async_save`, but lazy unless switched off.
 
     Every rank makes one, with the same arguments. Raises UsageError, UriError; StorageError only
     from :meth:`resume`.
@@ -97,12 +99,15 @@ class Checkpointer:
         storage_options: Mapping[str, object] | None = None,
         compression: Compression | None = None,
         allow_empty: bool = False,
+        default: Default | None = None,
         process_group: Group = None,
+        telemetry: Telemetry = "on",
     ) -> None:
         _one_of("when_busy", when_busy, ("skip", "wait", "queue"))
         _one_of("on_error", on_error, ("warn", "raise"))
         _one_of("lazy", lazy, (True, False, "prove"))
         check_group(process_group)
+        check_telemetry(telemetry)
         self._group = process_group
         self._root = Place.of(uri, storage_options)
         # Opened to find misspelled options and the printed URI now, rather than at the first save.
@@ -126,6 +131,8 @@ class Checkpointer:
             timeout_s=timeout_s,
             compression=checked_compression(compression),
             allow_empty=allow_empty,
+            default=default,
+            telemetry=telemetry,
         )
         self._decisions = Decisions(deadline_s, self._printed)
         self._stats = Stats()
@@ -192,6 +199,7 @@ class Checkpointer:
             deadline_s=self._save_options.deadline_s,
             storage_options=self._root.options,
             budget_nbytes=self._save_options.budget_nbytes or BUDGET_NBYTES,
+            telemetry=self._save_options.telemetry,
         )
         with acting_in(self._group):
             found = resumed(self._lineage, self._root, back, state, options)

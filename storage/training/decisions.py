@@ -1,4 +1,5 @@
-"""Decisions that are the same on all ranks of a job, made by the leader, in the trainer's own thread.
+"""Decisions that are the same on all ranks of a job, made by the leader, in the trainer's own
+thread.
 
 Ranks come to the same points of their loops, some sooner and some later. At such a point the leader
 (rank 0) decides, and the others follow. That costs a call to the job's store, and the time until
@@ -92,8 +93,8 @@ class QuestionRecord:
 
 
 class Decisions:
-    """The decisions of a job's ranks, or of a process that is alone. ``about`` distinguishes several
-    of a job, and is the same on all ranks.
+    """The decisions of a job's ranks, or of a process that is alone. ``about`` distinguishes
+    several of a job, and is the same on all ranks.
 
     Joins the job at the first question, so it may be made before torch.distributed is initialised.
     """

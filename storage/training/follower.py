@@ -8,13 +8,13 @@ error that keeps old checkpoints from being deleted.
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ...errors import HoldfastError
 from ..operations.handle import SaveHandle
+from ..operations.telemetry import log_safely
 from .retention import Retention
 from .stats import Stats
 
@@ -50,30 +50,21 @@ async def follow(
         await handle.durable.reached()
         assert handle.report is not None
     except BaseException as error:
-        _log_safely(stats.failed, step, error)
+        log_safely(stats.failed, step, error)
         return
-    _log_safely(stats.saved, step, handle.report)
+    log_safely(stats.saved, handle.report)
     if retention is None:
         return
     try:
         await retention.note(step, metric)
     except BaseException as error:
-        _log_safely(_warn, "step %d: its metric could not be kept: %s", step, error)
+        log_safely(_warn, "step %d: its metric could not be kept: %s", step, error)
     try:
         report = await retention.apply(step, [other for other in under_way() if other != step])
     except BaseException as error:
-        _log_safely(_warn, "step %d: old checkpoints could not be deleted: %s", step, error)
+        log_safely(_warn, "step %d: old checkpoints could not be deleted: %s", step, error)
     else:
-        _log_safely(stats.pruned, report)
-
-
-def _log_safely(log: Callable[..., None], *args: object) -> None:
-    """Count and log an event. A log handler of the user's that raises does not prevent what comes
-    after it."""
-    try:
-        log(*args)
-    except BaseException:
-        traceback.print_exc()
+        log_safely(stats.pruned, report)
 
 
 def _warn(text: str, step: int, error: BaseException) -> None:

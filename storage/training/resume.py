@@ -27,9 +27,9 @@ from ..ranks.messages import Nothing, Round
 from ..ranks.process_group import current_team
 from ..ranks.team import Decide
 from ..runtime.engine import run
-from .line import RunLineage, Survey, is_own
+from .run_lineage import RunLineage, Survey, is_own
 
-__all__ = ["Back", "resumed"]
+__all__ = ["Attempted", "Back", "Outcome", "resumed", "verdict_of"]
 
 _DAMAGE = (DamagedError, NotACheckpointError, NotFoundError)
 _NAMED = 10
@@ -41,8 +41,8 @@ V = TypeVar("V")
 
 
 class Outcome(enum.Enum):
-    """How the load of one checkpoint went on one rank, or on all. ``FAILED_ELSEWHERE``: another rank
-    says for itself what it found."""
+    """How the load of one checkpoint went on one rank, or on all. ``FAILED_ELSEWHERE``: another
+    rank says for itself what it found."""
 
     WHOLE = "whole"
     MISFIT = "misfit"
@@ -215,7 +215,7 @@ def _load_first(
         error = _try(str(join(root.uri, candidate.path)), state, options, touched)
         try:
             call = Call("resume", root.uri.redacted, candidate.step)
-            verdict = _round(TRY, call, options.deadline_s, _outcome(error, may_misfit), _verdict)
+            verdict = _round(TRY, call, options.deadline_s, _outcome(error, may_misfit), verdict_of)
         except RankFailedError as failure:
             if error is None or isinstance(error, (*_DAMAGE, RankFailedError)):
                 raise failure from error
@@ -286,7 +286,9 @@ def _outcome(error: Exception | None, may_misfit: bool) -> Attempted:
     return Attempted(Outcome.FAILED, f"{type(error).__name__}: {error}")
 
 
-async def _verdict(attempts: Sequence[Attempted]) -> Attempted:
+async def verdict_of(attempts: Sequence[Attempted]) -> Attempted:
+    """What all ranks make of one checkpoint, by what each has made of it. Raises RankFailedError
+    for a rank that failed by itself."""
     for rank, attempt in enumerate(attempts):
         if attempt.outcome is Outcome.FAILED:
             raise RankFailedError(f"rank {rank} failed: {attempt.error}", rank=rank)

@@ -22,8 +22,8 @@ from ..operations.choice import choose
 from ..operations.listing import ListedCheckpoint
 from ..operations.location import Place
 from ..operations.prune import PruneReport, prune_here
-from .line import is_own
 from .naming import step_of
+from .run_lineage import is_own
 
 __all__ = ["Keep", "Retention"]
 

@@ -57,7 +57,7 @@ class _Time(Schedule):
     """By the leader's clock. The leader says at which step to ask again: after a small part of the
     time that is left, by the pace of the steps so far. So most steps need no question."""
 
-    def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, every_s: float, clock: Callable[[], float]) -> None:
         self._every_s = every_s
         self._clock = clock
         self._saved_s = clock()
@@ -109,9 +109,9 @@ class _Time(Schedule):
         return min(max(1, int(wait_s / step_s)), 2 * steps)
 
 
-def schedule_of(every: int | str | None) -> Schedule:
-    """``500``: steps. ``"10min"``, ``"90s"``, ``"1.5h"``: time. None: never by itself. Raises
-    UsageError."""
+def schedule_of(every: int | str | None, clock: Callable[[], float] = time.monotonic) -> Schedule:
+    """``500``: steps. ``"10min"``, ``"90s"``, ``"1.5h"``: time. None: never by itself. ``clock``
+    tells the time in seconds. Raises UsageError."""
     if every is None:
         return _Never()
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
@@ -120,7 +120,7 @@ def schedule_of(every: int | str | None) -> Schedule:
         with suppress(ValueError):
             every_s = parse_duration(every, needs_unit=True)
             if every_s > 0:
-                return _Time(every_s)
+                return _Time(every_s, clock)
     raise UsageError(
         f"every is {every!r}",
         advice='Give a number of steps, such as 500, or a time, such as "10min", "90s" or "2h".',

@@ -1,4 +1,4 @@
-"""The outcomes of a Checkpointer's saves: counted, and logged in one line each."""
+"""The outcomes of a Checkpointer's saves, counted and logged."""
 
 from __future__ import annotations
 
@@ -72,18 +72,9 @@ class Stats:
         self._add(queued=int(queued), stalled_s=stalled_s)
         _log.info("step %d: saving%s", step, ", after the save under way" if queued else "")
 
-    def saved(self, step: int, report: SaveReport) -> None:
-        """It is committed."""
+    def saved(self, report: SaveReport) -> None:
+        """It is committed; that is logged with every save."""
         self._add(saved=1, nbytes=report.nbytes, stalled_s=report.fenced_s)
-        rate = report.nbytes / max(report.durable_s, 1e-9)
-        _log.info(
-            "step %d: saved, %s from this rank in %.2f s (%s/s); fences waited %.1f ms",
-            step,
-            _amount(report.nbytes),
-            report.durable_s,
-            _amount(rate),
-            report.fenced_s * 1e3,
-        )
 
     def failed(self, step: int, error: BaseException) -> None:
         """It has failed. What is there is untouched."""
@@ -128,11 +119,3 @@ class Stats:
             self.counters = replace(
                 now, **{name: getattr(now, name) + value for name, value in more.items()}
             )
-
-
-def _amount(nbytes: float) -> str:
-    """In the largest unit of which there is at least one."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes:.0f} B"

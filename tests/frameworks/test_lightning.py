@@ -28,14 +28,17 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The folder of a job that never stopped, of as many ranks as the test asks for."""
+    """The folder of a job that never stopped, of as many ranks as the test asks for, and with its
+    strategy."""
+    world, strategy = request.param
     folder = tmp_path_factory.mktemp("uninterrupted")
-    done = run_job(JOB, "--out", folder, "--world", str(request.param), world=request.param)
+    arguments = ("--out", folder, "--world", str(world), "--strategy", strategy)
+    done = run_job(JOB, *arguments, world=world)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
 
-@pytest.mark.parametrize("uninterrupted", [1], indirect=True)
+@pytest.mark.parametrize("uninterrupted", [(1, "auto")], indirect=True)
 @pytest.mark.parametrize("plugin", ["sync", "lazy"])
 def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
     uninterrupted: Path, tmp_path: Path, plugin: str
@@ -61,7 +64,7 @@ def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
     assert listed["last.ckpt"] == 14
 
 
-@pytest.mark.parametrize("uninterrupted", [2], indirect=True)
+@pytest.mark.parametrize("uninterrupted", [(2, "auto")], indirect=True)
 def test_two_ranks_under_ddp_go_on_as_if_they_had_never_stopped(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -78,26 +81,91 @@ def test_two_ranks_under_ddp_go_on_as_if_they_had_never_stopped(
         assert (c.step, c.world) == (14, 1)
 
 
-@pytest.mark.parametrize("uninterrupted", [1], indirect=True)
-def test_a_job_saves_to_s3_and_resumes_from_there(uninterrupted: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("uninterrupted", "strategy", "plugin"),
+    [((2, "fsdp2"), "fsdp2", "sync"), ((2, "fsdp1"), "fsdp1", "lazy")],
+    indirect=["uninterrupted"],
+)
+def test_two_ranks_that_shard_the_model_go_on_as_if_they_had_never_stopped(
+    uninterrupted: Path, tmp_path: Path, strategy: str, plugin: str
+) -> None:
+    """Each rank saves its shards and loads them again; a single rank loads all of them, and what it
+    saves then is the same, bit for bit. The plugin reads what they saved as Lightning's dict."""
+    from holdfast.storage.integrations.lightning import HoldfastCheckpointIO
+
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    common = ("--out", folder, "--plugin", plugin, "--strategy", strategy)
+    killed = run_job(JOB, *common, "--world", "2", "--die-at", "9", world=2)
+    assert killed.returncode != 0
+    last = folder / "checkpoints" / "last.ckpt"
+    done = run_job(JOB, *common, "--world", "2", "--resume", last, world=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in (0, 1):
+        assert losses(folder, rank) == losses(uninterrupted, rank)
+    with holdfast.open(last) as c:
+        assert (c.step, c.world) == (14, 2)
+        assert c.tensors["state_dict.layers.0.weight"].ranks == (0, 1)
+        assert c.tensors["optimizer_states.0.state.layers.0.weight.exp_avg"].ranks == (0, 1)
+    paths = {c.path for c in holdfast.list_checkpoints(folder / "checkpoints")}
+    assert paths - {"step=8.ckpt"} == {"step=12.ckpt", "step=14.ckpt", "last.ckpt"}
+    again = folder / "again"
+    done = run_job(JOB, *common, "--resume", last, "--steps", "14", "--again", again)
+    assert done.returncode == 0, done.stderr[-3000:]
+    differing = [each.name for each in holdfast.diff(last, again).tensors]
+    assert not [name for name in differing if not name.startswith("trainer.")]
+    checkpoint = HoldfastCheckpointIO().load_checkpoint(last)
+    assert checkpoint["callbacks"]["Seen"]["steps"] == set(range(1, 15))
+    assert checkpoint["state_dict"]["layers.0.weight"].shape == (16, 8)
+
+
+def test_strategies_that_shard_refuse_what_they_would_not_save(tmp_path: Path) -> None:
+    """A plugin of others, and a state of the model that a hook has changed."""
+    from lightning.fabric.plugins import TorchCheckpointIO
+    from lightning.pytorch import LightningModule
+
+    from holdfast.storage.integrations.lightning import HoldfastModelParallelStrategy
+
+    strategy = HoldfastModelParallelStrategy()
+    with pytest.raises(holdfast.UsageError, match="cannot save through a TorchCheckpointIO"):
+        strategy.checkpoint_io = TorchCheckpointIO()
+    module = LightningModule()
+    module.layer = nn.Linear(2, 1)
+    strategy.connect(module)
+    for changed in ({}, {name: p.detach() for name, p in module.named_parameters()}):
+        with pytest.raises(holdfast.UsageError, match="on_save_checkpoint"):
+            strategy.save_checkpoint({"state_dict": changed}, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("uninterrupted", "world", "strategy"),
+    [((1, "auto"), 1, "auto"), ((2, "fsdp2"), 2, "fsdp2")],
+    indirect=["uninterrupted"],
+)
+def test_a_job_saves_to_s3_and_resumes_from_there(
+    uninterrupted: Path, tmp_path: Path, world: int, strategy: str
+) -> None:
     """The folder of ModelCheckpoint and ckpt_path are URIs, and old checkpoints are deleted."""
     if find_ceph() is None:
         pytest.skip("radosgw is not installed: make test-servers")
     folder = tmp_path / "killed"
     folder.mkdir()
-    common = ("--out", folder, "--folder", "s3://holdfast/run")
+    common = ("--out", folder, "--folder", "s3://holdfast/run", "--strategy", strategy)
+    common += ("--world", str(world))
     with started("s3", tmp_path / "radosgw") as (uri, settings):
         environment = {**settings, "AWS_ENDPOINT_URL": uri.partition("endpoint=")[2]}
-        killed = run_job(JOB, *common, "--die-at", "9", environment=environment)
-        assert killed.returncode == SIGKILLED, killed.stderr[-3000:]
+        killed = run_job(JOB, *common, "--die-at", "9", world=world, environment=environment)
+        assert killed.returncode == (SIGKILLED if world == 1 else 1), killed.stderr[-3000:]
         newest = ("--resume", "s3://holdfast/run/step=8.ckpt")
-        done = run_job(JOB, *common, *newest, environment=environment)
+        done = run_job(JOB, *common, *newest, world=world, environment=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         with pytest.MonkeyPatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
             listed = {c.path: c.step for c in holdfast.list_checkpoints("s3://holdfast/run")}
-    assert losses(folder) == losses(uninterrupted)
+    for rank in range(world):
+        assert losses(folder, rank) == losses(uninterrupted, rank)
     assert listed.keys() >= {"step=12.ckpt", "step=14.ckpt"}
     assert "step=6.ckpt" not in listed
 

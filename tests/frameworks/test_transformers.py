@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import difference
 from support.framework_jobs import SIGKILLED, documented, losses, run_job
 
 import holdfast
+from holdfast.cli import app
 
 if find_spec("transformers") is None:
     pytest.skip("transformers is not installed: make frameworks", allow_module_level=True)
@@ -28,7 +30,16 @@ def folder_of(path: Path, name: str) -> Path:
     return path / name
 
 
-@pytest.mark.parametrize(("world", "options"), [(1, ()), (2, ()), (1, ("--lora",))])
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (1, ()),
+        (2, ()),
+        (1, ("--lora",)),
+        (1, ("--asynchronous", "yes")),
+        (2, ("--asynchronous", "lazy")),
+    ],
+)
 def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
     tmp_path: Path, world: int, options: tuple[str, ...]
 ) -> None:
@@ -43,7 +54,8 @@ def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
     common = ("--out", cut, "--checkpoints", checkpoints, *options)
     killed = run_job(JOB, *common, "--die-at", "7", world=world)
     assert killed.returncode == (SIGKILLED if world == 1 else 1), killed.stderr[-3000:]
-    assert holdfast.list_checkpoints(checkpoints)[-1].step == 6
+    newest = holdfast.list_checkpoints(checkpoints)[-1].step
+    assert newest == 6 or (newest == 4 and "--asynchronous" in options)
     done = run_job(JOB, *common, "--resume", world=world)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(world):
@@ -68,6 +80,7 @@ def trainer(folder: Path, **options: Any) -> Any:
         """The one of the how-to."""
 
     checkpoints = options.pop("checkpoints", None)
+    asynchronous = options.pop("asynchronous", False)
     settings = {"max_steps": 4, "save_steps": 2, "use_cpu": True, "report_to": [], **options}
     arguments = transformers.TrainingArguments(str(folder), **settings)
     data: Any = samples()
@@ -77,14 +90,19 @@ def trainer(folder: Path, **options: Any) -> Any:
         train_dataset=data,
         eval_dataset=data,
         checkpoints=checkpoints,
+        asynchronous=asynchronous,
     )
 
 
-def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, "lazy"])
+def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(
+    tmp_path: Path, asynchronous: bool | str
+) -> None:
     """Also beyond the limit, and from a URI."""
     made = trainer(
         tmp_path / "out",
         checkpoints=f"file://{tmp_path}/checkpoints?threads=2",
+        asynchronous=asynchronous,
         eval_strategy="steps",
         eval_steps=2,
         max_steps=6,
@@ -100,6 +118,54 @@ def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(tmp_path: Path) -> No
     stored = holdfast.load(tmp_path / "checkpoints" / "checkpoint-2", only="model")
     for name, tensor in made.model.state_dict().items():
         assert torch.equal(stored[name], tensor), name
+
+
+def test_an_asynchronous_save_that_fails_ends_training_and_deletes_nothing(tmp_path: Path) -> None:
+    """Its error is raised by train(), and the checkpoint that it was to replace is there to resume
+    from; that is deleted when a newer one is committed, at the latest when training ends."""
+    import transformers
+
+    class Obstruct(transformers.TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step == 2:
+                (tmp_path / "checkpoint-4").touch()
+
+    made = trainer(tmp_path, asynchronous=True, save_total_limit=1)
+    made.add_callback(Obstruct)
+    with pytest.raises(holdfast.StorageError):
+        made.train()
+    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [2]
+    (tmp_path / "checkpoint-4").unlink()
+    trainer(tmp_path, asynchronous=True, save_total_limit=1).train(resume_from_checkpoint=True)
+    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [4]
+
+
+def test_the_best_checkpoint_stays_until_a_better_one_is_committed(tmp_path: Path) -> None:
+    """Step 6 is better than step 2, which the checkpoint of step 4 names as the best: so that of
+    step 2 stays while that of step 6 is being saved."""
+    import transformers
+
+    seen: dict[int, set[int | None]] = {}
+
+    class Look(transformers.TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            listed = holdfast.list_checkpoints(tmp_path)
+            seen[state.global_step] = {c.step for c in listed}
+
+    made = trainer(
+        tmp_path,
+        asynchronous=True,
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_total_limit=1,
+        metric_for_best_model="loss",
+    )
+    made.evaluate = lambda **_: {"eval_loss": {2: 1.0, 4: 2.0, 6: 0.5}[made.state.global_step]}
+    made.add_callback(Look)
+    made.train()
+    assert seen[6] >= {2, 4}
+    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [6]
 
 
 def test_what_cannot_be_resumed_or_saved_is_refused(tmp_path: Path) -> None:
@@ -127,7 +193,8 @@ def test_the_how_to_does_what_it_says(tmp_path: Path) -> None:
         str(tmp_path / "out"), max_steps=4, save_steps=2, use_cpu=True, report_to=[]
     )
     names: dict[str, Any] = {"model": made, "arguments": arguments, "data": samples()}
-    for block in documented("use-with-hugging-face.md"):
+    *blocks, _, _ = documented("use-with-hugging-face.md")
+    for block in blocks:
         code = block.replace("/scratch", str(tmp_path)).replace("checkpoint-500", "checkpoint-6")
         (tmp_path / "block.py").write_text(code)
         names = runpy.run_path(str(tmp_path / "block.py"), names)
@@ -136,3 +203,65 @@ def test_the_how_to_does_what_it_says(tmp_path: Path) -> None:
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     for name, tensor in made.state_dict().items():
         assert torch.equal(exported.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("block", [-2, -1])
+def test_adapters_are_loaded_into_a_fresh_model_without_the_base(
+    tmp_path: Path, block: int
+) -> None:
+    """By the code of the how-to: saved alone, and out of a checkpoint of the whole model. The
+    frozen weights of the fresh model stay as they are."""
+    from support.trainer_job import model
+
+    trained = model(lora=True)
+    fresh = model(lora=True)
+    base = {name: p.clone() for name, p in fresh.named_parameters() if not p.requires_grad}
+    for p in trained.parameters():
+        p.data.uniform_(-1, 1)
+    holdfast.save(tmp_path / "run" / "checkpoint-500", {"model": trained})
+    code = documented("use-with-hugging-face.md")[block].replace("/scratch", str(tmp_path))
+    (tmp_path / "block.py").write_text(code)
+    runpy.run_path(
+        str(tmp_path / "block.py"), {"model": trained, "fresh": fresh, "holdfast": holdfast}
+    )
+    for (name, p), q in zip(trained.named_parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(q, base.get(name, p)), name
+    if block == -2:
+        with holdfast.open(tmp_path / "adapters") as c:
+            assert len(c.tensors) == 8
+            assert all(".lora_" in name for name in c.tensors)
+
+
+@pytest.mark.parametrize(("shard", "files"), [("5GB", 1), ("20KB", 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_pretrained_opens_what_is_exported(
+    tmp_path: Path, dtype: torch.dtype, shard: str, files: int
+) -> None:
+    """Bit for bit, in one file and in several; converted, as torch converts. Embeddings that are
+    tied are tied again."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    optim = torch.optim.AdamW(model.parameters())
+    holdfast.save(tmp_path / "c", {"model": model, "optim": optim, "step": 3})
+    names = ["--only", "model.*", "--rename", "model.*=*"]
+    form = ["--dtype", str(dtype).removeprefix("torch."), "--shard", shard]
+    folder = tmp_path / "hf"
+    assert app.run(["export", str(tmp_path / "c"), str(folder), *names, *form]) == 0
+    assert len(list(folder.glob("*.safetensors"))) >= files
+    config.save_pretrained(folder)
+    found, problems = transformers.LlamaForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, output_loading_info=True
+    )
+    assert not any(problems.values())
+    assert difference(dict(model.to(dtype).state_dict()), dict(found.state_dict())) is None
+    assert found.lm_head.weight is found.model.embed_tokens.weight

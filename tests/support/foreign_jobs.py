@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -23,9 +25,11 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 import holdfast
 
 __all__ = [
+    "Refusals",
     "fsdp1_leaves",
     "hollow_saves",
     "hooked_tensors",
+    "sharded_tensors",
     "uneven_tensors",
     "warned_of",
 ]
@@ -38,6 +42,23 @@ def outcome(call: Callable[[], Any]) -> str:
     except holdfast.HoldfastError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class Refusals:
+    """What is refused: the errors of saves, and of loads of ``whole``, below ``uri``."""
+
+    def __init__(self, uri: str, whole: dict[str, Any]) -> None:
+        self._uri = uri
+        self.errors: dict[str, tuple[str, str]] = {}
+        """Of the save and of the load, by name."""
+        holdfast.save(f"{uri}/whole", whole)
+
+    def tried(self, name: str, state: dict[str, Any]) -> None:
+        """Try to save ``state``, and to load into it."""
+        self.errors[name] = (
+            outcome(lambda: holdfast.save(f"{self._uri}/{name}", state)),
+            outcome(lambda: holdfast.load(f"{self._uri}/whole", into=state)),
+        )
 
 
 def fsdp1(seed: int, *, mesh: bool, orig: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -61,18 +82,59 @@ def step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
 
 
 def fsdp1_leaves(uri: str) -> list[str]:
-    """Save what FSDP1 leaves in plain dicts: ShardedTensors, and parameters as they are."""
+    """Save flat parameters of FSDP1 in plain dicts."""
     warnings.simplefilter("ignore")
     texts = []
     for orig in (True, False):
         model, _ = fsdp1(1, mesh=False, orig=orig)
-        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-        for state in (dict(model.state_dict()), dict(model[1].named_parameters())):
-            texts += [
-                outcome(lambda state=state: holdfast.save(uri, {"model": state})),
-                outcome(lambda state=state: holdfast.load(uri, into={"model": state})),
-            ]
+        state = dict(model[1].named_parameters())
+        texts += [
+            outcome(lambda state=state: holdfast.save(uri, {"model": state})),
+            outcome(lambda state=state: holdfast.load(uri, into={"model": state})),
+        ]
     return texts
+
+
+def _sharded(whole: torch.Tensor, width: int) -> ShardedTensor:
+    """``whole``, cut into columns of this width, which are dealt to the ranks in turn."""
+    rank = dist.get_rank()
+    parts = whole.split(width, dim=1)
+    shards = [
+        LocalShard.from_tensor_and_offsets(part.clone(), [0, number * width], rank)
+        for number, part in enumerate(parts)
+        if number % dist.get_world_size() == rank
+    ]
+    return init_from_local_shards(shards, *whole.shape)
+
+
+def sharded_tensors(uri: str) -> bool:
+    """Save ShardedTensors of several parts a rank, and what FSDP1 makes; load both, the former cut
+    otherwise. Whether all are what they were."""
+    warnings.simplefilter("ignore")
+    whole = torch.arange(70.0).reshape(5, 14)
+    model, _ = fsdp1(1, mesh=False, orig=True)
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    before = dict(model.state_dict())
+    holdfast.save(uri, {"table": _sharded(whole, 2), "model": before})
+    into = {"table": _sharded(torch.zeros_like(whole), 5), "model": dict(model.state_dict())}
+    for tensor in into["model"].values():
+        for shard in tensor.local_shards() if isinstance(tensor, ShardedTensor) else []:
+            shard.tensor.zero_()
+    holdfast.load(uri, into=into)
+    plain = {"table": torch.zeros_like(whole)}
+    holdfast.load(uri, into=plain, strict="state")
+    return (
+        _same_shards(into["table"], _sharded(whole, 5))
+        and all(_same_shards(into["model"][name], before[name]) for name in before)
+        and torch.equal(plain["table"], whole)
+    )
+
+
+def _same_shards(a: Any, b: Any) -> bool:
+    if not isinstance(a, ShardedTensor):
+        return torch.equal(a, b)
+    pairs = zip(a.local_shards(), b.local_shards(), strict=True)
+    return all(torch.equal(one.tensor, other.tensor) for one, other in pairs)
 
 
 def _hooked(tensor: DTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> DTensor:

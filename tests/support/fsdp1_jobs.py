@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,9 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.storage.state.flatten import flatten
 
-from .foreign_jobs import outcome
+from .foreign_jobs import Refusals, outcome
+from .training import Held, Seen, Training
 
 __all__ = [
     "Layout",
@@ -139,32 +139,26 @@ def contents(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.
     return found
 
 
-Seen = tuple[dict[str, torch.Tensor], list[float]]
-"""What a job holds, and the losses of the steps that follow."""
+def training(layout: Layout, seed: int) -> Training:
+    """A job that has not stepped yet."""
+    model, optim = built(layout, seed)
+    return Training(model, optim, partial(step, model, optim), partial(contents, model, optim))
 
 
 def save_and_go_on(uri: str, layout: Layout) -> Seen:
-    """Train for two steps, save, and train for two more."""
-    model, optim = built(layout, 1)
-    for number in range(2):
-        step(model, optim, number)
-    holdfast.save(uri, {"model": model, "optim": optim})
-    held = contents(model, optim)
-    return held, [step(model, optim, number) for number in (2, 3)]
+    """See :meth:`Training.save_and_go_on`."""
+    return training(layout, 1).save_and_go_on(uri)
 
 
 def load_and_go_on(uri: str, layout: Layout, used: bool = False) -> Seen:
     """Load into a new job, or with ``used`` into one that has trained, and train for two steps."""
-    model, optim = built(layout, 2)
+    job = training(layout, 2)
     if used:
-        step(model, optim, 9)
+        job.step(9)
         with torch.no_grad():
-            model(
-                torch.ones(6, 4)
-            )  # SHARD_GRAD_OP, and a root module, keep what they have gathered
-    holdfast.load(uri, into={"model": model, "optim": optim})
-    held = contents(model, optim)
-    return held, [step(model, optim, number) for number in (2, 3)]
+            job.model(torch.ones(6, 4))  # SHARD_GRAD_OP, and a root module, keep what they gathered
+    holdfast.load(uri, into=job.state)
+    return job.seen()
 
 
 def save_after_forward(uri: str, layout: Layout) -> dict[str, torch.Tensor]:
@@ -178,27 +172,14 @@ def save_after_forward(uri: str, layout: Layout) -> dict[str, torch.Tensor]:
     return held
 
 
-def save_lazily(uri: str, layout: Layout) -> list[dict[str, torch.Tensor]]:
-    """Save twice while training goes on: what was held at the time of each call."""
-    model, optim = built(layout, 1)
-    held = []
-    for number in range(2):
-        step(model, optim, number)
-        held.append(contents(model, optim))
-        handle = holdfast.async_save(f"{uri}/{number}", {"model": model, "optim": optim}, lazy=True)
-        step(model, optim, 5)
-        handle.wait()
-    return held
+def save_lazily(uri: str, layout: Layout) -> list[Held]:
+    """See :meth:`Training.save_lazily`."""
+    return training(layout, 1).save_lazily(uri)
 
 
 def recognised(layout: Layout) -> bool:
-    """Whether a state that was flattened before is known again."""
-    model, optim = built(layout, 1)
-    ids = []
-    for number in range(2):
-        step(model, optim, number)
-        ids.append(flatten({"model": model, "optim": optim}).layout_id)
-    return ids[0] is not None and ids[0] is ids[1]
+    """See :meth:`Training.is_recognised`."""
+    return training(layout, 1).is_recognised()
 
 
 def refused(uri: str) -> dict[str, tuple[str, str]]:
@@ -206,15 +187,8 @@ def refused(uri: str) -> dict[str, tuple[str, str]]:
     layout = Layout("FULL_SHARD")
     model, optim = built(layout, 1)
     step(model, optim, 0)
-    holdfast.save(f"{uri}/whole", {"model": model, "optim": optim})
-    found = {}
-
-    def tried(name: str, state: dict[str, Any]) -> None:
-        found[name] = (
-            outcome(lambda: holdfast.save(f"{uri}/{name}", state)),
-            outcome(lambda: holdfast.load(f"{uri}/whole", into=state)),
-        )
-
+    refusals = Refusals(uri, {"model": model, "optim": optim})
+    tried = refusals.tried
     tried("optimizer alone", {"optim": optim})
     flat_model, flat_optim = built(Layout("FULL_SHARD", orig=False), 1)
     tried("flat optimizer alone", {"optim": flat_optim})
@@ -227,7 +201,7 @@ def refused(uri: str) -> dict[str, tuple[str, str]]:
     for entry in optim.state.values():
         entry["rows"] = torch.ones(entry["exp_avg"].numel() + 1)
     tried("other shape", {"model": model, "optim": optim})
-    return found
+    return refusals.errors
 
 
 class Extra(nn.Linear):

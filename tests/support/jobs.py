@@ -45,12 +45,13 @@ class Model(nn.Module):
         return self.head(x) * self.scale
 
 
-def sharded(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded(layout: str, seed: int, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model in a layout, and its optimizer: fsdp; hsdp, which is replicas of shards; tp, which is
     FSDP over tensor parallel; or loose, the same with layers that tensor parallel knows nothing of,
-    and that its ranks hold alike."""
+    and that its ranks hold alike. ``device``: cpu, or meta, where it has no memory yet."""
     torch.manual_seed(seed)
-    model = Model()
+    with torch.device(device):
+        model = Model()
     world = dist.get_world_size()
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (world,))
@@ -121,13 +122,34 @@ def fsdp_save(uri: str, layout: str, steps: int) -> dict[str, Any]:
     return state_of(model, optim)
 
 
-def fsdp_load(uri: str, layout: str, more: int = 0, strict: bool = True) -> dict[str, Any]:
+def fsdp_load(
+    uri: str, layout: str, more: int = 0, strict: bool = True, device: str = "cpu"
+) -> dict[str, Any]:
     """Load into a job made otherwise, perhaps train on, and tell what it is then."""
-    model, optim = sharded(layout, 2)
+    model, optim = sharded(layout, 2, device)
     state = {"model": model, "optim": optim, "step": 0}
     holdfast.load(uri, into=state, strict=strict)
     train(model, optim, state["step"], state["step"] + more)
     return state_of(model, optim)
+
+
+def fsdp_evaluated(uri: str, lazy: bool) -> list[dict[str, Any]]:
+    """Save, and load, between an evaluation and the next step, with the optimizer ahead of the
+    model: what was saved, and what is loaded."""
+    states = []
+    for seed in (1, 2):
+        model, optim = sharded("fsdp", seed)
+        train(model, optim, 0, 2)
+        states.append({"optim": optim, "model": model})
+        with torch.no_grad():
+            model(torch.ones(6, 10))
+        if seed == 1:
+            handle = holdfast.async_save(uri, states[0], lazy=lazy)
+            train(model, optim, 2, 3)
+            handle.wait()
+    holdfast.load(uri, into=states[1])
+    train(states[1]["model"], states[1]["optim"], 2, 3)
+    return [state_of(state["model"], state["optim"]) for state in states]
 
 
 def fsdp_train(layout: str, steps: int) -> dict[str, Any]:

@@ -13,11 +13,14 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.storage.integrations.lightning import (
     HoldfastAsyncCheckpointIO,
     HoldfastCheckpointIO,
+    HoldfastFSDPStrategy,
+    HoldfastModelParallelStrategy,
 )
 
 BATCHES = 6
@@ -27,6 +30,14 @@ PLUGINS: dict[str, Any] = {
     "async": HoldfastAsyncCheckpointIO,
     "lazy": lambda: HoldfastAsyncCheckpointIO(lazy=True),
 }
+STRATEGIES: dict[str, Any] = {
+    "auto": lambda world: "ddp" if world > 1 else "auto",
+    "fsdp2": lambda world: HoldfastModelParallelStrategy(
+        data_parallel_size=world, tensor_parallel_size=1
+    ),
+    "fsdp1": lambda world: HoldfastFSDPStrategy(),
+}
+"""By name, given the number of ranks."""
 
 
 class Net(lightning.LightningModule):
@@ -40,6 +51,13 @@ class Net(lightning.LightningModule):
             nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1)
         )
         self.losses = Path(args.out, f"losses-{os.environ.get('LOCAL_RANK', '0')}.jsonl")
+
+    def configure_model(self) -> None:
+        if self.args.strategy == "fsdp2":
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+        elif self.args.strategy == "fsdp1":  # Lightning itself would ask for a GPU
+            cpu = torch.device("cpu")
+            self.layers = FullyShardedDataParallel(self.layers, device_id=cpu, use_orig_params=True)
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         x, y = batch
@@ -93,10 +111,12 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--folder")
     parser.add_argument("--plugin", choices=PLUGINS, default="sync")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="auto")
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--die-at", type=int)
     parser.add_argument("--resume")
+    parser.add_argument("--again", help="where to save at the end")
     args = parser.parse_args()
     torch.manual_seed(1)
     folder = args.folder or os.path.join(args.out, "checkpoints")
@@ -113,7 +133,7 @@ def main() -> None:
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=args.world,
-        strategy="ddp" if args.world > 1 else "auto",
+        strategy=STRATEGIES[args.strategy](args.world),
         max_steps=args.steps,
         plugins=[PLUGINS[args.plugin]()],
         callbacks=[seen, keep],
@@ -124,6 +144,8 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(Net(args), batches(args.world), ckpt_path=args.resume)
+    if args.again:
+        trainer.save_checkpoint(args.again)
     left = trainer.strategy.broadcast(keep.best_k_models)
     if trainer.is_global_zero:
         done = {
@@ -133,6 +155,8 @@ def main() -> None:
             "seen": sorted(seen.state["steps"]),
         }
         Path(args.out, "done.json").write_text(json.dumps(done))
+    if torch.distributed.is_initialized():  # gloo's threads must not outlive the interpreter
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

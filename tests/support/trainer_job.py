@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 from holdfast.storage.integrations.transformers import HoldfastTrainerMixin
 
+ASYNCHRONOUS: dict[str, Any] = {"no": False, "yes": True, "lazy": "lazy"}
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--die-at", type=int)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--asynchronous", choices=ASYNCHRONOUS, default="no")
     args = parser.parse_args()
     arguments = TrainingArguments(
         args.out,
@@ -98,6 +100,7 @@ def main() -> None:
         eval_dataset=data[:8],
         callbacks=[Die(args.die_at)],
         checkpoints=args.checkpoints,
+        asynchronous=ASYNCHRONOUS[args.asynchronous],
     )
     trainer.train(resume_from_checkpoint=args.resume)
     if trainer.is_world_process_zero():
@@ -106,6 +109,8 @@ def main() -> None:
             "best": trainer.state.best_model_checkpoint,
         }
         Path(args.out, "done.json").write_text(json.dumps(done))
+    if torch.distributed.is_initialized():  # gloo's threads must not outlive the interpreter
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from ...errors import SaveError, StateError
-from ..format.tree import Tree, format_path
-from ..state.adapters.shards import Shard
-from ..state.flat_state import FlatState
-from ..state.flatten import flatten
-from .dcp_contents import OPAQUE_KEY
+from ....errors import SaveError, StateError
+from ...format.tree import format_path
+from ...operations.dcp_contents import OPAQUE_KEY
+from ...state.adapters.shards import Shard
+from ...state.by_path import Path, flat_state_of_items, put
+from ...state.flat_state import FlatState
+from ...state.flatten import flatten
 
 __all__ = ["flat_state_of"]
-
-Path = tuple[str | int, ...]
 
 _SIMPLE = (bool, bytes, float, int, str, type(None))
 
@@ -40,24 +38,17 @@ def flat_state_of(
     then what the planner has made of it is kept as bytes.
     """
     paths = _paths_of(plan)
-    state: dict[str | int, object] = {}
+    values: dict[str, object] = {}
     parts: defaultdict[str, list[Shard]] = defaultdict(list)
     for item in plan.items:
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
-            value = _value_of(item, planner, paths[name], allow_opaque)
-            _put(state, paths[name], value)
-            continue
-        part = _part_of(item, planner)
-        if not parts[name]:
-            _put(state, paths[name], part)
-        parts[name].append(part)
-    flat = flatten(state)
-    _make_lists(flat.tree, {path for each in paths.values() for path in _lists_in(each)})
-    _add_further_parts(flat, parts)
+            values[name] = _value_of(item, planner, paths[name], allow_opaque)
+        else:
+            parts[name].append(_part_of(item, planner))
+    flat = flat_state_of_items(paths, values, parts)
     if world > 1:  # each rank may have been dealt parts of another one of the tied tensors
         flat.alias = [-1] * len(flat.alias)
-    flat.layout_id = None  # it stands for the state as it was flattened
     return flat
 
 
@@ -139,7 +130,7 @@ def _refusal(value: object, path: Path) -> StateError | None:
     if type(value) in _SIMPLE:
         return None
     state: dict[str | int, object] = {}
-    _put(state, path, value)
+    put(state, path, value)
     try:
         flat = flatten(state)
     except StateError as error:
@@ -155,44 +146,3 @@ def _refusal(value: object, path: Path) -> StateError | None:
 
 def _text(path: Path) -> str:
     return format_path(path)
-
-
-def _put(state: dict[str | int, object], path: Path, item: object) -> None:
-    """Put ``item`` where ``path`` leads to. Lists are dicts, for now: this rank may have some of
-    their items only."""
-    *above, key = path
-    for step in above:
-        within = state.setdefault(step, {})
-        assert isinstance(within, dict)
-        state = within
-    state[key] = item
-
-
-def _lists_in(path: Path) -> Sequence[Path]:
-    """The lists that a path leads through, each by its own path."""
-    return [path[:depth] for depth in range(1, len(path)) if isinstance(path[depth], int)]
-
-
-def _make_lists(tree: Tree, lists: set[Path]) -> None:
-    """Make the containers at ``lists`` lists. The order of the items of dicts is dropped: it is
-    that of a part of them."""
-    tree.orders.clear()
-    for number, path in enumerate(tree.paths()):
-        if path in lists:
-            tree.containers[number] = replace(tree.containers[number], kind="list")
-            tree.tensor_keys.pop(number, None)
-
-
-def _add_further_parts(flat: FlatState, parts: Mapping[str, Sequence[Shard]]) -> None:
-    """Give each part but the first of a tensor a row of its own, of the same name."""
-    row_of = {name: row for row, name in enumerate(flat.names)}
-    for name, held in parts.items():
-        for part in held[1:]:
-            flat.names.append(name)
-            flat.containers.append(flat.containers[row_of[name]])
-            flat.shapes.append(part.shape)
-            flat.dtypes.append(part.tensor.dtype)
-            flat.locals.append(part.tensor)
-            flat.origins.append(part.tensor)
-            flat.layouts.append(part.layout)
-            flat.alias.append(-1)

@@ -1,5 +1,5 @@
-"""The lineage of a run, on its leader: which checkpoints lead to where training is, and whether it may
-save at a step.
+"""The lineage of a run, on its leader: which checkpoints lead to where training is, and whether it
+may save at a step.
 
 The record of it (:mod:`..format.lineage`) is written where training goes back: by
 ``resume(step=…)`` before that returns, and otherwise, where ``resume`` has passed over later

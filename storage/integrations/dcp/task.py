@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
-from ...errors import SaveError, UsageError
+from ....errors import SaveError, UsageError
 
 __all__ = ["COORDINATOR", "Task"]
 

@@ -1,0 +1,199 @@
+"""What DCP loads a Holdfast checkpoint through."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ....drivers.contract import Driver
+from ....drivers.registry import open_driver
+from ....errors import DamagedError, MismatchError, ReplacedError, StateError
+from ....planner.box import Box
+from ....planner.layout import BoxLayout
+from ...format.manifest import Manifest
+from ...operations.call_errors import closing, printed_uri
+from ...operations.dcp_contents import Contents, serialized
+from ...operations.fill import fill
+from ...operations.options import BUDGET_NBYTES, UriLike, check_budget
+from ...operations.overlaps import overlapping, read_overlaps
+from ...pipeline.unpacking import image_driver
+from ...protocol.current import is_current, read_manifest
+from ...ranks.process_group import current_rank
+from ...runtime.engine import offload, run
+from ...state.dtypes import dtype_name
+from ...state.lazy import fence
+from ...state.targets import Wanted
+from .at_uri import AtUri
+
+__all__ = ["HoldfastReader"]
+
+
+class HoldfastReader(AtUri, StorageReader):
+    """Reads a Holdfast checkpoint for ``torch.distributed.checkpoint.load``, with any planner.
+
+    ``uri`` is that of one checkpoint; ``checkpoint_id`` of the call overrules it. Every byte that
+    is read is verified. A tensor is filled with a stored one of another dtype only with ``cast``;
+    otherwise that is a MismatchError, before anything is read. Values that a writer has kept as
+    opaque bytes reach the planner, which unpickles them, only with ``allow_opaque``; otherwise
+    they are a StateError: unpickling runs code from the checkpoint. ``storage_options`` and
+    ``budget_nbytes`` as in :func:`~holdfast.load`.
+    """
+
+    def __init__(
+        self,
+        uri: UriLike,
+        *,
+        cast: bool = False,
+        allow_opaque: bool = False,
+        storage_options: Mapping[str, object] | None = None,
+        budget_nbytes: int = BUDGET_NBYTES,
+    ) -> None:
+        check_budget(budget_nbytes)
+        super().__init__(uri)
+        self._cast = cast
+        self._allow_opaque = allow_opaque
+        self._storage_options = dict(storage_options or {})
+        self._budget_nbytes = budget_nbytes
+        self._contents: Contents | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A load begins, of ``checkpoint_id`` where that is given."""
+        super().reset(checkpoint_id)
+        self._contents = None
+
+    def read_metadata(self, *args: object, **ignored: object) -> Metadata:
+        """What the checkpoint has. Raises NotACheckpointError, DamagedError, StorageError."""
+        manifest = run(_manifest(self._driver()))
+        self._contents = Contents(manifest, current_rank())
+        return self._contents.metadata(printed_uri(self._uri))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: object, **ignored: object
+    ) -> None:
+        """Nothing to be done: what was read as metadata is kept."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Note which checkpoint the plan is for. Raises StateError for opaque values."""
+        contents = self._known_contents()
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if contents.is_opaque(name) and not self._allow_opaque:
+                raise StateError(
+                    f"{name!r} is stored as others have serialized it; the planner would unpickle "
+                    f"it, which runs code from the checkpoint",
+                    advice="Leave it out of the state; or trust it: allow_opaque=True.",
+                )
+        return replace(plan, storage_data=contents.manifest.attempt)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Check that all ranks have read the same manifest. Raises ReplacedError."""
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise ReplacedError(
+                "another save has replaced this checkpoint while ranks began to read it",
+                uri=printed_uri(self._uri),
+                advice="Load again.",
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all items of the plan, verified. Raises MismatchError before anything is read;
+        DamagedError, ReplacedError, StorageError."""
+        fence()
+        contents = self._known_contents()
+        wanted = Wanted()
+        tensors: list[tuple[ReadItem, torch.Tensor]] = []
+        values: list[tuple[ReadItem, object]] = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                values.append((item, contents.value(item.storage_index.fqn, wanted)))
+            else:
+                target = planner.resolve_tensor(item).detach()
+                self._want(item, target, contents, wanted)
+                tensors.append((item, target))
+        run(self._read(contents.manifest, wanted))
+        for item, target in tensors:
+            planner.commit_tensor(item, target)
+        for item, value in values:
+            planner.load_bytes(item, serialized(value))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _want(
+        self, item: ReadItem, target: torch.Tensor, contents: Contents, wanted: Wanted
+    ) -> None:
+        """Want the box of a stored tensor that ``item`` names, in ``target``."""
+        name = item.storage_index.fqn
+        lengths = tuple(item.lengths)
+        row = contents.tensor_row(name)
+        problem = None
+        stored = contents.dtype(row)
+        if tuple(target.shape) != lengths:
+            problem = f"{list(lengths)} elements are for a tensor of shape {list(target.shape)}"
+        elif target.dtype != stored and not (self._cast and torch.can_cast(stored, target.dtype)):
+            problem = (
+                f"dtype {dtype_name(stored)} in the checkpoint, {dtype_name(target.dtype)} in the "
+                f"state"
+            )
+        if problem is not None:
+            raise MismatchError(
+                f"{name}: {problem}",
+                uri=printed_uri(self._uri),
+                advice="HoldfastReader(uri, cast=True) converts dtypes.",
+            )
+        chunk = item.storage_index.offset or (0,) * len(lengths)
+        offsets = tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True))
+        layout = BoxLayout(contents.manifest.tensors.shape_of(row), Box(offsets, lengths))
+        wanted.add_held(row, target, layout, name)
+
+    async def _read(self, manifest: Manifest, wanted: Wanted) -> None:
+        driver = self._driver()
+        async with closing(driver):
+            try:
+                await _filled(driver, manifest, wanted, self._budget_nbytes)
+            except DamagedError as error:
+                if await is_current(driver, manifest.attempt):
+                    raise
+                raise ReplacedError(
+                    "another save has replaced this checkpoint while it was being read",
+                    uri=driver.uri,
+                    advice="Load again.",
+                ) from error
+
+    def _known_contents(self) -> Contents:
+        if self._contents is None:
+            self.read_metadata()
+        assert self._contents is not None
+        return self._contents
+
+    def _driver(self) -> Driver:
+        return open_driver(self._uri, **self._storage_options)
+
+
+async def _manifest(driver: Driver) -> Manifest:
+    async with closing(driver):
+        manifest, _ = await read_manifest(driver)
+        return manifest
+
+
+async def _filled(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes: int) -> None:
+    """Read what is wanted. Tensors that share memory are filled one after the other, see
+    :mod:`...operations.overlaps`."""
+    images = image_driver(driver, manifest)
+    groups = await offload(overlapping, wanted)
+    if groups:
+        overlaps = await read_overlaps(
+            images, manifest, wanted, groups, budget_nbytes, lambda done, total: None
+        )
+        if overlaps.conflicts:
+            raise MismatchError("; ".join(overlaps.conflicts.values()), uri=driver.uri)
+        await offload(overlaps.put)
+        wanted = wanted.without({number for group in groups for number in group})
+    await fill(images, manifest, wanted, budget_nbytes)

@@ -1,0 +1,266 @@
+"""What DCP saves a Holdfast checkpoint through."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ....drivers.contract import Driver
+from ....drivers.registry import open_driver
+from ....errors import UsageError
+from ...format.fragment import Fragment, Group, decode_fragment
+from ...format.packed import Compression, checked_compression
+from ...format.tree import ROOT, ByRank
+from ...operations.call_errors import announcing_errors_of_call, closing, printed_uri
+from ...operations.options import BUDGET_NBYTES, DEADLINE_S, UriLike, check_budget
+from ...operations.rounds import Division
+from ...operations.save import SaveJob
+from ...operations.steps import commit_attempt, commit_together, divide, write_image
+from ...protocol.attempt import Attempt
+from ...protocol.collect import give_up
+from ...protocol.commit import begin
+from ...ranks.calls import Call
+from ...ranks.process_group import current_rank, current_team, current_world
+from ...ranks.team import Team
+from ...runtime.engine import offload, run
+from ...state.device import Queued, devices_of
+from ...state.flat_state import FlatState
+from .at_uri import AtUri
+from .pieces import flat_state_of
+from .task import COORDINATOR, Task
+
+__all__ = ["HoldfastWriter"]
+
+_REPORT = ""
+"""The name under which a rank hands its fragment to the coordinator."""
+_DIVIDE = "division of a save to"
+_COMMIT = "commit of a save to"
+
+
+class HoldfastWriter(AtUri, StorageWriter):
+    """Writes a Holdfast checkpoint for ``torch.distributed.checkpoint.save`` and ``async_save``, in
+    threads and processes, with any planner.
+
+    ``uri`` is that of one checkpoint; ``checkpoint_id`` of the call overrules it. DCP's coordinator
+    begins an attempt, all ranks write their images, and the coordinator commits in ``finish``:
+    atomically, when all images are durable. After any failure nothing has changed.
+
+    Values are stored without pickle, as :func:`~holdfast.save` stores them. One that cannot be is a
+    StateError, which names it, before this rank writes anything; with ``allow_opaque`` it is kept
+    as the bytes that the planner has made of it, which Holdfast never unpickles. ``step`` is
+    recorded with the checkpoint (default: ``state["step"]`` if that is an int).
+    ``storage_options``, ``budget_nbytes`` and ``compression`` as in :func:`~holdfast.save`.
+
+    With ``use_collectives=False`` the ranks meet as those of :func:`~holdfast.save` do, through the
+    job's store. All ranks of the job take part then, and what comes of it is one checkpoint all the
+    same. ``deadline_s`` is how long they wait for one that shows no sign of life; otherwise DCP's
+    own time-outs count.
+    """
+
+    def __init__(
+        self,
+        uri: UriLike,
+        *,
+        step: int | None = None,
+        allow_opaque: bool = False,
+        storage_options: Mapping[str, object] | None = None,
+        budget_nbytes: int = BUDGET_NBYTES,
+        compression: Compression | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        check_budget(budget_nbytes)
+        super().__init__(uri)
+        self._step = step
+        self._allow_opaque = allow_opaque
+        self._storage_options = dict(storage_options or {})
+        self._budget_nbytes = budget_nbytes
+        self._compression = checked_compression(compression)
+        self._deadline_s = deadline_s
+        self._is_coordinator = False
+        self._meets = False
+        """Whether the ranks meet without DCP."""
+
+    def storage_meta(self) -> StorageMeta:
+        """Where the checkpoint is to be."""
+        return StorageMeta(checkpoint_id=printed_uri(self._uri))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        """Note the role of this rank. Raises UsageError for ranks that are to meet without DCP, and
+        are not those of the job."""
+        self._is_coordinator = is_coordinator
+        self._meets = not kwargs.get("use_collectives", True) and current_world() > 1
+        if self._meets and kwargs.get("rank") != current_rank():
+            raise UsageError(
+                "with use_collectives=False all ranks of the job save together",
+                uri=printed_uri(self._uri),
+                advice="Leave it out, or leave out process_group= and no_dist=True.",
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: begin an attempt, and tell every rank its task. A rank without peers
+        begins it later, when it knows that all can be saved. Where ranks meet without DCP, every
+        rank comes here with its own plan."""
+        if self._meets:
+            return [self._divided(plan) for plan in plans]
+        world = len(plans)
+        uri = printed_uri(self._uri)
+        attempt = ""
+        if world > 1:
+            attempt = run(self._begin(world)).id
+        tasks = [Task(uri, attempt, rank, world, time.time()) for rank in range(world)]
+        tasks[COORDINATOR].deliver()  # where nothing is sent, nothing arrives
+        return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what the plan has for this rank, as one image. Raises StateError before anything is
+        written; StorageError."""
+        with self._announcing_errors():
+            fragment = self._written(plan, planner)
+        results = [
+            WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items
+        ]
+        # A rank without items reports, too.
+        report = WriteResult(MetadataIndex(_REPORT), 0, fragment.encode())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([report, *results])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: commit what all ranks have written. Raises CoverageError where an
+        element is stored twice or not at all; SaveError, StorageError."""
+        fragments = [
+            decode_fragment(result.storage_data, f"the report of rank {rank}", {})
+            for rank, of_rank in enumerate(results)
+            for result in of_rank
+            if result.index.fqn == _REPORT
+        ]
+        team = None
+        if self._meets:
+            team = self._team(_COMMIT)
+        run(self._commit(team, fragments))
+        metadata.storage_meta = self.storage_meta()
+
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> Fragment:
+        task = Task.delivered(printed_uri(self._uri))
+        flat = flat_state_of(plan, planner, task.world, allow_opaque=self._allow_opaque)
+        queued = Queued.now(devices_of(flat.locals))
+        step = self._step
+        if step is None:
+            step = _step_in(flat)
+        job = SaveJob(
+            flat, step, self._budget_nbytes, created_s=task.created_s, compression=self._compression
+        )
+        return run(self._write(task, job, queued))
+
+    def _divided(self, plan: SavePlan) -> SavePlan:
+        """The items of ``plan`` that this rank is to write, agreed on without DCP."""
+        team = self._team(_DIVIDE)
+        names = [_box_name(item) for item in plan.items]
+        sizes = [item.tensor_storage_size() or 1 for item in plan.items]
+        division = run(self._divide(team, dict(zip(names, sizes, strict=True))))
+        task = Task(
+            printed_uri(self._uri), division.attempt, team.rank, team.world, division.created_s
+        )
+        task.deliver()
+        items = [
+            item
+            for item, name in zip(plan.items, names, strict=True)
+            if division.writers.get(name, team.rank) == team.rank
+        ]
+        return replace(plan, items=items, storage_data=task)
+
+    def _team(self, kind: str) -> Team:
+        call = Call(kind, printed_uri(self._uri))
+        return current_team(call, self._deadline_s, saving=True)
+
+    def _announcing_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Where ranks meet without DCP, an error of this one must not keep the others waiting."""
+        if not self._meets:
+            return contextlib.nullcontext()
+        return announcing_errors_of_call(_COMMIT, self._uri, None, self._deadline_s)
+
+    async def _divide(self, team: Team, nbytes: Mapping[str, int]) -> Division:
+        driver = self._driver(team.world)
+        async with closing(driver):
+            return await divide(team, driver, nbytes)
+
+    async def _begin(self, world: int) -> Attempt:
+        driver = self._driver(world)
+        async with closing(driver):
+            return await begin(driver)
+
+    async def _write(self, task: Task, job: SaveJob, queued: Queued) -> Fragment:
+        driver = self._driver(task.world)
+        async with closing(driver):
+            if queued.events:
+                await offload(queued.wait)
+            if task.attempt:
+                attempt = Attempt(task.attempt)
+            else:
+                attempt = await begin(driver)
+            try:
+                return await write_image(driver, attempt, task.rank, job)
+            except BaseException:
+                if self._is_coordinator:
+                    await give_up(driver, attempt)
+                raise
+
+    async def _commit(self, team: Team | None, fragments: Sequence[Fragment]) -> None:
+        """Commit ``fragments``, which are those of all ranks, or of this one of a team."""
+        driver = self._driver(len(fragments))
+        async with closing(driver):
+            if team is not None:
+                (own,) = fragments
+                await commit_together(team, driver, own, _for_all_ranks, self._compression)
+                return
+            attempt = Attempt(fragments[0].head[0])
+            await commit_attempt(driver, attempt, _for_all_ranks(fragments), self._compression)
+
+    def _driver(self, world: int) -> Driver:
+        return open_driver(self._uri, world, **self._storage_options)
+
+
+def _box_name(item: WriteItem) -> str:
+    """The same on all ranks that have the item."""
+    return f"{item.index.fqn} {item.index.offset}"
+
+
+def _step_in(flat: FlatState) -> int | None:
+    """``state["step"]``, where it is an int and among the values of this rank."""
+    for value in flat.tree.values:
+        if (value.container, value.key) == (ROOT, "step"):
+            step = value.of(0)
+            if type(step) is int:
+                return step
+    return None
+
+
+def _for_all_ranks(fragments: Sequence[Fragment]) -> list[Fragment]:
+    """What one rank has written of what all ranks have: DCP has one of them write a value, so that
+    is everybody's, and one of them knows the step."""
+    attempt, _, created_s = fragments[0].head
+    step = next((f.head[1] for f in fragments if f.head[1] is not None), None)
+    everybody = list(range(len(fragments)))
+    return [
+        Fragment((attempt, step, created_s), [_of_ranks(g, everybody) for g in fragment.groups])
+        for fragment in fragments
+    ]
+
+
+def _of_ranks(group: Group, ranks: list[int]) -> Group:
+    """The group, with all its values those of ``ranks``."""
+    values: list[ByRank] = [
+        [(ranks, encoded) for _, encoded in by_rank] for by_rank in group.values
+    ]
+    return replace(group, values=values)

@@ -1,0 +1,305 @@
+"""Checkpoints of Megatron-core: strategies for its ``dist_checkpointing``, and the state of its
+distributed optimizer.
+
+    dist_checkpointing.save(state, folder, sharded_strategy=HoldfastSaveStrategy())
+    dist_checkpointing.load(state, folder)
+
+Megatron's tensors are stored under their keys. All else (``common.pt``, ``ShardedObject``) Megatron
+writes into the same folder by itself, with ``torch.save``, as it does for every strategy. So the
+folder is a path that all ranks see. Without Megatron's part, and at any URI, it is
+
+    model_state = model.sharded_state_dict(metadata=metadata)
+    state = {"model": model_state, "optim": optimizer_state(optimizer, model_state)}
+    holdfast.save(uri, state)
+    holdfast.load(uri, into=state)
+
+To import this module tells Megatron what to load such folders with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.dist_checkpointing.strategies.base import (
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    register_default_strategy,
+)
+
+from ...errors import MismatchError, StateError
+from ...planner.box import Box, flat_to_boxes
+from ..api import load, save
+from ..format.packed import Compression
+from ..operations.reader import TensorInfo
+from ..operations.reader import open as open_checkpoint
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+__all__ = ["HoldfastLoadStrategy", "HoldfastSaveStrategy", "optimizer_state"]
+
+_BACKEND = "holdfast"
+_VERSION = 1
+
+
+class HoldfastSaveStrategy(SaveShardedStrategy):  # type: ignore[misc]  # its types are not installed
+    """Saves the tensors of a sharded state dict; returns when they are committed. Megatron then
+    writes its ``metadata.json``, without which it does not take the folder for a checkpoint.
+
+    ``compression`` as in :func:`holdfast.save`. Megatron's ``async_sharded_save`` is refused: it
+    forks a process that shares no store with the job.
+    """
+
+    def __init__(self, *, compression: Compression | None = None) -> None:
+        super().__init__(_BACKEND, _VERSION)
+        self._compression = compression
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        """Called by every rank. Raises as :func:`holdfast.save`."""
+        save(checkpoint_dir, _parts(sharded_state_dict), compression=self._compression)
+
+
+class HoldfastLoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
+    """Loads what :class:`HoldfastSaveStrategy` has saved, under any layout, in place."""
+
+    def load(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> ShardedStateDict:
+        """The state dict, with tensors where it had parts of tensors. Called by every rank. Raises
+        as :func:`holdfast.load`."""
+        for part in nested_values(sharded_state_dict):
+            part.init_data("cpu")
+        load(checkpoint_dir, into=_parts(sharded_state_dict), strict="state")
+        return dict_list_map_outplace(lambda part: part.data, sharded_state_dict)
+
+    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
+        """Every tensor by its key, whole and without data."""
+        with open_checkpoint(checkpoint_dir) as checkpoint:
+            return {key: _described(key, info) for key, info in checkpoint.tensors.items()}
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise CheckpointingException for what another strategy has saved."""
+        if loaded_backend != _BACKEND:
+            raise CheckpointingException(
+                f"the checkpoint was saved with {loaded_backend}; leave out sharded_strategy"
+            )
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise CheckpointingException for a version that is not known."""
+        if loaded_version != _VERSION:
+            raise CheckpointingException(f"version {loaded_version} of {_BACKEND} is not known")
+
+
+register_default_strategy(StrategyAction.LOAD_SHARDED, _BACKEND, _VERSION, HoldfastLoadStrategy())
+
+
+def _parts(sharded_state_dict: ShardedStateDict) -> dict[str, ShardedTensor]:
+    """All parts in a state dict, without the marks that optimizers leave on parameters: Megatron
+    itself brings parameters and their master copies together."""
+    parts = enumerate(nested_values(sharded_state_dict))
+    return {str(number): replace(part, data=part.data.detach()) for number, part in parts}
+
+
+def _described(key: str, info: TensorInfo) -> ShardedTensor:
+    data = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
+    return ShardedTensor.from_rank_offsets(key, data).without_data()
+
+
+def optimizer_state(optimizer: object, model_state: ShardedStateDict) -> dict[str, object]:
+    """The state of a ``DistributedOptimizer``, or of several in a ``ChainedOptimizer``, for
+    :func:`holdfast.save` and :func:`holdfast.load`.
+
+    ``model_state`` is ``sharded_state_dict(...)`` of the modules that it optimizes. Each moment and
+    master copy is stored as a part of a tensor of the parameter's shape, under Megatron's name for
+    it: ``optimizer.state.exp_avg.<key>``. Nothing is gathered, and any layout loads what any other
+    has saved. A load fills the tensors of the optimizer, which are made first where it has not
+    stepped yet; groups, step and loss scale follow.
+
+    Raises StateError for an optimizer of another kind.
+    """
+    optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    optimizers = [each for each in optimizers if not getattr(each, "is_stub_optimizer", False)]
+    described = {id(item.data): item for item in nested_values(model_state) if _is_part(item)}
+    parts: list[ShardedTensor] = []
+    for each in optimizers:
+        _refuse_unknown(each)
+        _make_moments(each)
+        parts += _parts_of_optimizer(each, described)
+    tensors = {str(number): part for number, part in enumerate(parts)}
+    return {"tensors": tensors, "common": _Common(optimizers)}
+
+
+def _parts_of_optimizer(
+    optimizer: DistributedOptimizer, described: Mapping[int, ShardedTensor | ShardedTensorFactory]
+) -> Iterator[ShardedTensor]:
+    """The master copies and moments that this rank has; ``described``: what Megatron says of each
+    parameter, by its id."""
+    for parameter, start in _ranges_of(optimizer):
+        whole = described.get(id(parameter))
+        if whole is None:
+            raise StateError(
+                "a parameter of the optimizer is not in model_state",
+                advice="Pass sharded_state_dict() of all modules that it optimizes.",
+            )
+        for name, tensor in _tensors_of(optimizer, parameter).items():
+            yield from _parts_of_range(whole, f"optimizer.state.{name}", tensor, start)
+
+
+def _is_part(item: object) -> bool:
+    return isinstance(item, ShardedTensor | ShardedTensorFactory)
+
+
+def _refuse_unknown(optimizer: object) -> None:
+    config = getattr(optimizer, "config", None)
+    if not hasattr(optimizer, "gbuf_ranges"):
+        raise StateError(
+            f"{type(optimizer).__name__} is no DistributedOptimizer with buffers of its own",
+            advice="Save what its sharded_state_dict() returns.",
+        )
+    unknown = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
+    if any(getattr(config, option, False) for option in unknown):
+        raise StateError(
+            "the optimizer is precision-aware or offloaded, and keeps its state in a way that this "
+            "release does not know",
+            advice="Save its sharded_state_dict() with HoldfastSaveStrategy.",
+        )
+
+
+def _make_moments(optimizer: DistributedOptimizer) -> None:
+    """Make what Adam makes in its first step."""
+    inner = optimizer.optimizer
+    optimizer.init_state_fn(inner, optimizer.config)
+    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        for state in inner.state.values():
+            state.setdefault("step", torch.zeros(()))
+
+
+def _ranges_of(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:
+    """Parameters of which this rank has a range of the state, and the element with which that
+    begins."""
+    for by_dtype in optimizer.gbuf_ranges:
+        for buckets in by_dtype.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"].start
+
+
+def _tensors_of(
+    optimizer: DistributedOptimizer, parameter: torch.nn.Parameter
+) -> dict[str, torch.Tensor]:
+    """The master copy and the moments of a parameter's range."""
+    group, number = optimizer.model_param_group_index_map[parameter]
+    inner = optimizer.optimizer
+    master = inner.param_groups[group]["params"][number]
+    state = inner.state[master]
+    moments = {name: state[name] for name in state if name != "step"}
+    return {"param": master.detach(), **moments}
+
+
+def _parts_of_range(
+    whole: ShardedTensor | ShardedTensorFactory, prefix: str, tensor: torch.Tensor, start: int
+) -> Iterator[ShardedTensor]:
+    """Boxes of what ``whole`` describes, for a ``tensor`` that holds the elements of it from
+    ``start`` on."""
+    stop = start + tensor.numel()
+    for part, first in _placed(whole):
+        lengths = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+        low = min(max(start - first, 0), part.data.numel())
+        high = min(max(stop - first, 0), part.data.numel())
+        at = first + low - start
+        for box in flat_to_boxes(lengths, low, high):
+            yield _part_at(part, f"{prefix}.{part.key}", tensor[at : at + box.volume], box)
+            at += box.volume
+
+
+def _placed(whole: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
+    """The parts that ``whole`` stands for, each with the element of the parameter with which it
+    begins."""
+    if isinstance(whole, ShardedTensor):
+        yield whole, 0
+        return
+    for part in nested_values(whole.build()):
+        data = part.data
+        inside = data.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr()
+        if not inside or not data.is_contiguous():
+            raise StateError(
+                f"{whole.key!r} is a ShardedTensorFactory whose parts are no ranges of the "
+                f"parameter",
+                advice="Save sharded_state_dict() of the optimizer with HoldfastSaveStrategy.",
+            )
+        yield part, data.storage_offset() - whole.data.storage_offset()
+
+
+def _part_at(part: ShardedTensor, key: str, tensor: torch.Tensor, box: Box) -> ShardedTensor:
+    return ShardedTensor(
+        key,
+        tensor.view(box.lengths),
+        tensor.dtype,
+        local_shape=box.lengths,
+        global_shape=part.global_shape,
+        global_offset=box.shifted(part.global_offset).offsets,
+        axis_fragmentations=None,
+        replica_id=part.replica_id,
+        allow_shape_mismatch=part.allow_shape_mismatch,
+    )
+
+
+class _Common:
+    """What all ranks have of optimizers: hyperparameters of groups, step and loss scale."""
+
+    def __init__(self, optimizers: list[DistributedOptimizer]) -> None:
+        self._optimizers = optimizers
+
+    def state_dict(self) -> dict[str, object]:
+        """By number of the optimizer."""
+        return {str(number): _common_of(each) for number, each in enumerate(self._optimizers)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take it over."""
+        for number, optimizer in enumerate(self._optimizers):
+            _take_common(optimizer, state_dict[str(number)])
+
+
+def _common_of(optimizer: DistributedOptimizer) -> dict[str, object]:
+    inner = optimizer.optimizer
+    groups = [_without_parameters(group) for group in inner.param_groups]
+    common: dict[str, object] = {"groups": groups}
+    steps = [int(state["step"]) for state in inner.state.values() if "step" in state]
+    if steps:  # a rank of a small model may have no parameter
+        common["step"] = max(steps)
+    if optimizer.grad_scaler is not None:
+        common["scaler"] = optimizer.grad_scaler.state_dict()
+    return common
+
+
+def _without_parameters(group: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _take_common(optimizer: DistributedOptimizer, common: Mapping[str, Any]) -> None:
+    inner = optimizer.optimizer
+    groups = common["groups"]
+    if len(groups) != len(inner.param_groups):
+        raise MismatchError(
+            f"an optimizer has {len(inner.param_groups)} groups of parameters, and "
+            f"{len(groups)} in the checkpoint"
+        )
+    for group, stored in zip(inner.param_groups, groups, strict=True):
+        group.update(stored)
+    for state in inner.state.values():
+        if "step" in state:
+            state["step"] = torch.full_like(state["step"], common["step"])
+    if optimizer.grad_scaler is not None and "scaler" in common:
+        optimizer.grad_scaler.load_state_dict(common["scaler"])

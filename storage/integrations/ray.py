@@ -1,0 +1,97 @@
+"""Checkpoints of Ray Train: each one of Holdfast's, saved by all workers into Ray's own storage.
+
+    step = load_reported(state)
+    save_and_report({"loss": loss}, state, step=step)
+
+Ray copies a folder of each worker's into its storage. Here nothing is copied: workers save where
+Ray would copy to, and report that place. Ray keeps and deletes checkpoints as before.
+
+Scope: what runs in a worker. Ray's storage may be a shared folder, ``s3://`` or ``gs://``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray.train
+from ray.train import Checkpoint, CheckpointUploadMode
+
+from ...drivers.uri import parse
+from ...errors import UsageError
+from ..api import load, save
+from ..operations.differences import Strict
+from ..operations.options import UriLike
+from .newest import as_path_or_uri, newest_checkpoint
+
+__all__ = ["load_reported", "save_and_report", "uri_of"]
+
+_PREFIXES = {"local": "", "s3": "s3://", "gcs": "gs://"}
+"""By pyarrow's name of a file system, what makes a URI of its paths."""
+
+
+def save_and_report(
+    metrics: Mapping[str, Any],
+    state: object,
+    *,
+    step: int,
+    folder: UriLike | None = None,
+    storage_options: Mapping[str, object] | None = None,
+) -> None:
+    """Save ``state`` as ``checkpoint-<step>`` in Ray's storage, and report it with ``metrics``.
+    Every worker calls this, with its own part of the state.
+
+    ``folder`` is where to save in Ray's local mode, which has no storage. Raises as
+    :func:`holdfast.save`.
+    """
+    place = _storage_of_ray() if folder is None else Checkpoint(as_path_or_uri(parse(folder)))
+    reported = Checkpoint(f"{place.path}/checkpoint-{step}", place.filesystem)
+    save(uri_of(reported), state, step=step, storage_options=storage_options)
+    ray.train.report(
+        dict(metrics),
+        checkpoint=reported,
+        checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+    )
+
+
+def load_reported(
+    state: object,
+    *,
+    folder: UriLike | None = None,
+    strict: Strict = True,
+    storage_options: Mapping[str, object] | None = None,
+) -> bool:
+    """Load what was reported last into ``state``, after a failure of workers or in an earlier run
+    of the same name; return whether there was anything. Every worker calls this.
+
+    ``folder`` is where to look in Ray's local mode, which forgets what earlier runs reported.
+    Raises as :func:`holdfast.load`.
+    """
+    reported = ray.train.get_checkpoint()
+    if reported is not None:
+        uri: str | None = uri_of(reported)
+    elif folder is not None:
+        uri = newest_checkpoint(folder, storage_options=storage_options)
+    else:
+        uri = None
+    if uri is not None:
+        load(uri, into=state, strict=strict, storage_options=storage_options)
+    return uri is not None
+
+
+def _storage_of_ray() -> Checkpoint:
+    storage = ray.train.get_context().get_storage()
+    return Checkpoint(storage.experiment_fs_path, storage.storage_filesystem)
+
+
+def uri_of(checkpoint: Checkpoint) -> str:
+    """Where a checkpoint of Ray's is, for the functions of Holdfast. Raises UsageError for a file
+    system that Holdfast does not know by Ray's name."""
+    kind: str = checkpoint.filesystem.type_name
+    path: str = checkpoint.path
+    if kind not in _PREFIXES:
+        raise UsageError(
+            f"Ray's storage is a file system of type {kind!r}",
+            advice=f"Known ones: {', '.join(_PREFIXES)}.",
+        )
+    return _PREFIXES[kind] + path

@@ -1,0 +1,273 @@
+"""Any storage that Holdfast has a driver for, as a storage of torch_checkpointing, which comes with
+the local file system alone.
+
+    CheckpointManager.Config(storage_config=HoldfastStorageConfig("s3://bucket/run"))
+
+Paths, and so the names of checkpoints, are relative to that URI.
+
+Scope: files. What is in them is torch_checkpointing's own format, with its pickles, and nothing of
+it is verified. Folders exist by what is in them, as on object stores; renaming one copies it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
+
+from ...core.aio import at_most
+from ...drivers.contract import Driver, ObjectInfo
+from ...drivers.registry import open_driver
+from ...errors import ExistsError, NotFoundError, UriError
+from ..runtime.engine import close_later, run
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["HoldfastStorage", "HoldfastStorageConfig"]
+
+_READ_NBYTES = 1 << 20
+"""What small reads are made of."""
+_COPIES_MAX = 8
+_METADATA = "metadata.pkl"
+
+
+@dataclass
+class HoldfastStorageConfig(StorageConfig):  # type: ignore[misc]  # its types are not installed
+    """``storage_options`` are options of the storage, by name; those in the URI win over them."""
+
+    uri: str
+    storage_options: Mapping[str, object] = field(default_factory=dict)
+
+    def create_storage(self) -> HoldfastStorage:
+        """The storage; nothing is asked of it yet. Raises UriError for an unknown scheme or
+        option."""
+        return HoldfastStorage(self)
+
+
+class HoldfastStorage(Storage):  # type: ignore[misc]
+    """The files below one URI. What fails raises a :class:`holdfast.StorageError`, which is an
+    OSError, and for a file that is not there a FileNotFoundError."""
+
+    def __init__(self, config: HoldfastStorageConfig) -> None:
+        self._driver = open_driver(config.uri, **config.storage_options)
+        self._opened_in = os.getpid()
+
+    def __del__(self) -> None:
+        """Any thread may call this, at any moment: it waits for nothing."""
+        if getattr(self, "_opened_in", None) == os.getpid() and not sys.is_finalizing():
+            close_later(self._driver.close)
+
+    def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.BufferedIOBase:
+        """The file, to be read anywhere; read as a whole now, unless the arguments say not to."""
+        if read_args is None or read_args.pre_read_full_file:
+            return io.BytesIO(self.read(path))
+        return io.BufferedReader(_File(self._driver, _key(path)), _READ_NBYTES)
+
+    def stream_write(self, path: Path) -> _Upload:
+        """A file in memory that is stored, whole, when it is closed. If it is left by an error, or
+        never closed, nothing is."""
+        return _Upload(lambda data: self.write(path, data))
+
+    def read(self, path: Path, read_args: ReadArgs | None = None) -> bytes:
+        content = bytearray(self.getsize(path))
+        run(_read(self._driver, _key(path), 0, memoryview(content)))
+        return bytes(content)
+
+    def write(self, path: Path, data: Buffer) -> None:
+        content = memoryview(data).cast("B")
+
+        async def part(start: int, nbytes: int) -> memoryview:
+            return content[start : start + nbytes]
+
+        traits = self._driver.traits
+        at_a_time = 1 if traits.part_order == "serial" else traits.concurrency
+        run(_store(self._driver, _key(path), len(content), part, at_a_time))
+
+    def delete(self, path: Path) -> None:
+        run(self._driver.delete(_key(path)))
+
+    def mkdir(self, path: Path, recursive: bool = True) -> None:
+        """Nothing: a folder is there when a file is."""
+
+    def rmdir(self, path: Path) -> None:
+        """Delete a folder with all that is in it."""
+        run(self._driver.delete_all(_key(path)))
+
+    def rename(
+        self,
+        src_path: Path,
+        dst_path: Path,
+        is_directory: bool = False,
+        background_cleanup: bool = False,
+    ) -> None:
+        """Copy a file, or all files of a folder, and delete what was copied. torch_checkpointing's
+        metadata is copied last."""
+        run(_renamed(self._driver, _key(src_path), _key(dst_path)))
+
+    def ls(self, path: Path) -> list[str]:
+        """The names in a folder."""
+        found = run(_listed(self._driver, _key(path)))
+        return sorted({Path(info.key).relative_to(_key(path)).parts[0] for info in found})
+
+    def exists(self, path: Path) -> bool:
+        """Whether there is such a file, or one below."""
+        return bool(run(_listed(self._driver, _key(path))))
+
+    def getsize(self, path: Path) -> int:
+        return run(self._driver.stat(_key(path))).nbytes
+
+    def isdir(self, path: Path) -> bool:
+        key = _key(path)
+        return any(info.key != key for info in run(_listed(self._driver, key)))
+
+    def remap_path(self, path: Path) -> str:
+        return f"{self._driver.uri}/{_key(path)}"
+
+
+class _File(io.RawIOBase):
+    """An object, read by ranges."""
+
+    def __init__(self, driver: Driver, key: str) -> None:
+        self._driver = driver
+        self._key = key
+        self._nbytes = run(driver.stat(key)).nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        if origin + offset < 0:
+            raise ValueError(f"a negative position: {origin + offset}")
+        self._position = origin + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, into: Buffer) -> int:
+        target = memoryview(into).cast("B")[: max(0, self._nbytes - self._position)]
+        run(_read(self._driver, self._key, self._position, target))
+        self._position += len(target)
+        return len(target)
+
+
+class _Upload(io.BytesIO):
+    """What is written, until it is closed."""
+
+    def __init__(self, store: Callable[[memoryview], None]) -> None:
+        super().__init__()
+        self._store = store
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            with self.getbuffer() as content:
+                self._store(content)
+        finally:
+            super().close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            super().close()
+
+    def __del__(self) -> None:
+        """Do not close what was never finished, as the base class would."""
+
+
+def _key(path: Path) -> str:
+    parts = [part for part in Path(path).parts if part != os.sep]
+    if parts and parts[0].endswith(":"):
+        raise UriError(
+            f"{os.fspath(path)!r} is a URI",
+            advice="Paths are relative to the URI of the HoldfastStorageConfig: give a name alone.",
+        )
+    return "/".join(parts)
+
+
+async def _listed(driver: Driver, key: str) -> list[ObjectInfo]:
+    return [info async for info in driver.list(key)]
+
+
+async def _read(driver: Driver, key: str, start: int, into: memoryview) -> None:
+    """Fill ``into``, by several requests at a time."""
+    step = driver.traits.part_nbytes
+    await at_most(
+        driver.traits.concurrency,
+        (
+            driver.read(key, start + offset, into[offset : offset + step])
+            for offset in range(0, len(into), step)
+        ),
+    )
+
+
+async def _store(
+    driver: Driver,
+    key: str,
+    nbytes: int,
+    part: Callable[[int, int], Awaitable[memoryview]],
+    at_a_time: int = 1,
+) -> None:
+    """Make an object of what ``part(start, nbytes)`` gives. More than one part at a time is for
+    parts that are there at once: a driver may want their writes to begin in order."""
+    upload = await driver.create(key, nbytes)
+    step = driver.traits.part_nbytes
+
+    async def write(start: int) -> None:
+        await upload.write(start, await part(start, min(step, nbytes - start)))
+
+    try:
+        await at_most(at_a_time, map(write, range(0, nbytes, step)))
+        await upload.commit()
+    except BaseException:
+        await upload.abort()
+        raise
+
+
+async def _renamed(driver: Driver, source: str, destination: str) -> None:
+    """Raises NotFoundError, and ExistsError for a destination that is taken, unless a file is to
+    replace a file."""
+    moved = await _listed(driver, source)
+    if not moved:
+        raise NotFoundError("no such file or folder", uri=driver.uri, key=source)
+    is_file = moved[0].key == source
+    taken = await _listed(driver, destination)
+    if taken and not (is_file and taken[0].key == destination):
+        raise ExistsError("the destination is taken", uri=driver.uri, key=destination)
+
+    def to(info: ObjectInfo) -> str:
+        return destination + info.key.removeprefix(source)
+
+    for last in (False, True):
+        group = [info for info in moved if info.key.endswith(_METADATA) is last]
+        await at_most(_COPIES_MAX, (_copied(driver, info, to(info)) for info in group))
+    if is_file:
+        await driver.delete(source)
+    else:
+        await driver.delete_all(source)
+
+
+async def _copied(driver: Driver, info: ObjectInfo, key: str) -> None:
+    await _store(
+        driver, key, info.nbytes, lambda start, nbytes: driver.fetch(info.key, start, nbytes)
+    )

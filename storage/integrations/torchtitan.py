@@ -1,0 +1,225 @@
+"""Checkpoints of torchtitan's trainer: a checkpoint manager that its configuration selects.
+
+    Trainer.Config(..., checkpoint=HoldfastCheckpointManager.Config(enable=True, interval=500))
+
+It decides what torchtitan's own manager decides, when to save, what, and what to load, and saves
+with Holdfast where that one saves with DCP. ``async`` saves copy the state to host memory first;
+``async_with_pinned_mem`` saves are lazy, and need no accelerator.
+
+Scope: Hugging Face's format stays with torchtitan, which knows the models' names there; so do
+checkpoints that DCP has written, which are loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import distributed as dist
+from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
+from torchtitan.tools import filesystem
+
+from ...drivers.uri import divided, join, parse
+from ...errors import HoldfastError, UsageError
+from ..api import async_save, load, save
+from ..operations.handle import SaveHandle
+from ..operations.listing import list_checkpoints
+from ..operations.remove import remove
+from .newest import as_path_or_uri
+
+__all__ = ["HoldfastCheckpointManager"]
+
+_NAME = re.compile(r"step-([0-9]+)")
+
+_log = logging.getLogger(__name__)
+
+
+class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its types are not installed
+    """Saves ``step-500`` and so on below the folder of its configuration, a path or a URI."""
+
+    save_future: SaveHandle | None = None
+    """Of the save that is under way."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """torchtitan's own, and what :func:`holdfast.save` takes besides."""
+
+        storage_options: dict[str, str] = field(default_factory=dict)
+        """Options of the storage, by name."""
+
+        compression: Literal["lz4"] | None = None
+        """Whether blocks that shrink are stored compressed."""
+
+    def __init__(self, config: Config, **parts: Any) -> None:
+        # As it is told to save synchronously and to keep everything, torchtitan's manager starts
+        # neither a process group nor a thread, which would only serve its own saves.
+        unaided = copy.copy(config)
+        unaided.async_mode = "disabled"
+        unaided.keep_latest_k = 0
+        super().__init__(unaided, **parts)
+        if self.enable:
+            self.async_mode = AsyncMode(config.async_mode)
+            self.keep_latest_k = config.keep_latest_k
+            self._storage_options = dict(config.storage_options)
+            self._compression = config.compression
+            self._purging = ThreadPoolExecutor(1, "holdfast-purge")
+            self._purged: Future[None] | None = None
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> SaveHandle | None:
+        """Save, or begin to: then return the handle of the save."""
+        if to_hf:
+            super().dcp_save(state_dict, checkpoint_id, async_mode, to_hf=True)
+            return None
+        options: dict[str, Any] = {
+            "step": _step_of(checkpoint_id),
+            "storage_options": self._storage_options,
+            "compression": self._compression,
+        }
+        if async_mode == AsyncMode.DISABLED:
+            save(checkpoint_id, state_dict, **options)
+            return None
+        lazy = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+        return async_save(checkpoint_id, state_dict, lazy=lazy, **options)
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """Load into ``state_dict``, all of whose names must be in the checkpoint."""
+        if from_hf or _is_from_dcp(checkpoint_id):
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        load(checkpoint_id, into=state_dict, strict="state", storage_options=self._storage_options)
+        self.states[MODEL].load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save this step, if it is due; the last one is committed when this returns."""
+        if not self._should_save(curr_step, last_step):
+            return False
+        self.maybe_wait_for_saving()
+        if last_step:
+            self._save_last_step(curr_step)
+        else:
+            self.save_future = self.dcp_save(
+                self._flattened_model_states_sd(),
+                self._create_checkpoint_id(curr_step),
+                self.async_mode,
+            )
+        self._purge_before(curr_step)
+        return True
+
+    @torch.no_grad()
+    def _load(self, step: int = -1) -> bool:
+        """Load ``step``, or the newest one; where there is none, what the configuration says to
+        begin with. Returns whether there was anything to load."""
+        if step == -1:
+            step = self._find_load_step()
+        if step != -1:
+            self.dcp_load(
+                self._states_to_load(model_only=step == 0),
+                self._create_checkpoint_id(step),
+                from_hf=False,
+                from_quantized=False,
+            )
+            return True
+        return self._load_initial()
+
+    def _load_initial(self) -> bool:
+        source = self.initial_load_path
+        if self.initial_load_in_hf and not source:
+            source = getattr(self.sd_adapter, "hf_assets_path", None)
+            if not source:
+                raise UsageError(
+                    "initial_load_in_hf is set, and there is nothing to load",
+                    advice="Set initial_load_path, or the model's hf_assets_path.",
+                )
+        if not source:
+            return False
+        self.dcp_load(
+            self._states_to_load(self.initial_load_model_only),
+            source,
+            self.initial_load_in_hf,
+            self.initial_load_in_hf_quantized,
+        )
+        return True
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The newest step that is saved whole, or that torchtitan finds; -1 where there is none."""
+        folder = folder or self.folder
+        steps = _steps_in(folder, self._storage_options)
+        if not filesystem.is_remote(folder):
+            steps.append(super()._find_load_step(folder))
+        return max(steps, default=-1)
+
+    def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
+        """Where the checkpoint of a step is: a URI may end with options."""
+        return as_path_or_uri(join(folder or self.folder, f"step-{step}"))
+
+    def _maybe_wait_for_staging(self) -> None:
+        if self.save_future is not None:
+            self.save_future.captured.wait()
+
+    def _wait_for_saving(self) -> None:
+        handle = self.save_future
+        self.save_future = None
+        if handle is not None:
+            handle.wait()
+
+    def _close(self) -> None:
+        try:
+            self.maybe_wait_for_saving()
+        finally:
+            self._purging.shutdown()
+        if self._purged is not None:
+            self._purged.result()
+
+    def _purge_before(self, step: int) -> None:
+        """Begin to delete checkpoints before ``step`` that keep_latest_k does not keep. Raises what
+        the last time has raised, unless that goes on."""
+        if self.keep_latest_k and dist.get_rank() == 0:
+            if self._purged is not None and self._purged.done():
+                self._purged.result()
+            self._purged = self._purging.submit(
+                _purge, self.folder, step, self.keep_latest_k - 1, self._storage_options
+            )
+
+
+def _purge(folder: str, before: int, keep: int, storage_options: Mapping[str, object]) -> None:
+    """Delete all checkpoints before this step but the newest ones. What fails is logged, and tried
+    again after the next save."""
+    try:
+        steps = [step for step in _steps_in(folder, storage_options) if step < before]
+        for step in sorted(steps)[:-keep]:
+            remove(str(join(folder, f"step-{step}")), storage_options=storage_options)
+    except HoldfastError as error:
+        _log.warning("old checkpoints could not be deleted: %s", error)
+
+
+def _steps_in(folder: str, storage_options: Mapping[str, object]) -> list[int]:
+    """The steps of the checkpoints in ``folder`` that are whole, of torchtitan's names."""
+    listed = list_checkpoints(folder, storage_options=storage_options)
+    whole = [c.path for c in listed if not (c.problem or c.damage)]
+    return [int(match[1]) for path in whole if (match := _NAME.fullmatch(path))]
+
+
+def _step_of(checkpoint_id: str) -> int:
+    _, name = divided(parse(checkpoint_id))
+    return int(name.removeprefix("step-"))
+
+
+def _is_from_dcp(checkpoint_id: str) -> bool:
+    return not filesystem.is_remote(checkpoint_id) and Path(checkpoint_id, ".metadata").is_file()

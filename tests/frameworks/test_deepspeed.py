@@ -1,0 +1,216 @@
+"""DeepSpeed itself: what ZeRO holds is saved and loaded in any of its stages, and what it saves is
+what any other layout saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bits import difference
+from support.deepspeed_jobs import (
+    Job,
+    load_and_go_on,
+    load_and_save_with_deepspeed,
+    load_into_new,
+    load_model_alone,
+    load_with_deepspeed_and_save,
+    recognised,
+    refused,
+    save_and_go_on,
+    save_lazily,
+)
+from support.framework_jobs import losses, run_job
+from support.rank_processes import RankProcesses
+
+import holdfast
+
+if find_spec("deepspeed") is None:
+    pytest.skip("deepspeed is not installed: make frameworks", allow_module_level=True)
+
+JOB = Path(__file__).parents[1] / "support" / "deepspeed_job.py"
+# Those of deepspeed itself, and of what it imports.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+BF16 = torch.bfloat16
+FORMS = {
+    "1": Job(1),
+    "2, bf16": Job(2, dtype=BF16),
+    "3, bf16": Job(3, dtype=BF16),
+    "3, with persistent parameters": Job(3, persistent=6),
+    "1, bf16, accumulated in fp32": Job(1, dtype=BF16, accumulated="fp32"),
+    "2, bf16, offloaded": Job(2, dtype=BF16, offloaded=True),
+    "3, bf16, offloaded": Job(3, dtype=BF16, offloaded=True),
+}
+
+
+def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What each rank of a new job returns: DeepSpeed cannot begin twice in a process."""
+    with RankProcesses(world, preload=["deepspeed"]) as ranks:
+        return ranks.run(function, *args)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_the_cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        yield
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """A checkpoint of ZeRO-3 on two ranks, in bf16, and what the job held and went on to do."""
+    uri = str(tmp_path_factory.mktemp("zero") / "c")
+    return uri, run(2, save_and_go_on, uri, FORMS["3, bf16"])[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_job_goes_on_from_its_checkpoint(form: str, tmp_path: Path) -> None:
+    """Stage by stage: the same bits, as DeepSpeed gathers them, and the same losses; the parameters
+    of the module are those of the masters that were loaded."""
+    uri = str(tmp_path / "c")
+    held, expected = run(2, save_and_go_on, uri, FORMS[form])[0]
+    for found, found_losses in run(2, load_and_go_on, uri, FORMS[form]):
+        assert difference(held, found) is None
+        assert found_losses == expected
+
+
+@pytest.mark.parametrize(
+    ("job", "world"),
+    [
+        (Job(1, dtype=BF16), 3),
+        (Job(3, dtype=BF16), 3),
+        (Job(2, dtype=BF16), 1),
+        (Job(1, dtype=BF16, accumulated="fp32"), 2),
+        (Job(3), 2),
+        (Job(other="FSDP2"), 2),
+        (Job(other="FULL_SHARD"), 2),
+        (Job(other="DDP"), 2),
+        (Job(), 1),
+    ],
+    ids=str,
+)
+def test_what_zero_saves_any_other_layout_loads(
+    job: Job, world: int, saved: tuple[str, Any]
+) -> None:
+    """Another stage, another number of ranks, ZeRO in fp32, FSDP2, FSDP1, DDP, and a bare module;
+    the losses of those in fp32 are near those in bf16."""
+    uri, (held, expected) = saved
+    near = pytest.approx(expected, rel=1e-5 if job.dtype == BF16 else 0.02)
+    for found, found_losses in run(world, load_and_go_on, uri, job):
+        assert difference(held, found) is None
+        assert found_losses == near
+
+
+def test_what_fsdp2_saves_zero_loads(tmp_path: Path) -> None:
+    """Into stages 1 and 3, on three ranks, that have trained before."""
+    uri = str(tmp_path / "c")
+    held, expected = run(2, save_and_go_on, uri, Job(other="FSDP2"))[0]
+    for stage in (1, 3):
+        for found, found_losses in run(3, load_and_go_on, uri, Job(stage)):
+            assert difference(held, found) is None
+            assert found_losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_one_process_saves_a_new_job_loads(stage: int, tmp_path: Path) -> None:
+    """It has never stepped, and has no state of an optimizer."""
+    uri = str(tmp_path / "c")
+    _, expected = save_and_go_on(uri, Job())
+    for found_losses in run(2, load_into_new, uri, Job(stage)):
+        assert found_losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "other"), [(3, 1), (1, 3)])
+def test_frozen_parameters_are_saved_and_loaded(stage: int, other: int, tmp_path: Path) -> None:
+    """They have no masters; stage 3 partitions them, the others do not."""
+    uri = str(tmp_path / "c")
+    held, expected = run(2, save_and_go_on, uri, Job(stage, frozen=True))[0]
+    for found, found_losses in run(3, load_and_go_on, uri, Job(other, frozen=True)):
+        assert difference(held, found) is None
+        assert found_losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_are_loaded_without_their_optimizer(stage: int, saved: tuple[str, Any]) -> None:
+    """The masters are filled, so that the next step does not undo the load."""
+    uri, (held, _) = saved
+    weights = {name: t for name, t in held.items() if name.startswith("model.")}
+    for found in run(2, load_model_alone, uri, Job(stage, dtype=BF16)):
+        assert difference(weights, found) is None
+
+
+def test_a_job_switches_from_checkpoints_of_deepspeed_and_back(
+    saved: tuple[str, Any], tmp_path: Path
+) -> None:
+    """What was loaded is what DeepSpeed saves, and the other way round."""
+    uri, (held, expected) = saved
+    job = Job(2, dtype=BF16)
+    run(2, load_and_save_with_deepspeed, uri, str(tmp_path / "own"), job)
+    for found in run(2, load_with_deepspeed_and_save, str(tmp_path / "own"), uri + "-back", job):
+        assert difference(held, found) is None
+    for found, found_losses in run(1, load_and_go_on, uri + "-back", job):
+        assert difference(held, found) is None
+        assert found_losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_lazy_save_stores_what_was_held_at_the_call(stage: int, tmp_path: Path) -> None:
+    """The next step writes to the masters while the save goes on. A state is recognised at the next
+    save."""
+    job = Job(stage, dtype=BF16)
+    for number, expected in enumerate(run(2, save_lazily, str(tmp_path), job)[0]):
+        found, _ = load_and_go_on(str(tmp_path / str(number)), Job())
+        assert difference(expected, found) is None
+    assert run(2, recognised, job) == [True, True]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_not_known_of_deepspeed_is_refused_by_name(stage: int, tmp_path: Path) -> None:
+    """With its path, before any I/O, on save and load. Of stages 1 and 2 the module alone can be
+    saved: its parameters are whole."""
+    expected = {
+        "module": ('state["model"]["', "the engine itself"),
+        "optimizer alone": ('state["optim"]', "Put the engine into the state"),
+        "wrapped optimizer": ('state["optim"]', "engine.optimizer"),
+        "offloaded": ('state["model"]', "offload_states"),
+        "zero_hpz_partition_size": ('state["model"]', "ZeRO++ hpZ"),
+        "zero_quantized_gradients": ('state["model"]', "ZeRO++ qgZ"),
+        "own making": ('state["model"]["0"]', "DeepSpeed ZeRO"),
+    }
+    if stage == 3:
+        expected["state dict"] = ('state["model"]', "put the engine of DeepSpeed itself")
+    for found in run(2, refused, str(tmp_path), stage):
+        assert found.keys() == expected.keys()
+        for name, (path, said) in expected.items():
+            tried = list(found[name])
+            if name == "module" and stage == 1:
+                assert tried.pop(0) == ""
+            if name == "state dict":
+                tried.pop()
+            for text in tried:
+                assert text.startswith("StateError: "), name
+                assert path in text, name
+                assert said in text, name
+    known = {"whole"} if stage == 3 else {"whole", "module"}
+    assert {path.name for path in tmp_path.iterdir()} == known
+
+
+def test_a_killed_job_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    """One rank is killed while step 6 is being saved. Resumed from step 4, each rank computes the
+    same losses to the last bit, with a schedule of DeepSpeed's, and its counters."""
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    done = run_job(JOB, "--out", tmp_path / "whole", world=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cut = tmp_path / "cut"
+    killed = run_job(JOB, "--out", cut, "--die-at", "6", world=2)
+    assert killed.returncode == 1, killed.stderr[-3000:]
+    assert [c.step for c in holdfast.list_checkpoints(cut / "checkpoints")] == [2, 4]
+    done = run_job(JOB, "--out", cut, world=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(2):
+        assert losses(cut, rank) == losses(tmp_path / "whole", rank)

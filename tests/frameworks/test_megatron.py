@@ -1,0 +1,196 @@
+"""Megatron-core itself, on gloo: a small GPT with a distributed optimizer, saved under one layout
+and resumed under another."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from support.bits import difference
+from support.framework_jobs import documented
+from support.rank_processes import Gone, RankProcesses, errors
+
+import holdfast
+
+if find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed: make frameworks", allow_module_level=True)
+
+with warnings.catch_warnings():  # of what Megatron imports
+    warnings.simplefilter("ignore")
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from support import megatron_job
+    from support.megatron_job import Layout
+
+    from holdfast.storage.integrations.megatron import HoldfastLoadStrategy
+
+# Megatron's own, and those of what it imports.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+PRELOAD = [
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.dist_checkpointing",
+]
+SAVED_AFTER = 3
+LAST = 6
+ALONE = Layout(1)
+REPLICAS = Layout(2)
+TENSOR = Layout(2, tensor=2)
+PIPELINE = Layout(2, pipeline=2)
+ALL = Layout(4, tensor=2, pipeline=2)
+TENSOR_AND_REPLICAS = Layout(4, tensor=2)
+ROUNDING = 1e-5
+"""Relative, of losses in float32: layouts add in other orders."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    """Four ranks, used by one test after the other."""
+    with RankProcesses(4, PRELOAD) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (TENSOR, REPLICAS),
+        (REPLICAS, PIPELINE),
+        (PIPELINE, TENSOR),
+        (ALL, ALONE),
+        (ALONE, TENSOR_AND_REPLICAS),
+    ],
+    ids=["tp-dp", "dp-pp", "pp-tp", "tp,pp-1", "1-tp,dp"],
+)
+def test_a_job_goes_on_under_another_layout(
+    saved: Layout, loaded: Layout, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """With the same bits in parameters, moments and master copies, and with the losses of a job
+    that never stopped."""
+    uri = str(tmp_path / "c")
+    again = str(tmp_path / "again")
+    losses, *others = ranks.run(
+        megatron_job.trains, saved, uri, SAVED_AFTER, LAST, world=saved.world
+    )
+    assert others == [losses] * (saved.world - 1)
+    step, further = ranks.run(megatron_job.goes_on, loaded, uri, LAST, again, world=loaded.world)[0]
+    assert step == SAVED_AFTER
+    assert further == pytest.approx(losses[SAVED_AFTER:], rel=ROUNDING)
+    assert difference(holdfast.load(uri), holdfast.load(again)) is None
+
+
+def test_a_job_in_bfloat16_goes_on_from_its_master_copies(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Under another layout they have the same bits; under the same one, losses are equal, too."""
+    uri = str(tmp_path / "c")
+    again = str(tmp_path / "again")
+    saved = replace(TENSOR, dtype=torch.bfloat16)
+    losses = ranks.run(megatron_job.trains, saved, uri, SAVED_AFTER, LAST, world=2)[0]
+    with holdfast.open(uri) as checkpoint:
+        assert checkpoint.tensors["output_layer.weight"].dtype == "bfloat16"
+        assert checkpoint.tensors["optimizer.state.param.output_layer.weight"].dtype == "float32"
+    _, further = ranks.run(megatron_job.goes_on, saved, uri, LAST, again, world=2)[0]
+    assert further == losses[SAVED_AFTER:]
+    loaded = replace(REPLICAS, dtype=torch.bfloat16)
+    _, further = ranks.run(megatron_job.goes_on, loaded, uri, LAST, again, world=2)[0]
+    assert further == pytest.approx(losses[SAVED_AFTER:], rel=0.02)
+    assert difference(holdfast.load(uri), holdfast.load(again)) is None
+
+
+def test_a_vocabulary_that_is_padded_otherwise_is_loaded_as_far_as_it_goes(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """In the embedding, in its moments and in its master copy, to more words and to fewer."""
+    uri = str(tmp_path / "c")
+    saved = replace(ALONE, vocabulary=33)
+    ranks.run(megatron_job.trains, saved, uri, SAVED_AFTER, LAST, world=1)
+    for number, layout in enumerate((TENSOR, replace(REPLICAS, vocabulary=32))):
+        again = str(tmp_path / f"again-{number}")
+        ranks.run(megatron_job.goes_on, layout, uri, LAST, again, world=2)
+        with holdfast.open(uri) as first, holdfast.open(again) as second:
+            for name in first.tensors:
+                rows = min(len(first.read(name)), len(second.read(name)))
+                assert torch.equal(first.read(name)[:rows], second.read(name)[:rows]), name
+            assert second.tensors["output_layer.weight"].shape == (layout.vocabulary, 16)
+
+
+def test_megatrons_own_save_and_load_go_through_the_strategies(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Its load finds the strategy by itself, and the job goes on as if it had never stopped; the
+    tensors are those that a save of ours has, by the same names."""
+    folder = tmp_path / "iter_0000003"
+    losses = ranks.run(
+        megatron_job.saves_by_megatron, TENSOR, str(folder), SAVED_AFTER, LAST, world=2
+    )[0]
+    assert {path.name for path in folder.iterdir()} >= {"common.pt", "metadata.json"}
+    further = ranks.run(
+        megatron_job.loads_by_megatron, REPLICAS, str(folder), SAVED_AFTER, LAST, world=2
+    )[0]
+    assert further == pytest.approx(losses[SAVED_AFTER:], rel=ROUNDING)
+    plain = ranks.run(megatron_job.plain_tensors, str(folder), world=1)[0]
+    stored = holdfast.load(folder)
+    assert difference(stored, {key: plain[key] for key in stored}) is None
+    ours = str(tmp_path / "ours")
+    ranks.run(megatron_job.trains, PIPELINE, ours, SAVED_AFTER, LAST, world=2)
+    with holdfast.open(folder) as theirs, holdfast.open(ours) as direct:
+        assert theirs.tensors.keys() == direct.tensors.keys()
+
+
+def test_a_job_that_is_killed_in_mid_save_goes_on_from_the_checkpoint_before(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """kill -9 of a rank that is writing: nothing is committed, and the checkpoint before is whole
+    and loads under another layout."""
+    uri = str(tmp_path / "3")
+    with RankProcesses(2, PRELOAD) as doomed:
+        world = doomed.begin(megatron_job.saves_and_dies, TENSOR, uri, str(tmp_path / "4"))
+        survivor, dead = doomed.outcomes(world)
+        assert dead == Gone()
+        assert isinstance(errors([survivor])[0], holdfast.CoordinationError)
+    with pytest.raises(holdfast.NotACheckpointError):
+        holdfast.open(tmp_path / "4")
+    losses = ranks.run(
+        megatron_job.trains, TENSOR, str(tmp_path / "whole"), SAVED_AFTER, LAST, world=2
+    )[0]
+    further = ranks.run(
+        megatron_job.goes_on, REPLICAS, uri, LAST, str(tmp_path / "again"), world=2
+    )[0][1]
+    assert further == pytest.approx(losses[SAVED_AFTER:], rel=ROUNDING)
+
+
+def test_what_would_lose_state_is_refused_by_name(ranks: RankProcesses, tmp_path: Path) -> None:
+    """With a way out."""
+    layout = replace(REPLICAS, dtype=torch.bfloat16)
+    told = ranks.run(megatron_job.refusals, layout, str(tmp_path / "c"), world=2)[0]
+    assert "optimizer_state(" in told["masters left behind"]
+    assert 'state["model"]' in told["masters left behind"]
+    assert "optimizer_state(" in told["optimizer itself"]
+    assert "sharded_state_dict() of all modules" in told["other parameters"]
+    assert "HoldfastSaveStrategy" in told["asynchronous"]
+
+
+def test_what_another_strategy_or_a_later_version_has_saved_is_not_loaded() -> None:
+    """Megatron asks the strategy that it is given."""
+    strategy = HoldfastLoadStrategy()
+    with pytest.raises(CheckpointingException, match="torch_dist; leave out sharded_strategy"):
+        strategy.check_backend_compatibility("torch_dist")
+    with pytest.raises(CheckpointingException, match="version 2"):
+        strategy.check_version_compatibility(2)
+
+
+def test_the_how_to_does_what_it_says(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Its code, block by block."""
+    blocks = []
+    for number, block in enumerate(documented("use-with-megatron.md")):
+        blocks.append(str(tmp_path / f"block_{number}.py"))
+        Path(blocks[-1]).write_text(block)
+    loaded = ranks.run(megatron_job.runs_blocks, REPLICAS, blocks, str(tmp_path), world=2)[0]
+    assert loaded == ["model", "optimizer"]
+    with holdfast.open(tmp_path / "c") as ours, holdfast.open(tmp_path / "described") as theirs:
+        assert ours.tensors.keys() == theirs.tensors.keys()

@@ -1,0 +1,87 @@
+"""Ray Train itself, with its checkpoints in Holdfast: in its local mode, without a cluster, which
+would take a minute to start."""
+
+from __future__ import annotations
+
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.framework_jobs import documented, losses, run_job
+from torch import nn
+
+import holdfast
+
+if find_spec("ray") is None:
+    pytest.skip("ray is not installed: make frameworks", allow_module_level=True)
+
+import pyarrow.fs
+from ray.train import Checkpoint, ScalingConfig
+from ray.train.torch import TorchTrainer
+from support.ray_job import fit
+
+from holdfast.storage.integrations.ray import uri_of
+
+JOB = Path(__file__).parents[1] / "support" / "ray_job.py"
+# Ray's own, and those of what it imports.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+
+def test_a_job_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    """It computes the same losses as one that never stopped; what it reports is a checkpoint."""
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    fit(tmp_path / "whole", 8)
+    result = fit(tmp_path / "cut", 4)
+    with holdfast.open(uri_of(result.checkpoint)) as c:
+        assert c.step == 4
+    done = run_job(JOB, tmp_path / "cut", "8", "0", world=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    whole = losses(tmp_path / "whole")
+    assert losses(tmp_path / "cut") == whole
+    assert losses(tmp_path / "cut", 1) == {step: whole[step] for step in range(5, 9)}
+    listed = holdfast.list_checkpoints(tmp_path / "cut" / "run")
+    assert [(c.path, c.world) for c in listed] == [
+        ("checkpoint-2", 1),
+        ("checkpoint-4", 1),
+        ("checkpoint-6", 2),
+        ("checkpoint-8", 2),
+    ]
+
+
+def test_file_systems_of_rays_have_uris(tmp_path: Path) -> None:
+    """As the storage of a run has them; others are refused by their type."""
+    s3 = pyarrow.fs.S3FileSystem(access_key="a", secret_key="b", region="us-east-1")
+    assert uri_of(Checkpoint("bucket/run/checkpoint-2", s3)) == "s3://bucket/run/checkpoint-2"
+    google = pyarrow.fs.GcsFileSystem(anonymous=True)
+    assert uri_of(Checkpoint("bucket/run", google)) == "gs://bucket/run"
+    assert uri_of(Checkpoint(tmp_path.as_uri())) == str(tmp_path)
+    other = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
+    with pytest.raises(holdfast.UsageError, match="of type 'subtree'"):
+        uri_of(Checkpoint("run", other))
+
+
+def test_the_how_to_does_what_it_says(tmp_path: Path) -> None:
+    """Its code, in a run of Ray's local mode, which wants a folder."""
+    model = nn.Linear(2, 2)
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    names |= {"steps": 1000, "train": lambda state: float(state["step"])}
+    switch, back = documented("use-with-ray-train.md")
+    folder = f"folder={str(tmp_path)!r}"
+    switch = switch.replace('step=state["step"])', f'step=state["step"], {folder})')
+    (tmp_path / "switch.py").write_text(switch.replace("(state)\n\n", f"(state, {folder})\n\n"))
+    (tmp_path / "back.py").write_text(back)
+
+    def loop() -> None:
+        names.update(runpy.run_path(str(tmp_path / "switch.py"), names))
+
+    trainer = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=0))
+    result = trainer.fit()
+    assert result.metrics == {"loss": 1000.0}
+    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [500, 1000]
+    names["state"]["step"] = 0
+    runpy.run_path(str(tmp_path / "back.py"), names | {"result": result})
+    assert names["state"]["step"] == 1000

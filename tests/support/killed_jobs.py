@@ -1,0 +1,341 @@
+"""Training jobs of every layout for rank processes: they save as they go, die in the middle of a
+save, and are taken over in another layout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import MultiStepLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import IterableDataset
+
+import holdfast
+
+from . import fsdp1_jobs
+from .jobs import Model, sharded
+from .syscalls import COMMIT, tapped
+
+__all__ = ["EVERY", "KINDS", "losses_of", "run_until_killed"]
+
+EVERY = 2
+"""Steps between saves; the second one is not survived."""
+STEPS = 6
+EXPERTS = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """``gradients`` computes those of one step, and returns its loss. ``after`` follows each
+    step."""
+
+    state: dict[str, Any]
+    gradients: Callable[[int], float]
+    optims: Sequence[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler | None = None
+    after: Callable[[], object] = lambda: None
+    schedules: list[MultiStepLR] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.schedules.extend(MultiStepLR(optim, [1, 3, 5], 0.5) for optim in self.optims)
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """All of it: what ``state`` leaves out is that of every job."""
+        return {"optims": list(self.optims), "schedules": self.schedules, **self.state}
+
+    def step(self, number: int) -> float:
+        """One step; its loss."""
+        loss = self.gradients(number)
+        for optim, schedule in zip(self.optims, self.schedules, strict=True):
+            if self.scaler is None:
+                optim.step()
+            else:
+                self.scaler.step(optim)
+            optim.zero_grad()
+            schedule.step()
+        if self.scaler is not None:
+            self.scaler.update()
+        self.after()
+        return loss
+
+
+def batch(number: int, features: int = 10) -> torch.Tensor:
+    """That of a step, which all ranks have."""
+    return torch.randn(12, features, generator=torch.Generator().manual_seed(number))
+
+
+def backward(model: nn.Module, features: int, number: int) -> float:
+    """As most jobs have it."""
+    loss = model(batch(number, features)).float().square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def whole(kind: str, orig: bool, seed: int) -> Job:
+    """FSDP1, DDP, or a bare module."""
+    model, optim = fsdp1_jobs.built(fsdp1_jobs.Layout(kind, orig), seed)
+    return Job({"model": model}, partial(backward, model, 4), [optim])
+
+
+def in_shards(layout: str, seed: int) -> Job:
+    """FSDP2, replicas of shards, and tensor parallelism."""
+    model, optim = sharded(layout, seed)
+    return Job({"model": model}, partial(backward, model, 10), [optim])
+
+
+def averaged(seed: int) -> Job:
+    """FSDP2 with a moving average of the weights, which is sharded too; its loss counts."""
+    model, optim = sharded("fsdp", seed)
+    average = AveragedModel(Model())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(average.module, mesh=mesh, reshard_after_forward=True)
+
+    def gradients(number: int) -> float:
+        with torch.no_grad():
+            of_average = average(batch(number)).square().mean().item()
+        return backward(model, 10, number) + of_average
+
+    def update() -> None:
+        holdfast.fence()
+        average.update_parameters(model)
+
+    return Job({"model": model, "average": average}, gradients, [optim], after=update)
+
+
+def scaled(way: str, seed: int) -> Job:
+    """DDP with dropout, a scaler of losses, and an optimizer whose kernels are ``way``: fused or
+    foreach."""
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(Model())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01, **{way: True})
+
+    def gradients(number: int) -> float:
+        loss = model(nn.functional.dropout(batch(number))).square().mean()
+        scaler.scale(loss).backward()
+        return loss.item() * scaler.get_scale()
+
+    state = {"model": model, "scaler": scaler, "rng": holdfast.RNGState()}
+    return Job(state, gradients, [optim], scaler)
+
+
+class Batches(IterableDataset[torch.Tensor]):
+    """One batch after the other, without an end; its state is the number of the next."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self.number += 1
+            yield batch(self.number - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number."""
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.number = state["number"]
+
+
+def fed(seed: int) -> Job:
+    """DDP on batches of which each rank takes its rows, from a loader with a state; an optimizer
+    for matrices, and another one for vectors."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(Model())
+    loader = StatefulDataLoader(Batches(), batch_size=None)
+    batches: list[Iterator[torch.Tensor]] = []
+
+    def gradients(number: int) -> float:
+        batches[:] = batches or [iter(loader)]
+        rows = next(batches[0])[dist.get_rank() :: dist.get_world_size()]
+        loss = model(rows).square().mean()
+        loss.backward()
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        return mean.item()
+
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optims = [torch.optim.AdamW(matrices, lr=0.01), torch.optim.SGD(vectors, lr=0.1, momentum=0.9)]
+    return Job({"model": model, "data": holdfast.PerRank(loader)}, gradients, optims)
+
+
+def staged(seed: int) -> Job:
+    """A pipeline of two stages on two ranks, or on one."""
+    torch.manual_seed(seed)
+    stages = [nn.Sequential(nn.Linear(10, 7), nn.Tanh()), nn.Linear(7, 3)]
+    rank = dist.get_rank()
+    mine = [rank] if dist.get_world_size() == 2 else [0, 1]
+    model = nn.ModuleDict({str(i): stages[i] for i in mine})
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def gradients(number: int) -> float:
+        if len(mine) == 2:
+            between = stages[0](batch(number))
+        elif rank == 0:
+            between = stages[0](batch(number))
+            dist.send(between.detach(), 1)
+        else:
+            between = torch.empty(12, 7, requires_grad=True)
+            dist.recv(between.detach(), 0)
+        loss = torch.zeros(())
+        if 1 in mine:
+            loss = stages[1](between).square().mean()
+            loss.backward()
+        if mine == [0]:
+            gradient = torch.empty(12, 7)
+            dist.recv(gradient, 1)
+            between.backward(gradient)
+        elif mine == [1]:
+            dist.send(between.grad, 0)
+        told = loss.detach()
+        dist.broadcast(told, dist.get_world_size() - 1)
+        return told.item()
+
+    return Job({"model": model}, gradients, [optim])
+
+
+class Summed(torch.autograd.Function):
+    """The sum of what all ranks have; each computes the same gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:
+        """The sum."""
+        total = mine.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: torch.Tensor) -> torch.Tensor:
+        """As it is."""
+        return gradient[0]
+
+
+class Mixture(nn.Module):
+    """A gate that all ranks have, and experts of which each has some: as one DTensor, or as modules
+    by their numbers among all."""
+
+    def __init__(self, as_modules: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(10, EXPERTS)
+        experts = torch.randn(EXPERTS, 10, 3)
+        world = dist.get_world_size()
+        self.mine = range(EXPERTS)[dist.get_rank() * EXPERTS // world :][: EXPERTS // world]
+        if as_modules:
+            self.experts = nn.ModuleDict({str(i): nn.Linear(10, 3) for i in self.mine})
+            for i in self.mine:
+                nn.init.zeros_(self.experts[str(i)].bias)
+                self.experts[str(i)].weight.data.copy_(experts[i].t())
+        else:
+            mesh = init_device_mesh("cpu", (world,))
+            self.weights = nn.Parameter(distribute_tensor(experts, mesh, [Shard(0)]))
+        self.as_modules = as_modules
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = self.gate(x).softmax(1)
+        if self.as_modules:
+            made = [self.experts[str(i)](x) for i in self.mine]
+        else:
+            local: Any = self.weights
+            made = [x @ weight for weight in local.to_local()]
+        parts = [y * shares[:, i : i + 1] for i, y in zip(self.mine, made, strict=True)]
+        return Summed.apply(torch.stack(parts).sum(0))
+
+
+def mixed(as_modules: bool, seed: int) -> Job:
+    """Experts on all ranks."""
+    torch.manual_seed(seed)
+    model = Mixture(as_modules)
+
+    def gradients(number: int) -> float:
+        loss = backward(model, 10, number)
+        for p in model.gate.parameters():
+            dist.all_reduce(p.grad)
+        return loss
+
+    return Job({"model": model}, gradients, [torch.optim.AdamW(model.parameters(), lr=0.01)])
+
+
+def zero(seed: int) -> Job:
+    """Moments of each parameter on one rank alone."""
+    torch.manual_seed(seed)
+    model = Model()
+    optim = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    return Job({"model": model}, partial(backward, model, 10), [optim])
+
+
+KINDS: dict[str, Callable[[int], Job]] = {
+    "plain": partial(whole, "plain", True),
+    "DDP": partial(whole, "DDP", True),
+    "FSDP2": partial(whole, "FSDP2", True),
+    **{
+        f"{kind}{'' if orig else ' flat'}": partial(whole, kind, orig)
+        for kind in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+        for orig in (True, False)
+    },
+    **{layout: partial(in_shards, layout) for layout in ("fsdp", "hsdp", "tp")},
+    "averaged": averaged,
+    "scaled fused": partial(scaled, "fused"),
+    "scaled foreach": partial(scaled, "foreach"),
+    "fed": fed,
+    "staged": staged,
+    "experts": partial(mixed, False),
+    "expert modules": partial(mixed, True),
+    "zero": zero,
+}
+
+
+def losses_of(kind: str, uri: str | None) -> tuple[int, list[float]]:
+    """Train to the end: without a break, or from where a run is, which goes on being saved. Where
+    it began, and the losses."""
+    if uri is None:
+        job = KINDS[kind](1)
+        return 0, [job.step(number) for number in range(STEPS)]
+    job = KINDS[kind](2)
+    with _saving(uri) as checkpointer:
+        begin = checkpointer.resume(job.saved)
+        losses = []
+        for number in range(begin, STEPS):
+            losses.append(job.step(number))
+            checkpointer.step(number + 1, job.saved)
+    return begin, losses
+
+
+def run_until_killed(kind: str, uri: str, at: int) -> None:
+    """Train; in the second save, rank 0 dies before the ``at``-th of its system calls, or before
+    the commit."""
+    job = KINDS[kind](1)
+    with _saving(uri) as checkpointer, contextlib.ExitStack() as taps:
+        for number in range(STEPS):
+            job.step(number)
+            if number + 1 == 2 * EVERY and dist.get_rank() == 0:
+                checkpointer.wait()
+                taps.enter_context(tapped(partial(_die, at)))
+            checkpointer.step(number + 1, job.saved)
+
+
+def _saving(uri: str) -> holdfast.Checkpointer:
+    return holdfast.Checkpointer(uri, every=EVERY, when_busy="wait", grace_s=None)
+
+
+def _die(at: int, number: int, label: str) -> None:
+    if number == at or label == COMMIT:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,307 @@
+"""A small GPT, trained by Megatron-core under any layout: functions that the ranks of a job call."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+
+import holdfast
+from holdfast.storage.integrations.megatron import (
+    HoldfastSaveStrategy,
+    optimizer_state,
+)
+
+from .megatron_on_cpu import cuda_is_cpu
+from .victims import count_calls
+
+__all__ = [
+    "Layout",
+    "goes_on",
+    "loads_by_megatron",
+    "plain_tensors",
+    "refusals",
+    "runs_blocks",
+    "saves_and_dies",
+    "saves_by_megatron",
+    "trains",
+]
+
+BATCH = 4
+LENGTH = 8
+LEARNING_RATE = 1e-2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job is divided; what is left of its ranks is data-parallel. ``vocabulary`` includes
+    the padding."""
+
+    world: int
+    tensor: int = 1
+    pipeline: int = 1
+    dtype: torch.dtype = torch.float32
+    vocabulary: int = 34
+
+
+class Job:
+    """A model and its distributed optimizer on one rank. A context manager."""
+
+    def __init__(self, layout: Layout, seed: int) -> None:
+        cuda_is_cpu()
+        parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
+        torch.manual_seed(seed)
+        config = _config(layout)
+        self.model = _model(config, layout)
+        buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=1000)
+        self.replica = DistributedDataParallel(config, buffers, self.model)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                lr=LEARNING_RATE,
+                use_distributed_optimizer=True,
+                params_dtype=layout.dtype,
+                bf16=layout.dtype is torch.bfloat16,
+            ),
+            [self.replica],
+        )
+        self.metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        parallel_state.destroy_model_parallel()
+
+    def model_state(self) -> dict[str, Any]:
+        """As Megatron describes it."""
+        described: dict[str, Any] = self.model.sharded_state_dict(metadata=self.metadata)
+        return described
+
+    def state(self, step: int = 0) -> dict[str, Any]:
+        """For :func:`holdfast.save` and :func:`holdfast.load`."""
+        model_state = self.model_state()
+        optim = optimizer_state(self.optimizer, model_state)
+        return {"model": model_state, "optim": optim, "step": step}
+
+    def described(self, *, loading: bool = False) -> dict[str, Any]:
+        """For Megatron's ``dist_checkpointing``."""
+        optim = self.optimizer.sharded_state_dict(
+            self.model_state(), is_loading=loading, metadata=self.metadata
+        )
+        return {"model": self.model_state(), "optimizer": optim}
+
+    def train(self, first: int, last: int) -> list[float]:
+        """The losses of these steps."""
+        return [self._step(step) for step in range(first, last)]
+
+    def _step(self, step: int) -> float:
+        self.replica.zero_grad_buffer()
+        tokens = _tokens(step)
+        reduced = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=iter([tokens]),
+            model=[self.replica],
+            num_microbatches=1,
+            seq_length=LENGTH,
+            micro_batch_size=len(tokens),
+            forward_only=False,
+        )
+        finalize_model_grads([self.replica])
+        self.optimizer.step()
+        return _mean_of_replicas(sum(float(each["loss"]) for each in reduced))
+
+
+def _config(layout: Layout) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        params_dtype=layout.dtype,
+        pipeline_dtype=layout.dtype,
+        bf16=layout.dtype is torch.bfloat16,
+        use_cpu_initialization=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        batch_p2p_comm=False,
+    )
+
+
+def _model(config: TransformerConfig, layout: Layout) -> GPTModel:
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=layout.vocabulary,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    return model.to(layout.dtype)
+
+
+def _tokens(step: int) -> torch.Tensor:
+    """This rank's part of the batch."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 32, (BATCH, LENGTH + 1), generator=generator)
+    replicas = parallel_state.get_data_parallel_world_size()
+    return tokens.chunk(replicas)[parallel_state.get_data_parallel_rank()]
+
+
+def _forward(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[Any, Any]:
+    tokens = next(batches)
+    positions = torch.arange(LENGTH).expand(len(tokens), LENGTH)
+    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+
+    def reduced(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mean = losses.float().mean()
+        return mean, {"loss": mean.detach()}
+
+    return losses, reduced
+
+
+def _mean_of_replicas(loss: float) -> float:
+    """Only the ranks of the last stage have one."""
+    mean = torch.tensor([loss], dtype=torch.float64)
+    dist.all_reduce(mean)
+    last = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
+    return float(mean / last)
+
+
+def trains(layout: Layout, uri: str, save_after: int, last: int) -> list[float]:
+    """The losses of a job that saves while it trains, and does not stop."""
+    with Job(layout, seed=1) as job:
+        losses = job.train(0, save_after)
+        saving = holdfast.async_save(uri, job.state(save_after), lazy=True)
+        losses += job.train(save_after, last)
+        saving.wait()
+        return losses
+
+
+def goes_on(layout: Layout, uri: str, last: int, again: str) -> tuple[int, list[float]]:
+    """The step and the further losses of another job, which goes on from ``uri``, and first saves
+    what it has loaded to ``again``."""
+    with Job(layout, seed=2) as job:
+        state = job.state()
+        holdfast.load(uri, into=state)
+        holdfast.save(again, job.state(state["step"]))
+        return state["step"], job.train(state["step"], last)
+
+
+def saves_and_dies(layout: Layout, uri: str, other: str) -> int:
+    """Save to ``uri``, and a step later to ``other``, amid which the last rank is killed: before
+    its second call that changes the file system. How many another rank has made."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    with Job(layout, seed=1) as job:
+        job.train(0, 3)
+        holdfast.save(uri, job.state(3))
+        job.train(3, 4)
+        count = count_calls(2 if is_last else 0)
+        holdfast.save(other, job.state(4), deadline_s=3.0)
+    return count()
+
+
+def saves_by_megatron(layout: Layout, folder: str, save_after: int, last: int) -> list[float]:
+    """The losses of a job that saves with Megatron's own ``save``, and goes on."""
+    with Job(layout, seed=1) as job:
+        losses = job.train(0, save_after)
+        described = job.described()
+        strategy = HoldfastSaveStrategy()
+        dist_checkpointing.save(described, _made(folder), sharded_strategy=strategy)
+        return losses + job.train(save_after, last)
+
+
+def _made(folder: str) -> str:
+    """A folder that is there on all ranks."""
+    if dist.get_rank() == 0:
+        Path(folder).mkdir()
+    dist.barrier()
+    return folder
+
+
+def plain_tensors(folder: str) -> dict[str, torch.Tensor]:
+    """What Megatron loads without a model."""
+    loaded: dict[str, torch.Tensor] = dist_checkpointing.load_plain_tensors(folder)
+    return loaded
+
+
+def loads_by_megatron(layout: Layout, folder: str, first: int, last: int) -> list[float]:
+    """The losses of another job, which goes on from what Megatron's own ``load`` has loaded."""
+    with Job(layout, seed=2) as job:
+        job.train(0, 1)  # Megatron has no moments to load into before, without Apex
+        described = job.described(loading=True)
+        loaded = dist_checkpointing.load(described, folder, strict="raise_all")
+        job.model.load_state_dict(loaded["model"], strict=False)  # but for extra states
+        job.optimizer.load_state_dict(loaded["optimizer"])
+        return job.train(first, last)
+
+
+def runs_blocks(layout: Layout, blocks: Sequence[str], folder: str) -> list[str]:
+    """Run files with the code of a page of how-to, with what that speaks of. What Megatron has
+    loaded."""
+    with Job(layout, seed=1) as job:
+        job.train(0, 2)
+        names: dict[str, Any] = {
+            "model": job.model,
+            "optimizer": job.optimizer,
+            "metadata": job.metadata,
+            "step": 2,
+            "uri": f"{folder}/c",
+            "folder": _made(f"{folder}/described"),
+            "described": job.described(),
+        }
+        for block in blocks:
+            names = runpy.run_path(block, names)
+        return sorted(names["loaded"])
+
+
+def refusals(layout: Layout, uri: str) -> dict[str, str]:
+    """What a job with master copies must not do, and what it is told."""
+    with Job(layout, seed=1) as job:
+        state = job.state()
+        holdfast.save(uri, state)
+        tries: dict[str, Callable[[], object]] = {
+            "masters left behind": lambda: holdfast.load(
+                uri, into={"model": job.model_state()}, strict="state"
+            ),
+            "optimizer itself": lambda: holdfast.save(uri, {"optim": job.optimizer}),
+            "other parameters": lambda: optimizer_state(job.optimizer, {}),
+            "asynchronous": lambda: dist_checkpointing.save(
+                job.described(), uri, HoldfastSaveStrategy(), async_sharded_save=True
+            ),
+        }
+        return {name: raised(call) for name, call in tries.items()}
+
+
+def raised(call: Callable[[], object]) -> str:
+    """What a call raises, as text; "" where nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

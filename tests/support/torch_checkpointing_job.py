@@ -1,0 +1,90 @@
+"""Tasks for rank processes that train a sharded model, and save and load it with
+torch_checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch_checkpointing import CheckpointManager, ItemSpec
+from torch_checkpointing.barriers import DefaultStoreBarrierConfig
+from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
+from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
+from torch_checkpointing.default_resharder import DefaultResharder
+from torch_checkpointing.staging import CheckpointStagerConfig
+
+from holdfast.storage.integrations.torch_checkpointing import HoldfastStorageConfig
+
+__all__ = ["manager", "train"]
+
+
+def manager(uri: str, *, asynchronous: bool = False, **options: object) -> CheckpointManager:
+    """One for models and optimizers, on the CPU."""
+    spec = ItemSpec(resharder=DefaultResharder(), required=False)
+    # By default it is a number of the process, and ranks may have made different numbers of these.
+    generation = f"{uri} {dist.get_world_size() if dist.is_initialized() else 1}"
+    writer = CheckpointWriterConfig(barrier_config=DefaultStoreBarrierConfig(generation=generation))
+    save: Any = SyncCheckpointSaverConfig(writer_config=writer)
+    if asynchronous:
+        staging = CheckpointStagerConfig(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+        save = AsyncCheckpointSaverConfig(writer_config=writer, staging_config=staging)
+    return CheckpointManager.Config(
+        items=dict.fromkeys(("model", "momenta"), spec),
+        save=save,
+        storage_config=HoldfastStorageConfig(uri, options),
+    ).build()
+
+
+def train(uri: str, first: int, last: int) -> list[float]:
+    """Train from the checkpoint before step ``first``, if that is not 1, to step ``last``, and save
+    that; return the losses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    fully_shard(model)
+    momenta = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    checkpoints = manager(uri)
+    if first > 1:
+        into = {"model": model.state_dict(), "momenta": momenta}
+        checkpoints.load(f"step-{first - 1}", into, strict=True)
+    losses = []
+    for step in range(first, last + 1):
+        model.zero_grad()
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        losses.append(loss.item())
+        loss.backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                assert isinstance(p.grad, DTensor)
+                momenta[name].mul_(0.9).add_(p.grad)
+                p.sub_(momenta[name], alpha=0.01)
+    with _OnTheCpu():
+        checkpoints.save(f"step-{last}", {"model": model.state_dict(), "momenta": momenta})
+    dist.barrier()
+    checkpoints.close()
+    return losses
+
+
+class _OnTheCpu(TorchFunctionMode):
+    """torch_checkpointing gathers what it knows of shards in tensors on a GPU, whatever the process
+    group."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.Tensor.cuda:
+            return args[0]
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
