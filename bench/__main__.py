@@ -86,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         programs = parsed.programs or PROGRAMS
         reports = [_run(program, given, given.json or Path(temporary)) for program in programs]
     page = _page(reports)
-    parsed.markdown.write_text(page) if parsed.markdown else print(page)
+    if parsed.markdown:
+        parsed.markdown.write_text(page)
+    else:
+        print(page)
     return int(any(not target.met for report in reports for target in report.targets))
 
 

@@ -13,7 +13,12 @@ from .machine import PeakMemory, flush, processor_s
 from .options import GIB
 from .report import LIMIT, OURS, Series, ratio
 
-__all__ = ["Contestant", "busy", "contest", "header", "rows"]
+__all__ = ["CHECKED", "NO_TENSORS", "Contestant", "busy", "contest", "header", "rows", "shares"]
+
+NO_TENSORS = "no tensors"
+"""The client alone that moves noise."""
+CHECKED = "checked"
+"""The limit, with the checksums that a save and a load compute."""
 
 
 def _nothing() -> None:
@@ -32,11 +37,13 @@ class Contestant:
 
 
 def contest(contestants: Sequence[Contestant], rounds: int, settle_s: float) -> list[Series]:
-    """Let them run in turn, ``rounds`` times. Between two runs the storage is flushed and left
-    alone for a moment."""
+    """Let them run in turn, ``rounds`` times, and in the reverse order in every second round: what
+    a run leaves behind must not always fall to the same one. Between two runs the storage is
+    flushed and left alone for a moment."""
     found = [Series(c.name) for c in contestants]
+    in_order = list(zip(contestants, found, strict=True))
     for number in range(rounds):
-        for contestant, series in zip(contestants, found, strict=True):
+        for contestant, series in in_order[:: -1 if number % 2 else 1]:
             contestant.before()
             flush()
             time.sleep(settle_s)
@@ -73,6 +80,17 @@ def busy(found: Sequence[Series], nbytes: int) -> list[str]:
     ]
 
 
+def shares(found: Sequence[Series], kind: str) -> str:
+    """Our rate as a share of each of the other two ways of the client alone, as a sentence."""
+    by_name = {series.name: series for series in found}
+    ours = by_name[OURS]
+    return (
+        f"{kind}: share of the rate of the client without tensors: "
+        f"{ratio(by_name[NO_TENSORS], ours):.2f}; with checksums: "
+        f"{ratio(by_name[CHECKED], ours):.2f}"
+    )
+
+
 def header() -> list[str]:
     """Of the table that :func:`rows` makes."""
     return [
@@ -96,14 +114,35 @@ def rows(found: Sequence[Series], nbytes: int) -> list[list[str]]:
     return [
         [
             s.name,
-            *(
-                f"{x:.2f}" if x >= 0.1 else f"{x:.4f}"
-                for x in (s.median, min(s.seconds), max(s.seconds))
-            ),
+            *map(_seconds, (s.median, min(s.seconds), max(s.seconds))),
             f"{nbytes / s.median / 1e9:.2f}",
-            "–" if limit is None or s is limit else f"{ratio(limit, s):.0%}",
-            "–" if ours is None or s is limit or s is ours else f"{ratio(s, ours):.1f} ×",
-            "–" if s.peak is None else f"{s.peak / GIB:.2f} GiB",
+            _of_the_limit(s, limit),
+            _faster_by(s, ours),
+            _gib(s.peak),
         ]
         for s in found
     ]
+
+
+def _seconds(value_s: float) -> str:
+    if value_s >= 0.1:
+        return f"{value_s:.2f}"
+    return f"{value_s:.4f}"
+
+
+def _of_the_limit(series: Series, limit: Series | None) -> str:
+    if limit is None or series is limit:
+        return "–"
+    return f"{ratio(limit, series):.0%}"
+
+
+def _faster_by(series: Series, ours: Series | None) -> str:
+    if ours is None or series is ours or series.name == LIMIT:
+        return "–"
+    return f"{ratio(series, ours):.1f} ×"
+
+
+def _gib(nbytes: int | None) -> str:
+    if nbytes is None:
+        return "–"
+    return f"{nbytes / GIB:.2f} GiB"

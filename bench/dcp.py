@@ -1,5 +1,5 @@
-"""Save and cold load by way of torch's distributed checkpoint (DCP): Holdfast as DCP's storage, beside
-Holdfast alone and DCP with storage of its own.
+"""Save and cold load by way of torch's distributed checkpoint (DCP): Holdfast as DCP's storage,
+beside Holdfast alone and DCP with storage of its own.
 
 One process. What is left in the page cache by a save is fsynced within the time; a load begins with
 an empty page cache.

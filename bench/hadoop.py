@@ -1,5 +1,9 @@
 """Save and load over HDFS by one process, beside four parallel hdfs-native streams of as many
-bytes, which are the limit; then ten thousand small objects, see ``many``.
+bytes; then ten thousand small objects, see ``many``.
+
+The limit is the streams that move the state: out of the tensors, and into them. Beside it stand
+the streams that send the same noise again and again and drop what they receive ("no tensors"), and
+those that also compute the checksums that a save and a load compute ("checked").
 
 ``--uri`` names a file system, in which one folder is made and deleted again. ``make bench-server
 PROGRAM=hadoop SERVER=hdfs`` starts a Hadoop first, which then shares processors and disk with its
@@ -8,7 +12,6 @@ client.
 
 from __future__ import annotations
 
-import os
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,12 +22,14 @@ from typing import TYPE_CHECKING
 import holdfast
 
 from ..core.units import ceil_div
+from ..drivers.hdfs.client import whole_reader
 from ..drivers.uri import Uri, join, parse
-from .contest import Contestant, busy, contest, header, rows
+from .content import Checked, Content, Noise, StateBytes
+from .contest import CHECKED, NO_TENSORS, Contestant, busy, contest, header, rows, shares
 from .machine import describe
 from .many import many_objects
 from .options import TINY_GIB, Options, options, parser
-from .report import Report, Series, Target, ratio
+from .report import LIMIT, OURS, Report, Series, Target, ratio
 from .states import State, build, digests, nbytes_of, zero
 
 if TYPE_CHECKING:
@@ -37,18 +42,19 @@ PIECE_NBYTES = 4 << 20
 
 
 class _Streams:
-    """Four files, each written and read by a thread, with hdfs-native alone: no format, no checksums
-    of ours, no joining.
+    """Four files, each written and read by a thread, with hdfs-native alone: no format, no joining.
 
-    hdfs-native verifies HDFS's own checksums here, too. What is read is dropped into 4 MiB that each
-    thread uses again and again, and that stay in the processor's cache; a load keeps what it reads.
+    ``content`` gives what is sent, and takes what is received; anew for each run, because a save
+    and a load look their tensors up, too. hdfs-native verifies HDFS's own checksums here, too.
     """
 
-    def __init__(self, client: Client, folder: str, nbytes: int) -> None:
+    def __init__(
+        self, client: Client, folder: str, nbytes: int, content: Callable[[], Content]
+    ) -> None:
         self._client = client
         self._folder = folder
-        self._nbytes = ceil_div(nbytes, STREAMS)
-        self._content = os.urandom(PIECE_NBYTES)
+        self._nbytes = nbytes
+        self._content = content
 
     def write(self) -> None:
         self._each(self._write)
@@ -56,27 +62,34 @@ class _Streams:
     def read(self) -> None:
         self._each(self._read)
 
-    def _each(self, work: Callable[[int], None]) -> None:
+    def _each(self, work: Callable[[Content, int, int, int], None]) -> None:
+        content = self._content()
+        part_nbytes = ceil_div(self._nbytes, STREAMS)
+        starts = range(0, self._nbytes, part_nbytes)
         with ThreadPoolExecutor(STREAMS) as threads:
-            list(threads.map(work, range(STREAMS)))
+            running = [
+                threads.submit(work, content, number, start, min(start + part_nbytes, self._nbytes))
+                for number, start in enumerate(starts)
+            ]
+        for future in running:
+            future.result()
 
-    def _write(self, number: int) -> None:
+    def _write(self, content: Content, number: int, start: int, stop: int) -> None:
         from hdfs_native import WriteOptions
 
         options = WriteOptions(overwrite=True, create_parent=True)
         with self._client.create(f"{self._folder}/{number}", options) as file:
-            for start in range(0, self._nbytes, PIECE_NBYTES):
-                file.write(self._content[: self._nbytes - start])
+            for begin in range(start, stop, PIECE_NBYTES):
+                data = content.take(begin, min(begin + PIECE_NBYTES, stop))
+                if not isinstance(data, bytes):
+                    data = bytes(data)  # another buffer would be read byte by byte
+                file.write(data)
 
-    def _read(self, number: int) -> None:
-        into = memoryview(bytearray(PIECE_NBYTES))
-        at = 0
-        for piece in self._client.read(f"{self._folder}/{number}").read_range_stream(
-            0, self._nbytes
-        ):
-            if at + len(piece) > PIECE_NBYTES:
-                at = 0
-            into[at : at + len(piece)] = piece
+    def _read(self, content: Content, number: int, start: int, stop: int) -> None:
+        at = start
+        reader = whole_reader(self._client, f"{self._folder}/{number}", stop - start)
+        for piece in reader.read_range_stream(0, stop - start):
+            content.place(at, piece)
             at += len(piece)
 
 
@@ -94,21 +107,31 @@ def _measure(uri: Uri, given: Options) -> tuple[int, list[Series], list[Series],
         state = build(given.gib)
         nbytes = nbytes_of(state)
         expected = digests(state)
-        streams = _Streams(client, f"/{path}/limit", nbytes)
-        streams.write()
+        folder = f"/{path}/limit"
+        ways = {
+            LIMIT: _Streams(client, folder, nbytes, lambda: StateBytes(state)),
+            NO_TENSORS: _Streams(client, folder, nbytes, lambda: Noise(PIECE_NBYTES)),
+            CHECKED: _Streams(client, folder, nbytes, lambda: Checked(StateBytes(state))),
+        }
+        ways[LIMIT].write()
         saving = [
-            Contestant("limit", streams.write),
-            Contestant("holdfast", lambda: _save(saved, state)),
+            *(Contestant(name, streams.write) for name, streams in ways.items()),
+            Contestant(OURS, lambda: _save(saved, state)),
         ]
         written = contest(saving, given.runs, given.settle_s)
+        ways[LIMIT].write()
+
+        def before() -> None:
+            zero(state)
+
+        def after() -> None:
+            _check(state, expected)
+
         loading = [
-            Contestant("limit", streams.read),
-            Contestant(
-                "holdfast",
-                lambda: _load(saved, state),
-                lambda: zero(state),
-                lambda: _check(state, expected),
-            ),
+            Contestant(LIMIT, ways[LIMIT].read, before, after),
+            Contestant(NO_TENSORS, ways[NO_TENSORS].read),
+            Contestant(CHECKED, ways[CHECKED].read, before, after),
+            Contestant(OURS, lambda: _load(saved, state), before, after),
         ]
         read = contest(loading, given.runs, given.settle_s)
         return nbytes, written, read, many_objects(join(uri, "many"), tiny=given.tiny)
@@ -146,18 +169,21 @@ def _report(
     series: list[Series] = []
     table: list[list[str]] = []
     targets: list[Target] = []
+    notes: list[str] = []
     for what, found in (("save", saving), ("load", loading)):
         series += [replace(s, name=f"{what}: {s.name}") for s in found]
         table += [[f"{what}: {row[0]}", *row[1:]] for row in rows(found, nbytes)]
-        share = ratio(*found)
+        by_name = {series.name: series for series in found}
+        share = ratio(by_name[LIMIT], by_name[OURS])
+        notes.append(shares(found, what))
         targets.append(Target(f"{what}, as a share of four streams", share, 0.9, at_least=True))
     if given.tiny:
         targets = []
     title = (
         f"HDFS: {nbytes / 1e9:.2f} GB, one process, {given.runs} rounds; the limit is "
-        f"{STREAMS} parallel streams"
+        f"{STREAMS} parallel streams, from tensors and into them"
     )
-    notes = [*busy(series, nbytes), many]
+    notes += [*busy(series, nbytes), many]
     return Report("hadoop", title, describe(given.folder), header(), table, targets, notes, series)
 
 

@@ -59,7 +59,10 @@ class RawFile:
         fd = self.open(os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             size = sum(self._ranges[-1])
-            os.posix_fallocate(fd, 0, size) if self.preallocate else os.ftruncate(fd, size)
+            if self.preallocate:
+                os.posix_fallocate(fd, 0, size)
+            else:
+                os.ftruncate(fd, size)
             self._all(lambda buffer, start: os.pwrite(fd, buffer, start))
             os.fsync(fd)
         finally:
@@ -107,9 +110,11 @@ def best_setting(path: Path, nbytes: int, *, reading: bool, settle_s: float) -> 
     """The fastest of the settings, each tried once. For reading, ``path`` is written first and
     stays."""
     tried: list[tuple[float, RawFile]] = []
+    settings = SETTINGS
     if reading:
         RawFile(path, nbytes, preallocate=True).write()  # in few pieces
-    for threads, preallocate in SETTINGS if not reading else [s for s in SETTINGS if not s[1]]:
+        settings = tuple((threads, False) for threads, preallocate in SETTINGS if not preallocate)
+    for threads, preallocate in settings:
         raw = RawFile(path, nbytes, threads, preallocate)
         if not reading:
             path.unlink(missing_ok=True)
@@ -117,7 +122,10 @@ def best_setting(path: Path, nbytes: int, *, reading: bool, settle_s: float) -> 
         flush()
         time.sleep(settle_s)
         began_s = time.perf_counter()
-        raw.read() if reading else raw.write()
+        if reading:
+            raw.read()
+        else:
+            raw.write()
         tried.append((time.perf_counter() - began_s, raw))
     if not reading:
         path.unlink()

@@ -111,16 +111,20 @@ class Job:
         mesh = mesh or self.mesh(rank)
         parameters = dict(self.model.stage(rank // (self.tp * self.dp), self.pp))
         split_weights = self.kind != "ZeRO-1"
+        weights = {}
+        moments = {}
+        for name, shape in parameters.items():
+            placements = self._placements(name, split_weights)
+            weights[name] = _part(mesh, shape, placements, torch.bfloat16)
+            placements = self._placements(name, True)
+            moments[name] = {k: _part(mesh, shape, placements, torch.float32) for k in OPTIMIZER}
         return {
-            "model": {n: _part(mesh, s, self._placements(n, split_weights), torch.bfloat16) for n, s in parameters.items()},
-            "optim": {
-                n: {kind: _part(mesh, s, self._placements(n, True), torch.float32) for kind in OPTIMIZER}
-                for n, s in parameters.items()
-            },
+            "model": weights,
+            "optim": moments,
             "step": 100,
             "rng": torch.empty(RNG_NBYTES, dtype=torch.uint8),
             "data": {"epoch": 1, "position": 1000 + rank},
-        }  # fmt: skip
+        }
 
     def _placements(self, name: str, split: bool) -> Sequence[Placement]:
         if "norm" in name:

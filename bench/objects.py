@@ -1,5 +1,10 @@
-"""Saves and loads of a whole state over S3: this library, its peers, and the bare client at its
+"""Saves and loads of a whole state over S3: this library, its peers, and the client alone at its
 best setting; then ten thousand small objects, see ``many``.
+
+The limit is the client that moves the state: out of the tensors, joined into parts, and back into
+the tensors. Beside it stand the client that sends the same noise again and again and drops what it
+receives ("no tensors"), and the one that also computes the checksums that a save and a load
+compute ("checked"). None of them writes a format, or compares what it has read.
 
 ``--uri`` names an S3 root, under which everything is deleted again. ``make bench-server
 PROGRAM=objects`` starts a server first, which then shares this machine with its clients.
@@ -18,12 +23,13 @@ import holdfast
 
 from ..drivers.registry import open_driver
 from ..drivers.uri import Uri, join, parse
-from .contest import Contestant, busy, contest, header, rows
+from .content import Checked, StateBytes
+from .contest import CHECKED, NO_TENSORS, Contestant, busy, contest, header, rows, shares
 from .machine import describe
 from .many import many_objects
-from .objectpeers import SETTINGS, Peer, below, best, peers
+from .objectpeers import SETTINGS, Bare, Peer, below, best, peers
 from .options import TINY_GIB, Options, options, parser
-from .report import Report, Series, Target, ratio
+from .report import LIMIT, Report, Series, Target, ratio
 from .states import State, build, digests, nbytes_of, zero
 
 __all__: list[str] = []
@@ -62,6 +68,7 @@ def _moving(
     """The contest of saving, or of loading; and how many bytes that moves."""
     state = build(given.gib)
     nbytes = nbytes_of(state)
+    expected = digests(state)
     reading = kind == "load"
     bare = best(
         below(uri, "bare"),
@@ -69,18 +76,45 @@ def _moving(
         reading=reading,
         settings=((5 << 20, 4),) if given.tiny else SETTINGS,
     )
+    made = _clients(bare, state, expected, reading=reading)
     if reading:
-        expected = digests(state)
-        made = [_loading(peer, below(uri, peer.name), state, expected) for peer in others]
+        made += [_loading(peer, below(uri, peer.name), state, expected) for peer in others]
         holdfast.release_memory()  # or the first load would find, uncounted, what the save has kept
     else:
-        made = [_saving(peer, below(uri, peer.name), state) for peer in others]
-    limit = Contestant("limit", bare.read if reading else bare.write)
-    found = contest([limit, *made], given.runs, given.settle_s)
+        made += [_saving(peer, below(uri, peer.name), state) for peer in others]
+    found = contest(made, given.runs, given.settle_s)
     bare.remove()
     for peer in others:
         _clear(below(uri, peer.name))
     return found, nbytes
+
+
+def _clients(
+    bare: Bare, state: State, expected: dict[str, bytes], *, reading: bool
+) -> list[Contestant]:
+    """The client alone, in the three ways that the module's docstring describes."""
+    limit = replace(bare, content=lambda: StateBytes(state))
+    checked = replace(bare, content=lambda: Checked(StateBytes(state)))
+    if not reading:
+        return [
+            Contestant(LIMIT, limit.write),
+            Contestant(NO_TENSORS, bare.write),
+            Contestant(CHECKED, checked.write),
+        ]
+    limit.write()
+
+    def before() -> None:
+        zero(state)
+
+    def after() -> None:
+        if digests(state) != expected:
+            raise AssertionError("the client alone: what was placed is not what was sent")
+
+    return [
+        Contestant(LIMIT, limit.read, before, after),
+        Contestant(NO_TENSORS, bare.read),
+        Contestant(CHECKED, checked.read, before, after),
+    ]
 
 
 def _able(uri: Uri, alone: bool) -> tuple[list[Peer], list[str]]:
@@ -111,8 +145,8 @@ def _targets(found: Sequence[Series], kind: str) -> list[Target]:
     ours = by_name["holdfast"]
     out = [
         Target(
-            f"{kind}: share of the bare client's rate",
-            ratio(by_name["limit"], ours),
+            f"{kind}: share of the client's rate",
+            ratio(by_name[LIMIT], ours),
             0.9,
             at_least=True,
         )
@@ -139,6 +173,7 @@ def _report(uri: Uri, given: Options) -> Report:
         found, nbytes = _moving(uri, given, kind, others)
         table += [[f"{kind}: {row[0]}", *row[1:]] for row in rows(found, nbytes)]
         targets += _targets(found, kind)
+        notes.append(shares(found, kind))
         series += [replace(s, name=f"{kind}: {s.name}") for s in found]
     many = many_objects(uri, tiny=given.tiny)
     title = f"Over S3: {nbytes / 1e9:.2f} GB, one process, {given.runs} rounds"

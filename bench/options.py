@@ -44,7 +44,10 @@ class Options:
             size = ["--tiny"]
         else:
             size = ["--gib", str(self.gib), "--runs", str(self.runs)]
-        return ["--dir", str(folder), *size, *(["--alone"] if self.alone else [])]
+        out = ["--dir", str(folder), *size]
+        if self.alone:
+            out.append("--alone")
+        return out
 
 
 def bare_parser(prog: str, doc: str | None, *, tiny: str) -> argparse.ArgumentParser:
@@ -67,7 +70,8 @@ def bare_parser(prog: str, doc: str | None, *, tiny: str) -> argparse.ArgumentPa
 def parser(
     prog: str, doc: str | None, *, gib: float = 5.0, runs: int = 5
 ) -> argparse.ArgumentParser:
-    """The options of every contest; the default for ``--gib`` and ``--runs`` is the program's own."""
+    """The options of every contest; the default for ``--gib`` and ``--runs`` is the program's
+    own."""
     out = bare_parser(prog, doc, tiny="a run of seconds that checks results, not speed")
     out.add_argument(
         "--runs", type=int, default=runs, help=f"rounds; medians are reported (default: {runs})"
@@ -80,11 +84,17 @@ def parser(
 def options(given: argparse.Namespace) -> Options:
     """The shared options, out of what :func:`parser` has parsed."""
     tiny: bool = given.tiny
+    if tiny:
+        runs = 1
+        gib = TINY_GIB
+    else:
+        runs = given.runs
+        gib = given.gib
     return Options(
         tiny,
         given.dir,
-        1 if tiny else given.runs,
-        TINY_GIB if tiny else given.gib,
+        runs,
+        gib,
         given.alone,
         given.json,
         given.svg,

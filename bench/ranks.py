@@ -114,7 +114,8 @@ def _targets(found: dict[str, list[Series]]) -> list[Target]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises RuntimeError where a rank fails, or gets back what it did not save."""
+    """Measure and print; raises RuntimeError where a rank fails, or gets back what it did not
+    save."""
     arguments = parser("ranks", __doc__)
     arguments.add_argument("--worker", action="store_true", help="for internal use")
     arguments.add_argument("--findings", help="for internal use")
@@ -133,10 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"Two processes, each with half of {nbytes / 1e9:.2f} GB, and one with all; "
             f"{len(series[0].seconds)} runs"
         )
+        targets = _targets(found)
+        if given.tiny:
+            targets = []
         Report(
             "ranks", title, describe(folder), [header()[c] for c in columns],
             [[row[c] for c in columns] for row in rows(series, nbytes)],
-            [] if given.tiny else _targets(found), series=series,
+            targets, series=series,
         ).emit(given.json, given.svg)  # fmt: skip
     return 0
 

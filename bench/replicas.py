@@ -164,7 +164,8 @@ def _targets(found: Sequence[Series], times: dict[str, tuple[float, float]]) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises RuntimeError where a rank fails, or gets back what was not saved."""
+    """Measure and print; raises RuntimeError where a rank fails, or gets back what was not
+    saved."""
     arguments = parser("replicas", __doc__, gib=1.0)
     arguments.add_argument("--worker", action="store_true", help="for internal use")
     arguments.add_argument("--findings", help="for internal use")
@@ -186,6 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             ]
             for row, s in zip(rows(found, nbytes), found, strict=True)
         ]
+        targets = _targets(found, times)
+        if given.tiny:
+            targets = []
         Report(
             "replicas",
             (
@@ -196,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             describe(folder),
             [*header(), "processor s", "replicas asked for", "from the device"],
             table,
-            [] if given.tiny else _targets(found, times),
+            targets,
             series=found,
         ).emit(given.json, given.svg)
     return 0

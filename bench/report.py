@@ -133,6 +133,14 @@ def markdown(report: Report) -> str:
     return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in report.rows), "", *lines, ""])
 
 
+def _colour(name: str) -> str:
+    if LIMIT in name:
+        return "tab:grey"
+    if name.startswith(OURS):
+        return "tab:green"
+    return "tab:blue"
+
+
 def _draw(report: Report, file: Path) -> None:
     import matplotlib as mpl
 
@@ -142,10 +150,7 @@ def _draw(report: Report, file: Path) -> None:
     names = [s.name for s in report.series]
     medians = [s.median for s in report.series]
     figure, axes = plt.subplots(figsize=(7, 0.6 + 0.4 * len(names)), layout="constrained")
-    colours = [
-        "tab:grey" if LIMIT in name else "tab:green" if name.startswith(OURS) else "tab:blue"
-        for name in names
-    ]
+    colours = list(map(_colour, names))
     bars = axes.barh(names[::-1], medians[::-1], color=colours[::-1])
     axes.bar_label(bars, fmt="%.2f s", padding=3)
     axes.set_title(report.title, fontsize="medium")

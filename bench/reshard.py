@@ -146,14 +146,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(given: Options, folder: Path) -> Report:
-    cases = [
-        _case(source, target, given, folder)
-        for source, target in (CASES[2:] if given.tiny else CASES)
-    ]
+    pairs: Sequence[tuple[str, str]] = CASES
+    strips = []
     if given.tiny:
-        strips = []
+        pairs = CASES[2:]
     else:
         strips = [_case(*STRIPS, given, folder)]
+    cases = [_case(source, target, given, folder) for source, target in pairs]
     names = ("asked of the storage", "fetched from the device")
     targets = [
         Target(
@@ -164,6 +163,8 @@ def _report(given: Options, folder: Path) -> Report:
         )
         for i, name in enumerate(names)
     ]
+    if given.tiny:
+        targets = []
     return Report(
         "reshard",
         (
@@ -182,7 +183,7 @@ def _report(given: Options, folder: Path) -> Report:
             "extra memory",
         ],
         [row for rows, _, _ in (*cases, *strips) for row in rows],
-        [] if given.tiny else targets,
+        targets,
         [
             f"{series.name}: not counted; columns are wanted of what is stored by rows."
             for _, series, _ in strips

@@ -145,6 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with work_folder(options.folder) as folder:
         holdfast.save(folder / "warm", {"x": torch.zeros(1)})
         found = _all(options, folder, count)
+        targets = _targets(found)
+        if options.tiny:
+            targets = []
         report = Report(
             "small",
             f"{count:,} tensors of {TENSOR_NBYTES} bytes, medians of {options.runs} rounds",
@@ -156,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "extra memory",
             ],
             [measured.row() for measured in found],
-            [] if options.tiny else _targets(found),
+            targets,
             series=[series for measured in found for series in measured.series.values()],
         )
         report.emit(options.json, options.svg)

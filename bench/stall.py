@@ -164,6 +164,9 @@ def _report(found: dict[str, list[Series]], given: Options, folder: Path) -> Rep
         1.3,
         at_least=False,
     )
+    targets = [target]
+    if given.tiny:
+        targets = []
     return Report(
         "stall",
         (
@@ -173,7 +176,7 @@ def _report(found: dict[str, list[Series]], given: Options, folder: Path) -> Rep
         describe(folder),
         ["", "median s", "min s", "max s", "of a memcpy", "s until durable", "extra memory"],
         _rows(found),
-        [] if given.tiny else [target],
+        targets,
         series=[series for group in found.values() for series in group],
     )
 
