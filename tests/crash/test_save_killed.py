@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.aftermath import CLEAN, check, files, some
 from support.bits import difference
+from support.inside import after_grace
 from support.victims import (
     save_against_others,
     save_and_die_at,
@@ -20,7 +21,6 @@ from support.victims import (
 )
 
 import holdfast
-from holdfast.storage.protocol import limits
 
 WAIT_S = 60.0
 POINTS = 40
@@ -45,7 +45,7 @@ def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> 
         if p.parts[0] != "data" or (len(p.parts) > 1 and p.parts[1] not in {current, *claimed})
     }
     with monkeypatch.context() as patch:
-        patch.setattr(limits, "GRACE_S", -1.0)
+        after_grace(patch)
         holdfast.save(uri, state_of_step(step))
     check(uri, {step})
     return (left - {"manifest.safetensors"}) | (set(files(uri)) - set(CLEAN))

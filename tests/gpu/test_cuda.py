@@ -25,6 +25,17 @@ def test_cuda_tensors_come_back_bit_for_bit(tmp_path):
     assert all(torch.equal(into[name], state[name]) and into[name].is_cuda for name in state)
 
 
+def test_copies_from_and_to_the_device_are_timed(tmp_path):
+    """They are a stage of the save and of the load, of as many bytes as were captured and read."""
+    state = {"w": torch.zeros(1 << 24, device="cuda")}
+    saved = holdfast.save(tmp_path / "c", state)
+    reports = []
+    holdfast.load(tmp_path / "c", into=state, on_report=reports.append)
+    stages = saved.stages, reports[0].stages
+    copied = [of["device_copy"].nbytes for of in stages]
+    assert copied == [stages[0]["capture"].nbytes, stages[1]["read"].nbytes]
+
+
 def test_an_asynchronous_save_keeps_the_values_of_the_call(tmp_path):
     """What the device writes after async_save has returned is not in the checkpoint."""
     tensor = torch.ones(1 << 24, device="cuda")

@@ -1,8 +1,11 @@
 """Coverage against a count of every element: tilings of all kinds, and tilings with something
 wrong."""
 
+from __future__ import annotations
+
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import given
@@ -10,14 +13,19 @@ from hypothesis import strategies as st
 from support.effort import examples
 
 from holdfast.planner.box import Box, flat_to_boxes
+from holdfast.planner.columns import Ints
 from holdfast.planner.coverage import flawed, flaws
 from holdfast.planner.table import ShardTable, TensorTable, coverage_errors
 
+Shape = tuple[int, ...]
+Sides = tuple[Sequence[int], Sequence[int]]
+"""Offsets and lengths of a box, which may be impossible ones."""
+Case = tuple[Shape, list[Sides]]
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
 
 @st.composite
-def guillotine(draw, region):
+def guillotine(draw: st.DrawFn, region: Box) -> list[Box]:
     """A tiling by cuts from side to side."""
     dims = [dim for dim, length in enumerate(region.lengths) if length > 1]
     if not dims or draw(st.integers(0, 3)) == 0:
@@ -28,7 +36,7 @@ def guillotine(draw, region):
     return [*draw(guillotine(low)), *draw(guillotine(high))]
 
 
-def part(box, dim, start, stop):
+def part(box: Box, dim: int, start: int, stop: int) -> Box:
     """The indices from start to stop of the box along one dimension."""
     offsets, lengths = list(box.offsets), list(box.lengths)
     offsets[dim], lengths[dim] = offsets[dim] + start, stop - start
@@ -36,7 +44,7 @@ def part(box, dim, start, stop):
 
 
 @st.composite
-def flat(draw, region):
+def flat(draw: st.DrawFn, region: Box) -> list[Box]:
     """A tiling by flat ranges."""
     cuts = draw(st.lists(st.integers(0, region.volume), max_size=6))
     edges = sorted({0, *cuts, region.volume})
@@ -46,7 +54,7 @@ def flat(draw, region):
 
 
 @st.composite
-def pinwheel(draw, region):
+def pinwheel(draw: st.DrawFn, region: Box) -> list[Box]:
     """A tiling that no plane parts, in two of the dimensions."""
     dims = [dim for dim, length in enumerate(region.lengths) if length > 2]
     if len(dims) < 2:
@@ -61,7 +69,7 @@ def pinwheel(draw, region):
 
 
 @st.composite
-def tilings(draw):
+def tilings(draw: st.DrawFn) -> tuple[Shape, list[Box]]:
     """A shape and boxes that tile it."""
     shape = draw(SHAPES)
     whole = Box((0,) * len(shape), shape)
@@ -72,11 +80,11 @@ def tilings(draw):
 
 
 @st.composite
-def nearly_tilings(draw):
+def nearly_tilings(draw: st.DrawFn) -> Case:
     """A shape and boxes, some of which were left out, doubled, moved, grown or swapped for
     anything."""
-    shape, boxes = draw(tilings())
-    boxes = [(list(box.offsets), list(box.lengths)) for box in boxes]
+    shape, tiling = draw(tilings())
+    boxes: list[Sides] = [(box.offsets, box.lengths) for box in tiling]
     for _ in range(draw(st.integers(0, 3)) if boxes else 0):
         index = draw(st.integers(0, len(boxes) - 1))
         offsets, lengths = (list(column) for column in boxes[index])
@@ -95,7 +103,7 @@ def nearly_tilings(draw):
     return shape, boxes
 
 
-def count(shape, boxes):
+def count(shape: Shape, boxes: Sequence[Sides]) -> tuple[Ints, bool]:
     """How often each element is stored, and whether some box has no elements or sticks out."""
     times, outside = np.zeros(shape, dtype=int), False
     for offsets, lengths in boxes:
@@ -110,7 +118,7 @@ def count(shape, boxes):
     return times, outside
 
 
-def kinds_in(shape, boxes):
+def kinds_in(shape: Shape, boxes: Sequence[Sides]) -> set[str]:
     """The kinds of flaws there are."""
     times, outside = count(shape, boxes)
     found = {
@@ -121,15 +129,14 @@ def kinds_in(shape, boxes):
     return {kind for kind, present in found.items() if present}
 
 
-def columns(boxes, ndim):
+def columns(boxes: Sequence[Sides], ndim: int) -> tuple[Ints, Ints]:
     """Offsets and lengths as (n, ndim) arrays."""
-    return (
-        np.array([box[side] for box in boxes], dtype=np.int64).reshape(len(boxes), ndim)
-        for side in (0, 1)
-    )
+    offsets = np.array([box[0] for box in boxes], dtype=np.int64)
+    lengths = np.array([box[1] for box in boxes], dtype=np.int64)
+    return offsets.reshape(len(boxes), ndim), lengths.reshape(len(boxes), ndim)
 
 
-def tables(cases, ndim=4):
+def tables(cases: Sequence[Case], ndim: int = 4) -> tuple[TensorTable, ShardTable]:
     """The tensor and shard tables of several shapes with their boxes."""
     n = len(cases)
     shape = np.array([[*shape, *[1] * (ndim - len(shape))] for shape, _ in cases])
@@ -151,7 +158,7 @@ def tables(cases, ndim=4):
 
 @examples(150)
 @given(tilings())
-def test_tilings_are_accepted(case):
+def test_tilings_are_accepted(case: tuple[Shape, list[Box]]) -> None:
     """However a tensor is tiled, there is no error; and that is known without a second look."""
     shape, boxes = case
     tensors, shards = tables([(shape, [(box.offsets, box.lengths) for box in boxes])])
@@ -161,7 +168,7 @@ def test_tilings_are_accepted(case):
 
 @examples(400)
 @given(nearly_tilings())
-def test_flaws_are_those_counted(case):
+def test_flaws_are_those_counted(case: Case) -> None:
     """The kinds of flaws found are exactly those that counting finds, and each example is one."""
     shape, boxes = case
     times, _ = count(shape, boxes)
@@ -178,7 +185,7 @@ def test_flaws_are_those_counted(case):
 
 @examples(250)
 @given(st.lists(nearly_tilings(), min_size=1, max_size=5))
-def test_tables_are_judged_tensor_by_tensor(cases):
+def test_tables_are_judged_tensor_by_tensor(cases: list[Case]) -> None:
     """In a table of many tensors exactly the flawed ones are named, each with the kinds that
     counting finds."""
     tensors, shards = tables(cases)

@@ -1,7 +1,10 @@
 """Images, read back with the safetensors library."""
 
+from __future__ import annotations
+
 import json
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.effort import examples
 
-from holdfast.planner.image import BLOCKS_NAME, DIGEST_NBYTES, PAGE_NBYTES, lay_out
+from holdfast.planner.columns import Ints
+from holdfast.planner.image import BLOCKS_NAME, DIGEST_NBYTES, PAGE_NBYTES, ImageLayout, lay_out
 from holdfast.storage.format.tables import ImageTable
 
+Shard = tuple[str, str, list[int]]
+"""Name, dtype and shape."""
 DTYPES = [
     "bool",
     "uint8",
@@ -48,8 +54,10 @@ SHARDS = st.tuples(
 )
 
 
-def laid_out(shards, chunk_nbytes=1 << 24, block_nbytes=4096):
-    """The layout of the shards, their torch dtypes, and bytes of each."""
+def laid_out(
+    shards: Sequence[Shard], chunk_nbytes: int = 1 << 24, block_nbytes: int = 4096
+) -> tuple[ImageLayout, list[torch.dtype], Ints, Ints]:
+    """The layout of the shards, their torch dtypes, and the bytes of an element and of all of each."""
     dtypes = [getattr(torch, dtype) for _, dtype, _ in shards]
     itemsize = np.array([dtype.itemsize for dtype in dtypes], dtype=np.int64)
     lengths = np.array(
@@ -64,7 +72,7 @@ def laid_out(shards, chunk_nbytes=1 << 24, block_nbytes=4096):
 
 @examples(120)
 @given(st.lists(SHARDS, max_size=12), st.integers(0, 1000))
-def test_safetensors_reads_the_image(shards, seed):
+def test_safetensors_reads_the_image(shards: list[Shard], seed: int) -> None:
     """Header, data at ``start`` and digests are a valid safetensors file with every shard's dtype,
     shape and bytes."""
     layout, dtypes, itemsize, nbytes = laid_out(shards)
@@ -92,7 +100,7 @@ def test_safetensors_reads_the_image(shards, seed):
 
 @examples(120)
 @given(st.lists(SHARDS, max_size=12))
-def test_shards_are_aligned_and_leave_no_holes(shards):
+def test_shards_are_aligned_and_leave_no_holes(shards: list[Shard]) -> None:
     """Every shard starts at a multiple of its itemsize, shards of whole pages at pages, one right
     after the other."""
     layout, _, itemsize, nbytes = laid_out(shards)
@@ -110,7 +118,9 @@ def test_shards_are_aligned_and_leave_no_holes(shards):
 @given(
     st.lists(SHARDS, max_size=12), st.sampled_from([4096, 8192, 65536]), st.sampled_from([1, 2, 5])
 )
-def test_chunks_and_blocks_cover_what_is_hashed(shards, block_nbytes, blocks):
+def test_chunks_and_blocks_cover_what_is_hashed(
+    shards: list[Shard], block_nbytes: int, blocks: int
+) -> None:
     """Chunks follow on each other from 0 to the end of what is hashed, all whole but the last, each
     of whole blocks; there is a digest for each block; and a manifest counts as the layout does."""
     chunk_nbytes = block_nbytes * blocks

@@ -1,28 +1,38 @@
 """From any layout into any other: images are built in memory, plans carried out, and every bit
 compared."""
 
+from __future__ import annotations
+
 import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 from support.effort import examples
 
 from holdfast.planner.box import Box, row_strides
-from holdfast.planner.image import lay_out
+from holdfast.planner.columns import Ints
+from holdfast.planner.image import ImageLayout, lay_out
 from holdfast.planner.layout import FlatLayout
-from holdfast.planner.loading import Targets, plan_load, strided_copies
-from holdfast.planner.placement import Replicated, Split, holders, local_pieces
+from holdfast.planner.loading import LoadPlan, StridedCopy, Targets, plan_load, strided_copies
+from holdfast.planner.placement import Placement, Replicated, Split, holders, local_pieces
 from holdfast.planner.placement import local_shape as local_shape_of
 from holdfast.planner.saving import Holdings, divide
-from holdfast.planner.sharing import WantedRanges, regrouped, share
+from holdfast.planner.sharing import Sharing, WantedRanges, regrouped, share
 from holdfast.planner.table import ShardTable, TensorTable, coverage_errors
 
 NDIM = 4
 BLOCK, CHUNK = 16, 64  # small, so that small tensors cross many of them
 DTYPES = ["uint8", "int16", "float32", "int64", "complex128"]
+
+
+Shape = tuple[int, ...]
+Array = npt.NDArray[np.generic]
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass
@@ -38,7 +48,7 @@ class Held:
     group: tuple[int, ...]
 
 
-def inset(tensor, box, buffer, by):
+def inset(tensor: int, box: Box, buffer: int, by: int) -> Held:
     """What one rank holds in a buffer that is larger than the box by so many rows on each side."""
     local_shape = tuple(length + 2 * by for length in box.lengths)
     local_start = int(np.dot([by] * box.ndim, row_strides(local_shape)))
@@ -46,21 +56,23 @@ def inset(tensor, box, buffer, by):
 
 
 @st.composite
-def placements(draw, ndim, mesh):
+def placements(draw: st.DrawFn, ndim: int, mesh: Shape) -> list[Placement]:
     """Placements of a tensor on a mesh."""
     splits = [Split(dim, stride) for dim in range(ndim) for stride in (1, 1, 2, 3)]
-    return [draw(st.sampled_from([Replicated(), *splits])) for _ in mesh]
+    choices: list[Placement] = [Replicated(), *splits]
+    return [draw(st.sampled_from(choices)) for _ in mesh]
 
 
 @st.composite
-def layouts(draw, shapes):
+def layouts(draw: st.DrawFn, shapes: Sequence[Shape]) -> list[list[Held]]:
     """Per rank, what it holds of tensors of these shapes: by placements on a mesh, or in flat
     ranges."""
     mesh = draw(st.sampled_from([(1,), (2,), (3,), (5,), (2, 2), (3, 2), (2, 1, 2)]))
     ranks = np.arange(math.prod(mesh)).reshape(mesh)
-    layout = [[] for _ in range(ranks.size)]
+    layout: list[list[Held]] = [[] for _ in range(ranks.size)]
     for tensor, shape in enumerate(shapes):
-        if shape and draw(st.booleans()):
+        flat: bool = draw(st.booleans())
+        if shape and flat:
             cuts = sorted(draw(st.integers(0, math.prod(shape))) for _ in range(ranks.size - 1))
             for rank, (start, stop) in enumerate(itertools.pairwise([0, *cuts, math.prod(shape)])):
                 buffer = len(layout[rank])
@@ -93,10 +105,10 @@ def layouts(draw, shapes):
 
 
 @st.composite
-def windows(draw, shapes):
+def windows(draw: st.DrawFn, shapes: Sequence[Shape]) -> list[list[Held]]:
     """One rank that wants any boxes of the tensors, some more than once, some empty, each into a
     buffer of its own."""
-    held = []
+    held: list[Held] = []
     for tensor in draw(st.lists(st.integers(0, len(shapes) - 1), max_size=5)):
         ends = [sorted(draw(st.integers(0, length)) for _ in "ab") for length in shapes[tensor]]
         box = Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
@@ -104,7 +116,7 @@ def windows(draw, shapes):
     return [held]
 
 
-def table_of(shapes, dtypes):
+def table_of(shapes: Sequence[Shape], dtypes: Sequence[str]) -> TensorTable:
     """The tensor table."""
     n = len(shapes)
     codes = tuple((name, np.dtype(name).itemsize) for name in DTYPES)
@@ -116,21 +128,23 @@ def table_of(shapes, dtypes):
     )
 
 
-def wide(rows, fill):
+def wide(rows: Sequence[Sequence[int]], fill: int) -> Ints:
     """Rows as an (n, NDIM) array."""
     return np.array([[*row, *[fill] * (NDIM - len(row))] for row in rows], dtype=np.int64).reshape(
         -1, NDIM
     )
 
 
-def slices(offsets, lengths):
+def slices(offsets: Ints, lengths: Ints) -> tuple[slice, ...]:
     """An index for a box."""
     return tuple(
         slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True)
     )
 
 
-def save(tensors, arrays, layout):
+def save(
+    tensors: TensorTable, arrays: Sequence[Array], layout: Sequence[list[Held]]
+) -> tuple[list[Bytes], ShardTable, Ints]:
     """All images as bytes, with their shards and where their blocks end."""
     images, shards, ends = [], [], []
     for rank, held in enumerate(layout):
@@ -166,7 +180,7 @@ def save(tensors, arrays, layout):
     return images, ShardTable.concat(shards), np.array(ends)
 
 
-def fill(image, mine, arrays):
+def fill(image: ImageLayout, mine: Holdings, arrays: Sequence[Array]) -> Bytes:
     """The image's bytes."""
     file = np.zeros(image.nbytes, dtype=np.uint8)
     file[: len(image.header)] = np.frombuffer(image.header, dtype=np.uint8)
@@ -176,7 +190,7 @@ def fill(image, mine, arrays):
     return file
 
 
-def targets_of(held):
+def targets_of(held: Sequence[Held]) -> tuple[Targets, dict[int, tuple[int, Shape]]]:
     """Targets for what a rank is to hold, and of each buffer the tensor and the shape."""
     targets = Targets(
         np.array([part.tensor for part in held], dtype=np.int64),
@@ -189,7 +203,14 @@ def targets_of(held):
     return targets, {part.buffer: (part.tensor, part.buffer_shape) for part in held}
 
 
-def carry_out(tensors, shards, plan, targets, images, buffers):
+def carry_out(
+    tensors: TensorTable,
+    shards: ShardTable,
+    plan: LoadPlan,
+    targets: Targets,
+    images: Sequence[Bytes],
+    buffers: Mapping[int, Array],
+) -> int:
     """Perform the reads and copies of a plan on buffers, using nothing but the bytes that were
     read; how many were copied."""
     copied = 0
@@ -214,7 +235,9 @@ def carry_out(tensors, shards, plan, targets, images, buffers):
     return copied
 
 
-def scatter(part, targets, target, content, src, buffer):
+def scatter(
+    part: StridedCopy, targets: Targets, target: int, content: Bytes, src: int, buffer: Array
+) -> int:
     """A part of a copy that is strided on one side or both; its bytes. ``content`` begins at byte
     ``src`` of the image."""
     strides = [stride * buffer.itemsize for stride in part.strides]
@@ -225,13 +248,20 @@ def scatter(part, targets, target, content, src, buffer):
     return source.nbytes
 
 
-def local_elements(targets, target, offsets, lengths):
+def local_elements(targets: Targets, target: int, offsets: Ints, lengths: Ints) -> Ints:
     """Which elements of its buffer a box at ``offsets`` in a target is."""
     grid = np.ix_(*(np.arange(at, at + n) for at, n in zip(offsets, lengths, strict=True)))
-    return targets.local_start[target] + np.ravel_multi_index(grid, targets.local_shape[target])
+    within = np.ravel_multi_index(grid, targets.local_shape[target])
+    elements: Ints = targets.local_start[target] + within
+    return elements
 
 
-def expected_of(held, arrays, buffers, targets):
+def expected_of(
+    held: Sequence[Held],
+    arrays: Sequence[Array],
+    buffers: Mapping[int, Array],
+    targets: Targets,
+) -> dict[int, Array]:
     """What the buffers must hold, from the tensors themselves."""
     result = {index: np.zeros_like(buffer) for index, buffer in buffers.items()}
     for row, part in enumerate(held):
@@ -248,9 +278,12 @@ SHAPES = st.lists(
     max_size=4,
 )
 
+Resharding = tuple[TensorTable, list[Array], list[list[Held]], list[list[Held]], int]
+"""Tensors and their content, the layouts saved and wanted, and the gap that a read may bridge."""
+
 
 @st.composite
-def reshardings(draw):
+def reshardings(draw: st.DrawFn) -> Resharding:
     """Tensors, a layout to save them in and one to load them into."""
     shapes = draw(SHAPES)
     dtypes = [draw(st.sampled_from(DTYPES)) for _ in shapes]
@@ -266,7 +299,7 @@ def reshardings(draw):
 
 @examples(150)
 @given(reshardings())
-def test_any_layout_loads_into_any_other(case):
+def test_any_layout_loads_into_any_other(case: Resharding) -> None:
     """What was saved in one layout comes back bit for bit in another, or in any windows, on every
     rank; each block is read once, and each wanted byte copied once."""
     tensors, arrays, saved, loaded, gap = case
@@ -289,7 +322,7 @@ def test_any_layout_loads_into_any_other(case):
         assert plan.bytes_wanted == copied == nbytes.sum()
 
 
-def assert_reads_are_proper(plan, ends):
+def assert_reads_are_proper(plan: LoadPlan | Sharing, ends: Ints) -> None:
     """Reads are ascending and disjoint, whole blocks of one chunk, and each has something to copy."""
     for read, image in enumerate(plan.image.tolist()):
         start, stop = int(plan.start[read]), int(plan.stop[read])
@@ -304,7 +337,7 @@ def assert_reads_are_proper(plan, ends):
 
 @examples(150)
 @given(reshardings())
-def test_little_is_read_that_is_not_wanted(case):
+def test_little_is_read_that_is_not_wanted(case: Resharding) -> None:
     """Without gaps to bridge, every block that is read holds something wanted: at most two blocks
     more per run."""
     tensors, arrays, saved, loaded, _ = case
@@ -327,7 +360,9 @@ def test_little_is_read_that_is_not_wanted(case):
         assert read == needed
 
 
-def blocks_wanted(plan, pair, tensors, shards):
+def blocks_wanted(
+    plan: LoadPlan, pair: int, tensors: TensorTable, shards: ShardTable
+) -> set[tuple[int, int]]:
     """The blocks (image, block) that hold elements of a pair, element by element."""
     shard = plan.shard[pair]
     itemsize, image = int(tensors.itemsize[shards.tensor[shard]]), int(shards.image[shard])
@@ -340,7 +375,7 @@ def blocks_wanted(plan, pair, tensors, shards):
 
 
 @st.composite
-def circles(draw):
+def circles(draw: st.DrawFn) -> tuple[Resharding, list[list[Held]]]:
     """A checkpoint, and ranks that load it together: into one layout or several, some of them
     replicas of others."""
     case = draw(reshardings())
@@ -353,7 +388,9 @@ def circles(draw):
 
 @examples(50)
 @given(circles())
-def test_ranks_that_share_read_each_wanted_byte_once(case):
+def test_ranks_that_share_read_each_wanted_byte_once(
+    case: tuple[Resharding, list[list[Held]]],
+) -> None:
     """Whatever mix of layouts they want, every byte that any of them would read alone is read by
     exactly one of those who want it, and with what is read for it every rank is filled, bit for
     bit."""
@@ -379,13 +416,15 @@ def test_ranks_that_share_read_each_wanted_byte_once(case):
             assert buffers[index].tobytes() == expected.tobytes()
 
 
-def bytes_of(reads):
+def bytes_of(reads: LoadPlan | Sharing) -> set[tuple[int, int]]:
     """Every byte that is read, as (image, position)."""
     columns = zip(reads.image.tolist(), reads.start.tolist(), reads.stop.tolist(), strict=True)
     return {(image, at) for image, start, stop in columns for at in range(start, stop)}
 
 
-def assert_units_are_right(sharing, member, plan, wide_plan, units):
+def assert_units_are_right(
+    sharing: Sharing, member: int, plan: LoadPlan, wide_plan: LoadPlan, units: list[int]
+) -> None:
     """A member takes part in the units that it wants something of, and no more is handed to it than
     lies between that."""
     mine = [
@@ -409,7 +448,7 @@ def assert_units_are_right(sharing, member, plan, wide_plan, units):
 
 @examples(30)
 @given(st.integers(1, 6), st.lists(st.integers(1, 40), min_size=1, max_size=4))
-def test_replicas_read_even_parts(members, blocks):
+def test_replicas_read_even_parts(members: int, blocks: list[int]) -> None:
     """Of what all want alike each reads one run, within a chunk of its share."""
     stop = np.array(blocks) * BLOCK
     wish = WantedRanges(np.arange(len(blocks)), np.zeros(len(blocks), np.int64), stop)

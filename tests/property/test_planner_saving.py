@@ -1,23 +1,28 @@
 """Dividing among holders: together they write everything exactly once, and evenly, each group and
 the whole job."""
 
+from __future__ import annotations
+
 import itertools
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from support.effort import examples
 
-from holdfast.planner.balance import SHARE_UNIT, balance
+from holdfast.planner.balance import SHARE_UNIT, Group, balance
 from holdfast.planner.saving import Holdings, divide
 
 NDIM, WORLD = 3, 6
 LARGER = 2
+Tensor = tuple[Group, list[int], int, list[int]]
+"""Who holds it, its shape, its itemsize, and the offsets of the box."""
 
 
 @st.composite
-def tensors(draw):
+def tensors(draw: st.DrawFn) -> Tensor:
     """A tensor that some ranks hold: which, its shape, its itemsize, and the box of it that they
     have."""
     group = tuple(sorted(draw(st.sets(st.integers(0, 5), min_size=1, max_size=6))))
@@ -31,7 +36,7 @@ def tensors(draw):
     )
 
 
-def holdings_of(rank, cases, seed):
+def holdings_of(rank: int, cases: Sequence[Tensor], seed: int) -> Holdings:
     """What a rank holds of all the tensors, in an order of its own; tensor index = row in
     ``cases``."""
     mine = [row for row, (group, *_) in enumerate(cases) if rank in group]
@@ -50,15 +55,15 @@ def holdings_of(rank, cases, seed):
     )
 
 
-def held_by(cases):
+def held_by(cases: Sequence[Tensor]) -> Counter[Group]:
     """The bytes that each group holds together."""
-    held = Counter()
+    held: Counter[Group] = Counter()
     for group, shape, itemsize, _ in cases:
         held[group] += int(np.prod(shape)) * itemsize
     return held
 
 
-def least(held):
+def least(held: Mapping[Group, int]) -> float:
     """The highest load of the best division there is, of whole bytes or not: no set of ranks can
     give away what nobody else holds, and by the theorem of maximal flow that is all that stands in
     the way."""
@@ -73,7 +78,7 @@ def least(held):
 
 @examples(150)
 @given(st.lists(tensors(), max_size=8), st.integers(0, 1000), st.booleans())
-def test_holders_write_everything_once(cases, seed, balanced):
+def test_holders_write_everything_once(cases: list[Tensor], seed: int, balanced: bool) -> None:
     """Every element of every tensor is written by exactly one of its holders, from where that
     holder has it."""
     shares = balance(held_by(cases), WORLD) if balanced else None
@@ -93,7 +98,7 @@ def test_holders_write_everything_once(cases, seed, balanced):
 
 @examples(150)
 @given(st.lists(tensors(), min_size=1, max_size=8), st.integers(0, 1000))
-def test_holders_write_evenly(cases, seed):
+def test_holders_write_evenly(cases: list[Tensor], seed: int) -> None:
     """Of what a group holds, each member writes its share, within 2% or an element."""
     for group in {case[0] for case in cases}:
         theirs = [row for row, case in enumerate(cases) if case[0] == group]
@@ -108,7 +113,7 @@ def test_holders_write_evenly(cases, seed):
 
 @examples(150)
 @given(st.lists(tensors(), min_size=1, max_size=8), st.integers(0, 1000))
-def test_the_whole_job_is_balanced(cases, seed):
+def test_the_whole_job_is_balanced(cases: list[Tensor], seed: int) -> None:
     """However groups overlap, no rank writes more than the best division has it write at most,
     within 2% and a cut of each tensor."""
     held = held_by(cases)
@@ -133,7 +138,7 @@ def test_the_whole_job_is_balanced(cases, seed):
         max_size=16,
     )
 )
-def test_shares_are_as_even_as_holders_allow(held):
+def test_shares_are_as_even_as_holders_allow(held: dict[Group, int]) -> None:
     """For any groups and bytes the highest load is the least possible one, within 1.5%; cuts ascend
     from nothing to all."""
     shares = balance(held, WORLD)

@@ -85,7 +85,7 @@ def test_copies_in_any_order_with_deaths(
             return await copy_checkpoint(theirs, driver, Orders(over, BUDGET_NBYTES))
 
         async def look() -> None:
-            if "manifest.safetensors" in ours._objects:
+            if "manifest.safetensors" in ours.objects:
                 found = Manifest.decode(await ours.get("manifest.safetensors"))
                 if found.world == images and found.block_nbytes == BLOCK_NBYTES:
                     assert (
@@ -134,7 +134,7 @@ def test_a_copy_and_a_save_to_one_place(seed: int) -> None:
             return await copy_checkpoint(theirs, driver, Orders(True, BUDGET_NBYTES))
 
         async def look() -> None:
-            if "manifest.safetensors" in sim.storage._objects:
+            if "manifest.safetensors" in sim.storage.objects:
                 found = (await run_build(sim.storage, 0, BUDGET_NBYTES))[0]
                 assert difference(OLD if found["who"] == "old" else STATE, found) is None
 

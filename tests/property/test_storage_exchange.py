@@ -4,7 +4,6 @@ layouts."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,8 @@ from holdfast.drivers.contract import Buffer
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.sharing import WantedRanges, share
 from holdfast.storage.exchange import setup as meeting
-from holdfast.storage.exchange import transport
+from holdfast.storage.exchange.group import ExchangeLimits
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
-from holdfast.storage.operations import load
 from holdfast.storage.pipeline.image_reader import ImageReader
 from holdfast.storage.pipeline.unpacking import image_driver
 from holdfast.storage.protocol.current import read_manifest
@@ -62,16 +60,17 @@ def times_read(driver: Counting, manifest: Manifest, image: int) -> np.ndarray:
     return times
 
 
-@pytest.fixture(params=["shared memory", "room for one unit", "network"])
-def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How ranks reach each other."""
-    if request.param == "room for one unit":  # so that some wait for it
-        monkeypatch.setattr(meeting, "SLOTS", 1)
-    if request.param == "network":
-        hosts = itertools.count()
-        monkeypatch.setattr(transport, "host_key", lambda: f"host {next(hosts)}")
-        monkeypatch.setattr(load, "store_host", lambda: "127.0.0.1")
-    return str(request.param)
+REACHED: dict[str, dict[str, Any]] = {
+    "shared memory": {},
+    "room for one unit": {"limits": ExchangeLimits(slots=1)},  # so that some wait for it
+    "network": {"apart": True},
+}
+
+
+@pytest.fixture(params=REACHED)
+def how(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """How ranks reach each other: arguments of ``load_as_ranks``."""
+    return REACHED[str(request.param)]
 
 
 SIZES = st.sampled_from([1, 700, 2048, 4096, 9000, 20_000])
@@ -84,7 +83,7 @@ SIZES = st.sampled_from([1, 700, 2048, 4096, 9000, 20_000])
     wants=st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=2, max_size=4),
 )
 def test_each_wanted_byte_is_read_once(
-    how: str, sizes: list[int], saved: int, wants: list[set[int]]
+    how: dict[str, Any], sizes: list[int], saved: int, wants: list[set[int]]
 ) -> None:
     """Whichever tensors each rank wants, of its own or in common: it gets them bit for bit, no byte
     of them is read twice, and no byte of what nobody wants is read more than a block is large."""
@@ -98,23 +97,25 @@ def test_each_wanted_byte_is_read_once(
     expected = [mine | shared for mine, shared in zip(own, truth, strict=True)]
     driver.reads.clear()
     into = [{name: torch.full_like(t, -1) for name, t in rank.items()} for rank in expected]
-    for wanted, found in zip(expected, load_as_ranks(driver, into, exchange=True), strict=True):
+    for wanted, found in zip(
+        expected, load_as_ranks(driver, into, exchange=True, **how), strict=True
+    ):
         assert difference(wanted, found) is None
     for image in range(len(manifest.images)):
         assert times_read(driver, manifest, image).max(initial=0) <= 1
 
 
-def test_ranks_read_for_themselves_when_told_so(how: str) -> None:
+def test_ranks_read_for_themselves_when_told_so(how: dict[str, Any]) -> None:
     """With exchange=False each reads all: that is what the count above would show."""
     state = {"t": torch.arange(9000.0)}
     driver, manifest = checkpoint([state])
     driver.reads.clear()
-    for found in load_as_ranks(driver, [{"t": torch.zeros(9000)} for _ in range(3)]):
+    for found in load_as_ranks(driver, [{"t": torch.zeros(9000)} for _ in range(3)], **how):
         assert difference(state, found) is None
     assert times_read(driver, manifest, 0).max() == 3
 
 
-def test_a_rank_that_wants_nothing_of_the_others_waits_for_nobody(how: str) -> None:
+def test_a_rank_that_wants_nothing_of_the_others_waits_for_nobody(how: dict[str, Any]) -> None:
     """It takes part in the exchange with what it alone wants."""
     state = {"t0": torch.arange(2048.0)}
     driver, _ = checkpoint([state | {"own": torch.full((300,), float(rank))} for rank in range(2)])
@@ -124,7 +125,9 @@ def test_a_rank_that_wants_nothing_of_the_others_waits_for_nobody(how: str) -> N
         state | {"own": torch.zeros(300)},
     ]
     into = [{name: torch.full_like(tensor, -1) for name, tensor in rank.items()} for rank in wanted]
-    for expected, found in zip(wanted, load_as_ranks(driver, into, exchange=True), strict=True):
+    for expected, found in zip(
+        wanted, load_as_ranks(driver, into, exchange=True, **how), strict=True
+    ):
         assert difference(expected, found) is None
 
 
@@ -137,9 +140,9 @@ def test_shared_memory_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> 
     shared, buffers = list[int](), list[int]()
     plain_run, plain_open = ImageReader.run, meeting.open_listener
 
-    def opened(mine: Any, slot_nbytes: int, slots: int, near: str = "") -> Any:
+    def opened(mine: Any, slot_nbytes: int, slots: int, *hosts: Any) -> Any:
         shared.append(slot_nbytes * slots)
-        return plain_open(mine, slot_nbytes, slots, near)
+        return plain_open(mine, slot_nbytes, slots, *hosts)
 
     async def run(
         self: ImageReader, plan: Any, deliver: Any, *, jobs: Any = None, forward: Any = None

@@ -144,6 +144,15 @@ def test_ranks_agree_on_what_they_hold_whatever_was_before(history: list[list[St
             assert look(flats, agreed, job) == expected
 
 
+def test_parts_of_one_tensor_that_differ_between_meshes_are_refused() -> None:
+    """By name, with the ranks that hold them: neither value is taken."""
+    memory: list[GlobalPlans] = [LruCache(2) for _ in range(WORLD)]
+    job: list[State] = [{"p": 0}, {"p": 0}, {"p": 1}]
+    flats = [flat_of(state, rank) for rank, state in enumerate(job)]
+    with pytest.raises(holdfast.SaveError, match=r"ranks \[0, 1, 2\] hold .* of 'p\[0:2\]'"):
+        agree_all(flats, memory)
+
+
 def test_what_is_as_before_takes_one_round_and_no_more_digests_than_needed() -> None:
     """What lies on one mesh only is never digested, and what one rank alone holds but once, to find
     that out."""

@@ -60,7 +60,7 @@ class Notary(HookedDriver):
                 f"{image} is named before its commit has returned" for image in named - self.durable
             ]
         elif operation in ("create", "put", "commit", "delete", "delete_all"):
-            current = self.inner._objects.get(MANIFEST_KEY)  # type: ignore[attr-defined]
+            current = self.inner.objects.get(MANIFEST_KEY)  # type: ignore[attr-defined]
             if key == MANIFEST_KEY or key in self.tried or (current and key in names(current[0])):
                 self.broken.append(f"{operation} of {key}, which a manifest names")
 
@@ -102,7 +102,7 @@ def test_a_manifest_names_only_what_is_durable_and_nobody_touches_what_it_names(
             possible = possible | {step}
         assert storage.broken == []
         found = None
-        if MANIFEST_KEY in storage.inner._objects:  # type: ignore[attr-defined]
+        if MANIFEST_KEY in storage.inner.objects:  # type: ignore[attr-defined]
             found = asyncio.run(storage.inner.get(MANIFEST_KEY))
             into = [state_of(-1, rank) for rank in range(Manifest.decode(found).world)]
             loaded = load_as_ranks(storage.inner, into)

@@ -91,9 +91,9 @@ class OneImage:
             Packing(layout),
             [bytearray(content[slice(*layout.chunk_range(i))]) for i in range(layout.chunks)],
         )
-        for i in [*(i for i in order if i < layout.chunks), *range(layout.chunks)]:
-            if i not in packing._chunks:
-                packing.pack(i, memoryview(chunks[i]))
+        in_order = [*(i for i in order if i < layout.chunks), *range(layout.chunks)]
+        for i in dict.fromkeys(in_order):
+            packing.pack(i, memoryview(chunks[i]))
         stored = bytearray()
         for i, chunk in enumerate(chunks):
             start, nbytes = packing.place(i)

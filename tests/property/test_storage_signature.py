@@ -6,7 +6,6 @@ from collections import OrderedDict
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,11 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
-from holdfast.core.lru import LruCache
-from holdfast.storage.state import flatten as capture
 from holdfast.storage.state.adapters.dtensor import layouts_on
 from holdfast.storage.state.flat_state import FlatState
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flatten import KnownStates, flatten
 from holdfast.storage.state.plan import Agreed, plan_save
 
 MESHES = [
@@ -133,18 +130,17 @@ def described(flat: FlatState) -> list[Any]:
     ]
 
 
-def outcome(state: Any) -> Any:
+def outcome(state: Any, known_states: KnownStates) -> Any:
     """What flattening makes of a state, or says of it."""
     try:
-        return described(flatten(state))
+        return described(flatten(state, known_states=known_states))
     except holdfast.StateError as error:
         return str(error)
 
 
 def anew(state: Any) -> Any:
     """The same, when nothing is known."""
-    capture._known.clear()
-    return outcome(state)
+    return outcome(state, KnownStates(1))
 
 
 @examples(100)
@@ -155,17 +151,17 @@ def test_what_is_known_of_one_state_is_not_taken_for_another(data: st.DataObject
     first = data.draw(states)
     second = data.draw(changed(first))
     expected = [anew(first), anew(first), anew(second)]
-    capture._known.clear()
-    assert [outcome(first), outcome(first), outcome(second)] == expected
+    known_states = KnownStates(8)
+    assert [outcome(state, known_states) for state in (first, first, second)] == expected
 
 
 @examples(50)
 @given(states)
 def test_what_is_planned_once_is_planned_alike(state: Any) -> None:
     """The plan that is looked up lays out what the first one did, with the tensors of this time."""
-    capture._known.clear()
+    known_states = KnownStates(8)
     try:
-        flats = [flatten(state), flatten(state)]
+        flats = [flatten(state, known_states=known_states) for _ in range(2)]
     except holdfast.StateError:
         return
     agreed = Agreed(
@@ -177,7 +173,7 @@ def test_what_is_planned_once_is_planned_alike(state: Any) -> None:
     assert plans[0].layout.header == plans[1].layout.header
 
 
-def test_no_two_leaves_are_taken_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_two_leaves_are_taken_for_each_other() -> None:
     """Every kind of leaf at each of two places, beside tensors that it may be tied to, with all
     others known."""
     pool = [*TENSORS, BASE[:4], torch.zeros(2, 2), 1, 1.0, [1], (1,), {"a": 1}, Thing({"a": 1})]
@@ -185,10 +181,10 @@ def test_no_two_leaves_are_taken_for_each_other(monkeypatch: pytest.MonkeyPatch)
         {"s": BASE[:4], "t": BASE[:4].reshape(2, 2), "x": x, "y": y} for x in pool for y in pool
     ]
     expected = [anew(state) for state in states]
-    monkeypatch.setattr(capture, "_known", LruCache(len(states)))
+    known_states = KnownStates(len(states))
     for state in states:
-        flatten(state)
-    assert [outcome(state) for state in states] == expected
+        flatten(state, known_states=known_states)
+    assert [outcome(state, known_states) for state in states] == expected
 
 
 def test_placements_are_told_apart_though_they_come_and_go() -> None:
@@ -217,28 +213,24 @@ def test_placements_are_told_apart_though_they_come_and_go() -> None:
 
 def test_a_state_of_a_training_loop_is_walked_once() -> None:
     """Whatever its values and wherever its tensors are this time."""
-    capture._known.clear()
-    walked = []
-    plain = capture._walk
-    capture._walk = lambda *args: (walked.append(1), plain(*args))[1]
-    try:
-        for step in range(3):
-            model = torch.nn.Linear(2, 2)
-            flat = flatten(
-                {
-                    "model": model,
-                    "step": step,
-                    "rng": torch.get_rng_state(),
-                    "seen": [step, float(step)],
-                }
-            )
-            assert flat.names == ["model.weight", "model.bias", "rng"]
-            assert flat.locals[0].data_ptr() == model.weight.data_ptr()
-            assert [v.by_rank for v in flat.tree.values] == [
-                [([0], step)],
-                [([0], step)],
-                [([0], float(step))],
-            ]
-    finally:
-        capture._walk = plain
-    assert len(walked) == 1
+    known_states = KnownStates(8)
+    layouts = []
+    for step in range(3):
+        model = torch.nn.Linear(2, 2)
+        state = {
+            "model": model,
+            "step": step,
+            "rng": torch.get_rng_state(),
+            "seen": [step, float(step)],
+        }
+        flat = flatten(state, known_states=known_states)
+        assert flat.names == ["model.weight", "model.bias", "rng"]
+        assert flat.locals[0].data_ptr() == model.weight.data_ptr()
+        assert [v.by_rank for v in flat.tree.values] == [
+            [([0], step)],
+            [([0], step)],
+            [([0], float(step))],
+        ]
+        layouts.append(flat.layout_id)
+    assert layouts[0] is not None
+    assert layouts[0] is layouts[1] is layouts[2]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.bits import difference
 from support.drivers import HookedDriver
+from support.inside import after_grace
 from support.ranks import save_as_ranks
 
 import holdfast
@@ -183,9 +184,7 @@ def test_a_copy_that_is_killed_while_it_commits_leaves_an_attempt_for_an_hour(
     holdfast.copy(src, server)
     assert len(attempts()) == 2
     assert killed in attempts()
-    monkeypatch.setattr(
-        "holdfast.storage.protocol.limits.GRACE_S", -3600.0
-    )  # servers' clocks may differ
+    after_grace(monkeypatch, clocks_differ_s=3600.0)
     last = holdfast.save(server, {"step": 5}).attempt
     assert attempts() == {last}
 

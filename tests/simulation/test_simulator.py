@@ -91,6 +91,13 @@ def test_a_seed_replays_exactly() -> None:
         assert logged(drawn(seed)) == logged(drawn(seed))
 
 
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
+def test_a_broken_engine_breaks_what_is_there(broken: Broken) -> None:
+    """Each replaces parts that the engine has, also those that take too long to be caught here."""
+    with broken.engine():
+        pass
+
+
 @pytest.mark.parametrize("broken", QUICK, ids=lambda broken: broken.name)
 def test_a_broken_engine_is_caught(broken: Broken) -> None:
     """Each engine that is wrong on purpose breaks a promise: in a schedule that has shown it

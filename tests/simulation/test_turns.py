@@ -17,7 +17,7 @@ from support.simulation.turns import Actor, Simulation, run_inline, save_of
 
 import holdfast
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
-from holdfast.storage.operations.prune import PrunedCheckpoint, _delete
+from holdfast.storage.operations.prune import PrunedCheckpoint, delete_checkpoint
 
 STATES = {
     name: {"who": name, "x": torch.full((3,), float(i))}
@@ -39,7 +39,7 @@ class Watch:
 
     async def check(self) -> None:
         """There is a whole checkpoint, and it is one that was saved."""
-        objects = self.sim.storage._objects
+        objects = self.sim.storage.objects
         manifest = objects["manifest.safetensors"][0]
         attempt = Manifest.decode(manifest).attempt
         key = (attempt, objects.get(f"data/{attempt}/0.safetensors", (None,))[0])
@@ -170,11 +170,11 @@ def test_a_save_is_not_deleted_by_a_pruning_that_began_before_it() -> None:
         sim, watch = await prepared(sorted)
         old = attempt_of(sim)
         sim.add("a", save_of(STATES["a"]))
-        sim.add("b", lambda driver: _delete(driver, PrunedCheckpoint("", None, old, 0)))
+        sim.add("b", lambda driver: delete_checkpoint(driver, PrunedCheckpoint("", None, old, 0)))
         try:
             await sim.run(
                 scripted(cuts or []),
-                lambda: watch.check() if MANIFEST_KEY in sim.storage._objects else nothing(),
+                lambda: watch.check() if MANIFEST_KEY in sim.storage.objects else nothing(),
             )
             assert all(actor.task.exception() is None for actor in sim.actors)
             assert (await sim.load())["who"] == "a"
@@ -190,7 +190,7 @@ def test_a_save_is_not_deleted_by_a_pruning_that_began_before_it() -> None:
 
 def attempt_of(sim: Simulation) -> str:
     """That of the checkpoint that is there."""
-    return Manifest.decode(sim.storage._objects[MANIFEST_KEY][0]).attempt
+    return Manifest.decode(sim.storage.objects[MANIFEST_KEY][0]).attempt
 
 
 async def nothing() -> None:

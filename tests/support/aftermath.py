@@ -11,9 +11,9 @@ from typing import TypeVar
 import pytest
 
 import holdfast
-from holdfast.storage.protocol import limits
 
 from .bits import difference
+from .inside import after_grace
 from .victims import state_of_step
 
 __all__ = ["CLEAN", "check", "check_next_save", "files", "some"]
@@ -63,7 +63,7 @@ def check_next_save(uri: Path, step: int) -> None:
     """A save goes well, and whatever was left is gone; also what was about to be committed, whose
     grace is over."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "GRACE_S", -1.0)
+        after_grace(patch)
         holdfast.save(uri, state_of_step(step))
     check(uri, {step})
     assert files(uri) == CLEAN

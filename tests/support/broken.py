@@ -10,20 +10,20 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, ClassVar
 
-from holdfast.drivers.contract import Buffer, ObjectInfo, Upload, check_key, check_small
+from holdfast.drivers.contract import Buffer, ObjectInfo, TakePiece, Upload, check_key, check_small
 from holdfast.drivers.memory import MemoryDriver, _MemoryUpload
 from holdfast.drivers.options import Option, choice, integer
 from holdfast.drivers.uri import Uri
 from holdfast.errors import DamagedError, HoldfastError, StorageError
 
 __all__ = [
-    "Appends", "Borrows", "CommitsHoles", "DefaultsElsewhere", "DeletesNeighbours", "DeletesNoRoots",
+    "Appends", "Borrows", "CommitsHoles", "CutsAnywhere", "DefaultsElsewhere", "DeletesNeighbours", "DeletesNoRoots",
     "DeviationThatFails", "DeviationThatPasses", "EndsAnywhere", "EndsAsDeclared", "ErrorsSayNothing",
     "ExclusiveNotAtomic", "FetchesFewer", "FirstPage", "FoldsKeys", "GetsAnything", "Healthy", "IgnoresStart",
     "LeaksDescriptors", "LeaksTasks", "LeaksTemporaries", "LeaksThreads", "LooksTooLate", "LosesEmptyObjects",
     "OpenAfterClose", "OptionsInUri", "PlainErrors", "PrefixByLetters", "ReadsOn", "RefusesLate",
     "RefusesLateAndKeeps", "ReusesFetched", "ShortRead", "StaleReads", "SwallowsCancellation",
-    "SwallowsErrors", "SweepsTheLiving", "TornByCancellation", "TornPut", "UnsafeKeys", "VisibleEarly",
+    "SwallowsErrors", "SweepsTheLiving", "TakesFewer", "TornByCancellation", "TornPut", "UnsafeKeys", "VisibleEarly",
 ]  # fmt: skip
 
 
@@ -38,7 +38,7 @@ class Healthy(MemoryDriver):
 
     def place(self, key: str, data: bytes) -> None:
         """Make an object at once."""
-        self._objects[self._prefix + key] = (data, time.time())
+        self.objects[self._prefix + key] = (data, time.time())
 
 
 class _EarlyUpload(_MemoryUpload):
@@ -66,7 +66,7 @@ class ExclusiveNotAtomic(Healthy):
     """Looks first, and puts a moment later."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        if exclusive and self._path(key) not in self._objects:
+        if exclusive and self._path(key) not in self.objects:
             await asyncio.sleep(0)
             exclusive = False
         await super().put(key, data, exclusive=exclusive)
@@ -104,6 +104,23 @@ class FetchesFewer(Healthy):
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         return memoryview((await self.get(key))[start : start + nbytes])
+
+
+class CutsAnywhere(Healthy):
+    """Passes pieces that end where they like."""
+
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        data = await self.fetch(key, start, nbytes)
+        for at in range(0, nbytes, 1000):
+            take(data[at : at + 1000])
+
+
+class TakesFewer(Healthy):
+    """Past the end it passes what there is."""
+
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        there = (await self.get(key))[start : start + nbytes]
+        await super().read_pieces(key, start, len(there), take)
 
 
 class _LeakingUpload(_MemoryUpload):
@@ -216,15 +233,15 @@ class DeletesNeighbours(Healthy):
     """Deleting ``a/b`` takes ``a/bc`` along."""
 
     async def delete_all(self, prefix: str) -> None:
-        for path in [path for path in self._objects if path.startswith(self._path(prefix))]:
-            del self._objects[path]
+        for path in [path for path in self.objects if path.startswith(self._path(prefix))]:
+            del self.objects[path]
 
 
 class UnsafeKeys(Healthy):
     """Takes any key."""
 
     async def get(self, key: str) -> bytes:
-        return self._objects[self._prefix + key][0] if ".." in key else await super().get(key)
+        return self.objects[self._prefix + key][0] if ".." in key else await super().get(key)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         self.place(key, data)
@@ -241,7 +258,7 @@ class PlainErrors(Healthy):
     """Lets its library's errors out."""
 
     async def get(self, key: str) -> bytes:
-        return self._objects[self._path(key)][0]
+        return self.objects[self._path(key)][0]
 
 
 class SwallowsErrors(Healthy):
@@ -279,15 +296,15 @@ class TornByCancellation(Healthy):
     """A put that is cancelled leaves half an object."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        old = self._objects.get(self._path(key))
+        old = self.objects.get(self._path(key))
         await super().put(key, data[: len(data) // 2], exclusive=exclusive)
-        half = self._objects.pop(self._path(key))
+        half = self.objects.pop(self._path(key))
         if old:
-            self._objects[self._path(key)] = old
+            self.objects[self._path(key)] = old
         try:
             await asyncio.sleep(0)
         except asyncio.CancelledError:
-            self._objects[self._path(key)] = half
+            self.objects[self._path(key)] = half
             raise
         self.place(key, data)
 
@@ -373,7 +390,7 @@ class LosesEmptyObjects(Healthy):
     """Takes an empty object for none, where one is replaced."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        replaces = self._path(key) in self._objects
+        replaces = self._path(key) in self.objects
         await super().put(key, data, exclusive=exclusive)
         if not data and replaces:
             await self.delete(key)

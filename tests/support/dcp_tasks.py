@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -32,22 +33,23 @@ def in_order(state: Any) -> Any:
     return state
 
 
-def dcp_save(uri: str, layout: str, steps: int) -> dict[str, Any]:
-    """Train, save through DCP, and tell what was saved."""
+def dcp_save(uri: str, layout: str, steps: int, plain: bool = False) -> dict[str, Any]:
+    """Train, save through DCP, and tell what was saved. ``plain``: with DCP's own writer."""
     model, optim = sharded(layout, 1)
     train(model, optim, 0, steps)
     model_state, optim_state = get_state_dict(model, optim)
     state = {"model": model_state, "optim": optim_state, "step": steps, "betas": (0.9, [1, 2])}
-    dcp.save(state, storage_writer=HoldfastWriter(uri))
+    dcp.save(state, storage_writer=FileSystemWriter(uri) if plain else HoldfastWriter(uri))
     return state_of(model, optim)
 
 
-def dcp_load(uri: str, layout: str) -> dict[str, Any]:
-    """Load through DCP into a job that is made otherwise, and tell what it is then."""
+def dcp_load(uri: str, layout: str, plain: bool = False) -> dict[str, Any]:
+    """Load through DCP into a job that is made otherwise, and tell what it is then. ``plain``: with
+    DCP's own reader."""
     model, optim = sharded(layout, 2)
     model_state, optim_state = get_state_dict(model, optim)
     state = {"model": model_state, "optim": optim_state, "step": 0}
-    dcp.load(state, storage_reader=HoldfastReader(uri))
+    dcp.load(state, storage_reader=FileSystemReader(uri) if plain else HoldfastReader(uri))
     set_state_dict(model, optim, model_state_dict=model_state, optim_state_dict=optim_state)
     assert state["step"] == 2
     return state_of(model, optim)

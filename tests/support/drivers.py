@@ -113,7 +113,7 @@ async def contents(driver: Driver) -> dict[str, bytes]:
 
 def age(storage: MemoryDriver, by_s: float) -> None:
     """Let time pass for everything that ``storage`` holds, and for all else in its named store."""
-    objects = storage._objects
+    objects = storage.objects
     for path, (data, modified_s) in objects.items():
         objects[path] = (data, modified_s - by_s)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch.distributed as dist
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.storage.exchange import exchange as ranks_exchange
-from holdfast.storage.exchange import transport
-from holdfast.storage.operations import load
+from holdfast.storage.exchange.group import ExchangeLimits
+from holdfast.storage.operations import start_load
+from holdfast.storage.operations.load import LoadJob
 from holdfast.storage.protocol import current as committed
+from holdfast.storage.ranks.process_group import current_member
 
 from .bits import difference
 
@@ -57,8 +60,11 @@ def exchanging_load(
     expected, rank = replicated(chunks), dist.get_rank()
     into = {name: torch.full_like(t, -1) for name, t in expected.items()}
     reports: list[holdfast.LoadReport] = []
-    before, get, manifests = (transport.host_key, os.memfd_create), LocalDriver.get, list[str]()
-    meeting = ranks_exchange.connect, ranks_exchange.CONNECT_ALL_TIMEOUT_S
+    memfd_create, get, manifests = os.memfd_create, LocalDriver.get, list[str]()
+    member = current_member(60.0)
+    assert member is not None
+    host = member.host
+    connect = ranks_exchange.connect
     check, checked = committed.check_complete, list[str]()
 
     async def counted(self: Any, key: str) -> bytes:
@@ -71,19 +77,20 @@ def exchanging_load(
 
     LocalDriver.get, committed.check_complete = counted, checks  # type: ignore[method-assign]
     if hosts:
-        transport.host_key = load.host_key = lambda: f"host {hosts[rank]}"
+        member.host = f"host {hosts[rank]}"
     if rank in cannot:
         os.memfd_create = _refused
     if strangers:
-        ranks_exchange.CONNECT_ALL_TIMEOUT_S = 3.0  # the others wait so long for them
+        limits = ExchangeLimits(connect_all_timeout_s=3.0)  # the others wait so long for them
+        start_load.LoadJob = partial(LoadJob, exchange_limits=limits)  # type: ignore[assignment,misc]
     if rank in strangers:
         ranks_exchange.connect = _unanswered
     try:
         holdfast.load(uri, into=into, exchange=exchange, on_report=reports.append)
     finally:
-        transport.host_key, os.memfd_create = before
-        ranks_exchange.connect, ranks_exchange.CONNECT_ALL_TIMEOUT_S = meeting
-        load.host_key, LocalDriver.get, committed.check_complete = before[0], get, check  # type: ignore[method-assign]
+        member.host, os.memfd_create = host, memfd_create
+        ranks_exchange.connect, start_load.LoadJob = connect, LoadJob  # type: ignore[misc]
+        LocalDriver.get, committed.check_complete = get, check  # type: ignore[method-assign]
     return {
         "manifests": len(manifests),
         "checked": len(checked),

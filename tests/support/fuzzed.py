@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import holdfast
-from holdfast.cli.show import _document, _Outline
+from holdfast.cli.show import Outline, document
 from holdfast.drivers.configuration.file import file_settings
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.options import duration, size
@@ -153,8 +153,8 @@ def decode(data: bytes) -> bool:
 
 def use(m: Manifest) -> None:
     """What is done with manifests, but for reading images."""
-    _document("memory://x", m, 1)
-    list(_Outline(m, whole_values=False, depth=None).lines())
+    document("memory://x", m, 1)
+    list(Outline(m, whole_values=False, depth=None).lines())
     m.tree.paths()
     t = m.tensors
     rows = np.flatnonzero((t.alias < 0) & (t.nbytes > 0) & (t.nbytes < VOLUME_MAX))

@@ -75,7 +75,7 @@ class _KeepsTheFirst(Small):
     """An object that was put once stays as it is."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        if exclusive or self._path(key) not in self._objects:
+        if exclusive or self._path(key) not in self.objects:
             await super().put(key, data, exclusive=exclusive)
 
 
@@ -393,8 +393,8 @@ class _DeletesBeside(Small):
     """Deleting below a prefix also deletes what only begins with it."""
 
     async def delete_all(self, prefix: str) -> None:
-        for path in [path for path in self._objects if path.startswith(self._path(prefix))]:
-            del self._objects[path]
+        for path in [path for path in self.objects if path.startswith(self._path(prefix))]:
+            del self.objects[path]
 
 
 @_liar("odd")

@@ -30,6 +30,7 @@ FILES = frozenset(
         "unit/test_cli_check.py",
         "unit/test_cli_drivers.py",
         "unit/test_core_aio.py",
+        "unit/test_core_spans.py",
         "unit/test_core_units.py",
         "unit/test_driver_config.py",
         "unit/test_driver_durability.py",

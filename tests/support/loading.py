@@ -16,7 +16,9 @@ import holdfast
 
 from .bits import difference
 
-__all__ = ["own_values", "part_of_an_epoch"]
+__all__ = ["dealt_lists", "own_bytes", "own_values", "part_of_an_epoch", "save_lists"]
+
+RULES = ("keep", "broadcast", "split", "merge")
 
 
 class Samples(IterableDataset[int]):
@@ -82,3 +84,32 @@ def own_values(uri: str) -> str | None:
     state: dict[str, Any] = {"own": holdfast.PerRank(None), "w": torch.zeros(3)}
     holdfast.load(uri, into=state)
     return difference(own, state["own"].value)
+
+
+def own_bytes(uri: str, value: Any) -> tuple[bool, int]:
+    """Save and load a tensor of this rank's own, or a dict with one: whether it came back, and the
+    bytes that were wanted for that."""
+    own: Any = torch.full((10_000,), float(dist.get_rank()))
+    if value is dict:
+        own = {"t": own, "nothing": []}
+    holdfast.save(uri, {"own": holdfast.PerRank(own)})
+    into = {"own": holdfast.PerRank(None)}
+    reports: list[holdfast.LoadReport] = []
+    holdfast.load(uri, into=into, on_report=reports.append)
+    return difference(own, into["own"].value) is None, reports[0].bytes_wanted
+
+
+def save_lists(uri: str) -> None:
+    """Save a list for each rule: rank r has r + 1 files left. Beside them, a list of lists that is
+    longer on each rank than on the one before."""
+    rank = dist.get_rank()
+    files = [f"{rank}.{number}" for number in range(rank + 1)]
+    state: dict[str, Any] = {rule: holdfast.PerRank(files, rule) for rule in RULES}
+    holdfast.save(uri, state | {"lists": [[name] for name in files]})
+
+
+def dealt_lists(uri: str) -> dict[str, list[str]]:
+    """What this rank gets of them by each rule."""
+    state = {rule: holdfast.PerRank([], rule) for rule in RULES}
+    holdfast.load(uri, into=state, strict="state")
+    return {rule: per_rank.value for rule, per_rank in state.items()}

@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 
 PRELOAD = [
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict",
-    "holdfast.drivers.local.driver", "holdfast.storage.api",
+    "torch._dynamo", "holdfast.drivers.local.driver", "holdfast.storage.api",
 ]  # fmt: skip
 """What every process needs, imported once. (Nothing below tests/: the server does not have that
 path.)"""
@@ -50,11 +50,12 @@ class RankProcesses:
     """``size`` processes. A context manager; ``run`` may use the first few only. ``run`` takes
     functions that can be imported: those of ``support``."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, preload: Sequence[str] = ()) -> None:
+        """``preload``: what these need, too."""
         import torch.distributed as dist
 
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload([*PRELOAD, *preload])
         self._store = dist.TCPStore(
             "127.0.0.1", 0, None, True, datetime.timedelta(seconds=30), wait_for_workers=False
         )

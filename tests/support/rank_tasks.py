@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
-from holdfast.storage.operations import global_plan, save
+from holdfast.storage.operations import save
+from holdfast.storage.ranks.process_group import current_member
 
 from .bits import difference
 from .jobs import laid_out, placement, sharded, state_of, train
@@ -210,7 +211,9 @@ def joining_save(uri: str, hosts: list[str], rank: int, sign: str, deadline_s: f
     """Save, with each rank on the host that is named for it. One rank comes to a halt when it has
     what the others of its host have written, and has not told of it; a file says so. It is meant to
     be killed there."""
-    global_plan.host_key = lambda: hosts[dist.get_rank()]
+    member = current_member(deadline_s)
+    assert member is not None
+    member.host = hosts[dist.get_rank()]
     if dist.get_rank() == rank:
         save._joined = partial(_halted, sign)
     state = {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())}

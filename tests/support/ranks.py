@@ -14,9 +14,12 @@ import torch.distributed as dist
 from holdfast.drivers.contract import Driver
 from holdfast.planner.box import Box
 from holdfast.planner.layout import MeshLayout, Piece
+from holdfast.storage.exchange.group import ExchangeLimits
 from holdfast.storage.operations.differences import Strict
 from holdfast.storage.operations.load import Exchanging, LoadJob, finish, run_load
 from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.ranks.keys import Keys
+from holdfast.storage.ranks.member import Member
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flat_state import FlatState
@@ -28,9 +31,16 @@ BUDGET_NBYTES = 64 << 20
 _numbers = itertools.count()
 
 
-def _teams(world: int) -> list[StoreTeam]:
+def _teams(world: int, *, apart: bool = False) -> list[StoreTeam]:
     store, prefix = dist.HashStore(), f"ranks {next(_numbers)}"
-    return [StoreTeam(store, rank, world, prefix, 20.0) for rank in range(world)]
+    teams = []
+    for rank in range(world):
+        member = Member(Keys(store, prefix), rank, world)
+        if apart:
+            member.host = f"host {rank}"
+            member.job_host = "127.0.0.1"
+        teams.append(StoreTeam(store, rank, world, prefix, 20.0, member=member))
+    return teams
 
 
 def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
@@ -82,19 +92,24 @@ def load_as_ranks(
     exchange: Exchanging = False,
     strict: Strict = True,
     budget_nbytes: int = BUDGET_NBYTES,
+    *,
+    apart: bool = False,
+    limits: ExchangeLimits | None = None,
 ) -> list[Any]:
-    """Load into one state per rank."""
+    """Load into one state per rank. ``apart``: each is on a host of its own."""
     options: Any = {
         "strict": strict,
         "cast": False,
         "budget_nbytes": budget_nbytes,
         "exchange": exchange,
+        "exchange_limits": limits or ExchangeLimits(),
     }
     jobs = [LoadJob(flatten(state, loading=True), **options) for state in into]
 
     async def run() -> Any:
         return await _all(
-            run_load(driver, team, job) for team, job in zip(_teams(len(into)), jobs, strict=True)
+            run_load(driver, team, job)
+            for team, job in zip(_teams(len(into), apart=apart), jobs, strict=True)
         )
 
     done = start(run()).result(60)

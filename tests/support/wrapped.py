@@ -430,15 +430,20 @@ def refused(act: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def zero_trained(n: int) -> tuple[nn.Module, Any]:
-    """A model and a ZeroRedundancyOptimizer that has stepped."""
+def zero_trained(n: int, overlapped: bool = False) -> tuple[nn.Module, Any]:
+    """A model and a ZeroRedundancyOptimizer that has stepped, unless DDP has it step."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optim = ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_class=torch.optim.Adam, lr=float(n)
+        model.parameters(),
+        optimizer_class=torch.optim.Adam,
+        lr=float(n),
+        overlap_with_ddp=overlapped,
     )
+    if overlapped:
+        return model, optim
     for p in model.parameters():
         p.grad = torch.full_like(p, float(n))
     optim.step()
@@ -446,15 +451,16 @@ def zero_trained(n: int) -> tuple[nn.Module, Any]:
 
 
 def zero(uri: str) -> set[str]:
-    """A ZeroRedundancyOptimizer, which is refused, at the save and the load; and what it wraps,
-    which is saved."""
+    """Save and load a ZeroRedundancyOptimizer; of one that DDP has step, what is said at the save
+    and the load."""
     model, optim = zero_trained(1)
-    said = {refused(lambda: holdfast.save(uri, {"model": model, "optim": optim}))}
-    holdfast.save(uri, {"model": model, "optim": optim.optim})
+    holdfast.save(uri, {"model": model, "optim": optim})
     other, into = zero_trained(2)
-    said.add(refused(lambda: holdfast.load(uri, {"optim": into})))
-    holdfast.load(uri, into={"model": other, "optim": into.optim})
+    holdfast.load(uri, into={"model": other, "optim": into})
     for old, new in zip(optim.optim.state.values(), into.optim.state.values(), strict=True):
         assert torch.equal(old["exp_avg"], new["exp_avg"])
-    assert into.optim.param_groups[0]["lr"] == 1.0
-    return said
+    assert into.param_groups[0]["lr"] == into.optim.param_groups[0]["lr"] == 1.0
+    _, hidden = zero_trained(1, overlapped=True)
+    state = {"model": model, "optim": hidden}
+    calls = (lambda: holdfast.save(uri, state), lambda: holdfast.load(uri, state))
+    return {refused(call) for call in calls}

@@ -10,6 +10,7 @@ import torch
 
 from holdfast.bench import __main__ as everything
 from holdfast.bench import dcp, limits, load, save
+from holdfast.bench.content import Checked, StateBytes
 from holdfast.bench.contest import Contestant, contest, rows
 from holdfast.bench.machine import PeakMemory
 from holdfast.bench.options import TINY_GIB, options, parser, work_folder
@@ -28,6 +29,24 @@ def test_ratio_is_taken_within_rounds() -> None:
 def test_ratio_of_unequal_rounds_is_of_medians() -> None:
     """Series of different length have no rounds in common."""
     assert ratio(Series("a", [2.0, 4.0, 6.0]), Series("b", [2.0])) == 2.0
+
+
+def test_the_bytes_of_a_state_are_those_of_its_tensors() -> None:
+    """Ranges within a tensor and across several, taken and placed, with checksums and without."""
+    state = {"a": torch.arange(5, dtype=torch.int16), "empty": torch.empty(0), "b": torch.ones(3)}
+    whole = b"".join(tensor.numpy().tobytes() for tensor in state.values())
+    ranges = [(0, 4), (4, 13), (10, 22), (21, 22), (0, 22)]
+    other = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    for content, target in (
+        (StateBytes(state), StateBytes(other)),
+        (Checked(StateBytes(state)), Checked(StateBytes(other))),
+    ):
+        zero(other)
+        for start, stop in ranges:
+            taken = content.take(start, stop)
+            assert bytes(taken) == whole[start:stop]
+            target.place(start, taken)
+        assert digests(other) == digests(state)
 
 
 def test_peak_of_a_series_is_its_highest() -> None:
@@ -59,14 +78,14 @@ def test_rows_show_ratios_to_limit_and_to_holdfast() -> None:
 
 
 def test_contestants_take_turns() -> None:
-    """A B, A B: each with what comes before and after it, which is not timed."""
+    """A B, B A, A B: each with what comes before and after it, which is not timed."""
     seen: list[str] = []
     add = seen.append
     contestants = [
         Contestant(n, lambda n=n: add(n), lambda: add("("), lambda: add(")")) for n in "AB"
     ]  # type: ignore[misc]
-    assert [len(series.seconds) for series in contest(contestants, 2, 0.0)] == [2, 2]
-    assert "".join(seen) == "(A)(B)" * 2
+    assert [len(series.seconds) for series in contest(contestants, 3, 0.0)] == [3, 3]
+    assert "".join(seen) == "(A)(B)(B)(A)(A)(B)"
 
 
 def test_peak_memory_sees_what_was_freed_again() -> None:

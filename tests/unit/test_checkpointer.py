@@ -7,7 +7,7 @@ import asyncio
 import logging
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from support.bits import fresh_uri
 from support.drivers import HookedDriver
 from support.given import Serve
+from support.inside import around_copies
 from torch import nn
 
 import holdfast
@@ -26,9 +27,8 @@ from holdfast.errors import UriError
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations.choice import choose
 from holdfast.storage.operations.listing import ListedCheckpoint
-from holdfast.storage.state.source import ImageSource
 from holdfast.storage.training.decisions import Decisions
-from holdfast.storage.training.schedule import _Time, schedule_of
+from holdfast.storage.training.schedule import schedule_of
 
 
 def state(step: int) -> dict[str, Any]:
@@ -364,7 +364,7 @@ def test_steps_are_due_at_multiples_or_when_one_is_passed() -> None:
 def test_time_is_due_within_a_step_or_a_few_seconds_and_seldom_asked(step_s: float) -> None:
     """Whatever the pace; and most steps ask nobody."""
     now = [0.0]
-    every, ranks, saved = _Time(600.0, lambda: now[0]), Ranks(1.0), []
+    every, ranks, saved = schedule_of("10min", lambda: now[0]), Ranks(1.0), []
     total = max(30, int(6500 / step_s))
     for step in range(1, total):
         now[0] += step_s
@@ -388,9 +388,13 @@ def test_what_is_no_schedule_is_said_at_once(every: Any) -> None:
 )
 def test_times_are_read(every: str, seconds: float) -> None:
     """In the units that people write."""
-    schedule = schedule_of(every)
-    assert isinstance(schedule, _Time)
-    assert schedule._every_s == seconds
+    now = [0.0]
+    ranks = Ranks(1.0)
+    schedule = schedule_of(every, lambda: now[0])
+    now[0] = seconds - 1
+    assert not schedule.due(1, ranks)
+    now[0] = seconds
+    assert schedule.due(2, ranks)
 
 
 @pytest.mark.parametrize(
@@ -416,13 +420,13 @@ def test_an_average_is_updated_after_the_fence(
 ) -> None:
     """What writes to the state outside of an optimizer waits by itself; if it does not, the save
     fails, and training goes on."""
-    copying, plain = threading.Event(), ImageSource.copy
+    copying = threading.Event()
 
-    def held(*args: Any) -> None:
+    def held(copy: Callable[[], None], start: int) -> None:
         assert copying.wait(60)
-        plain(*args)
+        copy()
 
-    monkeypatch.setattr(ImageSource, "copy", held)
+    around_copies(monkeypatch, held)
     copying.set()
     uri, net = fresh_uri(), nn.Linear(300, 300)
     ema = torch.optim.swa_utils.AveragedModel(

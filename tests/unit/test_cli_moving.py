@@ -73,7 +73,7 @@ def test_cp_of_nothing_but_damage_says_so(root: str, tmp_path: Path) -> None:
     """No bytes, and no rate, of what was not copied; of a manifest that holds nothing, that it
     does."""
     for step, data in ((1, b""), (2, bytes(100)), (3, b"\x10\0\0\0\0\0\0\0of something else")):
-        MemoryDriver(f"{root.removeprefix('memory://')}/step-{step}")._objects.update(
+        MemoryDriver(f"{root.removeprefix('memory://')}/step-{step}").objects.update(
             {
                 f"{root.removeprefix('memory://').partition('/')[2]}step-{step}/manifest.safetensors": (
                     data,
@@ -125,13 +125,10 @@ def test_cp_from_where_nothing_is(root: str) -> None:
     assert "no checkpoint is committed" in run("cp", "-r", fresh_uri(), fresh_uri(), status=2)[1]
 
 
-def test_how_far_it_is_goes_to_a_log_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_how_far_it_is_goes_to_a_log_now_and_then(capsys: Any) -> None:
     """A line with bytes and rate every few seconds, where there is no terminal; bytes that were
     there count for none."""
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.05)
-    with progress.progress_bar("cp", lines=True) as told:
+    with progress.progress_bar("cp", lines=True, line_every_s=0.05) as told:
         for done in (1 << 30, (1 << 30) + 1):
             told(done, 2 << 30)
         time.sleep(0.1)

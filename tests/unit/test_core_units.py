@@ -9,6 +9,7 @@ from holdfast.core.units import (
     ceil_div,
     duration_text,
     exact_size_text,
+    in_groups,
     parse_duration,
     parse_size,
     round_up,
@@ -78,3 +79,17 @@ def test_a_number_alone_is_in_seconds_unless_a_unit_is_needed() -> None:
     assert parse_duration("30") == 30
     with pytest.raises(ValueError, match="is no duration"):
         parse_duration("30", needs_unit=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ([], []),
+        ([3, 4, 3, 1], [[3, 4, 3], [1]]),
+        ([11, 2], [[11], [2]]),
+        ([5, 20, 5, 5], [[5], [20], [5, 5]]),
+    ],
+)
+def test_groups_are_as_large_as_allowed(sizes: list[int], groups: list[list[int]]) -> None:
+    """In order, up to ten bytes; what has more is alone."""
+    assert list(in_groups(sizes, lambda size: size, 10)) == groups

@@ -20,8 +20,8 @@ from holdfast.storage.ranks.member import Member
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.training import decisions
 from holdfast.storage.training.decisions import Decision, Decisions
-from holdfast.storage.training.resume import Attempted, Outcome, _verdict
-from holdfast.storage.training.schedule import _Time
+from holdfast.storage.training.resume import Attempted, Outcome, verdict_of
+from holdfast.storage.training.schedule import schedule_of
 
 pytestmark = pytest.mark.clocked
 
@@ -174,7 +174,7 @@ def test_time_is_asked_anew_after_a_step_that_was_void(ranks: Ranks) -> None:
     """The save that was due is due at the next step, on all ranks."""
     now = [0.0]
     made = ranks.make()
-    schedules = [_Time(10.0, lambda: now[0]) for _ in range(WORLD)]
+    schedules = [schedule_of("10s", lambda: now[0]) for _ in range(WORLD)]
 
     def due(step: int, late_s: float = 0.0) -> list[Any]:
         def act(rank: int) -> Any:
@@ -200,6 +200,6 @@ def test_time_is_asked_anew_after_a_step_that_was_void(ranks: Ranks) -> None:
 )
 def test_a_checkpoint_is_whole_only_where_every_rank_says_so(outcomes: list[Outcome]) -> None:
     """Not where the first does."""
-    assert asyncio.run(_verdict([Attempted(o) for o in outcomes])).outcome is Outcome.DAMAGED
+    assert asyncio.run(verdict_of([Attempted(o) for o in outcomes])).outcome is Outcome.DAMAGED
     whole = [Attempted(Outcome.WHOLE)] * 2
-    assert asyncio.run(_verdict(whole)).outcome is Outcome.WHOLE
+    assert asyncio.run(verdict_of(whole)).outcome is Outcome.WHOLE

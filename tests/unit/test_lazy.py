@@ -7,18 +7,18 @@ import copy
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.bits import difference, fresh_uri
+from support.inside import around_copies, around_image_writes
 from torch import nn
 
 import holdfast
 from holdfast.storage.state.lazy import LazyCapture, hook_optimizers
-from holdfast.storage.state.source import ImageSource
 from holdfast.storage.state.switch_interval import SWITCH_INTERVAL_S
 
 pytestmark = pytest.mark.usefixtures("no_write_history")
@@ -49,18 +49,18 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Copying passes through it."""
-    made, plain, wait = Gate(), ImageSource.copy, LazyCapture.wait
+    made, wait = Gate(), LazyCapture.wait
 
     def waiting(self: LazyCapture) -> None:
         if made.at_fence:
             made.open.set()
         wait(self)
 
-    def gated(self: ImageSource, *args: Any) -> None:
+    def gated(copy: Callable[[], None], start: int) -> None:
         made.pass_through()
-        plain(self, *args)
+        copy()
 
-    monkeypatch.setattr(ImageSource, "copy", gated)
+    around_copies(monkeypatch, gated)
     monkeypatch.setattr(LazyCapture, "wait", waiting)
     yield made
     made.open.set()
@@ -201,18 +201,17 @@ def test_a_write_to_what_is_copied_already_does_no_harm(monkeypatch: pytest.Monk
     call."""
     state = {"a": torch.zeros(6 << 20), "b": torch.zeros(6 << 20)}  # 24 MiB each: several chunks
     introduce(state)
-    plain = ImageSource.copy
     written = threading.Event()
 
-    def writing(self: ImageSource, start: int, stop: int, into: Any) -> None:
-        plain(self, start, stop, into)
+    def writing(copy: Callable[[], None], start: int) -> None:
+        copy()
         if (
             start == 0 and not written.is_set()
         ):  # the first chunk: the header, and the beginning of ``a``
             state["a"].view(-1)[:1000].add_(1)
             written.set()
 
-    monkeypatch.setattr(ImageSource, "copy", writing)
+    around_copies(monkeypatch, writing)
     holdfast.async_save(uri := fresh_uri(), state, lazy=True).wait(60)
     assert written.is_set()
     found = holdfast.load(uri)
@@ -224,16 +223,16 @@ def test_captured_is_told_when_the_last_copy_has_ended(monkeypatch: pytest.Monke
     """Not when it has begun: one chunk is still being copied, the others are done."""
     state = {"x": torch.zeros(10 << 20)}  # three chunks
     introduce(state)
-    plain, may_end, others = ImageSource.copy, threading.Event(), threading.Semaphore(0)
+    may_end, others = threading.Event(), threading.Semaphore(0)
 
-    def copy(self: ImageSource, start: int, stop: int, into: Any) -> None:
-        plain(self, start, stop, into)
+    def held(copy: Callable[[], None], start: int) -> None:
+        copy()
         if start == 0:
             assert may_end.wait(60)
         else:
             others.release()
 
-    monkeypatch.setattr(ImageSource, "copy", copy)
+    around_copies(monkeypatch, held)
     handle = holdfast.async_save(fresh_uri(), state, lazy=True)
     for _ in range(2):
         assert others.acquire(timeout=60)
@@ -285,18 +284,15 @@ def test_a_forked_child_takes_turns_as_before(gate: Gate) -> None:
 
 def test_a_write_after_the_copy_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     """All is copied, and nothing is committed yet."""
-    from holdfast.storage.operations import save
-
     state = {"x": torch.zeros(100_000)}
     introduce(state)
-    plain = save.ImageWriter.write
 
-    async def late(self: Any, key: Any) -> Any:
-        digests = await plain(self, key)
+    async def late(write: Callable[[], Awaitable[Any]], writer: object) -> Any:
+        digests = await write()
         state["x"].add_(1)
         return digests
 
-    monkeypatch.setattr(save.ImageWriter, "write", late)
+    around_image_writes(monkeypatch, late)
     holdfast.async_save(uri := fresh_uri(), state, lazy=True).wait(60)
     assert not holdfast.load(uri)["x"].any()
 
@@ -309,17 +305,15 @@ def test_after_the_trainer_has_been_told_it_may_write(
     commit is still to come."""
     import asyncio
 
-    from holdfast.storage.operations import save
-
     state = {"x": torch.zeros(100_000)}
-    written, plain = threading.Event(), save.ImageWriter.write
+    written = threading.Event()
 
-    async def held(self: Any, key: Any) -> Any:
-        digests = await plain(self, key)
+    async def held(write: Callable[[], Awaitable[Any]], writer: object) -> Any:
+        digests = await write()
         await asyncio.to_thread(written.wait, 60)
         return digests
 
-    monkeypatch.setattr(save.ImageWriter, "write", held)
+    around_image_writes(monkeypatch, held)
     handle = holdfast.async_save(uri := fresh_uri(), state, lazy=True)
     if how == "fence":
         holdfast.fence()

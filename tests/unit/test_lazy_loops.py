@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from support.bits import fresh_uri, raw
+from support.inside import around_copies
 from torch import nn
 
 import holdfast
 from holdfast.storage.state import lazy
-from holdfast.storage.state.source import ImageSource
 from holdfast.storage.state.write_history import write_history
 from holdfast.storage.state.write_tracking import write_tracker
 
@@ -33,13 +33,13 @@ SAVES = 3
 @pytest.fixture
 def may_copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Copying in the background waits for this."""
-    event, plain = threading.Event(), ImageSource.copy
+    event = threading.Event()
 
-    def copy(self: ImageSource, *args: Any) -> None:
+    def held(copy: Callable[[], None], start: int) -> None:
         assert event.wait(60)
-        plain(self, *args)
+        copy()
 
-    monkeypatch.setattr(ImageSource, "copy", copy)
+    around_copies(monkeypatch, held)
     yield event
     event.set()
 

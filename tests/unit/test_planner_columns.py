@@ -1,5 +1,7 @@
 """Arithmetic on columns of boxes, against the same for one box."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ from holdfast.planner.columns import (
 SHAPE = (3, 1, 4)
 
 
-def boxes():
+def boxes() -> list[Box]:
     """All boxes of a small array."""
     every = [
         (low, high - low)
@@ -34,7 +36,7 @@ def boxes():
     ]
 
 
-def test_columns_agree_with_boxes():
+def test_columns_agree_with_boxes() -> None:
     """Volumes, strides, positions and contiguity of rows are those of the box in each row."""
     every = boxes()
     offsets, lengths = (
@@ -52,7 +54,7 @@ def test_columns_agree_with_boxes():
     ]
 
 
-def test_no_rows_and_no_dimensions():
+def test_no_rows_and_no_dimensions() -> None:
     """Tables without rows, and boxes without dimensions, are nothing special."""
     nothing, scalars = np.empty((0, 2), dtype=np.int64), np.empty((3, 0), dtype=np.int64)
     assert volumes(nothing).tolist() == []
@@ -62,14 +64,14 @@ def test_no_rows_and_no_dimensions():
     assert strides(scalars).shape == (3, 0)
 
 
-def test_ranges():
+def test_ranges() -> None:
     """Ranges come one after the other, with the row each value came from; empty ones leave nothing."""
     rows, values = ranges(np.array([5, 0, 7]), np.array([2, 0, 3]))
     assert rows.tolist() == [0, 0, 2, 2, 2]
     assert values.tolist() == [5, 6, 7, 8, 9]
 
 
-def test_widen():
+def test_widen() -> None:
     """Columns are padded on the right; those wide enough are returned as they are, wider ones
     refused."""
     columns = np.array([[1, 2], [3, 4]])
@@ -79,7 +81,7 @@ def test_widen():
         widen(columns, 1, 9)
 
 
-def test_padded():
+def test_padded() -> None:
     """Rows of different length become one array; a row that is too long is refused."""
     assert padded([(1, 2), (), (3,)], 2, 9).tolist() == [[1, 2], [9, 9], [3, 9]]
     assert padded([], 2, 0).shape == (0, 2)

@@ -1,15 +1,20 @@
 """The layout of an image, field by field."""
 
+from __future__ import annotations
+
 import json
 import struct
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from holdfast.planner import image
+from holdfast.core import safetensors
 from holdfast.planner.box import Box
-from holdfast.planner.image import blocks_of, lay_out, shard_name, shard_names
+from holdfast.planner.image import ImageLayout, blocks_of, lay_out, shard_name, shard_names
 
+Shape = tuple[int, ...]
 ITEMSIZES = {
     "float32": 4,
     "bfloat16": 2,
@@ -21,7 +26,7 @@ ITEMSIZES = {
 }
 
 
-def layout_of(shards, **sizes):
+def layout_of(shards: Sequence[tuple[str, str, Shape]], **sizes: int) -> ImageLayout:
     """The layout of shards (name, dtype, shape)."""
     ndim = np.array([len(shape) for _, _, shape in shards], dtype=np.int64)
     lengths = np.ones((len(shards), max(ndim, default=1)), dtype=np.int64)
@@ -32,12 +37,13 @@ def layout_of(shards, **sizes):
     return lay_out([name for name, _, _ in shards], dtypes, lengths, ndim, itemsize, **sizes)
 
 
-def header_of(layout):
+def header_of(layout: ImageLayout) -> dict[str, Any]:
     """The parsed JSON of the header."""
-    return json.loads(layout.header[8:])
+    header: dict[str, Any] = json.loads(layout.header[8:])
+    return header
 
 
-def test_header_of_one_tensor():
+def test_header_of_one_tensor() -> None:
     """The header says format, tensor and digests; it fills whole pages and knows its own length."""
     layout = layout_of([("w", "float32", (3, 2))])
     assert header_of(layout) == {
@@ -55,7 +61,7 @@ def test_header_of_one_tensor():
     assert (layout.data_end, layout.hashed_end, layout.nbytes) == (4120, 8192, 8208)
 
 
-def test_pages_first_then_by_itemsize():
+def test_pages_first_then_by_itemsize() -> None:
     """Shards of whole pages come first, then wide elements before narrow ones, otherwise in the
     order given."""
     shards = [
@@ -71,7 +77,7 @@ def test_pages_first_then_by_itemsize():
     assert layout.start[layout.order].tolist() == [4096 + sum(sizes[:index]) for index in range(7)]
 
 
-def test_chunks_and_blocks_cover_the_hashed_part():
+def test_chunks_and_blocks_cover_the_hashed_part() -> None:
     """Chunks follow on each other up to hashed_end; there is a digest per block."""
     layout = layout_of([("w", "uint8", (100_000,))], chunk_nbytes=65536, block_nbytes=8192)
     assert layout.hashed_end == 106_496
@@ -86,7 +92,7 @@ def test_chunks_and_blocks_cover_the_hashed_part():
             layout.chunk_range(outside)
 
 
-def test_an_image_of_nothing():
+def test_an_image_of_nothing() -> None:
     """A rank without shards still writes a valid image: one page of header and its digest."""
     layout = layout_of([])
     assert (len(layout.start), layout.data_end, layout.hashed_end, layout.nbytes) == (
@@ -98,7 +104,7 @@ def test_an_image_of_nothing():
     assert list(header_of(layout)) == ["__metadata__", "__holdfast_blocks__"]
 
 
-def test_dtypes_unknown_to_readers_are_bytes():
+def test_dtypes_unknown_to_readers_are_bytes() -> None:
     """A dtype that some readers do not know is written as bytes, with a dimension for the bytes of
     an element."""
     header = header_of(
@@ -113,7 +119,7 @@ def test_dtypes_unknown_to_readers_are_bytes():
     }
 
 
-def test_names_are_made_unique():
+def test_names_are_made_unique() -> None:
     """Names that repeat, or that the format reserves, are numbered; numbered ones never collide
     either."""
     names = ["a", "a", "a#2", "a", "__metadata__", "__holdfast_blocks__"]
@@ -122,19 +128,19 @@ def test_names_are_made_unique():
     assert list(header) == ["__metadata__", *expected, "__holdfast_blocks__"]
 
 
-def test_names_are_escaped():
+def test_names_are_escaped() -> None:
     """Quotes, line breaks and letters of any script come back from the JSON as they were."""
     names = ['say "w"', "line\nbreak", "back\\slash", "κύμα", "comma, and: colon", "\u2028", "😀"]
     layout = layout_of([(name, "uint8", (1,)) for name in names])
     assert list(header_of(layout))[1:-1] == names
 
 
-def test_too_long_a_header_names_one_tensor(monkeypatch):
+def test_too_long_a_header_names_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the header would exceed what readers accept, the data is one tensor and shards lie as
     before."""
     shards = [(f"w{index}", "float32", (5,)) for index in range(200)]
     full = layout_of(shards)
-    monkeypatch.setattr(image.safetensors, "HEADER_NBYTES_MAX", 8000)
+    monkeypatch.setattr(safetensors, "HEADER_NBYTES_MAX", 8000)
     layout = layout_of(shards)
     assert header_of(layout)["data"] == {"dtype": "U8", "shape": [4000], "data_offsets": [0, 4000]}
     assert list(header_of(layout)) == ["__metadata__", "data", "__holdfast_blocks__"]
@@ -143,7 +149,7 @@ def test_too_long_a_header_names_one_tensor(monkeypatch):
 
 
 @pytest.mark.parametrize("length", range(3500, 4100, 7))
-def test_header_and_digests_agree_at_every_size(length):
+def test_header_and_digests_agree_at_every_size(length: int) -> None:
     """Wherever the header crosses a page, the digests' entry says exactly what follows the data."""
     layout = layout_of([("n" * length, "uint8", (65536 * 9 - 4096,))], block_nbytes=4096)
     end = header_of(layout)["__holdfast_blocks__"]["data_offsets"][1]
@@ -158,13 +164,13 @@ def test_header_and_digests_agree_at_every_size(length):
 @pytest.mark.parametrize(
     ("chunk", "block"), [(65536, 6000), (10000, 8192), (4096, 0), (6144, 2048)]
 )
-def test_sizes_that_do_not_fit_are_refused(chunk, block):
+def test_sizes_that_do_not_fit_are_refused(chunk: int, block: int) -> None:
     """A chunk must be a whole number of blocks, a block of pages."""
     with pytest.raises(ValueError, match="blocks"):
         layout_of([], chunk_nbytes=chunk, block_nbytes=block)
 
 
-def test_shard_names():
+def test_shard_names() -> None:
     """A whole tensor keeps its name, a part shows its range; one by one and as columns."""
     shapes = [(4, 6), (4, 6), (), (9,)]
     boxes = [Box((0, 0), (4, 6)), Box((2, 0), (2, 6)), Box((), ()), Box((3,), (1,))]
@@ -181,6 +187,6 @@ def test_shard_names():
     assert shard_names(names, shape, np.array([2, 2, 0, 1]), offsets, lengths) == expected
 
 
-def test_blocks_of():
+def test_blocks_of() -> None:
     """Blocks cover the bytes, the last one short."""
     assert [blocks_of(nbytes, 10) for nbytes in (0, 1, 10, 11)] == [0, 1, 1, 2]

@@ -1,7 +1,10 @@
 """Placements: what ranks hold, compared with torch's own splitting of an arange tensor."""
 
+from __future__ import annotations
+
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,13 +14,21 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.planner.box import Box
 from holdfast.planner.layout import Piece
-from holdfast.planner.placement import Replicated, Split, holders, local_pieces, local_shape
+from holdfast.planner.placement import (
+    Placement,
+    Replicated,
+    Split,
+    holders,
+    local_pieces,
+    local_shape,
+)
 
+Shape = tuple[int, ...]
 MESHES = [(1,), (2,), (3,), (4,), (7,), (2, 2), (2, 3), (4, 2), (3, 4), (2, 2, 2)]
 SHAPES = [(0,), (1,), (5,), (8,), (9,), (27,), (6, 4), (7, 5), (1, 9), (3, 0), (4, 3, 5)]
 
 
-def of_torch(placement):
+def of_torch(placement: Placement) -> Replicate | Shard | _StridedShard:
     """The torch placement that ours mirrors."""
     if isinstance(placement, Replicated):
         return Replicate()
@@ -26,7 +37,9 @@ def of_torch(placement):
     return Shard(placement.dim)
 
 
-def split_by_torch(tensor, mesh_shape, coordinate, placements):
+def split_by_torch(
+    tensor: torch.Tensor, mesh_shape: Shape, coordinate: Shape, placements: Sequence[Placement]
+) -> torch.Tensor:
     """The local tensor at ``coordinate``, cut from left to right by torch's own code."""
     for size, at, placement in zip(mesh_shape, coordinate, map(of_torch, placements), strict=True):
         if not isinstance(placement, Replicate):
@@ -36,7 +49,7 @@ def split_by_torch(tensor, mesh_shape, coordinate, placements):
     return tensor
 
 
-def assert_like_torch(shape, mesh_shape, placements):
+def assert_like_torch(shape: Shape, mesh_shape: Shape, placements: Sequence[Placement]) -> None:
     """Every rank of the mesh holds what torch gives it, where torch puts it."""
     whole = torch.arange(math.prod(shape)).reshape(shape)
     for coordinate in itertools.product(*map(range, mesh_shape)):
@@ -50,18 +63,18 @@ def assert_like_torch(shape, mesh_shape, placements):
         assert actual.shape == expected.shape
 
 
-def slices(box):
+def slices(box: Box) -> tuple[slice, ...]:
     """The box as an index."""
     return tuple(slice(*pair) for pair in zip(box.offsets, box.stops, strict=True))
 
 
-def choices(ndim, mesh_shape):
+def choices(ndim: int, mesh_shape: Shape) -> Iterator[tuple[Placement, ...]]:
     """All combinations of plain placements for a mesh."""
     return itertools.product([Replicated(), *map(Split, range(ndim))], repeat=len(mesh_shape))
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-def test_plain_splits_agree_with_torch(mesh_shape):
+def test_plain_splits_agree_with_torch(mesh_shape: Shape) -> None:
     """Any combination of Shard and Replicate, even or not, gives each rank the elements that torch
     gives it."""
     for shape in SHAPES:
@@ -71,7 +84,7 @@ def test_plain_splits_agree_with_torch(mesh_shape):
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
-def test_fsdp_over_tensor_parallel_agrees_with_torch(dp, tp):
+def test_fsdp_over_tensor_parallel_agrees_with_torch(dp: int, tp: int) -> None:
     """The strided shards of FSDP2 over tensor parallelism hold torch's elements in torch's order,
     also uneven ones."""
     for nrows in [*range(20), 27, 38]:
@@ -79,10 +92,10 @@ def test_fsdp_over_tensor_parallel_agrees_with_torch(dp, tp):
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2, 2), (2, 3, 2)], ids=str)
-def test_strided_splits_in_any_position_agree_with_torch(mesh_shape):
+def test_strided_splits_in_any_position_agree_with_torch(mesh_shape: Shape) -> None:
     """Strided splits compose with what stands before and after them, on the same dimension or
     another."""
-    menu = [
+    menu: list[Placement] = [
         Replicated(),
         Split(0),
         Split(1),
@@ -95,27 +108,27 @@ def test_strided_splits_in_any_position_agree_with_torch(mesh_shape):
             assert_like_torch(shape, mesh_shape, placements)
 
 
-def test_even_strided_shards_are_one_box():
+def test_even_strided_shards_are_one_box() -> None:
     """FSDP2 over tensor parallelism with even sizes needs one box per rank: touching intervals are
     joined."""
     pieces = local_pieces((8, 8), (2, 2), (0, 1), [Split(0, stride=2), Split(0)])
     assert pieces == [Piece(Box((4, 0), (2, 8)), 0, (2, 8))]
 
 
-def test_interleaved_shards_are_several_boxes():
+def test_interleaved_shards_are_several_boxes() -> None:
     """A strided shard on its own holds a box of every part, end to end in the local tensor."""
     pieces = local_pieces((8,), (2,), (1,), [Split(0, stride=2)])
     assert pieces == [Piece(Box((2,), (2,)), 0, (4,)), Piece(Box((6,), (2,)), 2, (4,))]
 
 
-def test_scalars_and_empty_shards():
+def test_scalars_and_empty_shards() -> None:
     """A replicated scalar is one 0-d piece; a rank whose part is empty holds none."""
     assert local_pieces((), (2,), (1,), [Replicated()]) == [Piece(Box((), ()), 0, ())]
     assert local_pieces((2,), (4,), (3,), [Split(0)]) == []
     assert local_shape((2,), (4,), (3,), [Split(0)]) == (0,)
 
 
-def test_holders_are_the_replicas():
+def test_holders_are_the_replicas() -> None:
     """Ranks that differ only along replicated mesh dimensions hold the same; they come in ascending
     order."""
     mesh = np.array([[[6, 7], [4, 5]], [[2, 3], [0, 1]]])
@@ -123,9 +136,10 @@ def test_holders_are_the_replicas():
     assert holders(mesh, (0, 0, 1), [Split(0), Split(0), Split(1)]) == (7,)
 
 
-def test_holders_hold_the_same_pieces():
+def test_holders_hold_the_same_pieces() -> None:
     """Exactly the ranks named as holders have equal pieces, when every part has elements."""
-    mesh, placements = np.arange(12).reshape(2, 3, 2), [Replicated(), Split(0), Replicated()]
+    mesh = np.arange(12).reshape(2, 3, 2)
+    placements: list[Placement] = [Replicated(), Split(0), Replicated()]
     coordinates = list(itertools.product(range(2), range(3), range(2)))
     for mine in coordinates:
         pieces = local_pieces((9, 2), mesh.shape, mine, placements)
@@ -145,14 +159,16 @@ def test_holders_hold_the_same_pieces():
         ((4,), (2, 2), (0, 0), [Split(0)]),
     ],
 )
-def test_placements_that_do_not_fit_are_refused(shape, mesh_shape, coordinate, placements):
+def test_placements_that_do_not_fit_are_refused(
+    shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: Sequence[Placement]
+) -> None:
     """A missing tensor dimension, mesh coordinate or placement raises ValueError."""
     with pytest.raises(ValueError, match=r"placement|Split|coordinate"):
         local_pieces(shape, mesh_shape, coordinate, placements)
 
 
 @pytest.mark.parametrize("arguments", [(-1,), (0, 0)])
-def test_impossible_splits_are_refused(arguments):
+def test_impossible_splits_are_refused(arguments: tuple[int, ...]) -> None:
     """Negative dimensions and a stride below 1 raise ValueError."""
     with pytest.raises(ValueError, match="no such split"):
         Split(*arguments)

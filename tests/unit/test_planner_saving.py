@@ -1,12 +1,26 @@
 """Dividing what several ranks hold: small cases with the answers written out."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
+from holdfast.planner.balance import Group
 from holdfast.planner.saving import Holdings, divide
 
+Indices = tuple[int, ...]
 
-def holdings(boxes, groups, *, group=None, order=None, itemsize=4):
+
+def holdings(
+    boxes: Sequence[tuple[Indices, Indices]],
+    groups: tuple[Group, ...],
+    *,
+    group: list[int] | None = None,
+    order: list[int] | None = None,
+    itemsize: int = 4,
+) -> Holdings:
     """Holdings of boxes (offsets, lengths), each the whole of its local tensor."""
     offsets = np.array([offset for offset, _ in boxes], dtype=np.int64)
     lengths = np.array([length for _, length in boxes], dtype=np.int64)
@@ -24,7 +38,7 @@ def holdings(boxes, groups, *, group=None, order=None, itemsize=4):
     )
 
 
-def written(held, rank):
+def written(held: Holdings, rank: int) -> list[tuple[int, list[int], list[int], list[int]]]:
     """What a rank writes, as rows (tensor, offsets, lengths, offsets in the local tensor)."""
     mine = divide(held, rank)
     local = [
@@ -35,13 +49,13 @@ def written(held, rank):
     return list(zip(*(column.tolist() for column in columns), local, strict=True))
 
 
-def test_a_lone_holder_writes_everything():
+def test_a_lone_holder_writes_everything() -> None:
     """What one rank alone holds is returned as it is, not copied."""
     held = holdings([((0, 0), (4, 6)), ((8, 0), (4, 6))], ((3,),))
     assert divide(held, 3) is held
 
 
-def test_a_large_tensor_is_cut_along_its_rows():
+def test_a_large_tensor_is_cut_along_its_rows() -> None:
     """Two holders of one tensor write half of its rows each; the second finds its part further
     down."""
     held = holdings([((100, 0), (1000, 8))], ((2, 5),))
@@ -49,7 +63,7 @@ def test_a_large_tensor_is_cut_along_its_rows():
     assert written(held, 5) == [(0, [600, 0], [500, 8], [500, 0])]
 
 
-def test_cuts_fall_on_rows():
+def test_cuts_fall_on_rows() -> None:
     """Where a share ends inside a row, the row goes to the next holder."""
     held = holdings([((0, 0), (1000, 8))], ((0, 1, 2),))
     rows = [
@@ -58,7 +72,7 @@ def test_cuts_fall_on_rows():
     assert rows == [(0, [333, 8]), (333, [333, 8]), (666, [334, 8])]
 
 
-def test_rows_are_cut_when_larger_than_a_hundredth_of_a_share():
+def test_rows_are_cut_when_larger_than_a_hundredth_of_a_share() -> None:
     """A row of exactly 1% of a share stays whole; a row of more is cut at an element."""
     small, wide, wider = ((0, 0), (4, 1)), ((0, 0), (200, 8)), ((0, 0), (99, 17))
     assert [row[2] for row in written(holdings([small, wide], ((0, 1),)), 0)] == [[4, 1], [99, 8]]
@@ -69,7 +83,7 @@ def test_rows_are_cut_when_larger_than_a_hundredth_of_a_share():
     ]
 
 
-def test_small_tensors_are_dealt_whole():
+def test_small_tensors_are_dealt_whole() -> None:
     """Tensors of at most 1% of a share are not cut: each goes to the rank in whose part it ends."""
     held = holdings([((0, 0), (4, 1))] * 600, ((0, 1, 2),))
     parts = [written(held, rank) for rank in range(3)]
@@ -77,7 +91,7 @@ def test_small_tensors_are_dealt_whole():
     assert [row[0] for part in parts for row in part] == list(range(600))
 
 
-def test_few_huge_rows_are_cut_inside():
+def test_few_huge_rows_are_cut_inside() -> None:
     """A tensor of fewer rows than holders is cut inside rows, into as many boxes as it takes."""
     held = holdings([((0, 0), (2, 3000))], ((0, 1, 2),))
     assert written(held, 0) == [(0, [0, 0], [1, 2000], [0, 0])]
@@ -88,7 +102,7 @@ def test_few_huge_rows_are_cut_inside():
     assert written(held, 2) == [(0, [1, 1000], [1, 2000], [1, 1000])]
 
 
-def test_order_decides_not_position():
+def test_order_decides_not_position() -> None:
     """Holders that list their boxes differently still divide them alike, by ``order``."""
     boxes = [((0, 0), (1000, 1)), ((0, 0), (3000, 1))]
     one = holdings(boxes, ((0, 1),), order=[7, 9])
@@ -97,7 +111,7 @@ def test_order_decides_not_position():
     assert written(other, 1) == [(0, [1000, 0], [2000, 1], [1000, 0])]
 
 
-def test_boxes_that_share_an_order_go_by_offset():
+def test_boxes_that_share_an_order_go_by_offset() -> None:
     """Several boxes of one tensor have one ``order``; holders agree on them whatever their
     sequence."""
     boxes = [((4000, 0), (1000, 1)), ((0, 0), (1000, 1))]
@@ -107,7 +121,7 @@ def test_boxes_that_share_an_order_go_by_offset():
     ]
 
 
-def test_each_group_is_divided_by_itself():
+def test_each_group_is_divided_by_itself() -> None:
     """What different sets of ranks hold is divided within each set; the order of rows is kept."""
     held = holdings([((0, 0), (1000, 1))] * 3, ((0, 1), (1,), (1, 2)), group=[0, 1, 2])
     assert written(held, 1) == [
@@ -117,20 +131,20 @@ def test_each_group_is_divided_by_itself():
     ]
 
 
-def test_empty_boxes_are_dropped():
+def test_empty_boxes_are_dropped() -> None:
     """A box without elements is written by nobody."""
     held = holdings([((0, 0), (0, 5)), ((0, 0), (2, 5))], ((0,), (0, 1)), group=[1, 0])
     assert written(held, 0) == [(1, [0, 0], [2, 5], [0, 0])]
     assert written(holdings([((0, 0), (0, 5))], ((0,),)), 0) == []
 
 
-def test_nothing_held_is_nothing_written():
+def test_nothing_held_is_nothing_written() -> None:
     """A rank that holds nothing writes nothing."""
     empty = holdings([((0, 0), (1, 1))], ((0, 1),)).take(np.zeros(1, dtype=np.bool_))
     assert len(divide(empty, 0)) == 0
 
 
-def test_a_rank_outside_the_group_is_refused():
+def test_a_rank_outside_the_group_is_refused() -> None:
     """Dividing for a rank that is not a holder raises ValueError."""
     with pytest.raises(ValueError, match="rank 7"):
         divide(holdings([((0, 0), (1, 1))], ((0, 1),)), 7)

@@ -1,5 +1,9 @@
 """The tables: look-ups, columns, and the sentences about shards that do not cover their tensors."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -8,8 +12,17 @@ from holdfast.planner.box import Box, intersect
 from holdfast.planner.coverage import flaws
 from holdfast.planner.table import ShardTable, TensorTable, coverage_errors
 
+Indices = tuple[int, ...]
+Row = tuple[int, Indices, Indices]
 
-def tensor_table(shapes, *, owner=None, alias=None, names=None):
+
+def tensor_table(
+    shapes: Sequence[Indices],
+    *,
+    owner: list[int] | None = None,
+    alias: list[int] | None = None,
+    names: Sequence[str] | None = None,
+) -> TensorTable:
     """A table of float32 tensors."""
     ndim = np.array([len(shape) for shape in shapes])
     padded = np.ones((len(shapes), max(ndim, default=0)), dtype=np.int64)
@@ -27,7 +40,7 @@ def tensor_table(shapes, *, owner=None, alias=None, names=None):
     )
 
 
-def shard_table(rows, ndim=2):
+def shard_table(rows: Sequence[Row], ndim: int = 2) -> ShardTable:
     """Shards from rows (tensor, offsets, lengths)."""
     offsets, lengths = (
         np.zeros((len(rows), ndim), dtype=np.int64),
@@ -39,7 +52,7 @@ def shard_table(rows, ndim=2):
     return ShardTable(tensor, offsets, lengths, np.arange(len(rows)), 100 * np.arange(len(rows)))
 
 
-def test_columns_of_tensors():
+def test_columns_of_tensors() -> None:
     """Sizes come as columns, and a shape without its padding."""
     table = tensor_table([(2, 3), (), (5,)])
     assert len(table) == 3
@@ -48,13 +61,13 @@ def test_columns_of_tensors():
     assert [table.shape_of(row) for row in range(3)] == [(2, 3), (), (5,)]
 
 
-def test_find_by_name():
+def test_find_by_name() -> None:
     """A shared tensor is found by any rank; an unknown name is None."""
     table = tensor_table([(2,), (3,)])
     assert (table.find("t1"), table.find("t1", rank=9), table.find("nothing")) == (1, 1, None)
 
 
-def test_find_prefers_the_ranks_own_row():
+def test_find_prefers_the_ranks_own_row() -> None:
     """Among rows owned by ranks, a rank finds its own, and a rank of a larger job is dealt one in
     turn."""
     table = tensor_table([(1,)] * 4, names=["rng", "rng", "w", "rng"], owner=[4, 0, -1, 2])
@@ -63,12 +76,12 @@ def test_find_prefers_the_ranks_own_row():
     assert (table.find("rng"), table.find_all(["rng"]).tolist()) == (1, [1])
 
 
-def test_find_prefers_the_shared_row():
+def test_find_prefers_the_shared_row() -> None:
     """A row of the whole job wins over one that a rank owns."""
     assert tensor_table([(1,)] * 2, names=["a", "a"], owner=[3, -1]).find("a", rank=3) == 1
 
 
-def test_find_all_finds_what_find_does():
+def test_find_all_finds_what_find_does() -> None:
     """Many names at once, with and without owners; -1 stands for a name that is not there."""
     shared = tensor_table([(1,)] * 3)
     owned = tensor_table([(1,)] * 4, names=["rng", "w", "rng", "v"], owner=[1, -1, 0, -1])
@@ -77,7 +90,7 @@ def test_find_all_finds_what_find_does():
     assert owned.find_all(["rng", "rng"], rank=4).tolist() == [2, 2]
 
 
-def test_shards_sort_and_point():
+def test_shards_sort_and_point() -> None:
     """Sorting is by tensor and otherwise keeps the order; pointers delimit each tensor's rows."""
     table = shard_table([(2, (0,), (4,)), (0, (0,), (1,)), (2, (4,), (4,))]).sorted_by_tensor()
     assert table.tensor.tolist() == [0, 2, 2]
@@ -88,7 +101,7 @@ def test_shards_sort_and_point():
     assert table.nbytes(tensor_table([(1,), (1,), (8,)])).tolist() == [4, 16, 16]
 
 
-def test_concat_pads_and_sorts():
+def test_concat_pads_and_sorts() -> None:
     """Tables of different width become one, padded with offset 0 and length 1."""
     table = ShardTable.concat(
         [shard_table([(1, (3, 4), (5, 6))]), shard_table([(0, (7,), (8,))], ndim=1)]
@@ -122,13 +135,13 @@ GOOD = [
 
 
 @pytest.mark.parametrize("rows", GOOD)
-def test_exact_covers_are_accepted(rows):
+def test_exact_covers_are_accepted(rows: list[Row]) -> None:
     """Boxes that tile the tensor, in whatever pattern, give no errors."""
     assert coverage_errors(tensor_table([(4, 6)]), shard_table(rows)) == []
 
 
 @pytest.mark.parametrize("rows", GOOD)
-def test_any_box_left_out_is_reported(rows):
+def test_any_box_left_out_is_reported(rows: list[Row]) -> None:
     """Without one of its boxes a tensor is incomplete, and the example lies in that box."""
     for index, (_, *left_out) in enumerate(rows):
         rest = shard_table(rows[:index] + rows[index + 1 :])
@@ -139,13 +152,13 @@ def test_any_box_left_out_is_reported(rows):
 
 
 @pytest.mark.parametrize("rows", GOOD)
-def test_any_box_stored_again_is_reported(rows):
+def test_any_box_stored_again_is_reported(rows: list[Row]) -> None:
     """A box that comes twice is reported, and the example lies in that box."""
-    for _, *doubled in rows:
-        more = shard_table([*rows, (0, *doubled)])
+    for _, offsets, lengths in rows:
+        more = shard_table([*rows, (0, offsets, lengths)])
         (flaw,) = flaws((4, 6), more.offsets, more.lengths)
         assert flaw.kind == "stored twice"
-        assert intersect(flaw.box, Box(*doubled)) == flaw.box
+        assert intersect(flaw.box, Box(offsets, lengths)) == flaw.box
         assert coverage_errors(tensor_table([(4, 6)]), more) == [f"t0: {flaw.box} is stored twice"]
 
 
@@ -160,7 +173,7 @@ def test_any_box_stored_again_is_reported(rows):
         ((2**63 - 1, 0), (4, 6)),
     ],
 )
-def test_boxes_out_of_bounds_are_named(offsets, lengths):
+def test_boxes_out_of_bounds_are_named(offsets: Indices, lengths: Indices) -> None:
     """A box that leaves its tensor, or has no elements, is the example of all that do; adding must
     not overflow."""
     rows = [(0, (0, 0), (4, 6)), (0, offsets, lengths), (0, (9, 9), (1, 1))]
@@ -169,7 +182,7 @@ def test_boxes_out_of_bounds_are_named(offsets, lengths):
     assert errors == [f"t0: a shard {shown} is out of bounds of shape [4, 6], or empty"]
 
 
-def test_a_box_out_of_bounds_in_a_padded_dimension():
+def test_a_box_out_of_bounds_in_a_padded_dimension() -> None:
     """A 1-d tensor with a shard two wide is out of bounds, and the padded dimension is shown."""
     errors = coverage_errors(tensor_table([(4,)]), shard_table([(0, (0, 0), (4, 2))]))
     assert errors == [
@@ -178,13 +191,13 @@ def test_a_box_out_of_bounds_in_a_padded_dimension():
     ]
 
 
-def test_both_kinds_of_one_tensor_are_reported():
+def test_both_kinds_of_one_tensor_are_reported() -> None:
     """A tensor that misses something and has something twice gets a sentence for each."""
     errors = coverage_errors(tensor_table([(4,)]), shard_table([(0, (0,), (2,)), (0, (1,), (1,))]))
     assert sorted(errors) == ["t0: [1:2] is stored twice", "t0: [2:4] is missing"]
 
 
-def test_scalars_and_empty_tensors():
+def test_scalars_and_empty_tensors() -> None:
     """A scalar needs its one element; a tensor without elements needs nothing and allows nothing."""
     table = tensor_table([(), (0, 3)])
     assert coverage_errors(table, shard_table([(0, (), ())])) == []
@@ -195,7 +208,7 @@ def test_scalars_and_empty_tensors():
     )
 
 
-def test_aliases_have_no_shards():
+def test_aliases_have_no_shards() -> None:
     """An alias is covered by the tensor it stands for; shards of its own would be a second copy."""
     table = tensor_table([(4,), (4,)], alias=[-1, 0])
     assert coverage_errors(table, shard_table([(0, (0,), (4,))])) == []
@@ -203,7 +216,7 @@ def test_aliases_have_no_shards():
     assert errors == ["t1: stored twice, since it is an alias of t0 and has shards too"]
 
 
-def test_tensors_of_one_rank_are_named_with_it():
+def test_tensors_of_one_rank_are_named_with_it() -> None:
     """Of several tensors of one name, the sentence says whose is incomplete."""
     table = tensor_table([(2,), (2,)], names=["rng", "rng"], owner=[0, 1])
     for row in (0, 1):
@@ -211,7 +224,7 @@ def test_tensors_of_one_rank_are_named_with_it():
         assert errors == [f"rng of rank {row}: [0:2] is missing"]
 
 
-def test_unknown_tensors_and_the_limit():
+def test_unknown_tensors_and_the_limit() -> None:
     """A shard of no tensor is an error; there are never more sentences than the limit."""
     for unknown in (-1, 1, 7):
         errors = coverage_errors(
@@ -224,7 +237,7 @@ def test_unknown_tensors_and_the_limit():
     assert len(coverage_errors(tensor_table([(2,)] * 50), shard_table([]), limit=3)) == 3
 
 
-def test_errors_among_many_good_tensors():
+def test_errors_among_many_good_tensors() -> None:
     """One wrong tensor among many good ones is found, whether its shards are flat or not."""
     rows = [(row, (0, part), (4, 2)) for row in range(300) for part in (0, 2, 4)]
     rows += [(row, (part, 0), (2, 6)) for row in range(300, 600) for part in (0, 2)]
@@ -237,7 +250,7 @@ def test_errors_among_many_good_tensors():
     ]
 
 
-def test_only_what_no_plane_parts_is_counted_cell_by_cell(monkeypatch):
+def test_only_what_no_plane_parts_is_counted_cell_by_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grids and flat ranges are judged without a look at single cells, which would be slow for many
     of them."""
     monkeypatch.setattr(coverage, "_cells", lambda *_: pytest.fail("counted cell by cell"))
@@ -254,7 +267,7 @@ def test_only_what_no_plane_parts_is_counted_cell_by_cell(monkeypatch):
         coverage_errors(tensor_table([(4, 6)]), shard_table(GOOD[5]))
 
 
-def test_a_gap_among_many_boxes_is_looked_at_first():
+def test_a_gap_among_many_boxes_is_looked_at_first() -> None:
     """The search for an example goes where volumes do not add up, not through all boxes."""
     low = np.array(
         [(row, column) for row in range(30) for column in range(30) if (row, column) != (7, 23)]
@@ -265,9 +278,9 @@ def test_a_gap_among_many_boxes_is_looked_at_first():
     assert (cell_low.tolist(), cell_high.tolist(), boxes) == ([7, 23], [8, 24], 0)
 
 
-def test_the_search_for_a_second_kind_is_bounded(monkeypatch):
+def test_the_search_for_a_second_kind_is_bounded() -> None:
     """Once a tensor is known to be flawed, only so many cells are looked at for another kind of
     flaw."""
-    rows = [(0, (0,), (2,)), (0, (1,), (1,))]
-    monkeypatch.setattr(coverage, "CELLS_AFTER_FIRST", 1)
-    assert len(coverage_errors(tensor_table([(4,)]), shard_table(rows))) == 1
+    rows = shard_table([(0, (0,), (2,)), (0, (1,), (1,))], ndim=1)
+    assert len(flaws((4,), rows.offsets, rows.lengths, cells_after_first=1)) == 1
+    assert len(flaws((4,), rows.offsets, rows.lengths)) == 2

@@ -24,17 +24,17 @@ from support.ranks import load_as_ranks, save_as_ranks
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.exchange import broadcast, exchange, transport
+from holdfast.storage.exchange import broadcast, exchange
 from holdfast.storage.exchange.connection import Connection
+from holdfast.storage.exchange.group import ExchangeLimits
 from holdfast.storage.exchange.shared_memory import Arena, Window, identity_of
 from holdfast.storage.exchange.transport import (
     HANDSHAKE_TIMEOUT_S,
     Address,
     Listener,
     connect,
-    host_key,
 )
-from holdfast.storage.operations import load
+from holdfast.storage.ranks.hosts import host_key
 from holdfast.storage.runtime.buffers import HostBuffer
 
 pytestmark = [pytest.mark.clocked, pytest.mark.timeout(60)]
@@ -56,7 +56,7 @@ async def opened(
     arena: Arena, near: str = "", handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
 ) -> AsyncIterator[tuple[Listener, dict[int, Connection]]]:
     """A listener that admits member 1, and those that it has admitted."""
-    listener, connections = Listener(arena.fd, near), dict[int, Connection]()
+    listener, connections = Listener(arena.fd, host_key(), near), dict[int, Connection]()
     accepting = asyncio.ensure_future(listener.accept([1], connections, handshake_timeout_s))
     try:
         yield listener, connections
@@ -140,7 +140,7 @@ def test_whoever_has_a_ranks_name_but_not_its_secret_is_refused(
     for itself."""
     address, serving = squatting(behave, family)
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on what was said
-        asyncio.run(connect(address, 1, timeout_s=0.5))
+        asyncio.run(connect(address, 1, host_key(), timeout_s=0.5))
     serving.join(20)
     assert not serving.is_alive()
 
@@ -170,7 +170,7 @@ def test_a_process_of_another_user_is_refused_before_anything_is_said() -> None:
     ready.set()
     address = Address(host_key(), name, b"\xab" * 32, 4096)
     with pytest.raises(ConnectionRefusedError, match="another user, 65534"):
-        asyncio.run(connect(address, 1))
+        asyncio.run(connect(address, 1, host_key()))
     thread.join()
     os.close(reading)
     os.close(writing)
@@ -194,9 +194,11 @@ def test_a_door_lets_in_those_who_know_its_secret(near: str, arena: Arena, no_le
                 strangers.append(stranger)
             host = "another" if near else address.host
             with pytest.raises(OSError):  # noqa: PT011
-                await connect(replace(address, secret=bytes(32), host=host), 1)
+                await connect(replace(address, secret=bytes(32), host=host), 1, host_key())
             assert connections == {}
-            connection = await connect(replace(address, host="another") if near else address, 1)
+            connection = await connect(
+                replace(address, host="another") if near else address, 1, host_key()
+            )
             while not connections:
                 await asyncio.sleep(0.01)
             assert connection.digest(b"n", DATA) == connections[1].digest(b"n", DATA)
@@ -234,7 +236,7 @@ def test_a_conversation_cannot_be_repeated(arena: Arena) -> None:
                 patch.setattr(
                     Connection, "send", lambda connection, *parts: heard(connection, plain, *parts)
                 )
-                (await connect(listener.address, 1)).close()
+                (await connect(listener.address, 1, host_key())).close()
             while not connections:
                 await asyncio.sleep(0.01)
             nonce_and_number, client_proof = bytes(said[:20]), bytes(said[-32:])
@@ -299,7 +301,7 @@ def test_other_memory_than_the_doors_is_refused(arena: Arena, no_leaks: None) ->
 
             squatted, serving = squatting(relay)
             with pytest.raises(OSError, match="not that rank's"):
-                await connect(replace(listener.address, unix=squatted.unix), 1)
+                await connect(replace(listener.address, unix=squatted.unix), 1, host_key())
             await asyncio.to_thread(serving.join, 20)
 
     try:
@@ -318,15 +320,16 @@ def test_ranks_read_for_themselves_where_a_stranger_has_a_name(
     save_as_ranks(driver, [state, state])
     strangers = []
 
-    async def astray(address: Address, member: int) -> Connection:
+    async def astray(address: Address, member: int, host: str | None) -> Connection:
         squatted, serving = squatting(hands_over)
         strangers.append(serving)
-        return await connect(replace(address, unix=squatted.unix), member, timeout_s=0.5)
+        return await connect(replace(address, unix=squatted.unix), member, host, timeout_s=0.5)
 
     monkeypatch.setattr(exchange, "connect", astray)
     monkeypatch.setattr(broadcast, "connect", astray)
-    monkeypatch.setattr(exchange, "CONNECT_ALL_TIMEOUT_S", 1.0)
-    for found in load_as_ranks(driver, [{"t": torch.zeros(9000)} for _ in range(2)], exchange=True):
+    limits = ExchangeLimits(connect_all_timeout_s=1.0)
+    into = [{"t": torch.zeros(9000)} for _ in range(2)]
+    for found in load_as_ranks(driver, into, exchange=True, limits=limits):
         assert difference(state, found) is None
     assert len(strangers) >= 2
     for serving in strangers:
@@ -405,18 +408,16 @@ def test_bytes_that_were_changed_on_the_way_are_not_taken(
     state = {"t": torch.arange(9000.0)}
     driver = MemoryDriver(fresh_uri())
     save_as_ranks(driver, [state])
-    hosts, betweens = iter(range(1000)), list[Between]()
-    monkeypatch.setattr(transport, "host_key", lambda: f"host {next(hosts)}")
-    monkeypatch.setattr(load, "store_host", lambda: "127.0.0.1")
+    betweens = list[Between]()
 
-    async def by_another_way(address: Address, member: int) -> Connection:
+    async def by_another_way(address: Address, member: int, host: str | None) -> Connection:
         betweens.append(Between(address, _HANDSHAKE_NBYTES + position))
-        return await connect(betweens[-1].address, member)
+        return await connect(betweens[-1].address, member, host)
 
     monkeypatch.setattr(exchange, "connect", by_another_way)
     into = [{"t": torch.zeros(9000)} for _ in range(2)]
     with pytest.raises(holdfast.CoordinationError, match="has changed on the way"):
-        load_as_ranks(driver, into, exchange=True)
+        load_as_ranks(driver, into, exchange=True, apart=True)
     assert betweens
     for thread in [thread for between in betweens for thread in between.threads]:
         thread.join(20)

@@ -16,6 +16,7 @@ import torch
 from support.bits import difference, fresh_uri
 from support.drivers import Fault, HookedDriver, age, contents
 from support.given import Serve
+from support.inside import clean_up_within, on_allocation
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
@@ -171,7 +172,7 @@ def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(
 ) -> None:
     """Storage that is gone is not asked for long; the error of the save comes out, and what is left
     waits for the next one."""
-    monkeypatch.setattr(limits, "CLEAN_UP_S", 0.1)
+    clean_up_within(monkeypatch, 0.1)
     storage = prepared()
 
     async def go_away(operation: str, key: str) -> None:
@@ -250,7 +251,7 @@ def test_a_request_that_the_storage_did_twice_does_not_fail_a_save() -> None:
 def test_a_save_does_not_wait_for_ever_to_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """What others left can wait: where sweeping takes long, because storage hangs, the save goes on
     without."""
-    monkeypatch.setattr(limits, "CLEAN_UP_S", 0.1)
+    clean_up_within(monkeypatch, 0.1)
 
     async def hang(operation: str, key: str) -> None:
         if operation == "sweep":
@@ -465,24 +466,22 @@ def test_what_fails_in_the_background_is_raised_by_wait(
 def test_a_failed_save_gives_its_memory_back(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """No buffer is lost, so that a job which goes on after a hundred failures has as much memory as
     before."""
-    from holdfast.storage.runtime.buffers import HostBuffer, host_pool
+    from holdfast.storage.runtime.buffers import host_pool
 
     holdfast.release_memory()
     pool = host_pool(16 << 20)
     made = []
-    allocate = HostBuffer.allocate
 
     async def fail(doing: str, key: str) -> None:
         if doing == "write":
             raise holdfast.FullError("injected")
 
-    monkeypatch.setattr(
-        HostBuffer, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes)
-    )
+    on_allocation(monkeypatch, made.append)
     uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=fail))
     for _ in range(3):
         with pytest.raises(holdfast.FullError):
             holdfast.save(uri, {"x": torch.zeros(20 << 20, dtype=torch.uint8)})
         before = len(made)
-    assert before == len(made) == len(pool._free)
+    assert before == len(made)
+    assert pool.free_nbytes == sum(made)
     holdfast.release_memory()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import weakref
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,12 @@ import holdfast
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.image import CHUNK_NBYTES
+from holdfast.storage.format.digest import digest
 from holdfast.storage.format.packed import Compression
 from holdfast.storage.pipeline.capture import ChunkSource, TensorChunks, capture_image
-from holdfast.storage.pipeline.image_writer import ImageWriter, Progress
+from holdfast.storage.pipeline.image_writer import Callbacks, ImageWriter
 from holdfast.storage.runtime.buffers import HostBuffer, HostPool
-from holdfast.storage.runtime.engine import start
+from holdfast.storage.runtime.engine import CPU_THREADS, start
 from holdfast.storage.state.flatten import flatten
 from holdfast.storage.state.plan import SavePlan, plan_save
 
@@ -46,9 +49,9 @@ async def write(
     async def key() -> str:
         return "image"
 
-    progress = Progress(lambda: reached("captured"), lambda: reached("sealed"))
-    writer = ImageWriter(driver, plan.layout, chunks, budget_nbytes, progress, compression)
-    return await writer.write(key)
+    callbacks = Callbacks(lambda: reached("captured"), lambda: reached("sealed"))
+    writer = ImageWriter(driver, plan.layout, chunks, budget_nbytes, callbacks, compression)
+    return (await writer.write(key)).digests
 
 
 class Counted(HostPool):
@@ -104,12 +107,48 @@ def test_an_image_captured_first_is_written_with_the_same_bytes(
     assert pool.used == 0
 
 
+def test_packed_chunks_wait_for_those_before_them() -> None:
+    """Where a packed chunk lies in the file follows from the sizes of those before it. Here the
+    first chunk is captured only when another one has been packed."""
+
+    class FirstComesLate(TensorChunks):
+        """When the last chunk is captured, a processor is free: a chunk has passed its stages."""
+
+        another_is_packed = asyncio.Event()
+
+        async def take(self, chunk: int) -> HostBuffer:
+            if chunk == 0:
+                async with asyncio.timeout(60):
+                    await self.another_is_packed.wait()
+            if chunk == CPU_THREADS:
+                self.another_is_packed.set()
+            return await super().take(chunk)
+
+    tensors = {"w": torch.arange(CPU_THREADS * CHUNK_NBYTES // 4 + 99, dtype=torch.int32)}
+    digests: list[bytes] = []
+    for source in (TensorChunks, FirstComesLate):
+        driver = MemoryDriver()
+        plan = planned(tensors)
+        chunks = source(plan.layout, plan.source)
+        budget_nbytes = (CPU_THREADS + 1) * CHUNK_NBYTES
+        start(write(driver, plan, chunks, "lz4", budget_nbytes)).result(120)
+        digests.append(digest(start(driver.get("image")).result(60)))
+    in_turn, out_of_turn = digests
+    assert out_of_turn == in_turn
+
+
 def test_a_capture_lets_go_of_the_tensors() -> None:
     """They may be freed while the image waits in memory."""
-    plan = planned(state())
-    chunks, _pool = counted(plan)
-    start(capture_image(plan.layout, chunks)).result(60)
-    assert chunks._source is None
+    content = np.ones(5, np.float32)
+    freed = weakref.ref(content)
+    plan = planned({"w": torch.from_numpy(content)})
+    layout = plan.layout
+    chunks = TensorChunks(layout, plan.source)
+    del content, plan
+    assert freed() is not None
+    captured = start(capture_image(layout, chunks)).result(60)
+    assert freed() is None
+    captured.close()
 
 
 def test_of_a_capture_that_fails_nothing_stays_in_memory() -> None:
@@ -128,7 +167,6 @@ def test_of_a_capture_that_fails_nothing_stays_in_memory() -> None:
     with pytest.raises(MemoryError):
         start(capture_image(plan.layout, chunks)).result(60)
     assert pool.used == 0
-    assert chunks._source is None
 
 
 def test_of_a_write_that_fails_nothing_stays_in_memory() -> None:

@@ -58,8 +58,8 @@ def retried(driver: Driver) -> Driver:
 
 def aged(storage: MemoryDriver, key: str, seconds: float) -> None:
     """An object was written so many seconds ago."""
-    data, _ = storage._objects[key]
-    storage._objects[key] = (data, time.time() - seconds)
+    data, _ = storage.objects[key]
+    storage.objects[key] = (data, time.time() - seconds)
 
 
 async def with_images(storage: Driver, theirs: Driver) -> tuple[Attempt, Manifest]:
@@ -196,8 +196,8 @@ def test_an_image_of_another_size_is_not_committed() -> None:
 
     async def shrink(operation: str, key: str) -> None:
         if operation == "commit" and key.endswith(".safetensors"):
-            data, written_s = storage._objects[key]
-            storage._objects[key] = (data[:-1], written_s)
+            data, written_s = storage.objects[key]
+            storage.objects[key] = (data[:-1], written_s)
 
     state = checkpoint_state()
     with pytest.raises(holdfast.InvisibleFilesError, match="bytes for the committing rank, not"):
@@ -281,12 +281,12 @@ def test_a_copy_that_finds_damage_deletes_no_attempt_that_another_commits(moment
         if moment == "committed":
             await copy_checkpoint(theirs, ours, Orders(False, BUDGET_NBYTES))
         else:
-            (attempt,) = {key.split("/")[1] for key in ours._objects}
+            (attempt,) = {key.split("/")[1] for key in ours.objects}
             await ours.put(f"data/{attempt}/0.safetensors", b"what the other has written")
             await records.put_commit_record(ours, f"data/{attempt}/fate")
         for damaged in [
             key
-            for key in theirs._objects
+            for key in theirs.objects
             if key.startswith("data/") and key.endswith(".safetensors")
         ]:
             data = await theirs.get(damaged)

@@ -10,13 +10,14 @@ from dataclasses import replace
 import pytest
 from support.copies import RANKS, checkpoint, copied, images, loaded, run
 from support.drivers import HookedDriver
+from support.inside import on_allocation
 
 import holdfast
 from holdfast.drivers.contract import Buffer, PartOrder, Upload
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.operations.load import run_build
 from holdfast.storage.pipeline.image_copier import balanced
-from holdfast.storage.runtime.buffers import HostBuffer, host_pool
+from holdfast.storage.runtime.buffers import host_pool
 
 BUDGET_NBYTES = 64 << 20
 
@@ -97,15 +98,14 @@ def test_memory_stays_within_the_budget(
     """However slow the destination is; and all of it is given back, also after a failure."""
     pool = host_pool(16 << 20)
     pool.release()
-    out, most, allocate = 0, 0, HostBuffer.allocate
+    out, most = 0, 0
 
-    def counted(nbytes: int) -> HostBuffer:
+    def counted(nbytes: int) -> None:
         nonlocal out, most
         out += 1
         most = max(most, out)
-        return allocate(nbytes)
 
-    monkeypatch.setattr(HostBuffer, "allocate", counted)
+    on_allocation(monkeypatch, counted)
     copied(large, Ordered(order), budget_nbytes=48 << 20)
     assert 1 < most <= 3
 
@@ -115,7 +115,7 @@ def test_memory_stays_within_the_budget(
 
     with pytest.raises(holdfast.FullError):
         copied(large, HookedDriver(Ordered(order), before=fail), budget_nbytes=48 << 20)
-    assert len(pool._free) == most
+    assert pool.free_nbytes == most * pool.buffer_nbytes
 
 
 def test_the_first_failure_ends_all_that_runs(large: MemoryDriver) -> None:

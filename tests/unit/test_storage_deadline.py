@@ -14,6 +14,7 @@ import torch.distributed as dist
 from support.drivers import HookedDriver
 from support.flaky import Flaky
 from support.given import Serve
+from support.inside import clean_up_within
 
 import holdfast
 from holdfast.drivers.memory import STORES, MemoryDriver
@@ -137,7 +138,7 @@ def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> N
     """Each operation of a save in turn takes ten minutes: the save fails, and leaves nothing; but
     where it was the put of the manifest, which may turn out to be done, or the look whether
     somebody prunes, after it. What hangs then does not fail it."""
-    monkeypatch.setattr("holdfast.storage.protocol.limits.CLEAN_UP_S", 0.2)
+    clean_up_within(monkeypatch, 0.2)
 
     async def run() -> tuple[Any, list[str], str]:
         deadline = Deadline.of(0.2)

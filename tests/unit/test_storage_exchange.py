@@ -3,8 +3,11 @@ much memory they take."""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
+import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,11 +18,11 @@ from support.tiny import CHUNK_NBYTES, rechunked
 
 from holdfast.drivers.contract import Buffer
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.exchange import group, transport
-from holdfast.storage.exchange import setup as meeting
+from holdfast.storage.exchange.connection import Connection
+from holdfast.storage.exchange.group import ExchangeGroup, ExchangeLimits, serve_in_thread
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.operations import load
 from holdfast.storage.protocol.current import read_manifest
+from holdfast.storage.ranks.team import Solo
 from holdfast.storage.runtime import buffers
 from holdfast.storage.runtime.engine import offload, start
 from holdfast.storage.state.scatter import Scatter
@@ -45,16 +48,14 @@ def state(value: float) -> dict[str, Any]:
     return {"t": torch.full((100_000,), value)}
 
 
-def test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over() -> None:
     """The one that reads finds its image gone; the one that waits for it sees only that its mate
     hangs up. Both load what is there now."""
-    monkeypatch.setattr(group, "FAILURE_REPORT_S", 0.2)
+    limits = ExchangeLimits(failure_report_s=0.2)
     driver = Replaced()
     save_as_ranks(driver, [state(1.0)])
     driver.new = state(2.0)
-    for found in load_as_ranks(driver, [state(0.0), state(0.0)], exchange=True):
+    for found in load_as_ranks(driver, [state(0.0), state(0.0)], exchange=True, limits=limits):
         assert difference(state(2.0), found) is None
 
 
@@ -62,11 +63,7 @@ def test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over(
 def test_an_exchange_stays_within_the_budget(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank reads, what it receives and what it shares, all at once: here nothing is
     delivered fast, so all of it is taken that may be."""
-    if how == "network":
-        hosts = itertools.count()
-        monkeypatch.setattr(transport, "host_key", lambda: f"host {next(hosts)}")
-        monkeypatch.setattr(load, "store_host", lambda: "127.0.0.1")
-    monkeypatch.setattr(meeting, "UNIT_NBYTES", CHUNK_NBYTES // 2)
+    limits = ExchangeLimits(unit_nbytes=CHUNK_NBYTES // 2)
     driver = MemoryDriver()
     save_as_ranks(driver, [{"t": torch.arange(60.0 * CHUNK_NBYTES / 4)}])
     manifest, _ = start(read_manifest(driver)).result()
@@ -97,7 +94,47 @@ def test_an_exchange_stays_within_the_budget(how: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(buffers.HostPool, "give", give)
     monkeypatch.setattr(Scatter, "deliver", deliver)
     into = [{"t": torch.zeros(60 * CHUNK_NBYTES // 4)} for _ in range(2)]
-    for found in load_as_ranks(driver, into, exchange=True, budget_nbytes=6 * CHUNK_NBYTES):
+    found_by_rank = load_as_ranks(
+        driver,
+        into,
+        exchange=True,
+        budget_nbytes=6 * CHUNK_NBYTES,
+        apart=how == "network",
+        limits=limits,
+    )
+    for found in found_by_rank:
         assert torch.equal(found["t"], torch.arange(60.0 * CHUNK_NBYTES / 4))
-    shared_nbytes = meeting.SLOTS * CHUNK_NBYTES // 2
+    shared_nbytes = limits.slots * CHUNK_NBYTES // 2
     assert peak * CHUNK_NBYTES / 2 + shared_nbytes <= 6 * CHUNK_NBYTES
+
+
+def test_a_thread_that_serves_is_waited_for_however_often_the_load_is_cancelled() -> None:
+    """It may be copying out of a buffer that the load gives back when it has ended."""
+    ours, theirs = socket.socketpair()
+    copying, may_end = threading.Event(), threading.Event()
+
+    def serve(member: int) -> bool:
+        copying.set()
+        assert may_end.wait(30)
+        return True
+
+    async def run() -> None:
+        members = ExchangeGroup(Solo(), "test", [0, 1], 1, "", 0, ExchangeLimits())
+        with ThreadPoolExecutor(1) as threads:
+            serving = asyncio.ensure_future(
+                serve_in_thread(members, threads, {1: Connection(ours)}, serve)
+            )
+            await asyncio.to_thread(copying.wait, 30)
+            for _ in range(2):
+                serving.cancel()
+                await asyncio.sleep(0.05)
+            still_waited_for = not serving.done()
+            may_end.set()
+            with pytest.raises(asyncio.CancelledError):
+                await serving
+        assert still_waited_for
+
+    theirs.send(b"x")
+    asyncio.run(run())
+    ours.close()
+    theirs.close()

@@ -48,7 +48,7 @@ def test_a_folder_of_torchs_distributed_checkpoint(tmp_path: Path) -> None:
     for call in (holdfast.load, holdfast.open, lambda uri: holdfast.copy(uri, tmp_path / "d")):
         text = said(tmp_path / "c", call)
         assert "it looks like a checkpoint of torch.distributed.checkpoint" in text
-        assert "Holdfast does not read that. Load it with torch.distributed.checkpoint.load" in text
+        assert "`holdfast import SRC DEST`, or holdfast.import_, makes a checkpoint of it" in text
 
 
 def test_files_of_torch_save(tmp_path: Path) -> None:

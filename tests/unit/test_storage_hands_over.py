@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 from support.given import Serve
+from support.inside import on_allocation, read_within
 
 import holdfast
 from holdfast.drivers.contract import Buffer, Upload
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.errors import DamagedError
-from holdfast.storage.runtime.buffers import HostBuffer
 
 BUDGET_NBYTES = 128 << 20
 CHUNKS = 7
@@ -83,7 +83,7 @@ def library(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     """A library whose drivers hand over what they fetch."""
     made = Library()
     made.uri = serve(lambda location: HandsOver(location, made))
-    monkeypatch.setattr("holdfast.storage.operations.reader._BUDGET_NBYTES", BUDGET_NBYTES)
+    read_within(monkeypatch, BUDGET_NBYTES)
     with warnings.catch_warnings(action="error"):
         yield made
 
@@ -147,11 +147,8 @@ def test_what_an_upload_holds_is_within_the_budget(
 ) -> None:
     """A save, and a copy, have so many buffers fewer at once, but always one."""
     uri = serve(lambda location: _Holds(location, held_nbytes))
-    allocate = HostBuffer.allocate
     made: list[int] = []
-    monkeypatch.setattr(
-        HostBuffer, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes)
-    )
+    on_allocation(monkeypatch, made.append)
     state = {"w": torch.zeros(CHUNKS << 24, dtype=torch.uint8)}
     for use in (
         partial(holdfast.save, f"{uri}/a", state),

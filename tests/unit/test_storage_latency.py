@@ -18,7 +18,7 @@ import holdfast
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.operations.save import SaveJob, run_save
-from holdfast.storage.pipeline.image_writer import Progress
+from holdfast.storage.pipeline.image_writer import Callbacks
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flatten import flatten
@@ -68,7 +68,7 @@ def test_every_rank_has_copied_its_state_before_the_storage_answers(
                 }
             )
             job = SaveJob(flat, 7, 64 << 20)
-            job.progress = Progress(lambda rank=rank: captured(rank), lambda: None)
+            job.callbacks = Callbacks(lambda rank=rank: captured(rank), lambda: None)
             team = StoreTeam(store, rank, world, place, 20.0)
             saves.append(run_save(_Silent(place, answers), team, job))
         async with asyncio.timeout(30):

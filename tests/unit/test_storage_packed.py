@@ -7,7 +7,7 @@ import asyncio
 import io
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from support.bits import difference, fresh_uri
 from support.drivers import HookedDriver, contents
 from support.forgery import forge
+from support.inside import around_image_writes
 from support.ranks import BUDGET_NBYTES
 from support.tiny import Tiny
 
@@ -299,19 +300,18 @@ def test_a_save_that_fails_leaves_what_was_there(
     """At the second write, say: nothing of it stays, nor does memory."""
     storage, before = MemoryDriver(), {"w": torch.ones(50)}
     left: list[int] = []
-    ended = ImageWriter.write
 
-    async def watched(self: ImageWriter, key: Any) -> Any:
+    async def watched(write: Callable[[], Awaitable[Any]], writer: ImageWriter) -> Any:
         try:
-            return await ended(self, key)
+            return await write()
         finally:
-            left.append(len(self._buffers))
+            left.append(len(writer._buffers))
 
     async def fail(doing: str, key: str) -> None:
         if doing == operation and key.endswith(".lz4"):
             raise holdfast.FullError("no room")
 
-    monkeypatch.setattr(ImageWriter, "write", watched)
+    around_image_writes(monkeypatch, watched)
 
     async def save(driver: Any, what: Any) -> None:
         job = SaveJob(flatten(what), None, BUDGET_NBYTES, compression="lz4")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import difference, fresh_uri
+from support.inside import on_allocation, read_within
 from support.tiny import BLOCK_NBYTES, CHUNK_NBYTES, rechunked
 
 import holdfast
@@ -20,7 +21,7 @@ from holdfast.storage.format.chunks import Chunk
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.pipeline import verifier
 from holdfast.storage.protocol.current import read_manifest
-from holdfast.storage.runtime.buffers import HostBuffer, host_pool
+from holdfast.storage.runtime.buffers import host_pool
 from holdfast.storage.runtime.engine import start
 
 pytestmark = pytest.mark.clocked
@@ -39,10 +40,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The sizes of all buffers allocated from now on. None is kept from before."""
     holdfast.release_memory()
     sizes: list[int] = []
-    allocate = HostBuffer.allocate
-    monkeypatch.setattr(
-        HostBuffer, "allocate", lambda nbytes: sizes.append(nbytes) or allocate(nbytes)
-    )
+    on_allocation(monkeypatch, sizes.append)
     yield sizes
     holdfast.release_memory()
 
@@ -85,7 +83,7 @@ def test_verification_holds_its_budget_and_few_stored_digests_beside_it(
         held.append(sum(map(len, self._read.values())))
         return page
 
-    monkeypatch.setattr("holdfast.storage.operations.reader._BUDGET_NBYTES", jobs * CHUNK_NBYTES)
+    read_within(monkeypatch, jobs * CHUNK_NBYTES)
     monkeypatch.setattr(verifier, "PAGES_NBYTES", digests_nbytes)
     monkeypatch.setattr(verifier._StoredPages, "of", watched)
     holdfast.release_memory()

@@ -3,7 +3,6 @@ a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.bits import difference, fresh_uri
 from support.copies import run, save
-from support.drivers import Fault, HookedDriver, age, contents
+from support.drivers import Fault, Hook, HookedDriver, age, contents
 from support.given import Serve
+from support.inside import clean_up_within
 
 import holdfast
 from holdfast.drivers.contract import ObjectInfo
@@ -337,43 +337,46 @@ def test_a_save_beside_a_pruning_that_died_is_refused_at_once(
     run(there.put("data/pruning", b"by the dead"))
     before = run(contents(there))
     with monkeypatch.context() as patch:
-        patch.setattr(limits, "CLEAN_UP_S", 0.05)
+        clean_up_within(patch, 0.05)
         with pytest.raises(holdfast.StorageDownError, match="died doing it") as caught:
             holdfast.save(f"{root}/step-1", state(1))
     assert caught.value.key == "data/pruning"
     assert run(contents(there)) == before
-    with monkeypatch.context() as patch:
-        patch.setattr(limits, "GRACE_S", -1.0)
-        holdfast.save(f"{root}/step-1", state(1))
+    age(there, limits.GRACE_S + 60.0)
+    holdfast.save(f"{root}/step-1", state(1))
     run(there.delete("data/pruning"))
     saved(root, 1)
     assert steps(root) == [1]
 
 
-def test_a_pruning_that_fails_before_it_deletes_bars_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def hooked(serve: Serve, root: str, before: Hook) -> str:
+    """A URI of the same storage, each of whose operations calls ``before``."""
+    name = root.removeprefix("memory://")
+
+    def make(location: str) -> HookedDriver:
+        below = location.partition("/")[2]
+        return HookedDriver(MemoryDriver(f"{name}/{below}".rstrip("/")), before=before)
+
+    return serve(make)
+
+
+def test_a_pruning_that_fails_before_it_deletes_bars_nobody(serve: Serve) -> None:
     """It takes its sign away: nothing was deleted, or will be."""
     root, flagged = saved(fresh_uri(), 1, 2), list[bool]()
 
     async def fail(operation: str, key: str) -> None:
         flagged.extend([True] if (operation, key) == ("put", "data/pruning") else [])
         if flagged and operation == "get":
-            raise holdfast.StorageDownError("away")
+            raise holdfast.AccessError("away")
 
-    opened: Callable[..., Any] = location.open_driver
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            location, "open_driver", lambda uri, **options: HookedDriver(opened(uri), before=fail)
-        )
-        with pytest.raises(holdfast.StorageDownError, match="away"):
-            holdfast.prune(root, keep_last=1)
+    with pytest.raises(holdfast.AccessError, match="away"):
+        holdfast.prune(hooked(serve, root, fail), keep_last=1)
     assert flagged
     saved(root, 1)
     assert steps(root) == [1, 2]
 
 
-def test_the_manifest_goes_first() -> None:
+def test_the_manifest_goes_first(serve: Serve) -> None:
     """Durably, before any other file of its checkpoint: so nobody finds one whose data is on its
     way out."""
     root, seen = saved(fresh_uri(), 1, 2), list[str]()
@@ -382,12 +385,7 @@ def test_the_manifest_goes_first() -> None:
         if operation in ("delete", "delete_all"):
             seen.append(key)
 
-    opened: Callable[..., Any] = location.open_driver
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            location, "open_driver", lambda uri, **options: HookedDriver(opened(uri), before=note)
-        )
-        holdfast.prune(root, keep_last=1)
+    holdfast.prune(hooked(serve, root, note), keep_last=1)
     assert seen[0] == MANIFEST_KEY
     assert seen[1] == "data/pruning"
     assert seen[2].endswith("/attempt.json")

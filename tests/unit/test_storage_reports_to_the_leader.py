@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +20,12 @@ import holdfast
 from holdfast.core.lru import LruCache
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
-from holdfast.storage.operations import global_plan, save
+from holdfast.storage.operations import save
 from holdfast.storage.operations.global_plan import GlobalPlans, Route
 from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.protocol.current import read_manifest
+from holdfast.storage.ranks.keys import Keys
+from holdfast.storage.ranks.member import Member
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.flatten import flatten
 
@@ -36,7 +37,6 @@ HOSTS = [
     list("abc"),
     ["a", None, None, "b", "b"],
 ]
-RANK: ContextVar[int] = ContextVar("rank")
 _numbers = itertools.count()
 
 
@@ -85,17 +85,17 @@ def saved(
     driver: MemoryDriver,
     hosts: Sequence[str | None],
     memory: Sequence[GlobalPlans],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[Listening, list[Any]]:
     """Save as one rank per host named, which may be the same; return what they have told, and the
     outcomes."""
     store, prefix = Listening(), f"way{next(_numbers)}"
-    monkeypatch.setattr(global_plan, "host_key", lambda: hosts[RANK.get()])
 
     async def act(rank: int) -> Any:
-        RANK.set(rank)
         job = SaveJob(flatten(state_of(rank)), 1, 64 << 20, created_s=1.0, plans=memory[rank])
-        return await run_save(driver, StoreTeam(store, rank, len(hosts), prefix, 5.0), job)
+        member = Member(Keys(store, prefix), rank, len(hosts))
+        member.host = hosts[rank]
+        team = StoreTeam(store, rank, len(hosts), prefix, 5.0, member=member)
+        return await run_save(driver, team, job)
 
     async def run() -> list[Any]:
         return await asyncio.gather(*map(act, range(len(hosts))), return_exceptions=True)
@@ -130,12 +130,12 @@ def whole(driver: MemoryDriver, world: int) -> bool:
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=lambda hosts: "".join(host or "-" for host in hosts))
 def test_the_ranks_of_a_host_report_to_the_leader_as_one(
-    hosts: list[str | None], monkeypatch: pytest.MonkeyPatch
+    hosts: list[str | None],
 ) -> None:
     """Its first rank does, for all; but the leader's own mates, and who does not know its host,
     tell it themselves. What is committed is the same."""
     driver, world = MemoryDriver(), len(hosts)
-    store, outcomes = saved(driver, hosts, memories(world), monkeypatch)
+    store, outcomes = saved(driver, hosts, memories(world))
     assert not [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     near = {r for r in range(world) if hosts[r] == hosts[0]}
     first = {r for r in range(world) if hosts[r] is None or hosts.index(hosts[r]) == r}
@@ -143,17 +143,17 @@ def test_the_ranks_of_a_host_report_to_the_leader_as_one(
     assert store.ranks("written") == sorted(set(range(world)) - near - first)
     assert whole(driver, world)
     flat = MemoryDriver()
-    saved(flat, [None] * world, memories(world), monkeypatch)
+    saved(flat, [None] * world, memories(world))
     if hosts == sorted(hosts, key=str):
         assert plain(manifest(driver)) == plain(manifest(flat))
 
 
-def test_a_layout_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_is_sent_once() -> None:
     """At the next save of the same they go by their names, on every part of the way; a rank that
     has forgotten what was agreed on makes all tell all again."""
     hosts = list("aabbb")
     driver, memory = MemoryDriver(), memories(len(hosts))
-    first, *again = [saved(driver, hosts, memory, monkeypatch)[0] for _ in range(3)]
+    first, *again = [saved(driver, hosts, memory)[0] for _ in range(3)]
     for store in again:
         assert store.ranks("digests") == []  # they went by their plan
         assert store.nbytes("commit") < 0.5 * first.nbytes("commit")
@@ -161,7 +161,7 @@ def test_a_layout_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert whole(driver, len(hosts))
     for rank in (0, 2, 4):
         memory[rank].clear()
-        store, _ = saved(driver, hosts, memory, monkeypatch)
+        store, _ = saved(driver, hosts, memory)
         assert (store.nbytes("commit"), store.nbytes("written")) == (
             first.nbytes("commit"),
             first.nbytes("written"),
@@ -179,9 +179,9 @@ def test_a_layout_of_a_save_that_failed_is_sent_again(monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as broken:
         broken.setattr(save, "commit", fail)
-        first, outcomes = saved(driver, hosts, memory, monkeypatch)
+        first, outcomes = saved(driver, hosts, memory)
         assert [type(outcome) for outcome in outcomes] == [holdfast.FullError] * 4
-    store, outcomes = saved(driver, hosts, memory, monkeypatch)
+    store, outcomes = saved(driver, hosts, memory)
     assert store.ranks("digests") == []
     assert (store.nbytes("commit"), store.nbytes("written")) == (
         first.nbytes("commit"),
@@ -208,15 +208,15 @@ def test_a_failure_of_a_report_reaches_all_ranks_with_the_name_of_the_rank(
 
     with monkeypatch.context() as patch:
         patch.setattr(save, real.__name__, broken)
-        _, raised = saved(driver, list("aabbc"), memories(5), monkeypatch)
+        _, raised = saved(driver, list("aabbc"), memories(5))
     assert isinstance(raised.pop(rank), holdfast.FullError)
     assert [(type(e), e.rank) for e in raised] == [(holdfast.RankFailedError, rank)] * 4
     assert all("no memory" in str(e) for e in raised)
-    assert all(key.startswith("data/") and key.endswith(".safetensors") for key in driver._objects)
-    saved(driver, list("aabbc"), memories(5), monkeypatch)
+    assert all(key.startswith("data/") and key.endswith(".safetensors") for key in driver.objects)
+    saved(driver, list("aabbc"), memories(5))
     assert whole(driver, 5)
     current = asyncio.run(read_manifest(driver))[0].attempt
-    assert {key.split("/")[1] for key in driver._objects if key != MANIFEST_KEY} == {current}
+    assert {key.split("/")[1] for key in driver.objects if key != MANIFEST_KEY} == {current}
 
 
 def test_a_digest_of_an_unknown_layout_is_damage() -> None:

@@ -129,11 +129,4 @@ MUTANTS = [
         new="        done += count\n",
         tests="tests/unit/test_driver_local_direct.py::test_a_direct_write_that_stops_within_a_block_goes_on_at_its_start",
     ),
-    Mutant(
-        says="fdatasync for fsync (equivalent on Linux)",
-        file="drivers/local/files.py",
-        old="            os.fsync(file.plain)\n",
-        new="            os.fdatasync(file.plain) if hasattr(os, 'fdatasync') else os.fsync(file.plain)\n",
-        tests="tests/unit/test_driver_durability.py::test_a_put_is_durable_when_it_returns",
-    ),
 ]

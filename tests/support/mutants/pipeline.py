@@ -40,7 +40,7 @@ MUTANTS = [
         file="storage/pipeline/image_writer.py",
         old="        in_order = self._packing is not None or self._driver.traits.part_order != 'any'\n",
         new="        in_order = self._driver.traits.part_order != 'any'\n",
-        tests="tests/unit/test_storage_packed.py::test_what_is_saved_comes_back",
+        tests="tests/unit/test_storage_capture.py::test_packed_chunks_wait_for_those_before_them",
     ),
     Mutant(
         says="the first bad block of a partial read is ignored",

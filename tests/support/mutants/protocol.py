@@ -98,10 +98,11 @@ MUTANTS = [
         says="two saves of one process to one URI do not take turns",
         file="storage/operations/start_save.py",
         old=(
-            "            if before is not None:\n"
-            "                await asyncio.wait([asyncio.wrap_future(before)])\n"
+            "        if before is not None:\n"
+            "            await asyncio.wait([asyncio.wrap_future(before)])\n"
+            "        if self._queued.events:\n"
         ),
-        new="",
+        new="        if self._queued.events:\n",
         tests="tests/unit/test_storage_atomicity.py::test_two_saves_of_one_process_to_one_uri_take_turns",
     ),
     Mutant(
@@ -128,8 +129,8 @@ MUTANTS = [
         says="replaced data is never deleted",
         file="storage/operations/save.py",
         old=(
-            "        if self._obsolete is not None:\n"
-            "            await delete_attempt(self._driver, self._obsolete)\n"
+            "            if self._obsolete is not None:\n"
+            "                await delete_attempt(self._driver, self._obsolete)\n"
         ),
         new="",
         tests="tests/unit/test_storage_atomicity.py::test_a_checkpoint_is_a_manifest_and_one_attempt",

@@ -181,7 +181,7 @@ MUTANTS = [
         file="storage/operations/plan_leader.py",
         old="    _refuse_different_parts(findings, _names_where(names, ~is_identical))\n",
         new="",
-        tests="tests/property/test_storage_global_plan.py::test_ranks_agree_on_what_they_hold_whatever_was_before",
+        tests="tests/property/test_storage_global_plan.py::test_parts_of_one_tensor_that_differ_between_meshes_are_refused",
     ),
     Mutant(
         says="two process groups meet under one name",

@@ -17,8 +17,8 @@ MUTANTS = [
     Mutant(
         says="old checkpoints are pruned also after a save that failed",
         file="storage/training/follower.py",
-        old=("        return\n    _log_safely(stats.saved, step, handle.report)\n"),
-        new=("    else:\n        _log_safely(stats.saved, step, handle.report)\n"),
+        old=("        return\n    log_safely(stats.saved, handle.report)\n"),
+        new=("    else:\n        log_safely(stats.saved, handle.report)\n"),
         tests="tests/unit/test_checkpointer_background.py::test_nothing_is_deleted_after_a_save_that_failed",
     ),
     Mutant(
@@ -37,7 +37,7 @@ MUTANTS = [
     ),
     Mutant(
         says="going back is put on record with the next save only",
-        file="storage/training/line.py",
+        file="storage/training/run_lineage.py",
         old=("        if record:\n            await self._record()\n"),
         new="",
         tests="tests/unit/test_checkpointer_back.py::test_a_run_goes_on_after_a_kill_right_after_it_went_back",
@@ -51,7 +51,7 @@ MUTANTS = [
     ),
     Mutant(
         says="a first save below the newest step is let in",
-        file="storage/training/line.py",
+        file="storage/training/run_lineage.py",
         old="                if newest is not None and step < _step(newest):\n",
         new="                if False:\n",
         tests="tests/unit/test_checkpointer_back.py::test_a_first_save_below_the_newest_is_an_error",

@@ -193,9 +193,9 @@ class Crew:
 
     async def _prune(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
         place: Any = _SimPlace(self.world)
-        found = await prune._plan(place, _but_the_last, 60.0)
+        found = await prune.plan_pruning(place, _but_the_last, 60.0)
         self.checker.doomed.update(c.attempt for c in found.report.checkpoints)
-        return await prune._carry_out(place, found, 60.0)
+        return await prune.carry_out(place, found, 60.0)
 
 
 def _dies(plan: ActorPlan) -> bool:

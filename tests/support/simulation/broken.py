@@ -373,10 +373,10 @@ def _nameless_records() -> Iterator[Patch]:
 
 @broken("a reader takes what is missing for damage", 23)
 def _no_second_look() -> Iterator[Patch]:
-    async def never(driver: Any, manifest: Any) -> bool:
-        return False
+    async def always(driver: Any, attempt: Any) -> bool:
+        return True
 
-    yield load, "_replaced", never
+    yield load, "is_current", always
 
 
 @broken("ranks that load do not compare their manifests", 149)
@@ -401,7 +401,7 @@ def _prunes_data_first() -> Iterator[Patch]:
         await driver.delete(MANIFEST_KEY)
         return True
 
-    yield prune, "_delete", deleted
+    yield prune, "delete_checkpoint", deleted
 
 
 @broken("a pruning puts no prune lock", None, "objects")

@@ -206,7 +206,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     yield save, "written_fragment", _told_once(save.written_fragment)
     yield save, "_merged", _merged_once(save._merged)
     yield rounds, "decode_fragment", _decoded_once(rounds.decode_fragment)
-    yield global_plan, "host_key", lambda: getattr(PROCESS.get(), "host", None)
+    yield member, "host_key", lambda: getattr(PROCESS.get(), "host", None)
     yield committed, "check_complete", _checked_once(committed.check_complete)
     yield load, "plan_reads", _reads_planned(load.plan_reads)
     yield manifest.Manifest, "decode", _decode(manifest.Manifest.decode)
@@ -367,7 +367,7 @@ class _Told(fragment.Fragment):
 
 
 def _told_once(real: Any) -> Any:
-    def of(attempt: Any, job: Any, plan: Any, digests: Any, stored_nbytes: int, rank: int) -> Any:
+    def of(attempt: Any, job: Any, plan: Any, written: Any, rank: int) -> Any:
         remember, key = (
             remembered("fragments"),
             (
@@ -376,13 +376,13 @@ def _told_once(real: Any) -> Any:
                 job.created_s,
                 job.compression,
                 id(plan),
-                digests.tobytes(),
-                stored_nbytes,
+                written.digests.tobytes(),
+                written.stored_nbytes,
                 rank,
             ),
         )
         if key not in remember:
-            made = real(attempt, job, plan, digests, stored_nbytes, rank)
+            made = real(attempt, job, plan, written, rank)
             remember[key] = plan, _Told(made.head, made.groups)
         return remember[key][1]
 

@@ -220,8 +220,8 @@ def expected(state: int, world: int, chunks: int) -> Expected:
 
     with aside():
         Context().run(loop.run_until_complete, job())
-    m = Manifest.decode(driver._objects["manifest.safetensors"][0])
-    images = {r: driver._objects[m.image_key(i)][0] for i, r in enumerate(m.images.rank.tolist())}
+    m = Manifest.decode(driver.objects["manifest.safetensors"][0])
+    images = {r: driver.objects[m.image_key(i)][0] for i, r in enumerate(m.images.rank.tolist())}
     return Expected(state, world, chunks, replace(m, attempt=""), images)
 
 

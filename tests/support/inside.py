@@ -1,0 +1,76 @@
+"""Where tests step into the engine: each function here patches one place of it, which has no other
+way in. When that place changes, this module does, and no test."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from holdfast.storage.operations import reader
+from holdfast.storage.pipeline.image_writer import ImageWriter
+from holdfast.storage.protocol import limits
+from holdfast.storage.runtime.buffers import HostBuffer
+from holdfast.storage.state.source import ImageSource
+
+__all__ = [
+    "after_grace",
+    "around_copies",
+    "around_image_writes",
+    "clean_up_within",
+    "on_allocation",
+    "read_within",
+]
+
+
+def around_copies(
+    patch: pytest.MonkeyPatch, around: Callable[[Callable[[], None], int], None]
+) -> None:
+    """Whatever copies a chunk of an image out of tensors calls ``around(copy, start)``, which calls
+    ``copy()``. ``start`` is the chunk's place in the image."""
+    plain = ImageSource.copy
+
+    def copy(self: ImageSource, start: int, stop: int, into: Any) -> None:
+        around(lambda: plain(self, start, stop, into), start)
+
+    patch.setattr(ImageSource, "copy", copy)
+
+
+def around_image_writes(
+    patch: pytest.MonkeyPatch,
+    around: Callable[[Callable[[], Awaitable[Any]], ImageWriter], Awaitable[Any]],
+) -> None:
+    """Whatever writes an image calls ``around(write, writer)``, and returns what that returns."""
+    plain = ImageWriter.write
+
+    async def write(self: ImageWriter, key: Any) -> Any:
+        return await around(lambda: plain(self, key), self)
+
+    patch.setattr(ImageWriter, "write", write)
+
+
+def on_allocation(patch: pytest.MonkeyPatch, note: Callable[[int], object]) -> None:
+    """``note(nbytes)`` is called whenever a buffer is allocated."""
+    plain = HostBuffer.allocate
+
+    def allocate(nbytes: int) -> HostBuffer:
+        note(nbytes)
+        return plain(nbytes)
+
+    patch.setattr(HostBuffer, "allocate", allocate)
+
+
+def read_within(patch: pytest.MonkeyPatch, budget_nbytes: int) -> None:
+    """What reads parts of a checkpoint has a budget of its own."""
+    patch.setattr(reader, "_BUDGET_NBYTES", budget_nbytes)
+
+
+def after_grace(patch: pytest.MonkeyPatch, clocks_differ_s: float = 1.0) -> None:
+    """The grace period of whatever is there is over, though the storage's clock be slow."""
+    patch.setattr(limits, "GRACE_S", -clocks_differ_s)
+
+
+def clean_up_within(patch: pytest.MonkeyPatch, limit_s: float) -> None:
+    """Cleaning up takes no longer than this."""
+    patch.setattr(limits, "CLEAN_UP_S", limit_s)

@@ -1,0 +1,87 @@
+"""Lets Megatron-core train on a processor without a GPU, over gloo.
+
+Megatron asks for CUDA devices by name, and tells dtypes by the names of CUDA's tensor types. While
+:func:`cuda_is_cpu` is in force, "cuda" is the host's memory. Nothing of what is tested is replaced:
+layouts, buffers and optimizers are Megatron's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["cuda_is_cpu"]
+
+_TYPES = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor")
+
+
+class _OnHost(TorchFunctionMode):
+    """Makes every tensor that is asked for on "cuda" on the host."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = tuple("cpu" if _names_cuda(argument) else argument for argument in args)
+        made = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(made, str):
+            return made.replace("torch.", "torch.cuda.", 1)
+        return made
+
+
+def _names_cuda(device: object) -> bool:
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
+
+
+@functools.cache
+def cuda_is_cpu() -> None:
+    """From now on, in this process."""
+    _OnHost().__enter__()
+    replaced: dict[str, Any] = {
+        "current_device": lambda: torch.device("cpu"),
+        "synchronize": lambda *device: None,
+    }
+    for name in _TYPES:
+        replaced[name] = getattr(torch, name)
+    for name, stand_in in replaced.items():
+        setattr(torch.cuda, name, stand_in)
+    torch.tensor = _on_host(torch.tensor)
+    CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()  # without dropout
+    DistributedOptimizer._set_main_param_and_optimizer_states = _with_step(
+        DistributedOptimizer._set_main_param_and_optimizer_states
+    )
+
+
+def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.tensor`` is no function that a mode sees."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+    return made
+
+
+def _with_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of torch's Adam, Megatron forgets the step of a parameter here, and before gives all
+    parameters one tensor for it, which then counts each of them."""
+
+    def take(self: Any, parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        present = self._get_main_param_and_optimizer_states(parameter)
+        function(self, parameter, {"step": present["step"], **tensors})
+        self.optimizer.state[present["param"]]["step"] = present["step"].clone()
+
+    return take

@@ -1,0 +1,67 @@
+"""A job that trains a small model, whatever framework holds it, and saves it meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import holdfast
+from holdfast.storage.state.flatten import flatten
+
+__all__ = ["Held", "Seen", "Training"]
+
+Held = dict[str, torch.Tensor]
+"""All tensors of a model and its optimizer, whole, by name."""
+
+Seen = tuple[Held, list[float]]
+"""What a job holds, and the losses of the steps that follow."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """``step`` takes the step of a number, on a batch that all ranks have, and returns its loss;
+    ``held`` returns what there is then."""
+
+    model: Any
+    optim: Any
+    step: Callable[[int], float]
+    held: Callable[[], Held]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What is saved."""
+        return {"model": self.model, "optim": self.optim}
+
+    def seen(self) -> Seen:
+        """Train for two more steps."""
+        held = self.held()
+        return held, [self.step(number) for number in (2, 3)]
+
+    def save_and_go_on(self, uri: str) -> Seen:
+        """Train for two steps, save, and train for two more."""
+        for number in range(2):
+            self.step(number)
+        holdfast.save(uri, self.state)
+        return self.seen()
+
+    def save_lazily(self, uri: str) -> list[Held]:
+        """Save twice while training goes on: what was held at the time of each call."""
+        held = []
+        for number in range(2):
+            self.step(number)
+            held.append(self.held())
+            handle = holdfast.async_save(f"{uri}/{number}", self.state, lazy=True)
+            self.step(5)
+            handle.wait()
+        return held
+
+    def is_recognised(self) -> bool:
+        """Whether a state that was flattened before is known again."""
+        ids = []
+        for number in range(2):
+            self.step(number)
+            ids.append(flatten(self.state).layout_id)
+        return ids[0] is not None and ids[0] is ids[1]
