@@ -10,6 +10,7 @@ would wait for itself. That is a UsageError.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import threading
@@ -44,11 +45,15 @@ EXIT_S = 3600.0
 """How long the exiting interpreter waits for work that is under way."""
 CLEAN_UP_S = 60.0
 """How long an interrupted call waits for its coroutine to clean up."""
+END_S = 5.0
+"""How long the exiting interpreter waits for the engine's thread itself."""
 
 _unfinished: set[Future[Any]] = set()
 _closing: set[asyncio.Task[None]] = set()
 _lock = new_lock()
 _loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
+_ended = False
 _parents_loops: list[asyncio.AbstractEventLoop] = []
 
 
@@ -132,8 +137,14 @@ def start(coroutine: Coroutine[object, None, T]) -> Future[T]:
     """Start ``coroutine`` on the engine's loop and return its future. The interpreter does not exit
     before it ends.
 
-    Waiting for the future on the engine's thread is a UsageError."""
-    future = _Started(asyncio.run_coroutine_threadsafe(coroutine, _running_loop()))
+    Waiting for the future on the engine's thread is a UsageError. Raises UsageError when the
+    interpreter is about to end, before anything of ``coroutine`` has run."""
+    try:
+        loop = _running_loop()
+    except UsageError:
+        coroutine.close()
+        raise
+    future = _Started(asyncio.run_coroutine_threadsafe(coroutine, loop))
     _unfinished.add(future)
     future.add_done_callback(_unfinished.discard)
     return future
@@ -142,9 +153,11 @@ def start(coroutine: Coroutine[object, None, T]) -> Future[T]:
 def run(coroutine: Coroutine[object, None, T]) -> T:
     """Run ``coroutine`` on the engine's loop and return its result. Ctrl-C cancels it; this then
     waits until it has cleaned up, for a minute at most, and raises KeyboardInterrupt. Raises
-    UsageError on the engine's thread, before anything of ``coroutine`` has run."""
+    UsageError on the engine's thread, and as :func:`start`, before anything of ``coroutine`` has
+    run."""
     try:
         check_may_wait()
+        _running_loop()
     except UsageError:
         coroutine.close()
         raise
@@ -208,9 +221,29 @@ async def offload(function: Callable[[*Ts], T], *args: *Ts) -> T:
     return await to_the_end(work)
 
 
-def _running_loop() -> asyncio.AbstractEventLoop:
-    global _loop  # noqa: PLW0603
+def _end() -> None:
+    """End the engine's thread, after all else that may need it.
+
+    A thread that waits for the interpreter's lock while the interpreter ends is made to unwind.
+    Where it is within torch, C++ does not let it, and the process, whose work is done, dies of
+    SIGABRT. So no thread of ours may be left.
+    """
+    global _ended  # noqa: PLW0603
     with _lock:
+        _ended = True
+    if _loop is not None and _thread is not None:
+        _loop.call_soon_threadsafe(_loop.stop)
+        _thread.join(END_S)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    global _loop, _thread  # noqa: PLW0603
+    with _lock:
+        if _ended:
+            raise UsageError(
+                "the interpreter is about to end, and so has Holdfast's engine",
+                advice="Save and load before the program ends, not in a handler of atexit.",
+            )
         if _loop is None:
             _loop = asyncio.new_event_loop()
             _loop.set_default_executor(
@@ -219,9 +252,11 @@ def _running_loop() -> asyncio.AbstractEventLoop:
             # Runs before the executors shut down, which is before atexit. concurrent.futures
             # registers itself the same way.
             threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
-            threading.Thread(
+            atexit.register(_end)
+            _thread = threading.Thread(
                 target=_serve, args=(_loop,), name="holdfast-engine", daemon=True
-            ).start()
+            )
+            _thread.start()
         return _loop
 
 
@@ -240,10 +275,11 @@ def _forget_parent() -> None:
     """A forked child has none of its parent's threads, so it starts a new engine. It keeps the
     parent's loop and never closes it: closing would remove descriptors from the parent's epoll
     instance, which both processes share."""
-    global _loop  # noqa: PLW0603
+    global _loop, _thread  # noqa: PLW0603
     if _loop is not None:
         _parents_loops.append(_loop)
         _loop = None
+        _thread = None
     _unfinished.clear()
     _closing.clear()
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from holdfast.storage.integrations.accelerate import load_state, save_state
 from holdfast.storage.integrations.newest import newest_checkpoint
+from support.leaving import leave
 
 
 class Steps:
@@ -70,3 +71,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

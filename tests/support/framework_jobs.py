@@ -34,6 +34,7 @@ def run_job(
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": tests,
         "PYTHONWARNINGS": "ignore",
+        "PYTHONFAULTHANDLER": "1",
     }
     return subprocess.run(
         [sys.executable, *launcher, str(script), *map(str, arguments)],

@@ -22,6 +22,7 @@ from holdfast.storage.integrations.lightning import (
     HoldfastFSDPStrategy,
     HoldfastModelParallelStrategy,
 )
+from support.leaving import leave
 
 BATCHES = 6
 """Per epoch; checkpoints are saved within epochs, too."""
@@ -155,9 +156,8 @@ def main() -> None:
             "seen": sorted(seen.state["steps"]),
         }
         Path(args.out, "done.json").write_text(json.dumps(done))
-    if torch.distributed.is_initialized():  # gloo's threads must not outlive the interpreter
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    leave()

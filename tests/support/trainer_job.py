@@ -14,6 +14,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from holdfast.storage.integrations.transformers import HoldfastTrainerMixin
+from support.leaving import leave
 
 ASYNCHRONOUS: dict[str, Any] = {"no": False, "yes": True, "lazy": "lazy"}
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -109,9 +110,8 @@ def main() -> None:
             "best": trainer.state.best_model_checkpoint,
         }
         Path(args.out, "done.json").write_text(json.dumps(done))
-    if torch.distributed.is_initialized():  # gloo's threads must not outlive the interpreter
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    leave()

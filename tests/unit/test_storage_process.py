@@ -146,6 +146,57 @@ def test_a_save_in_flight_is_finished_before_the_interpreter_ends(tmp_path: Path
     assert difference({"x": torch.full((30_000_000,), 2.0)}, holdfast.load(tmp_path / "c")) is None
 
 
+def test_the_engine_ends_before_the_interpreter_does() -> None:
+    """Also while it is within torch: a thread that is there when the interpreter ends takes the
+    whole process with it (SIGABRT), after a job that has succeeded."""
+    done = run(
+        """
+        import torch, holdfast
+        from holdfast.storage.runtime.engine import start
+
+        async def add():
+            while True:
+                numbers.add_(1)
+                await asyncio.sleep(0)
+
+        import asyncio
+        numbers = torch.zeros(100_000)
+        holdfast.save("memory://bucket/c", {"x": numbers})
+        work = start(add())
+        from holdfast.storage.runtime import engine
+        engine._unfinished.clear()  # it is not waited for, as little as what goes on beside a save
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_saves_and_loads_after_the_engines_end_are_refused(tmp_path: Path) -> None:
+    """In a handler that is called when the threads have ended: they would wait for ever."""
+    holdfast.save(tmp_path / "c", {"x": 1})
+    done = run(
+        """
+        import atexit, sys
+        import holdfast
+
+        def late():
+            for call in (
+                lambda: holdfast.load(sys.argv[1]),
+                lambda: holdfast.save(sys.argv[1] + "/d", {"x": 1}),
+            ):
+                try:
+                    call()
+                except holdfast.UsageError as error:
+                    print(error)
+
+        atexit.register(late)
+        holdfast.load(sys.argv[1])
+        """,
+        tmp_path / "c",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("about to end") == 2
+
+
 def test_a_save_that_fails_at_exit_is_logged(tmp_path: Path) -> None:
     """Nobody is left to ask for it; it is not lost silently, and does not keep the interpreter from
     ending."""
