@@ -4,12 +4,17 @@ deadline.
 A thread inside the library cannot be interrupted. To let the caller reuse its memory all the same,
 a call touches that memory only within ``with call:``, which raises once the caller has returned.
 
+The end of the process waits for such threads, for a few seconds at most: one that takes the
+interpreter's lock while the interpreter ends is made to unwind, which the library's code does not
+allow, and the process dies of SIGABRT.
+
 Scope: a thread per call costs 0.1 ms; such calls move megabytes, or wait for a name node.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
 import time
@@ -21,6 +26,11 @@ from ..core.forks.renewal import new_lock
 __all__ = ["Call", "in_new_thread", "run"]
 
 T = TypeVar("T")
+
+END_S = 5.0
+
+_threads = set[threading.Thread]()
+"""Those that have begun, and have not ended."""
 
 
 class CallerGone(Exception):
@@ -59,8 +69,27 @@ class Call:
 
 
 def in_new_thread(body: Callable[[], None]) -> None:
-    """Run ``body`` in a thread of its own, which the end of the process does not wait for."""
-    threading.Thread(target=body, name="holdfast-call", daemon=True).start()
+    """Run ``body`` in a thread of its own, which the end of the process does not wait for, but for
+    ``END_S``."""
+
+    def run_body() -> None:
+        try:
+            body()
+        finally:
+            _threads.discard(thread)
+
+    thread = threading.Thread(target=run_body, name="holdfast-call", daemon=True)
+    _threads.add(thread)
+    thread.start()
+
+
+def _wait_for_threads() -> None:
+    until_s = time.monotonic() + END_S
+    for thread in list(_threads):
+        thread.join(max(0.0, until_s - time.monotonic()))
+
+
+atexit.register(_wait_for_threads)
 
 
 async def run(

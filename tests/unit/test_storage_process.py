@@ -170,6 +170,26 @@ def test_the_engine_ends_before_the_interpreter_does() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_calls_that_are_left_behind_end_before_the_interpreter_does() -> None:
+    """A request that was given up goes on in its thread, within a library that must not be there
+    when the interpreter ends."""
+    done = run(
+        """
+        import time, torch
+        from holdfast.drivers.calls import in_new_thread
+
+        def add():
+            while time.monotonic() < until_s:
+                numbers.add_(1)
+
+        numbers = torch.zeros(100_000)
+        until_s = time.monotonic() + 1
+        in_new_thread(add)
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_saves_and_loads_after_the_engines_end_are_refused(tmp_path: Path) -> None:
     """In a handler that is called when the threads have ended: they would wait for ever."""
     holdfast.save(tmp_path / "c", {"x": 1})
