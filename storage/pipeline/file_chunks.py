@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...core.aio import at_most, side_by_side
-from ...core.units import in_groups
+from ...core.units import in_groups, round_up
 from ...drivers.contract import Driver
+from ...planner.columns import Ints
 from ...planner.image import ImageLayout
 from ..runtime.buffers import HostBuffer, host_pool
 from ..runtime.engine import offload
@@ -54,40 +55,37 @@ class Enclosed:
 @dataclass(frozen=True, slots=True)
 class _Part:
     """``nbytes`` bytes that lie at ``at`` of a chunk. They are bytes [start, stop) of the file
-    ``key``; or, where ``enclosed`` is given, in them, ``skip`` bytes from its beginning on."""
+    ``key``; or, where ``enclosed`` is given, in them, ``skip`` bytes from its beginning on. They
+    are of several tensors if these follow one another in file and chunk, none larger than
+    ``tensor_nbytes``."""
 
     key: str
+    enclosed: Enclosed | None
     start: int
     stop: int
     at: int
     nbytes: int
-    enclosed: Enclosed | None = None
-    skip: int = 0
-
-    def follows(self, other: _Part) -> bool:
-        """Whether it is the continuation of ``other`` in file and chunk."""
-        return (
-            self.enclosed is None
-            and other.enclosed is None
-            and self.start == other.stop
-            and self.at == other.at + other.nbytes
-        )
+    tensor_nbytes: int
+    skip: int
 
     def copy(self, content: memoryview, into: memoryview) -> None:
         """Copy it from what was read for it to the chunk."""
-        begin = self.skip
+        begin = 0
         if self.enclosed is not None:
-            begin += self.enclosed.begin_in(content)
-        into[self.at : self.at + self.nbytes] = content[begin : begin + self.nbytes]
+            begin = self.skip + self.enclosed.begin_in(content)
+        source = np.frombuffer(content, np.uint8)
+        # Unlike an assignment to a memoryview, this releases the GIL.
+        np.frombuffer(into, np.uint8)[self.at : self.at + self.nbytes] = source[
+            begin : begin + self.nbytes
+        ]
 
 
 @dataclass(slots=True)
 class _Run:
-    """Parts that are read at once. ``is_one``: they are one run in file and chunk."""
+    """Parts that are read at once."""
 
     parts: list[_Part]
     stop: int
-    is_one: bool
 
     @property
     def key(self) -> str:
@@ -100,9 +98,17 @@ class _Run:
         return self.parts[0].start
 
     @property
-    def nbytes(self) -> int:
-        """What is read."""
-        return self.stop - self.start
+    def is_one(self) -> bool:
+        """Whether it lies in the chunk as it lies in the file."""
+        return len(self.parts) == 1 and self.parts[0].enclosed is None
+
+    def takes(self, part: _Part, gap_nbytes: int) -> bool:
+        """Whether it is better read with ``part``, which begins behind it, than before it."""
+        return (
+            part.key == self.key
+            and part.start - self.stop <= gap_nbytes
+            and max(self.parts[-1].tensor_nbytes, part.tensor_nbytes) <= _MERGED_NBYTES_MAX
+        )
 
 
 class FileChunks:
@@ -125,10 +131,9 @@ class FileChunks:
         self.reads = driver.traits.concurrency
         self._layout = layout
         self._driver = driver
-        self._places = [places[shard] for shard in layout.order.tolist()]
+        self._align_nbytes = driver.traits.align_nbytes
         self._start = layout.start[layout.order]
-        nbytes = np.array([nbytes for _, _, nbytes in self._places], np.int64)
-        self._stop = self._start + nbytes
+        self._set_columns([places[shard] for shard in layout.order.tolist()])
         self._check = check
         self._untaken = layout.chunks
 
@@ -164,66 +169,88 @@ class FileChunks:
         if stop > padding:
             view[padding - start :] = bytes(stop - padding)
 
-    def _parts(self, start: int, stop: int) -> Iterator[_Part]:
-        """What bytes [start, stop) of the image consist of."""
+    def _set_columns(self, places: Sequence[tuple[Stretch | Enclosed, int, int]]) -> None:
+        """Where shards lie, as columns: a model has thousands."""
+        self._enclosed = [place if isinstance(place, Enclosed) else None for place, _, _ in places]
+        around = [place.around if isinstance(place, Enclosed) else place for place, _, _ in places]
+        numbers = {key: number for number, key in enumerate({where.key: None for where in around})}
+        self._files = list(numbers)
+        self._file = np.array([numbers[where.key] for where in around], np.int64)
+        self._is_enclosed = np.array([place is not None for place in self._enclosed], np.bool_)
+        self._file_start = np.array([where.start for where in around], np.int64)
+        self._file_nbytes = np.array([where.nbytes for where in around], np.int64)
+        self._before = np.array([before for _, before, _ in places], np.int64)
+        self._stop = self._start + np.array([nbytes for _, _, nbytes in places], np.int64)
+
+    def _parts(self, start: int, stop: int) -> list[_Part]:
+        """What bytes [start, stop) of the image consist of, in the order of files."""
         first = int(self._stop.searchsorted(start, side="right"))
         last = int(self._start.searchsorted(stop, side="left"))
-        shard_starts = self._start[first:last].tolist()
-        for (place, before, nbytes), shard_start in zip(
-            self._places[first:last], shard_starts, strict=True
-        ):
-            begin = max(shard_start, start)
-            end = min(shard_start + nbytes, stop)
-            skip = before + begin - shard_start
-            at = begin - start
-            if isinstance(place, Enclosed):
-                around = place.around
-                yield _Part(
-                    around.key,
-                    around.start,
-                    around.start + around.nbytes,
-                    at,
-                    end - begin,
-                    place,
-                    skip,
-                )
-            else:
-                file_start = place.start + skip
-                yield _Part(place.key, file_start, file_start + end - begin, at, end - begin)
+        if last <= first:
+            return []
+        shards = slice(first, last)
+        begin = np.maximum(self._start[shards], start)
+        nbytes = np.minimum(self._stop[shards], stop) - begin
+        skip = self._before[shards] + begin - self._start[shards]
+        is_enclosed = self._is_enclosed[shards]
+        read = self._file_start[shards] + np.where(is_enclosed, 0, skip)
+        end = read + np.where(is_enclosed, self._file_nbytes[shards], nbytes)
+        file = self._file[shards]
+        order = np.lexsort((read, file))
+        columns: list[Ints] = [file, read, end, begin - start, nbytes, skip]
+        file, read, end, at, nbytes, skip = (column[order] for column in columns)
+        is_enclosed = is_enclosed[order]
+        follows = (
+            (file[1:] == file[:-1])
+            & (read[1:] == end[:-1])
+            & (at[1:] == (at + nbytes)[:-1])
+            & ~(is_enclosed[1:] | is_enclosed[:-1])
+        )
+        heads = np.flatnonzero(np.append(True, ~follows))
+        tails = np.append(heads[1:], len(order)) - 1
+        found = (
+            file[heads],
+            first + order[heads],
+            read[heads],
+            end[tails],
+            at[heads],
+            np.add.reduceat(nbytes, heads),
+            np.maximum.reduceat(nbytes, heads),
+            skip[heads],
+        )
+        rows = zip(*(column.tolist() for column in found), strict=True)
+        return [_Part(self._files[of], self._enclosed[shard], *where) for of, shard, *where in rows]
 
     def _runs(self, parts: Iterable[_Part]) -> Iterator[_Run]:
-        """What is read at once: what continues what is before it, and small parts that are close
-        together."""
+        """What is read at once: parts, and small ones that are close together."""
         gap_nbytes = self._driver.traits.coalesce_nbytes
         run: _Run | None = None
-        for part in sorted(parts, key=lambda part: (part.key, part.start)):
-            if run is not None and part.key == run.key:
-                if run.is_one and part.follows(run.parts[-1]):
-                    run.parts.append(part)
-                    run.stop = part.stop
-                    continue
+        for part in parts:
+            if run is not None and run.takes(part, gap_nbytes):
                 stop = max(run.stop, part.stop)
-                is_small = max(run.parts[-1].nbytes, part.nbytes) <= _MERGED_NBYTES_MAX
-                is_close = part.start - run.stop <= gap_nbytes
-                if is_small and is_close and stop - run.start <= self.pool.buffer_nbytes:
+                if stop - self._aligned(run.start) <= self.pool.buffer_nbytes:
                     run.parts.append(part)
                     run.stop = stop
-                    run.is_one = False
                     continue
             if run is not None:
                 yield run
-            run = _Run([part], part.stop, part.enclosed is None)
+            run = _Run([part], part.stop)
         if run is not None:
             yield run
+
+    def _aligned(self, start: int) -> int:
+        """The byte of a file from which on to read, in place of ``start``, because reads that are
+        aligned avoid a copy."""
+        return start // self._align_nbytes * self._align_nbytes
 
     async def _read_in_place(self, runs: Sequence[_Run], view: memoryview) -> None:
         """Read what lies in the chunk as it lies in the file."""
 
-        async def read(run: _Run) -> None:
-            at = run.parts[0].at
-            await self._driver.read(run.key, run.start, view[at : at + run.nbytes])
+        async def read(part: _Part) -> None:
+            into = view[part.at : part.at + part.nbytes]
+            await self._driver.read(part.key, part.start, into)
 
-        await at_most(self._driver.traits.concurrency, map(read, runs))
+        await at_most(self._driver.traits.concurrency, (read(run.parts[0]) for run in runs))
 
     async def _read_and_copy(self, runs: Sequence[_Run], view: memoryview) -> None:
         """Read the others, as many at a time as one more buffer holds, and copy their parts."""
@@ -231,26 +258,30 @@ class FileChunks:
             return
         scratch = self.pool.take()
         try:
-            for batch in in_groups(runs, lambda run: run.nbytes, len(scratch.view)):
-                reads = (
-                    self._driver.read(r.key, r.start, into) for r, into in _laid(batch, scratch)
-                )
+            for batch in in_groups(runs, self._room_of, len(scratch.view)):
+                laid = list(self._laid(batch, scratch.view))
+                reads = (self._driver.read(run.key, start, into) for run, start, into in laid)
                 await at_most(self._driver.traits.concurrency, reads)
-                await offload(_copy, list(_laid(batch, scratch)), view)
+                await offload(_copy, laid, view)
         finally:
             self.pool.give(scratch)
 
+    def _room_of(self, run: _Run) -> int:
+        """The memory that a run takes of a buffer."""
+        return round_up(run.stop - self._aligned(run.start), self._align_nbytes)
 
-def _laid(batch: Sequence[_Run], scratch: HostBuffer) -> Iterator[tuple[_Run, memoryview]]:
-    """The memory of each run of a batch."""
-    at = 0
-    for run in batch:
-        yield run, scratch.view[at : at + run.nbytes]
-        at += run.nbytes
+    def _laid(
+        self, batch: Sequence[_Run], memory: memoryview
+    ) -> Iterator[tuple[_Run, int, memoryview]]:
+        """The memory of each run of a batch, and the byte of the file with which that begins."""
+        at = 0
+        for run in batch:
+            start = self._aligned(run.start)
+            yield run, start, memory[at : at + run.stop - start]
+            at += self._room_of(run)
 
 
-def _copy(batch: Sequence[tuple[_Run, memoryview]], into: memoryview) -> None:
-    for run, content in batch:
+def _copy(batch: Sequence[tuple[_Run, int, memoryview]], into: memoryview) -> None:
+    for run, start, content in batch:
         for part in run.parts:
-            at = part.start - run.start
-            part.copy(content[at : at + part.stop - part.start], into)
+            part.copy(content[part.start - start : part.stop - start], into)

@@ -20,14 +20,19 @@ CHUNK_NBYTES = 16 * PAGE_NBYTES
 
 
 class Counting(MemoryDriver):
-    """Notes the sizes of reads. What is closer than ``gap_nbytes`` is read faster as one."""
+    """Notes the starts and the sizes of reads. What is closer than ``gap_nbytes`` is read faster as
+    one."""
 
-    def __init__(self, gap_nbytes: int) -> None:
+    def __init__(self, gap_nbytes: int, align_nbytes: int = 1) -> None:
         super().__init__()
-        self.traits = dataclasses.replace(self.traits, coalesce_nbytes=gap_nbytes)
+        self.traits = dataclasses.replace(
+            self.traits, coalesce_nbytes=gap_nbytes, align_nbytes=align_nbytes
+        )
+        self.starts: list[int] = []
         self.sizes: list[int] = []
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
+        self.starts.append(start)
         self.sizes.append(len(memoryview(into)))
         await super().read(key, start, into)
 
@@ -66,8 +71,15 @@ def begin_of(content: memoryview) -> int:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([0, 10, 1 << 20]), st.floats(0, 1))
-def test_every_byte_is_where_the_image_has_it(seed: int, gap_nbytes: int, enclosed: float) -> None:
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([0, 10, 1 << 20]),
+    st.sampled_from([1, 4096]),
+    st.floats(0, 1),
+)
+def test_every_byte_is_where_the_image_has_it(
+    seed: int, gap_nbytes: int, align_nbytes: int, enclosed: float
+) -> None:
     """However tensors lie in however many files, and whether that is known before they are read or only
     found then."""
     rnd = random.Random(seed)
@@ -91,7 +103,7 @@ def test_every_byte_is_where_the_image_has_it(seed: int, gap_nbytes: int, enclos
         else:
             file += rnd.randbytes(skip) + contents[number]
             places[number] = (Stretch(key, start, skip + sizes[number]), skip, sizes[number])
-    driver = Counting(gap_nbytes)
+    driver = Counting(gap_nbytes, align_nbytes)
     layout = layout_of(sizes)
     in_order = [places[number] for number in range(len(sizes))]
     for key, file in files.items():
@@ -112,6 +124,26 @@ def test_small_parts_that_are_close_together_are_one_read() -> None:
         places = [(Stretch("f", distance * number, 100), 0, 100) for number in range(50)]
         asyncio.run(image_of(layout, FileChunks(layout, driver, places, nothing)))
         assert len(driver.sizes) == reads
+
+
+def test_what_is_copied_is_read_from_a_boundary_on() -> None:
+    """Then the driver needs no copy of its own. What lies in the image as it lies in the file is one
+    read, of that alone."""
+    driver = Counting(0, 4096)
+    asyncio.run(driver.put("f", bytes(50_000)))
+    layout = layout_of([100, 200, 300])
+    apart = [(Stretch("f", 10_000 * number, 300), 0, 100 * number) for number in (1, 2, 3)]
+    asyncio.run(image_of(layout, FileChunks(layout, driver, apart, nothing)))
+    assert driver.starts == [10_000, 20_000, 30_000]
+    driver.starts.clear()
+    close = [(Stretch("f", at, nbytes), 0, nbytes) for at, nbytes in [(9000, 100), (8800, 200)]]
+    layout = layout_of([100, 200])
+    asyncio.run(image_of(layout, FileChunks(layout, driver, close, nothing)))
+    assert (driver.starts, driver.sizes[-1]) == ([8192], 9100 - 8192)
+    connected = [(Stretch("f", at, nbytes), 0, nbytes) for at, nbytes in [(8800, 200), (9000, 100)]]
+    layout = layout_of([200, 100])
+    asyncio.run(image_of(layout, FileChunks(layout, driver, connected, nothing)))
+    assert (driver.starts[-1], driver.sizes[-1]) == (8800, 300)
 
 
 def test_what_is_found_to_be_wrong_is_raised() -> None:
