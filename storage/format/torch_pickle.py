@@ -39,6 +39,12 @@ _UINT8 = struct.Struct("<B")
 _UINT16 = struct.Struct("<H")
 _UINT32 = struct.Struct("<I")
 _INT32 = struct.Struct("<i")
+_MEMOIZE = 0x94
+_GET = ord("h")
+_GET_ANY = ord("j")
+_SHORT_TEXT = 0x8C
+_MARK_ITEMS = ord("(")
+_BYTE = ord("K")
 _STOP = ord(".")
 _NODES_MAX = 2_000_000
 _DEPTH_MAX = 200
@@ -126,19 +132,50 @@ class _Machine:
         self._names: dict[str, Name] = {}
 
     def run(self) -> Value:
-        """All opcodes, up to the one that ends it."""
+        """All opcodes, up to the one that ends it.
+
+        A model has a million of them, and most are of a few kinds, which are read right here: a
+        call for each would take three times as long.
+        """
         data = self._data
+        memo = self._memo
+        stack = self._stack
+        push = self._push
+        at = 0
         while True:
-            code = data[self._at]
-            self._at += 1
-            if code == _STOP:
-                return self._stack.pop()
-            handler = _HANDLERS[code]
-            if handler is None:
-                raise ValueError(
-                    f"the pickle has the opcode {bytes([code])!r}, which files of tensors have not"
-                )
-            handler(self)
+            code = data[at]
+            at += 1
+            if code == _MEMOIZE:
+                memo[len(memo)] = stack[-1]
+            elif code == _GET:
+                push(memo[data[at]])
+                at += 1
+            elif code == _GET_ANY:
+                push(memo[int.from_bytes(data[at : at + 4], "little")])
+                at += 4
+            elif code == _SHORT_TEXT:
+                begin = at + 1
+                at = begin + data[at]
+                push(data[begin:at].decode("utf-8", "surrogatepass"))
+            elif code == _MARK_ITEMS:
+                push(_MARK)
+            elif code == _BYTE:
+                push(data[at])
+                at += 1
+            elif code == _STOP:
+                return stack.pop()
+            else:
+                self._at = at
+                self._other(code)
+                at = self._at
+
+    def _other(self, code: int) -> None:
+        handler = _HANDLERS[code]
+        if handler is None:
+            raise ValueError(
+                f"the pickle has the opcode {bytes([code])!r}, which files of tensors have not"
+            )
+        handler(self)
 
     def _take(self, nbytes: int) -> bytes:
         taken = self._data[self._at : self._at + nbytes]
@@ -178,10 +215,6 @@ class _Machine:
         """How much follows, which does not matter."""
         self._take(8)
 
-    def mark(self) -> None:
-        """The beginning of some items."""
-        self._push(_MARK)
-
     def text(self, form: struct.Struct) -> None:
         """A str, with its size before it."""
         self._push(self._take(self._unpack(form)).decode("utf-8", "surrogatepass"))
@@ -206,18 +239,6 @@ class _Machine:
     def put(self, form: struct.Struct) -> None:
         """Keep the topmost value under a number."""
         self._memo[self._unpack(form)] = self._stack[-1]
-
-    def memoize(self) -> None:
-        """Keep it under the next number."""
-        self._memo[len(self._memo)] = self._stack[-1]
-
-    def get(self) -> None:
-        """A value that was kept under a number of one byte."""
-        self._push(self._memo[self._byte()])
-
-    def get_any(self) -> None:
-        """A value that was kept."""
-        self._push(self._memo[self._unpack(_UINT32)])
 
     def name(self) -> None:
         """A global, by the name of its module and its own."""
@@ -315,15 +336,12 @@ _Handler = Callable[[_Machine], None]
 _OPCODES: dict[bytes, _Handler] = {
     b"\x80": _Machine.proto,
     b"\x95": _Machine.frame,
-    b"(": _Machine.mark,
     b"X": lambda m: m.text(_UINT32),
-    b"\x8c": lambda m: m.text(_UINT8),
     b"U": lambda m: m.text(_UINT8),
     b"T": lambda m: m.text(_INT32),
     b"C": lambda m: m.raw(_UINT8),
     b"B": lambda m: m.raw(_UINT32),
     b"J": lambda m: m.number(_INT32),
-    b"K": lambda m: m._push(m._byte()),
     b"M": lambda m: m.number(_UINT16),
     b"\x8a": _Machine.long,
     b"G": _Machine.decimal,
@@ -335,9 +353,6 @@ _OPCODES: dict[bytes, _Handler] = {
     b")": lambda m: m._push(()),
     b"q": lambda m: m.put(_UINT8),
     b"r": lambda m: m.put(_UINT32),
-    b"\x94": _Machine.memoize,
-    b"h": _Machine.get,
-    b"j": _Machine.get_any,
     b"c": _Machine.name,
     b"\x93": _Machine.stacked_name,
     b"\x85": lambda m: m.tuple_of(1),

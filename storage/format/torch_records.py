@@ -9,9 +9,17 @@ the file, or is not stored as it is, says so.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["LOCAL_NBYTES", "EarlierError", "ZipError", "ZipRecord", "content_start", "directory"]
+__all__ = [
+    "CHECKSUM_NBYTES",
+    "LOCAL_NBYTES",
+    "EarlierError",
+    "ZipError",
+    "ZipRecord",
+    "content_start",
+    "directory",
+]
 
 _LOCAL = struct.Struct("<4s22xHH")
 _CENTRAL = struct.Struct("<4s4xHH8xIIHHH8xI")
@@ -27,6 +35,9 @@ _IS_ENCRYPTED = 1
 
 LOCAL_NBYTES = _LOCAL.size
 """The header before each record, without the name and the extra field, whose sizes it says."""
+
+CHECKSUM_NBYTES = 4
+_CHECKSUM_AT = 16
 
 
 class ZipError(Exception):
@@ -49,6 +60,8 @@ class ZipRecord:
     nbytes: int
     is_stored: bool
     """Whether its bytes are in the file as they are: not compressed, and not encrypted."""
+    checksum_start: int = field(default=0, compare=False)
+    """Where in the file the directory has a checksum of its bytes, which nobody looks at."""
 
 
 def directory(tail: bytes, tail_start: int) -> tuple[dict[str, ZipRecord], int]:
@@ -61,7 +74,7 @@ def directory(tail: bytes, tail_start: int) -> tuple[dict[str, ZipRecord], int]:
         start, stop = _extent(tail, tail_start)
         if start < tail_start:
             raise EarlierError(start)
-        return _entries(tail, start - tail_start, stop - tail_start), start
+        return _entries(tail, tail_start, start, stop), start
     except struct.error as error:
         raise ZipError(f"its directory ends in the middle: {error}") from error
 
@@ -93,10 +106,14 @@ def _extent(tail: bytes, tail_start: int) -> tuple[int, int]:
     return start, start + nbytes
 
 
-def _entries(tail: bytes, at: int, stop: int) -> dict[str, ZipRecord]:
+def _entries(tail: bytes, tail_start: int, start: int, stop: int) -> dict[str, ZipRecord]:
+    """The records that bytes [start, stop) of the file name."""
     found: dict[str, ZipRecord] = {}
-    while at < stop:
-        magic, flags, method, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes, start = (
+    at = start - tail_start
+    end = stop - tail_start
+    while at < end:
+        checksum_start = tail_start + at + _CHECKSUM_AT
+        magic, flags, method, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes, begin = (
             _CENTRAL.unpack_from(tail, at)
         )
         if magic != b"PK\x01\x02":
@@ -104,13 +121,15 @@ def _entries(tail: bytes, at: int, stop: int) -> dict[str, ZipRecord]:
         name_end = at + _CENTRAL.size + name_nbytes
         name = tail[at + _CENTRAL.size : name_end]
         at = name_end + extra_nbytes + comment_nbytes
-        if at > stop:
+        if at > end:
             raise ZipError("its directory ends in the middle")
-        if _FULL in (nbytes, packed, start):
+        if _FULL in (nbytes, packed, begin):
             extra = tail[name_end : name_end + extra_nbytes]
-            nbytes, packed, start = _in_64_bits(extra, (nbytes, packed, start))
+            nbytes, packed, begin = _in_64_bits(extra, (nbytes, packed, begin))
         is_stored = method == 0 and not flags & _IS_ENCRYPTED and packed == nbytes
-        found[name.partition(b"/")[2].decode("latin-1")] = ZipRecord(start, nbytes, is_stored)
+        found[name.partition(b"/")[2].decode("latin-1")] = ZipRecord(
+            begin, nbytes, is_stored, checksum_start
+        )
     return found
 
 

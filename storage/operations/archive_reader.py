@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from ...core.aio import at_most, side_by_side
@@ -14,6 +15,7 @@ from ...drivers.contract import Driver
 from ...errors import DamagedError, UnsupportedFormatError
 from ..format.torch_pickle import StoredTensor, Value, read_pickle
 from ..format.torch_records import (
+    CHECKSUM_NBYTES,
     LOCAL_NBYTES,
     EarlierError,
     ZipError,
@@ -24,13 +26,15 @@ from ..format.torch_records import (
 from ..pipeline.file_chunks import ENCLOSED_NBYTES_MAX, Enclosed, Stretch
 from ..runtime.engine import offload
 
-__all__ = ["ArchiveReader", "WholeArchive"]
+__all__ = ["ArchiveForm", "ArchiveReader", "WholeArchive"]
 
 _HEAD_NBYTES = 4096
 _SMALL_NBYTES = 64 << 10
 """Up to this size all of it is read at once."""
 _DIRECTORY_NBYTES_MAX = 256 << 20
 _PICKLE_NBYTES_MAX = 256 << 20
+_CHECKSUM_AT = 14
+"""In the header before a record."""
 _MAGIC = b"PK\x03\x04"
 _PICKLE = "data.pkl"
 _ORDER = "byteorder"
@@ -220,6 +224,20 @@ class ArchiveReader(_Archive):
         return bytes(into)
 
 
+@dataclass(frozen=True, slots=True)
+class ArchiveForm:
+    """Where the elements of a tensor ``begin`` in an archive, and everything in it that says so:
+    bytes, and their positions. Another of the same size that has the same bytes there has its
+    elements in the same place, whatever they are."""
+
+    begin: int
+    read: tuple[tuple[int, bytes], ...]
+
+    def is_of(self, content: memoryview) -> bool:
+        """Whether ``content``, an archive of the same size, has this form."""
+        return all(bytes(content[at : at + len(data)]) == data for at, data in self.read)
+
+
 class WholeArchive(_Archive):
     """One that has been read as a whole: ``content``. Raises DamagedError for what is no whole file
     of ``torch.save``."""
@@ -230,11 +248,12 @@ class WholeArchive(_Archive):
         start = max(0, len(content) - _HEAD_NBYTES)
         try:
             try:
-                self._records, _ = directory(bytes(content[start:]), start)
+                found = directory(bytes(content[start:]), start)
             except EarlierError:
-                self._records, _ = directory(bytes(content), 0)
+                found = directory(bytes(content), 0)
         except ZipError as error:
             raise self.damaged(f"it is no whole zip file: {error}") from error
+        self._records, self._directory_start = found
 
     def value(self, known: dict[bytes, Value]) -> Value:
         """What its pickle describes. ``known`` are such values by their pickles: most tensors of a
@@ -252,10 +271,26 @@ class WholeArchive(_Archive):
             known[pickle] = value
         return value
 
-    def start_of(self, name: str, tensor: StoredTensor) -> int:
-        """Where the elements of a tensor begin. Raises UnsupportedFormatError, DamagedError."""
-        record, start, _ = self._elements(name, tensor)
-        return self._start(record) + start
+    def form(self, name: str, tensor: StoredTensor) -> tuple[ArchiveForm, bool]:
+        """Where the elements of a tensor begin, and whether nothing that says so lies among them:
+        then others may have the same form. Raises UnsupportedFormatError, DamagedError."""
+        record, start, nbytes = self._elements(name, tensor)
+        begin = self._start(record) + start
+        read = [self._extent(name) for name in (_PICKLE, _ORDER) if name in self._records]
+        header = self._records[record].start
+        read.append((header, header + _CHECKSUM_AT))
+        read.append((header + _CHECKSUM_AT + CHECKSUM_NBYTES, header + LOCAL_NBYTES))
+        checksum = self._records[record].checksum_start
+        read.append((self._directory_start, checksum))
+        read.append((checksum + CHECKSUM_NBYTES, len(self._content)))
+        is_apart = all(stop <= begin or begin + nbytes <= at for at, stop in read)
+        found = tuple((at, bytes(self._content[at:stop])) for at, stop in read)
+        return ArchiveForm(begin, found), is_apart
+
+    def _extent(self, name: str) -> tuple[int, int]:
+        """Of a record, with its header."""
+        record = self._records[name]
+        return record.start, self._start(name) + record.nbytes
 
     def _start(self, name: str) -> int:
         header = self._content[self._record(name).start :][:LOCAL_NBYTES]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ...core.aio import at_most
+from ...core.lru import LruCache
 from ...drivers.contract import Driver
 from ...errors import DamagedError, UnsupportedFormatError
 from ...planner.box import Box
@@ -26,12 +27,13 @@ from ..format.dcp_metadata import (
 from ..format.torch_pickle import NEW_DTYPES, Name, StoredTensor, Value, leaves
 from ..pipeline.file_chunks import ENCLOSED_NBYTES_MAX, Enclosed, Stretch
 from ..runtime.engine import offload
-from .archive_reader import ArchiveReader, WholeArchive
+from .archive_reader import ArchiveForm, ArchiveReader, WholeArchive
 from .model_source import Model, SourceTensor, stamps_of
 
 __all__ = ["read_dcp_model"]
 
 _METADATA_NBYTES_MAX = 1 << 30
+_FORMS_MAX = 1024
 _TAIL_NBYTES = 4096
 """The directory of a file with one tensor."""
 
@@ -146,11 +148,12 @@ async def _locate(driver: Driver, tensors: dict[str, StoredParts]) -> list[Sourc
 
 
 class _SmallItems:
-    """Items that are found in what is read for them."""
+    """Items that are found in what is read for them. Most have the form of one before them."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
         self._known: dict[bytes, Value] = {}
+        self._forms: LruCache[ArchiveForm] = LruCache(_FORMS_MAX)
 
     def place_of(self, name: str, dtype: str, box: Box, place: FilePart) -> Enclosed:
         """The elements of a box, in its item. Raises DamagedError where they cannot be in it."""
@@ -165,9 +168,16 @@ class _SmallItems:
         return Enclosed(where, nbytes, 0, partial(self._find, name, dtype, box, where))
 
     def _find(self, name: str, dtype: str, box: Box, where: Stretch, content: memoryview) -> int:
+        kind = (dtype, box.lengths, len(content))
+        known = self._forms.get(kind)
+        if known is not None and known.is_of(content):
+            return known.begin
         archive = WholeArchive(self._uri, where, content)
         tensor = _checked(archive, archive.value(self._known), name, dtype, box)
-        return archive.start_of(name, tensor)
+        form, may_be_others = archive.form(name, tensor)
+        if may_be_others:
+            self._forms.put(kind, form)
+        return form.begin
 
 
 def _checked(

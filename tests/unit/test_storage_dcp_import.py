@@ -158,6 +158,28 @@ def test_small_items_are_read_together(tmp_path: Path, serve: Serve) -> None:
     assert len([key for key in keys if key.endswith(".distcp")]) < 5
 
 
+def test_items_that_are_alike_have_elements_of_their_own(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Also where DCP's checksums differ, and their names and values do."""
+    state = {f"t{number}": random_bits(rng, torch.float32, (3, 50)) for number in range(20)}
+    assert difference(in_order(state), in_order(imported(saved(state, tmp_path)))) is None
+
+
+def test_one_of_many_items_that_are_alike_is_damaged(tmp_path: Path) -> None:
+    """It is refused, whichever byte says where its elements are, or what they are."""
+    folder = saved({f"t{number}": torch.ones(8) for number in range(4)}, tmp_path / "f")
+    (file,) = folder.glob("*.distcp")
+    content = file.read_bytes()
+    for sign in (b"PK\x01\x02", b"FloatStorage", b"PK\x05\x06"):
+        damaged = bytearray(content)
+        damaged[content.rindex(sign) + 2] ^= 0x40
+        file.write_bytes(damaged)
+        with pytest.raises(holdfast.HoldfastError) as caught:
+            imported(folder)
+        assert isinstance(caught.value, holdfast.DamagedError | holdfast.UnsupportedFormatError)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
