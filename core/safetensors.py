@@ -29,6 +29,7 @@ __all__ = [
     "header",
     "length_in",
     "parsed",
+    "quoted",
 ]
 
 HEADER_NBYTES_MAX = 100_000_000
@@ -81,10 +82,23 @@ class Entry:
 
 def header(entries: Iterable[Entry], metadata: Mapping[str, str], alignment: int) -> bytes:
     """The first bytes of a file with these tensors, a multiple of ``alignment``."""
+    listed = list(entries)
+    prefixes = {kind: entry_prefix(*kind) for kind in {(e.code, e.shape) for e in listed}}
     texts = [f'"{_METADATA}":{json.dumps(metadata)}']
-    texts += [f"{json.dumps(e.name)}:{entry(e.code, e.shape, e.start, e.stop)}" for e in entries]
+    texts += [
+        f"{name}:{prefixes[e.code, e.shape]}[{e.start},{e.stop}]}}"
+        for name, e in zip(quoted([e.name for e in listed]), listed, strict=True)
+    ]
     text = f"{{{','.join(texts)}}}".encode()
     return framed(text, framed_nbytes(len(text), alignment))
+
+
+def quoted(names: Sequence[str]) -> list[str]:
+    """The names as JSON texts, in one call for all: JSON has no bare line break inside a string, so
+    they can be told apart again."""
+    if not names:
+        return []
+    return json.dumps(names, separators=("\n", ":"))[1:-1].split("\n")
 
 
 def parsed(text: bytes, data_nbytes: int) -> list[Entry]:

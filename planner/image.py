@@ -12,7 +12,6 @@ For a safetensors reader, what follows ``data_end`` is one more tensor, ``__hold
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -181,16 +180,11 @@ def _entries(
     stop: Ints,
 ) -> list[str]:
     """The JSON text of each shard's entry."""
-    if not names:
-        return []
-    # One call for all names: JSON has no bare line break inside a string, so they can be told apart
-    # again.
-    quoted = json.dumps(names, separators=("\n", ":"))[1:-1].split("\n")
     kinds = list(
         zip(dtypes, ndim.tolist(), itemsize.tolist(), map(tuple, lengths.tolist()), strict=True)
     )
     known = {kind: _fragment(*kind) for kind in set(kinds)}
-    columns = zip(quoted, kinds, start.tolist(), stop.tolist(), strict=True)
+    columns = zip(safetensors.quoted(names), kinds, start.tolist(), stop.tolist(), strict=True)
     return [f"{name}:{known[kind]}[{begin},{end}]}}" for name, kind, begin, end in columns]
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "MODEL_FILE",
     "ModelFile",
     "ModelTensor",
+    "image_rank",
     "index_text",
     "joined",
     "model_files",
@@ -80,15 +81,23 @@ def joined(pieces: Iterable[bytes | ModelTensor]) -> tuple[bytes | ModelTensor, 
     return tuple(found)
 
 
+def image_rank(tensor: ModelTensor) -> int:
+    """A sort key that puts tensors in the order in which an image has them: those of whole pages
+    first, then by itemsize. What lies in this order is read from an image, and into one, in long
+    runs; small tensors between the large ones would each be a read of its own."""
+    if tensor.nbytes % PAGE_NBYTES == 0:
+        return -PAGE_NBYTES
+    return -tensor.itemsize
+
+
 def model_files(
     tensors: Sequence[ModelTensor], file_nbytes: int, metadata: Mapping[str, str]
 ) -> list[ModelFile]:
     """The files that hold ``tensors``, of dtypes in ``safetensors.DTYPES``, in their order, each
     with at most ``file_nbytes`` of them unless a single one is larger.
 
-    Headers are whole pages, and in each file tensors come in descending order of their itemsize. So
-    each is aligned to its elements. Raises ValueError where a header would be longer than readers
-    accept.
+    Headers are whole pages, and in each file tensors come in the order of an image. So each is
+    aligned to its elements. Raises ValueError where a header would be longer than readers accept.
     """
     groups = _groups(tensors, file_nbytes)
     files = []
@@ -96,7 +105,7 @@ def model_files(
         key = "model.safetensors"
         if len(groups) > 1:
             key = f"model-{number:05}-of-{len(groups):05}.safetensors"
-        ordered = sorted(group, key=lambda tensor: -tensor.itemsize)
+        ordered = sorted(group, key=image_rank)
         header = _header(ordered, metadata)
         if len(header) - safetensors.LENGTH_NBYTES > safetensors.HEADER_NBYTES_MAX:
             raise ValueError(f"{len(ordered):,} tensors are too many for one file")

@@ -9,10 +9,11 @@ them.
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from collections.abc import Mapping, Sequence
 
-from .model_folder import ModelFile, ModelTensor, joined
+from .model_folder import ModelFile, ModelTensor, image_rank, joined
 from .torch_pickle import NEW_DTYPES, STORAGES
 
 __all__ = ["TORCH_DTYPES", "torch_file", "torch_pieces"]
@@ -38,30 +39,35 @@ _PADDING_ID = 0x4246
 
 def torch_file(key: str, tensors: Sequence[ModelTensor], tied: Mapping[str, str]) -> ModelFile:
     """The file that holds ``tensors``, and under the names in ``tied`` those that they are tied to.
-    Elements begin at multiples of 64."""
-    records = {tensor.name: str(number) for number, tensor in enumerate(tensors)}
+    Elements begin at multiples of 64; records come in the order of an image."""
+    ordered = sorted(tensors, key=image_rank)
+    records = {tensor.name: str(number) for number, tensor in enumerate(ordered)}
     by_name = {tensor.name: tensor for tensor in tensors}
     items = [(tensor.name, tensor) for tensor in tensors]
     items += [(name, by_name[first]) for name, first in tied.items()]
     archive = _Archive()
     archive.add("data.pkl", _pickle(items, records))
     archive.add("byteorder", b"little")
-    for tensor in tensors:
-        archive.add(f"data/{records[tensor.name]}", tensor)
+    for number, tensor in enumerate(ordered):
+        archive.add(f"data/{number}", tensor)
     archive.add("version", b"3\n")
     archive.end()
     return ModelFile(key, joined(archive.pieces))
 
 
-def torch_pieces(tensor: ModelTensor) -> tuple[bytes | ModelTensor, ...]:
-    """What ``torch.save`` of a tensor alone makes, as pieces one behind the other. The elements
-    begin at a multiple of 64."""
-    pieces = _pieces(tensor.dtype, tensor.itemsize, tensor.shape)
-    return tuple(tensor if isinstance(piece, ModelTensor) else piece for piece in pieces)
+Pieces = tuple[bytes | ModelTensor, ...]
+
+
+def torch_pieces(tensor: ModelTensor) -> tuple[Pieces, int]:
+    """What ``torch.save`` of a tensor alone makes, as pieces one behind the other, and their size.
+    The elements begin at a multiple of 64."""
+    pieces, nbytes = _pieces(tensor.dtype, tensor.itemsize, tensor.shape)
+    own = tuple(tensor if isinstance(piece, ModelTensor) else piece for piece in pieces)
+    return own, nbytes
 
 
 @functools.lru_cache(maxsize=256)
-def _pieces(dtype: str, itemsize: int, shape: tuple[int, ...]) -> tuple[bytes | ModelTensor, ...]:
+def _pieces(dtype: str, itemsize: int, shape: tuple[int, ...]) -> tuple[Pieces, int]:
     """The same of a tensor without a name: a model has thousands of tensors, of a few shapes."""
     tensor = ModelTensor("", dtype, itemsize, shape)
     archive = _Archive()
@@ -70,7 +76,7 @@ def _pieces(dtype: str, itemsize: int, shape: tuple[int, ...]) -> tuple[bytes | 
     archive.add("data/0", tensor)
     archive.add("version", b"3\n")
     archive.end()
-    return joined(archive.pieces)
+    return joined(archive.pieces), archive.nbytes
 
 
 class _Archive:
@@ -79,24 +85,24 @@ class _Archive:
     def __init__(self) -> None:
         self.pieces: list[bytes | ModelTensor] = []
         self._central: list[bytes] = []
-        self._at = 0
+        self.nbytes = 0
 
     def add(self, name: str, content: bytes | ModelTensor) -> None:
         """One more record."""
         nbytes = len(content) if isinstance(content, bytes) else content.nbytes
         path = f"{_ROOT}/{name}".encode()
-        self._central.append(_central(path, nbytes, self._at))
-        self._put(_local(path, nbytes, self._at))
+        self._central.append(_central(path, nbytes, self.nbytes))
+        self._put(_local(path, nbytes, self.nbytes))
         if nbytes:
             self._put(content)
 
     def end(self) -> None:
         """The directory of all records."""
-        start = self._at
+        start = self.nbytes
         self._put(b"".join(self._central))
         count = len(self._central)
-        directory_nbytes = self._at - start
-        end64 = self._at
+        directory_nbytes = self.nbytes - start
+        end64 = self.nbytes
         versions = (_NEEDS_64, _NEEDS_64)
         ends = _END64.pack(
             b"PK\x06\x06", _END64.size - 12, *versions, 0, 0, count, count, directory_nbytes, start
@@ -117,7 +123,7 @@ class _Archive:
 
     def _put(self, piece: bytes | ModelTensor) -> None:
         self.pieces.append(piece)
-        self._at += len(piece) if isinstance(piece, bytes) else piece.nbytes
+        self.nbytes += len(piece) if isinstance(piece, bytes) else piece.nbytes
 
 
 def _local(path: bytes, nbytes: int, at: int) -> bytes:
@@ -171,26 +177,32 @@ def _pickle(items: Sequence[tuple[str, ModelTensor]], records: Mapping[str, str]
 
 def _tensor(tensor: ModelTensor, record: str) -> bytes:
     """The call that makes a tensor, as torch writes it."""
-    strides = [1] * len(tensor.shape)
+    head, tail = _around_record(tensor.dtype, tensor.itemsize, tensor.shape)
+    return head + _text(record) + tail
+
+
+@functools.lru_cache(maxsize=256)
+def _around_record(dtype: str, itemsize: int, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """That call, before and behind the name of the record. Made once per shape: layers repeat."""
+    strides = [1] * len(shape)
     for dim in range(len(strides) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * max(1, tensor.shape[dim])
-    numel = tensor.nbytes // tensor.itemsize
-    storage = _STORAGE_OF.get(tensor.dtype)
+        strides[dim - 1] = strides[dim] * max(1, shape[dim])
+    numel = math.prod(shape)
+    storage = _STORAGE_OF.get(dtype)
     if storage is None:
         function = b"_rebuild_tensor_v3"
         kind = b"ctorch.storage\nUntypedStorage\n"
-        numel = tensor.nbytes
-        dtype = b"ctorch\n" + tensor.dtype.encode() + b"\n"
+        numel *= itemsize
+        named = b"ctorch\n" + dtype.encode() + b"\n"
     else:
         function = b"_rebuild_tensor_v2"
         kind = b"ctorch\n" + storage.encode() + b"\n"
-        dtype = b""
-    identity = b"(" + _text("storage") + kind + _text(record) + _text("cpu") + _int(numel) + b"tQ"
-    form = _int(0) + _tuple(tensor.shape) + _tuple(strides)
-    return (
-        b"ctorch._utils\n" + function + b"\n("
-        + identity + form + b"\x89" + b"ccollections\nOrderedDict\n)R" + dtype + b"tR"
-    )  # fmt: skip
+        named = b""
+    head = b"ctorch._utils\n" + function + b"\n((" + _text("storage") + kind
+    identity = _text("cpu") + _int(numel) + b"tQ"
+    form = _int(0) + _tuple(shape) + _tuple(strides)
+    rest = b"\x89" + b"ccollections\nOrderedDict\n)R" + named + b"tR"
+    return head, identity + form + rest
 
 
 def _tuple(numbers: Sequence[int]) -> bytes:

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,14 +30,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ...core.units import round_up
 from ...planner.box import Box
 from ..format.dcp_metadata import DCP_METADATA_KEY
-from ..format.model_folder import ModelFile, ModelTensor, joined
+from ..format.model_folder import ModelFile, ModelTensor, image_rank, joined
 from ..format.torch_archive import TORCH_DTYPES, torch_pieces
 from ..runtime.engine import run
 from ..state.compat import DcpPlace
 from ..state.dtypes import dtype_of
 from ..state.targets import Wanted
 from .dcp_contents import Contents, serialized
-from .exported_tensors import ExportedTensors, ExportPlan
+from .exported_tensors import ExportedTensors, ExportPlan, LastFile
 from .file_export import Source
 from .reader import Checkpoint, manifest_of, read_wanted
 from .selection import chosen, renamed
@@ -67,12 +68,11 @@ def plan_dcp_folder(
     folder = _Folder(file_nbytes)
     for name, data in _values(checkpoint, contents, value_names).items():
         folder.add_value(new_names[name], data)
-    for tensor, source in exported.tensors:
+    for tensor, source in sorted(exported.tensors, key=lambda item: image_rank(item[0])):
         folder.add_tensor(tensor, source)
     for name, first in exported.tied.items():
         folder.tie(name, first)
-    folder.metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint.uri)
-    folder.metadata.planner_data = {
+    paths = {
         new: contents.paths[name] if new == name else (new,) for name, new in new_names.items()
     }
     return ExportPlan(
@@ -80,7 +80,7 @@ def plan_dcp_folder(
         folder.sources,
         len(exported.tensors),
         exported.tied,
-        (DCP_METADATA_KEY, folder.metadata_bytes()),
+        LastFile(DCP_METADATA_KEY, partial(_metadata_bytes, folder, paths, checkpoint.uri)),
     )
 
 
@@ -92,18 +92,23 @@ def _values(checkpoint: Checkpoint, contents: Contents, names: Sequence[str]) ->
     return {name: serialized(value).getvalue() for name, value in values.items()}
 
 
+Keys = tuple[str | int, ...]
+
+
 @dataclass(slots=True)
 class _Folder:
     """Files that are filled with items, each of at most ``file_nbytes`` unless a single one is
-    larger, and what DCP is told of them."""
+    larger."""
 
     file_nbytes: int
     sources: dict[str, Source] = field(default_factory=dict)
-    metadata: Metadata = field(default_factory=lambda: Metadata({}))
+    values: dict[str, DcpPlace] = field(default_factory=dict)
+    """By name, where a value lies."""
+    tensors: dict[str, tuple[ModelTensor, list[tuple[Box, DcpPlace]]]] = field(default_factory=dict)
+    """By name, the items that a tensor consists of, and where they lie."""
     _pieces: list[list[bytes | ModelTensor]] = field(default_factory=lambda: [[]])
     _end: int = 0
     """Of the last file."""
-    _places: dict[MetadataIndex, DcpPlace] = field(default_factory=dict)
 
     @property
     def files(self) -> list[ModelFile]:
@@ -114,45 +119,26 @@ class _Folder:
 
     def add_value(self, name: str, data: bytes) -> None:
         """One more value, as it was serialized."""
-        self.metadata.state_dict_metadata[name] = BytesStorageMetadata()
-        self._places[MetadataIndex(name)] = self._placed([data])
+        self.values[name] = self._placed([data], len(data))
 
     def add_tensor(self, tensor: ModelTensor, source: Source) -> None:
         """One more tensor."""
-        chunks = []
+        items = []
         for box, start in _boxes(tensor):
             part = ModelTensor(f"{tensor.name}@{start}", tensor.dtype, tensor.itemsize, box.lengths)
             stored_start = start * source.kind[1]
             self.sources[part.name] = Source(
                 source.row, source.kind, source.convert_to, stored_start
             )
-            offsets = torch.Size(box.offsets)
-            self._places[MetadataIndex(tensor.name, offsets)] = self._placed(torch_pieces(part))
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(box.lengths)))
-        properties = TensorProperties(dtype=dtype_of(tensor.dtype, tensor.itemsize))
-        self.metadata.state_dict_metadata[tensor.name] = TensorStorageMetadata(
-            properties, torch.Size(tensor.shape), chunks
-        )
+            items.append((box, self._placed(*torch_pieces(part))))
+        self.tensors[tensor.name] = (tensor, items)
 
     def tie(self, name: str, first: str) -> None:
         """Another name of the tensor ``first``."""
-        stored = self.metadata.state_dict_metadata[first]
-        assert isinstance(stored, TensorStorageMetadata)
-        self.metadata.state_dict_metadata[name] = stored
-        for chunk in stored.chunks:
-            place = self._places[MetadataIndex(first, chunk.offsets)]
-            self._places[MetadataIndex(name, chunk.offsets)] = place
+        self.tensors[name] = self.tensors[first]
 
-    def metadata_bytes(self) -> bytes:
-        """The file that DCP's reader unpickles."""
-        results = [WriteResult(index, place.length, place) for index, place in self._places.items()]
-        with tempfile.TemporaryDirectory() as scratch:
-            _MetadataWriter(scratch, self.metadata.storage_meta).finish(self.metadata, [results])
-            return Path(scratch, DCP_METADATA_KEY).read_bytes()
-
-    def _placed(self, pieces: Sequence[bytes | ModelTensor]) -> DcpPlace:
+    def _placed(self, pieces: Sequence[bytes | ModelTensor], nbytes: int) -> DcpPlace:
         """Add an item to the last file, or to a new one, at a multiple of the alignment."""
-        nbytes = ModelFile("", tuple(pieces)).nbytes
         start = round_up(self._end, _ALIGNMENT)
         if start and start + nbytes > self.file_nbytes:
             self._pieces.append([])
@@ -163,6 +149,37 @@ class _Folder:
         self._pieces[-1] += pieces
         self._end = start + nbytes
         return DcpPlace(_key(len(self._pieces) - 1), start, nbytes)
+
+
+def _metadata_bytes(folder: _Folder, paths: Mapping[str, Keys], uri: str) -> bytes:
+    """The file that DCP's reader unpickles: what has which name, and the ``paths`` of these in the
+    state."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    results = []
+    for name in paths:
+        if name in folder.values:
+            described[name] = BytesStorageMetadata()
+            place = folder.values[name]
+            results.append(WriteResult(MetadataIndex(name), place.length, place))
+            continue
+        tensor, items = folder.tensors[name]
+        described[name] = _described(tensor, [box for box, _ in items])
+        for box, place in items:
+            index = MetadataIndex(name, torch.Size(box.offsets))
+            results.append(WriteResult(index, place.length, place))
+    meta = StorageMeta(checkpoint_id=uri)
+    metadata = Metadata(described, planner_data=dict(paths), storage_meta=meta)
+    with tempfile.TemporaryDirectory() as scratch:
+        _MetadataWriter(scratch, meta).finish(metadata, [results])
+        return Path(scratch, DCP_METADATA_KEY).read_bytes()
+
+
+def _described(tensor: ModelTensor, boxes: Sequence[Box]) -> TensorStorageMetadata:
+    properties = TensorProperties(dtype=dtype_of(tensor.dtype, tensor.itemsize))
+    chunks = [
+        ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in boxes
+    ]
+    return TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
 
 
 class _MetadataWriter(FileSystemWriter):

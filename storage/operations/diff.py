@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ...core.aio import side_by_side
 from ...planner.windows import Window, windows
-from ..pipeline.flat_reader import FlatRange
+from ..pipeline.flat_reader import FlatRanges
 from ..runtime.buffers import memory_for
 from ..runtime.engine import offload, run
 from ..runtime.executor import Pipeline, Stage
@@ -169,11 +169,10 @@ class _Comparer:
     def _release(self, window: Window) -> None:
         self._read.pop(window, None)
 
-    def _ranges(self, window: Window, rows: Sequence[int], into: Bytes) -> list[FlatRange]:
-        return [
-            FlatRange(rows[part.item], part.start, part.stop, into[part.at : part.at + part.nbytes])
-            for part in window.slices
-        ]
+    def _ranges(self, window: Window, rows: Sequence[int], into: Bytes) -> list[FlatRanges]:
+        slices = window.slices
+        wanted = [(rows[part.item], part.start, part.stop, part.at) for part in slices]
+        return [FlatRanges.of(wanted, into)]
 
     async def _compare(self, window: Window) -> None:
         await offload(self._compare_now, window)

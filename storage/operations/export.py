@@ -17,10 +17,11 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 from ...core import safetensors
-from ...core.aio import at_most
+from ...core.aio import at_most, side_by_side
 from ...drivers.contract import Driver
 from ...errors import ExistsError, NotFoundError, StorageError, UsageError
 from ..format.dcp_metadata import DCP_FILE, DCP_METADATA_KEY
@@ -35,9 +36,9 @@ from ..format.model_folder import (
 )
 from ..format.torch_archive import TORCH_DTYPES, torch_file
 from ..format.tree import Tree, dotted
-from ..runtime.engine import run
+from ..runtime.engine import offload, run
 from ..runtime.progress import ProgressCallback, ProgressReporter
-from .exported_tensors import ExportedTensors, ExportPlan
+from .exported_tensors import ExportedTensors, ExportPlan, LastFile
 from .file_export import FileExport
 from .location import Place
 from .reader import Checkpoint, manifest_of
@@ -169,7 +170,7 @@ class _Request:
         else:
             files = _model_files(tensors, self.file_nbytes, exported.tied)
             if len(files) > 1:
-                last = (INDEX_KEY, index_text(files))
+                last = LastFile(INDEX_KEY, partial(index_text, files))
         return ExportPlan(files, exported.sources, len(tensors), exported.tied, last)
 
 
@@ -221,12 +222,18 @@ async def _export(
         else:
             await _empty_folder(driver, _FOLDERS[request.format], request.overwrite)
         visible: list[str] = []
-        try:
+
+        async def write() -> None:
             for file in plan.files:
                 await FileExport(checkpoint, driver, file, plan.sources, budget_nbytes, wrote).run()
                 visible.append(file.key)
-            if plan.last is not None:
-                await driver.put(*plan.last)
+
+        try:
+            if plan.last is None:
+                await write()
+            else:
+                _, content = await side_by_side(write(), offload(plan.last.content))
+                await driver.put(plan.last.key, content)
         except BaseException:
             await _remove(driver, visible)
             raise

@@ -3,29 +3,41 @@ which dtypes, and where they come from."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ...errors import UsageError
+from ...planner.columns import Ints
 from ...planner.table import TensorTable
 from ..format.model_folder import ModelFile, ModelTensor
 from ..format.torch_pickle import NEW_DTYPES
 from .file_export import Source
 
-__all__ = ["ExportPlan", "ExportedTensors"]
+__all__ = ["ExportPlan", "ExportedTensors", "LastFile"]
+
+
+@dataclass(frozen=True, slots=True)
+class LastFile:
+    """A small file that says what is in the others. Its ``content`` is made by a call, which runs
+    in any thread while the others are written."""
+
+    key: str
+    content: Callable[[], bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
     """What is written: ``files``, where the tensors in them come from, and last of all a file
-    ``last``, by key and content, without which the others are nothing. ``tensors`` are counted, of
+    ``last``, without which the others are nothing. ``tensors`` are counted, of
     those that are tied to one another only the first."""
 
     files: Sequence[ModelFile]
     sources: Mapping[str, Source]
     tensors: int
     tied: Mapping[str, str]
-    last: tuple[str, bytes] | None = None
+    last: LastFile | None = None
 
     @property
     def nbytes(self) -> int:
@@ -47,51 +59,53 @@ class ExportedTensors:
         dtype: str | None,
         known: Collection[str],
     ) -> None:
-        self._table = table
         self._dtype = dtype
         self._known = known
-        _refuse_own(table, new_names)
+        rows = np.array([table.rows[name][0] for name in new_names], np.int64)
+        _refuse_own(table, rows)
+        alias = table.alias[rows]
+        stored = np.where(alias < 0, rows, alias)
+        kinds = [table.dtypes[code] for code in table.dtype[stored].tolist()]
+        shapes = zip(table.shape[stored].tolist(), table.ndim[stored].tolist(), strict=True)
         self.tied: dict[str, str] = {}
         self.tensors: list[tuple[ModelTensor, Source]] = []
         by_stored_row: dict[int, str] = {}
-        for name, new_name in new_names.items():
-            (row,) = table.rows[name]
-            stored = table.stored_row(row)
-            first = by_stored_row.setdefault(stored, new_name)
-            if first == new_name:
-                self.tensors.append(self._of(stored, new_name))
-            else:
+        columns = zip(new_names.items(), stored.tolist(), kinds, shapes, strict=True)
+        for (name, new_name), row, kind, (shape, ndim) in columns:
+            first = by_stored_row.setdefault(row, new_name)
+            if first != new_name:
                 self.tied[new_name] = first
+                continue
+            written, itemsize, convert_to = self._written(name, kind)
+            tensor = ModelTensor(new_name, written, itemsize, tuple(shape[:ndim]))
+            self.tensors.append((tensor, Source(row, kind, convert_to)))
 
     @property
     def sources(self) -> dict[str, Source]:
         """By new name, where a tensor comes from."""
         return {tensor.name: source for tensor, source in self.tensors}
 
-    def _of(self, row: int, name: str) -> tuple[ModelTensor, Source]:
-        t = self._table
-        stored_dtype, itemsize = t.dtypes[t.dtype[row]]
+    def _written(self, name: str, kind: tuple[str, int]) -> tuple[str, int, str | None]:
+        """In which dtype and itemsize a tensor is written, and to which it is converted, if it
+        is."""
+        stored_dtype, itemsize = kind
         dtype = stored_dtype
         if self._dtype is not None and "float" in stored_dtype:
             dtype = self._dtype
         if dtype not in self._known:
             raise UsageError(
-                f"tensor {t.names[row]!r} is of dtype {dtype}, which such files do not have",
+                f"tensor {name!r} is of dtype {dtype}, which such files do not have",
                 advice="Leave it out (only).",
             )
-        convert_to = None
-        if dtype != stored_dtype:
-            convert_to = dtype
-            itemsize = NEW_DTYPES[dtype]
-        tensor = ModelTensor(name, dtype, itemsize, t.shape_of(row))
-        return tensor, Source(row, t.dtypes[t.dtype[row]], convert_to)
+        if dtype == stored_dtype:
+            return dtype, itemsize, None
+        return dtype, NEW_DTYPES[dtype], dtype
 
 
-def _refuse_own(tensors: TensorTable, names: Iterable[str]) -> None:
+def _refuse_own(tensors: TensorTable, rows: Ints) -> None:
     """Raise UsageError where ranks have tensors of their own under one name."""
-    for name in names:
-        if tensors.owner[tensors.rows[name][0]] >= 0:
-            raise UsageError(
-                f"tensor {name!r} is another one on each rank",
-                advice="Leave it out (only), or read it with Checkpoint.read.",
-            )
+    for row in rows[tensors.owner[rows] >= 0].tolist():
+        raise UsageError(
+            f"tensor {tensors.names[row]!r} is another one on each rank",
+            advice="Leave it out (only), or read it with Checkpoint.read.",
+        )

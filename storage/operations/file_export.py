@@ -14,7 +14,7 @@ from ...drivers.contract import Driver
 from ...planner.image import CHUNK_NBYTES
 from ...planner.windows import Slice, Window, windows
 from ..format.model_folder import ModelFile, ModelTensor
-from ..pipeline.flat_reader import FlatRange
+from ..pipeline.flat_reader import FlatRanges
 from ..pipeline.upload import Opening
 from ..runtime.buffers import HostBuffer, host_pool
 from ..runtime.engine import CPU_THREADS, offload
@@ -51,6 +51,11 @@ class _Held:
 
     buffer: HostBuffer
     unconverted: list[tuple[Slice, Bytes]] = field(default_factory=list)
+
+    @property
+    def content(self) -> Bytes:
+        """The memory, as an array."""
+        return np.frombuffer(self.buffer.view, np.uint8)
 
 
 class FileExport:
@@ -122,27 +127,31 @@ class FileExport:
         return Budget(jobs, {"read": jobs, "cpu": CPU_THREADS, "write": writes})
 
     async def _read(self, window: Window) -> None:
-        buffer = self._pool.take()
-        held = _Held(buffer)
+        held = _Held(self._pool.take())
         self._held[window] = held
-        into = np.frombuffer(buffer.view, np.uint8)
-        ranges = []
+        wanted = await offload(self._wanted, window, held)
+        await read_into(self._checkpoint, wanted, _CHUNKS_READ * self._chunk_nbytes)
+
+    def _wanted(self, window: Window, held: _Held) -> list[FlatRanges]:
+        """What is read for a window. What is no tensor is put there."""
+        as_they_are = []
+        found = []
         for part in window.slices:
-            there = into[part.at : part.at + part.nbytes]
             piece = self._file.pieces[part.item]
             if isinstance(piece, bytes):
-                there[:] = np.frombuffer(piece, np.uint8)[part.start : part.stop]
+                held.buffer.view[part.at : part.at + part.nbytes] = piece[part.start : part.stop]
                 continue
             source = self._sources[piece.name]
-            start = part.start
-            stop = part.stop
-            if source.convert_to is not None:
-                start = start // piece.itemsize * source.kind[1]
-                stop = stop // piece.itemsize * source.kind[1]
-                there = np.empty(stop - start, np.uint8)
-                held.unconverted.append((part, there))
-            ranges.append(FlatRange(source.row, source.start + start, source.start + stop, there))
-        await read_into(self._checkpoint, ranges, _CHUNKS_READ * self._chunk_nbytes)
+            if source.convert_to is None:
+                start = source.start + part.start
+                as_they_are.append((source.row, start, start + part.nbytes, part.at))
+                continue
+            start = source.start + part.start // piece.itemsize * source.kind[1]
+            stop = source.start + part.stop // piece.itemsize * source.kind[1]
+            there = np.empty(stop - start, np.uint8)
+            held.unconverted.append((part, there))
+            found.append(FlatRanges.of([(source.row, start, stop, 0)], there))
+        return [*found, FlatRanges.of(as_they_are, held.content)]
 
     async def _convert(self, window: Window) -> None:
         if self._held[window].unconverted:
@@ -151,7 +160,7 @@ class FileExport:
     def _convert_now(self, held: _Held) -> None:
         from ..state.conversion import convert
 
-        into = np.frombuffer(held.buffer.view, np.uint8)
+        into = held.content
         for part, elements in held.unconverted:
             tensor = self._file.pieces[part.item]
             assert isinstance(tensor, ModelTensor)

@@ -22,7 +22,7 @@ from ...errors import DamagedError, HoldfastError, ReplacedError, UsageError
 from ...planner.columns import Ints
 from ..format.manifest import Manifest, image_key
 from ..format.tree import format_path
-from ..pipeline.flat_reader import FlatRange, read_flat, read_ranges
+from ..pipeline.flat_reader import FlatRanges, read_flat, read_ranges
 from ..pipeline.unpacking import image_driver
 from ..pipeline.verifier import VerifyReport, verify_images
 from ..protocol.current import is_current, read_manifest
@@ -380,7 +380,7 @@ async def read_wanted(checkpoint: Checkpoint, wanted: Wanted) -> None:
 
 
 async def read_into(
-    checkpoint: Checkpoint, ranges: Sequence[FlatRange], budget_nbytes: int
+    checkpoint: Checkpoint, ranges: Sequence[FlatRanges], budget_nbytes: int
 ) -> None:
     """Fill ranges of tensors, verified. Raises DamagedError; ReplacedError where a save came
     between; StorageError."""
