@@ -41,11 +41,13 @@ if TYPE_CHECKING:
         StorageDownError,
         StorageError,
         SupersededError,
+        TelemetryError,
         UnsupportedFormatError,
         UriError,
         UsageError,
     )
     from .storage.api import async_save, fence, load, release_memory, save
+    from .storage.format.save_telemetry import RankTelemetry, SaveTelemetry
     from .storage.operations.copy import CopyReport, copy
     from .storage.operations.diff import DiffReport, diff
     from .storage.operations.export import ExportReport, export
@@ -75,9 +77,11 @@ _HOME = {
     "LoadReport": ".storage.operations.report",
     "PruneReport": ".storage.operations.prune",
     "PerRank": ".storage.state.adapters.per_rank",
+    "RankTelemetry": ".storage.format.save_telemetry",
     "RNGState": ".storage.state.adapters.stateful",
     "SaveHandle": ".storage.operations.handle",
     "SaveReport": ".storage.operations.report",
+    "SaveTelemetry": ".storage.format.save_telemetry",
     "Shard": ".storage.state.adapters.shards",
     "SlowOperation": ".core.spans",
     "StageReport": ".core.spans",
@@ -109,9 +113,11 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "LoadReport",
     "PerRank",
     "PruneReport",
+    "RankTelemetry",
     "RNGState",
     "SaveHandle",
     "SaveReport",
+    "SaveTelemetry",
     "Shard",
     "SlowOperation",
     "StageReport",
@@ -149,6 +155,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "StorageDownError",
     "StorageError",
     "SupersededError",
+    "TelemetryError",
     "UnsupportedFormatError",
     "UriError",
     "UsageError",

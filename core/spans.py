@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,12 +27,14 @@ from .histogram import BUCKETS, bucket_of, quantile_s
 __all__ = [
     "NOT_COUNTED",
     "NOWHERE",
+    "SLOWEST",
     "Recorder",
     "SlowOperation",
     "Span",
     "StageReport",
     "Summary",
     "Where",
+    "arrived",
     "count_hedge",
     "count_retry",
     "counting",
@@ -72,7 +74,8 @@ class StageReport:
     first, to ``last_s``, the end of the last. ``queued_max``: how many waited at most for others to
     end. ``retries`` and ``hedges``: requests that were made again. ``last_rank``: in a round, the
     rank that was waited for last. ``histogram[i]``: how many took up to ``2**i`` microseconds (of
-    2⁻²⁰ s each)."""
+    2⁻²⁰ s each). ``arrivals``: in a round, on the rank that gathers messages, who sent them, and
+    when they were found, in that order."""
 
     count: int
     nbytes: int
@@ -85,6 +88,7 @@ class StageReport:
     hedges: int = 0
     last_rank: int | None = None
     histogram: tuple[int, ...] = ()
+    arrivals: tuple[tuple[int, float], ...] = ()
 
     def quantile_s(self, part: float) -> float:
         """So long took ``part`` (0 to 1) of its operations, or less: at most twice too much."""
@@ -110,12 +114,13 @@ class Summary:
     """What was recorded of one operation on one rank. ``stages``: by name, in the order in which
     they began. ``slowest``: the slowest operations, the slowest first. ``cpu_s``: processor time
     that this process took from the call on. ``peak_nbytes``: what was held in host memory at most
-    at a time."""
+    at a time. ``elapsed_s``: from the call to this summary."""
 
     stages: dict[str, StageReport]
     slowest: tuple[SlowOperation, ...]
     cpu_s: float
     peak_nbytes: int
+    elapsed_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -136,6 +141,7 @@ class _Stage:
     hedges: int = 0
     last_rank: int | None = None
     histogram: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+    arrivals: list[tuple[int, float]] = field(default_factory=list)
 
     def begin(self, now_s: float, queued: int) -> None:
         if not self.running:
@@ -166,17 +172,24 @@ class _Stage:
             hedges=self.hedges,
             last_rank=self.last_rank,
             histogram=tuple(self.histogram),
+            arrivals=tuple(self.arrivals),
         )
 
 
 class Recorder:
     """Counts what one operation does on ``rank``, from now on. Used from any thread."""
 
-    def __init__(self, rank: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.process_time,
+    ) -> None:
         self.rank = rank
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._called_s = clock()
-        self._called_cpu_s = time.process_time()
+        self._called_cpu_s = cpu_clock()
         self._lock = new_lock()
         self._stages: dict[str, _Stage] = {}
         self._slowest: list[tuple[float, int, SlowOperation]] = []
@@ -203,8 +216,16 @@ class Recorder:
         with self._lock:
             stages = {name: stage.report() for name, stage in self._stages.items() if stage.count}
             slowest = tuple(slow for *_, slow in sorted(self._slowest, reverse=True))
-            cpu_s = time.process_time() - self._called_cpu_s
-            return Summary(stages, slowest, cpu_s, self._peak_nbytes)
+            cpu_s = self._cpu_clock() - self._called_cpu_s
+            elapsed_s = self._clock() - self._called_s
+            return Summary(stages, slowest, cpu_s, self._peak_nbytes, elapsed_s)
+
+    def note_arrivals(self, ranks: Iterable[int]) -> None:
+        """The round that is under way here has the messages of ``ranks`` now."""
+        stage = _current_stage.get()
+        if stage is not None:
+            now_s = self._clock() - self._called_s
+            stage.arrivals += [(rank, now_s) for rank in ranks]
 
     def _begin(self, name: str, queued: int) -> tuple[_Stage, float]:
         with self._lock:
@@ -303,3 +324,10 @@ def waited_for(rank: int) -> None:
     stage = _current_stage.get()
     if stage is not None:
         stage.last_rank = rank
+
+
+def arrived(ranks: Iterable[int]) -> None:
+    """The round that is under way here has the messages of ``ranks`` now."""
+    recorder = _current_recorder.get()
+    if recorder is not None:
+        recorder.note_arrivals(ranks)

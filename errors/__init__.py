@@ -17,6 +17,7 @@
     ├── CoordinationError               look at the rank that is named
     │   ├── RankFailedError                 another rank reported a failure; carries its message
     │   └── DeadlineError (TimeoutError)    a rank, or a wait, gave no sign of life in time
+    ├── TelemetryError                  do without: the checkpoint does not depend on it
     └── StorageError (OSError)          look at the storage
         ├── NotFoundError (FileNotFoundError)         no such key
         ├── ExistsError (FileExistsError)             exclusive create, and the key is there
@@ -60,6 +61,7 @@ __all__ = [
     "StorageDownError",
     "StorageError",
     "SupersededError",
+    "TelemetryError",
     "UnsupportedFormatError",
     "UriError",
     "UsageError",
@@ -182,6 +184,10 @@ class RankFailedError(CoordinationError):
 
 class DeadlineError(CoordinationError, TimeoutError):
     """A rank or an operation did not answer in time; the message names it."""
+
+
+class TelemetryError(HoldfastError):
+    """What was recorded of a save cannot be read. The checkpoint itself does not depend on it."""
 
 
 class StorageError(HoldfastError, OSError):

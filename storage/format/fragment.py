@@ -105,10 +105,12 @@ class Group:
 @dataclass(frozen=True, eq=False)
 class Fragment:
     """What some ranks report of one save. ``head``: attempt, step and time of the save, as in the
-    manifest."""
+    manifest. ``telemetry``: the records of ranks, one after the other; see
+    :mod:`.save_telemetry`."""
 
     head: tuple[str, int | None, float]
     groups: list[Group]
+    telemetry: bytes = b""
 
     def encode(self, known: Collection[bytes] = ()) -> bytes:
         """As bytes. Each layout is encoded once; one whose key is in ``known`` as its key alone.
@@ -120,6 +122,7 @@ class Fragment:
         blobs = [head]
         blobs += [key if key in known else encoded for key, encoded in layouts.items()]
         blobs += [group.encode() for group in self.groups]
+        blobs.append(self.telemetry)
         lengths = [_LENGTH.pack(len(blob)) for blob in blobs]
         body = b"".join([_LENGTH.pack(len(blobs)), *lengths, *blobs])
         return body + digest(body)
@@ -154,7 +157,7 @@ def decode_fragment(data: bytes, what: str, known: MutableMapping[bytes, StateLa
     if digest(body) != data[-DIGEST_NBYTES:]:
         raise DamagedError(f"{what} does not match its own checksum")
     try:
-        text, *rest = _blobs(body)
+        text, *rest, telemetry = _blobs(body)
         head = json.loads(text)
         rows = head["layouts"]
         n = len(rest) - len(rows)
@@ -165,7 +168,7 @@ def decode_fragment(data: bytes, what: str, known: MutableMapping[bytes, StateLa
         attempt, step, created_s = head["head"]
     except (KeyError, IndexError, TypeError, ValueError, OverflowError, struct.error) as error:
         raise DamagedError(f"{what} is malformed: {error!r}") from error
-    return Fragment((attempt, step, created_s), groups)
+    return Fragment((attempt, step, created_s), groups, telemetry)
 
 
 def _blobs(data: bytes) -> list[bytes]:
@@ -217,7 +220,10 @@ def join(fragments: Sequence[Fragment]) -> Fragment:
     for fragment in fragments:
         for group in fragment.groups:
             by_layout.setdefault(group.layout.key, []).append(group)
-    return Fragment(fragments[0].head, [_joined(groups) for groups in by_layout.values()])
+    telemetry = b"".join(fragment.telemetry for fragment in fragments)
+    return Fragment(
+        fragments[0].head, [_joined(groups) for groups in by_layout.values()], telemetry
+    )
 
 
 def _joined(groups: Sequence[Group]) -> Group:

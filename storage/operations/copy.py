@@ -3,7 +3,7 @@ destination, resumable.
 
 The destination gets an attempt of its own (``commit.begin_copy``), the images under its name, and
 then the manifest, with nothing changed but the attempt. So a copy of a copy is the same checkpoint
-still.
+still. The telemetry of its save is copied as it is, where that is possible.
 
 Scope: whole checkpoints. Nothing is re-laid out, merged or converted.
 """
@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ...core.aio import at_most
 from ...drivers.contract import Driver
@@ -37,6 +38,7 @@ from ..pipeline.verifier import verify_images
 from ..protocol.attempt import check_marker, delete_attempt
 from ..protocol.commit import abandon, begin_copy, commit, settle
 from ..protocol.current import is_current, read_manifest
+from ..protocol.telemetry import get_telemetry, put_telemetry
 from ..runtime.engine import offload, run
 from ..runtime.progress import ProgressCallback, ProgressReporter
 from .foreign import explains
@@ -371,6 +373,7 @@ async def _send(
         finally:
             await abandon(ours, attempt)
         raise
+    await put_telemetry(ours, attempt.id, partial(get_telemetry, theirs, pair.manifest.attempt))
     if ours.traits.exclusive_is_atomic:
         # Otherwise another copy may have put a commit record too, and be about to put its manifest.
         await settle(ours, attempt)

@@ -18,16 +18,18 @@ from typing import TYPE_CHECKING, Any, Self
 from ...core.forks.cached import cached_property
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
-from ...errors import DamagedError, HoldfastError, ReplacedError, UsageError
+from ...errors import DamagedError, HoldfastError, ReplacedError, TelemetryError, UsageError
 from ...planner.columns import Ints
 from ..format.manifest import Manifest, image_key
+from ..format.save_telemetry import SaveTelemetry, decode_telemetry, telemetry_key
 from ..format.tree import format_path
 from ..pipeline.flat_reader import FlatRanges, read_flat, read_ranges
 from ..pipeline.unpacking import image_driver
 from ..pipeline.verifier import VerifyReport, verify_images
 from ..protocol.current import is_current, read_manifest
+from ..protocol.telemetry import get_telemetry
 from ..runtime.buffers import memory_for
-from ..runtime.engine import check_may_wait, close_later, on_engine, run, start
+from ..runtime.engine import check_may_wait, close_later, offload, on_engine, run, start
 from ..runtime.progress import ProgressCallback, ProgressReporter
 from .foreign import explains
 
@@ -40,7 +42,15 @@ if TYPE_CHECKING:
     from ..state.targets import Wanted
     from .shares import Split
 
-__all__ = ["Checkpoint", "TensorInfo", "manifest_of", "open", "read_into", "read_wanted"]
+__all__ = [
+    "Checkpoint",
+    "TensorInfo",
+    "manifest_of",
+    "open",
+    "read_into",
+    "read_telemetry",
+    "read_wanted",
+]
 
 _BUDGET_NBYTES = 512 << 20
 
@@ -350,6 +360,11 @@ class Checkpoint:
                 "another save has replaced this checkpoint", uri=self.uri, advice="Open it again"
             ) from error
 
+    def telemetry(self) -> SaveTelemetry | None:
+        """Where the time of the save went, on every rank; None where nothing was recorded, or
+        stored. Raises TelemetryError where what is stored cannot be read; StorageError."""
+        return run(read_telemetry(self._driver, self.attempt))
+
     def verify(self, progress: ProgressCallback | None = None) -> VerifyReport:
         """Read every byte and check it against its checksum. Reports all damage; raises only what
         keeps it from looking.
@@ -367,6 +382,19 @@ class Checkpoint:
                 DamagedError(f"{len(report.damages)} damages", uri=self.uri)
             )
         return report
+
+
+async def read_telemetry(driver: Driver, attempt: str) -> SaveTelemetry | None:
+    """As :meth:`Checkpoint.telemetry`, of the attempt that is the checkpoint."""
+    data = await get_telemetry(driver, attempt)
+    if data is None:
+        return None
+    try:
+        return await offload(decode_telemetry, data)
+    except TelemetryError as error:
+        error.uri = driver.uri
+        error.key = telemetry_key(attempt)
+        raise
 
 
 def manifest_of(checkpoint: Checkpoint) -> Manifest:

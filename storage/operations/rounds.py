@@ -7,8 +7,8 @@ A save:
     holds       what each rank holds, where some go by another plan
     digests     digests of what is to be compared; the leader: the global plan
     begin       the leader alone: the attempt
-    written     the ranks of a host to the first of them: their fragments
-    commit      the first ranks of hosts, and the ranks of the leader's: their fragments
+    written     the ranks of a host to the first of them: their fragments, and what they recorded
+    commit      the first ranks of hosts, and the ranks of the leader's: the same
 
 A save whose ranks another library plans, without coordinating them:
 

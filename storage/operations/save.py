@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from ...core.aio import wait_out
+from ...core.aio import side_by_side, wait_out
 from ...core.lru import LruCache
 from ...core.spans import Where, span
 from ...drivers.contract import Driver
@@ -30,6 +30,7 @@ from ..format.lineage import ROOT
 from ..format.manifest import MANIFEST_KEY, Manifest, image_key
 from ..format.merge import merge
 from ..format.packed import Compression
+from ..format.save_telemetry import encode_record
 from ..format.tables import ImageTable
 from ..pipeline.capture import ChunkSource, TensorChunks
 from ..pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
@@ -38,6 +39,7 @@ from ..protocol.attempt import Attempt, check_marker, delete_attempt
 from ..protocol.collect import give_up, sweep
 from ..protocol.commit import begin, commit, settle
 from ..protocol.current import is_current
+from ..protocol.telemetry import put_telemetry
 from ..ranks.member import LEADER
 from ..ranks.messages import Nothing
 from ..ranks.team import Team
@@ -50,6 +52,7 @@ from .deadline import Deadline
 from .driver_progress import with_progress
 from .global_plan import Digest, GlobalPlan, GlobalPlans, agree
 from .rounds import BEGIN, Begun, FragmentCodec, commit_round
+from .telemetry import encoded_telemetry, rank_telemetry
 
 __all__ = ["SaveJob", "run_save", "written_fragment"]
 
@@ -90,6 +93,13 @@ class SaveJob:
     admit: Callable[[], Awaitable[str]] | None = None
     """Asked by the leader before anything is written: raises where the run may not be saved at this
     step; returns the branch that the manifest records."""
+
+    @property
+    def fenced_s(self) -> float:
+        """How long training has waited for a lazy capture."""
+        if self.lazy is None:
+            return 0.0
+        return self.lazy.waited_s
 
     def release_state(self) -> None:
         """Keep no reference to the state. Frames of a failed save may keep the job."""
@@ -144,7 +154,13 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
             # that is the error to raise.
             await check_marker(driver, Attempt(beginning.result()))
         raise
+    nbytes = 0
+    if len(written.digests):
+        nbytes = plan.layout.nbytes
+    leader.wrote = (nbytes, written.stored_nbytes)
     fragment = written_fragment(attempt, job, plan, written, team.rank)
+    if team.rank != LEADER:  # which reports once it has committed
+        fragment = replace(fragment, telemetry=_record(job, team.rank, leader.wrote))
     try:
         await _commit(team, fragment, global_plan, leader)
     except InvisibleFilesError:
@@ -156,11 +172,15 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
         if not may_be_committed or not await _is_committed(driver, attempt):
             raise
         _log.info("the job's store was gone before word of the commit: %s", error)
-    if len(written.digests):
-        nbytes = plan.layout.nbytes
-    else:
-        nbytes = 0
     return attempt.id, nbytes, written.stored_nbytes
+
+
+def _record(job: SaveJob, rank: int, wrote: tuple[int, int]) -> bytes:
+    """What this rank has recorded, for the telemetry of the save."""
+    record = rank_telemetry(rank, *wrote, job.fenced_s)
+    if record is None:
+        return b""
+    return encode_record(record)
 
 
 async def _planned(job: SaveJob, rank: int, agreed: Agreed | None) -> tuple[ImagePlan, ChunkSource]:
@@ -247,6 +267,12 @@ class _Leader:
         self._obsolete: Attempt | None = None
         self._uncommitted: Attempt | None = None
         """The attempt, as long as it certainly is not committed."""
+        self.wrote = (0, 0)
+        """The bytes of this rank's image, and of its file."""
+        self._head: tuple[str, int | None, float] = ("", None, 0.0)
+        self._world = 0
+        self._records = b""
+        """What the other ranks have recorded."""
         self._sweeping: asyncio.Future[None] | None = None
 
     async def begin_for(self, team: Team) -> str:
@@ -271,6 +297,9 @@ class _Leader:
         with span("merge"):
             manifest = await offload(_merged, fragments, self._job.compression)
         manifest = replace(manifest, branch=self._branch)
+        self._head = fragments[0].head
+        self._world = manifest.world
+        self._records = b"".join(fragment.telemetry for fragment in fragments)
         with span("manifest", Where(MANIFEST_KEY)):
             self._obsolete = await commit(self._driver, self._attempt, manifest, self._putting)
         return Nothing()
@@ -284,11 +313,26 @@ class _Leader:
         if self._attempt is None:
             return
         with span("settle"):
-            if self._sweeping is not None:
-                await asyncio.wait([self._sweeping])
-            await settle(self._driver, self._attempt)
-            if self._obsolete is not None:
-                await delete_attempt(self._driver, self._obsolete)
+            # Nothing waits for the telemetry, and it waits for nothing: it takes no time more.
+            await side_by_side(
+                self._end(self._attempt),
+                put_telemetry(self._driver, self._attempt.id, self._telemetry),
+            )
+
+    async def _end(self, attempt: Attempt) -> None:
+        """Settle the attempt, and delete the one that it has replaced."""
+        if self._sweeping is not None:
+            await asyncio.wait([self._sweeping])
+        await settle(self._driver, attempt)
+        if self._obsolete is not None:
+            await delete_attempt(self._driver, self._obsolete)
+
+    async def _telemetry(self) -> bytes | None:
+        """What was recorded of the save; None where nothing was."""
+        mine = rank_telemetry(LEADER, *self.wrote, self._job.fenced_s)
+        if mine is None:
+            return None
+        return await offload(encoded_telemetry, self._head, self._world, mine, self._records)
 
     async def give_up(self) -> None:
         """Delete the attempt if it is not committed. One that may be is left for later saves to

@@ -1,4 +1,5 @@
-"""What is recorded of a save or a load: its recorder, and its lines in the log."""
+"""What is recorded of a save or a load: its recorder, its lines in the log, and what is stored of
+it."""
 
 from __future__ import annotations
 
@@ -7,16 +8,19 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from ...core.spans import Recorder, StageReport, Summary
+from ...core.spans import Recorder, StageReport, Summary, current
 from ...errors import UsageError
+from ..format.save_telemetry import RankTelemetry, SaveTelemetry, encode_head, encode_record
 from .report import LoadReport, SaveReport
 
 __all__ = [
     "Telemetry",
     "check_telemetry",
+    "encoded_telemetry",
     "log_loaded",
     "log_safely",
     "log_saved",
+    "rank_telemetry",
     "recorder_of",
     "summary_of",
 ]
@@ -48,6 +52,38 @@ def summary_of(recorder: Recorder | None) -> Summary:
     if recorder is None:
         return Summary({}, (), 0.0, 0)
     return recorder.summary()
+
+
+def rank_telemetry(
+    rank: int, nbytes: int, stored_nbytes: int, fenced_s: float
+) -> RankTelemetry | None:
+    """What was recorded up to now of the save that runs here; None where nothing is recorded."""
+    recorder = current()
+    if recorder is None:
+        return None
+    summary = recorder.summary()
+    return RankTelemetry(
+        rank=rank,
+        nbytes=nbytes,
+        stored_nbytes=stored_nbytes,
+        elapsed_s=summary.elapsed_s,
+        fenced_s=fenced_s,
+        cpu_s=summary.cpu_s,
+        peak_nbytes=summary.peak_nbytes,
+        stages=summary.stages,
+        slowest=summary.slowest,
+    )
+
+
+def encoded_telemetry(
+    head: tuple[str, int | None, float], world: int, mine: RankTelemetry, others: bytes
+) -> bytes:
+    """What rank 0 stores. ``head``: attempt, step and time of the save; ``mine``: what rank 0 did;
+    ``others``: the records of the other ranks, as they were sent."""
+    attempt, step, created_s = head
+    arrivals = {name: stage.arrivals for name, stage in mine.stages.items() if stage.arrivals}
+    whole = SaveTelemetry(attempt, step, world, created_s, mine.elapsed_s, arrivals, {})
+    return encode_head(whole) + encode_record(mine) + others
 
 
 def log_saved(report: SaveReport, step: int | None) -> None:

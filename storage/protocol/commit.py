@@ -11,6 +11,8 @@ Keys below a checkpoint's root::
                             an image; or .safetensors.lz4
     data/<attempt>/fate     put once, exclusively: the commit record of the attempt's own leader, or
                             the abort record of a later save (:mod:`.records`)
+    data/<attempt>/telemetry.jsonl.gz
+                            where the save's time went; nothing depends on it (:mod:`.telemetry`)
     data/pruning            while the checkpoint is being deleted (:mod:`.prune_lock`)
 
 1. *begin*: every attempt that is not the current checkpoint is aborted by an abort record and
@@ -33,6 +35,8 @@ Keys below a checkpoint's root::
    put its manifest again. The attempt that the manifest named before is deleted too, if it was
    settled before step 6. Otherwise its leader may be putting its manifest once more, since an
    answer that was lost looks like a put that failed: that attempt is spared for a grace period.
+   Meanwhile the leader puts the telemetry. Nobody waits for it, and it is in the attempt's folder:
+   one that comes late, when the attempt is deleted, is collected as what a dead attempt left.
 
 An attempt that has a commit record and is not the checkpoint is between steps 4 and 6, or its
 leader died there, or it was replaced in step 6 of another. It is spared for a grace period by the

@@ -3,7 +3,7 @@ assignment changes them everywhere."""
 
 from __future__ import annotations
 
-__all__ = ["CLEAN_UP_S", "GRACE_S", "IDLE_S"]
+__all__ = ["CLEAN_UP_S", "GRACE_S", "IDLE_S", "TELEMETRY_S"]
 
 GRACE_S = 3600.0
 """An attempt with a commit record is spared for this long. Longer than any put of a manifest may
@@ -14,3 +14,5 @@ removing those of dead savers."""
 IDLE_S = 24 * 3600.0
 """An attempt without a new file for this long is dead, where the storage offers no better way to
 tell."""
+TELEMETRY_S = 10.0
+"""The most time that storing the telemetry of a save takes, beside the end of its attempt."""

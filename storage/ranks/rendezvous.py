@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from ...core.spans import waited_for
+from ...core.spans import arrived, waited_for
 from ...errors import RankFailedError, UsageError
 from .answer import Answer, Verdict
 from .calls import Call, OpenCall, RankStatus
@@ -82,6 +82,7 @@ class LeaderRendezvous:
         while missing := [rank for rank in range(self._member.world) if rank not in found]:
             taken, statuses = await self._member.call_store(self._look, missing)
             found |= taken
+            arrived(taken)
             if statuses:
                 await self._check(statuses, loop.time())
                 last, idle_s = self._watch.look(statuses, what, loop.time())

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, TypeVar, TypeVarTuple
 
-from ...core.spans import Span, span, waited_for
+from ...core.spans import Span, arrived, span, waited_for
 from ...errors import CoordinationError, RankFailedError
 from ..runtime.engine import offload
 from .answer import Answer, Verdict
@@ -338,6 +338,7 @@ class StoreTeam(Team):
         while missing := [rank for rank in ranks if rank not in found]:
             observed = await self._call_store(self._look, name, missing)
             found |= observed.values
+            arrived(observed.values)
             if len(found) < len(ranks):
                 self._check(observed, watch, what)
                 if observed.values:

@@ -20,7 +20,7 @@ __all__ = ["CLEAN", "check", "check_next_save", "files", "some"]
 
 CLEAN = [
     "data",
-    *(f"data/<attempt>{name}" for name in ("", "/0.safetensors", "/fate")),
+    *(f"data/<attempt>{name}" for name in ("", "/0.safetensors", "/fate", "/telemetry.jsonl.gz")),
     "manifest.safetensors",
 ]
 """What a checkpoint of one rank consists of."""

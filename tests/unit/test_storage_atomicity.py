@@ -72,7 +72,12 @@ def test_a_checkpoint_is_a_manifest_and_one_attempt(tmp_path: Path) -> None:
         report = holdfast.save(tmp_path, state)
         files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
         data = f"data/{report.attempt}"
-        assert files == {"manifest.safetensors", f"{data}/0.safetensors", f"{data}/fate"}
+        assert files == {
+            "manifest.safetensors",
+            f"{data}/0.safetensors",
+            f"{data}/fate",
+            f"{data}/telemetry.jsonl.gz",
+        }
         assert [p.name for p in (tmp_path / "data").iterdir()] == [report.attempt]
         assert difference(state, holdfast.load(tmp_path)) is None
 
@@ -84,6 +89,7 @@ def test_a_state_without_tensors_writes_no_image(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == [
         "fate",
         "manifest.safetensors",
+        "telemetry.jsonl.gz",
     ]
     assert difference({"step": 3, "empty": torch.zeros(0)}, holdfast.load(tmp_path)) is None
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from holdfast.core.spans import Recorder, recording
 from holdfast.errors import (
     CoordinationError,
     DamagedError,
@@ -151,7 +152,9 @@ class Crew:
             job = (odd_job if plan.odd else save_job)(
                 plan.state, team.rank, plan.world, self.world.schedule.chunks
             )
-            attempt, *_ = await run_save(driver, team, job)
+            clock = asyncio.get_running_loop().time
+            with recording(Recorder(team.rank, clock, clock)):
+                attempt, *_ = await run_save(driver, team, job)
         finally:
             await driver.close()
         self.checker.saved(plan, attempt, began_s)

@@ -1,0 +1,337 @@
+"""What is stored of where a save's time went: one small object beside the manifest.
+
+It is gzip of lines of JSON: a head, which the leader writes, and a record of each rank. Each line
+is a member of its own of the gzip file. So a rank sends its record as it is stored, within
+``RECORD_NBYTES_MAX``, and the leader joins what it has got without looking into it.
+``docs/reference/format.md`` documents the fields.
+
+Scope: bytes to dataclasses and back. Nothing depends on them: a checkpoint without this object, or
+with a damaged one, is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...core.decoded_json import Json, int_in, list_in, number_in, object_in, str_in
+from ...core.forks.cached import cached_property
+from ...core.histogram import BUCKETS, bucket_of
+from ...core.spans import SLOWEST, SlowOperation, StageReport
+from ...errors import TelemetryError
+
+__all__ = [
+    "RECORD_NBYTES_MAX",
+    "TELEMETRY_NBYTES_MAX",
+    "RankTelemetry",
+    "SaveTelemetry",
+    "decode_telemetry",
+    "encode_head",
+    "encode_record",
+    "telemetry_key",
+]
+
+RECORD_NBYTES_MAX = 900
+"""A record of a rank takes no more, compressed."""
+TELEMETRY_NBYTES_MAX = 256 << 20
+"""A reader refuses an object of more bytes, compressed or not."""
+
+_VERSION = 1
+_GZIP = 31
+"""The window of zlib, and the container of gzip."""
+_PIECE_NBYTES = 4 << 10
+"""So much is unpacked at a time: what is behind a member is copied."""
+_DIGITS = 4
+"""Of seconds, behind the point."""
+_SLOWEST_KEPT = (SLOWEST, 4, 0)
+"""So many of the slowest operations are stored, the most of which there is room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTelemetry:
+    """What one rank did in a save. Times are in seconds, from the call on that rank.
+
+    ``nbytes`` of its image, ``stored_nbytes`` of its file. ``elapsed_s``: from the call to the
+    moment at which the rank reported to the leader; on rank 0, to the commit. What follows is not
+    in the record. The other fields are those of :class:`~holdfast.SaveReport`."""
+
+    rank: int
+    nbytes: int
+    stored_nbytes: int
+    elapsed_s: float
+    fenced_s: float
+    cpu_s: float
+    peak_nbytes: int
+    stages: Mapping[str, StageReport]
+    slowest: tuple[SlowOperation, ...] = ()
+
+
+@dataclass(frozen=True)
+class SaveTelemetry:
+    """What was recorded of the save of a checkpoint.
+
+    ``attempt``: of the save, also in a copy. ``created_s``: seconds since the epoch. ``seconds``:
+    from the call on rank 0 to the commit. ``arrivals``: for each round in which rank 0 gathered
+    messages, who sent them, and when they were found, in seconds from the call on rank 0 and in
+    that order. ``ranks``: by rank, ascending; ranks that recorded nothing are missing."""
+
+    attempt: str
+    step: int | None
+    world: int
+    created_s: float
+    seconds: float
+    arrivals: Mapping[str, Sequence[tuple[int, float]]]
+    ranks: Mapping[int, RankTelemetry]
+
+    @property
+    def slowest(self) -> tuple[SlowOperation, ...]:
+        """The slowest operations of all ranks, the slowest first."""
+        found = [slow for record in self.ranks.values() for slow in record.slowest]
+        return tuple(sorted(found, key=lambda slow: -slow.seconds)[:SLOWEST])
+
+    @cached_property
+    def called_s(self) -> Mapping[int, float]:
+        """By rank, how much later than the earliest rank it began the save.
+
+        All ranks learn the verdict of a round at about the same time, so a rank for which that is
+        sooner after its call has called later. A rank without such a round counts as the earliest.
+        """
+        ended = {rank: _first_verdict_s(record) for rank, record in self.ranks.items()}
+        latest = max((at_s for at_s in ended.values() if at_s is not None), default=0.0)
+        return {rank: 0.0 if at_s is None else latest - at_s for rank, at_s in ended.items()}
+
+
+def _first_verdict_s(record: RankTelemetry) -> float | None:
+    stage = record.stages.get("round agree")
+    if stage is None:
+        return None
+    return stage.last_s
+
+
+def telemetry_key(attempt: str) -> str:
+    """The key of the telemetry of an attempt. It goes where the attempt goes."""
+    return f"data/{attempt}/telemetry.jsonl.gz"
+
+
+def encode_record(record: RankTelemetry) -> bytes:
+    """The line of one rank, of ``RECORD_NBYTES_MAX`` at most: what does not fit is left out, first
+    the fastest of the slowest operations, then histograms, then stages from the shortest on."""
+    for kept in _SLOWEST_KEPT:
+        data = _record_line(replace(record, slowest=record.slowest[:kept]))
+        if len(data) <= RECORD_NBYTES_MAX:
+            return data
+    bare = {name: replace(stage, histogram=()) for name, stage in record.stages.items()}
+    record = replace(record, stages=bare, slowest=())
+    while len(data := _record_line(record)) > RECORD_NBYTES_MAX:
+        by_length = sorted(record.stages, key=lambda name: record.stages[name].busy_s)
+        left_out = set(by_length[: 1 + len(by_length) // 4])
+        fewer = {n: stage for n, stage in record.stages.items() if n not in left_out}
+        record = replace(record, stages=fewer)
+    return data
+
+
+def encode_head(telemetry: SaveTelemetry) -> bytes:
+    """The first line: everything but the records of ranks."""
+    return _line(
+        {
+            "version": _VERSION,
+            "attempt": telemetry.attempt,
+            "step": telemetry.step,
+            "world": telemetry.world,
+            "created_s": telemetry.created_s,
+            "seconds": round(telemetry.seconds, _DIGITS),
+            "arrivals": {
+                name: [[rank, round(at_s, _DIGITS)] for rank, at_s in arrived]
+                for name, arrived in telemetry.arrivals.items()
+            },
+        }
+    )
+
+
+def decode_telemetry(data: bytes) -> SaveTelemetry:
+    """What the object holds: a head, and the records behind it. Raises TelemetryError for anything
+    else."""
+    try:
+        head, *records = [_object(line) for line in _unpacked(data).splitlines()]
+        ranks = [_record(record) for record in records]
+        return _telemetry(head, sorted(ranks, key=lambda record: record.rank))
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError, zlib.error) as error:
+        raise TelemetryError(
+            f"what was recorded of this save cannot be read: {error!r}",
+            advice="The checkpoint itself does not depend on it; `holdfast verify` checks that.",
+        ) from error
+
+
+def _line(fields: Mapping[str, object]) -> bytes:
+    text = json.dumps(fields, separators=(",", ":")) + "\n"
+    packer = zlib.compressobj(wbits=_GZIP)
+    return packer.compress(text.encode()) + packer.flush()
+
+
+def _record_line(record: RankTelemetry) -> bytes:
+    return _line(
+        {
+            "rank": record.rank,
+            "nbytes": record.nbytes,
+            "stored_nbytes": record.stored_nbytes,
+            "elapsed_s": round(record.elapsed_s, _DIGITS),
+            "fenced_s": round(record.fenced_s, _DIGITS),
+            "cpu_s": round(record.cpu_s, _DIGITS),
+            "peak_nbytes": record.peak_nbytes,
+            "stages": [_stage_row(name, stage) for name, stage in record.stages.items()],
+            "slowest": [_slow_row(slow) for slow in record.slowest],
+        }
+    )
+
+
+def _stage_row(name: str, stage: StageReport) -> list[object]:
+    row: list[object] = [name, stage.count, stage.nbytes]
+    times_s = (stage.first_s, stage.last_s, stage.busy_s, stage.seconds)
+    row += [round(time_s, _DIGITS) for time_s in times_s]
+    row.append(_trimmed(stage))
+    row += [stage.queued_max, stage.retries, stage.hedges, stage.last_rank]
+    for default in (None, 0, 0, 0, []):
+        if row[-1] != default:
+            break
+        row.pop()
+    return row
+
+
+def _trimmed(stage: StageReport) -> list[int]:
+    """The first bucket of the histogram that counts anything, and the counts from there on. Of a
+    single operation nothing is stored: its duration says it."""
+    counted = [i for i, count in enumerate(stage.histogram) if count]
+    if not counted or stage.count == 1:
+        return []
+    first = counted[0]
+    return [first, *stage.histogram[first : counted[-1] + 1]]
+
+
+def _slow_row(slow: SlowOperation) -> list[object]:
+    times_s = [round(slow.began_s, _DIGITS), round(slow.seconds, _DIGITS)]
+    return [slow.stage, slow.key, slow.offset, slow.nbytes, *times_s]
+
+
+def _unpacked(data: bytes) -> bytes:
+    """All members of the gzip file, within ``TELEMETRY_NBYTES_MAX``."""
+    return b"".join(_members(data))
+
+
+def _members(data: bytes) -> Iterator[bytes]:
+    view = memoryview(data)
+    position = 0
+    room = TELEMETRY_NBYTES_MAX
+    while position < len(view):
+        unpacker = zlib.decompressobj(wbits=_GZIP)
+        while not unpacker.eof:
+            piece = view[position : position + _PIECE_NBYTES]
+            if not piece:
+                raise ValueError("it is cut short")
+            text = unpacker.decompress(piece, room)
+            room -= len(text)
+            if room <= 0:
+                raise ValueError("it is too large")
+            position += len(piece) - len(unpacker.unused_data)
+            yield text
+
+
+def _object(line: bytes) -> dict[str, Json]:
+    return object_in(json.loads(line), "a line")
+
+
+def _time_in(value: Json, what: str) -> float:
+    seconds = number_in(value, what)
+    if not math.isfinite(seconds):
+        raise ValueError(f"{what} is no time")
+    return seconds
+
+
+def _telemetry(head: Mapping[str, Json], records: Sequence[RankTelemetry]) -> SaveTelemetry:
+    version = int_in(head["version"], "version")
+    if version != _VERSION:
+        raise ValueError(f"its version is {version}, which this release does not know")
+    step = head["step"]
+    return SaveTelemetry(
+        attempt=str_in(head["attempt"], "attempt"),
+        step=None if step is None else int_in(step, "step"),
+        world=int_in(head["world"], "world"),
+        created_s=_time_in(head["created_s"], "created_s"),
+        seconds=_time_in(head["seconds"], "seconds"),
+        arrivals={
+            name: tuple(_arrival(row) for row in list_in(rows, "arrivals"))
+            for name, rows in object_in(head["arrivals"], "arrivals").items()
+        },
+        ranks={record.rank: record for record in records},
+    )
+
+
+def _arrival(row: Json) -> tuple[int, float]:
+    rank, at_s = list_in(row, "an arrival")
+    return int_in(rank, "a rank"), _time_in(at_s, "a time")
+
+
+def _record(record: Mapping[str, Json]) -> RankTelemetry:
+    rank = int_in(record["rank"], "rank")
+    stages = [_stage(list_in(row, "a stage")) for row in list_in(record["stages"], "stages")]
+    slowest = [_slow(list_in(row, "a request"), rank) for row in list_in(record["slowest"], "slow")]
+    return RankTelemetry(
+        rank=rank,
+        nbytes=int_in(record["nbytes"], "nbytes"),
+        stored_nbytes=int_in(record["stored_nbytes"], "stored_nbytes"),
+        elapsed_s=_time_in(record["elapsed_s"], "elapsed_s"),
+        fenced_s=_time_in(record["fenced_s"], "fenced_s"),
+        cpu_s=_time_in(record["cpu_s"], "cpu_s"),
+        peak_nbytes=int_in(record["peak_nbytes"], "peak_nbytes"),
+        stages=dict(stages),
+        slowest=tuple(slowest),
+    )
+
+
+def _stage(row: Sequence[Json]) -> tuple[str, StageReport]:
+    name, count, nbytes, first_s, last_s, busy_s, seconds, *rest = row
+    histogram, queued_max, retries, hedges, last_rank = [*rest, *([], 0, 0, 0, None)[len(rest) :]]
+    stage = StageReport(
+        count=int_in(count, "count"),
+        nbytes=int_in(nbytes, "nbytes"),
+        seconds=_time_in(seconds, "seconds"),
+        busy_s=_time_in(busy_s, "busy_s"),
+        first_s=_time_in(first_s, "first_s"),
+        last_s=_time_in(last_s, "last_s"),
+        queued_max=int_in(queued_max, "queued_max"),
+        retries=int_in(retries, "retries"),
+        hedges=int_in(hedges, "hedges"),
+        last_rank=None if last_rank is None else int_in(last_rank, "last_rank"),
+    )
+    counts = [int_in(count, "histogram") for count in list_in(histogram, "histogram")]
+    return str_in(name, "a stage"), replace(stage, histogram=_whole_histogram(stage, counts))
+
+
+def _whole_histogram(stage: StageReport, counts: Sequence[int]) -> tuple[int, ...]:
+    """The inverse of :func:`_trimmed`; empty where the histogram was left out."""
+    whole = [0] * BUCKETS
+    if stage.count == 1:
+        whole[bucket_of(stage.seconds)] = 1
+    elif counts:
+        first, *others = counts
+        if not 0 <= first <= BUCKETS - len(others):
+            raise ValueError("a histogram has too many buckets")
+        whole[first : first + len(others)] = others
+    else:
+        return ()
+    return tuple(whole)
+
+
+def _slow(row: Sequence[Json], rank: int) -> SlowOperation:
+    stage, key, offset, nbytes, began_s, seconds = row
+    return SlowOperation(
+        stage=str_in(stage, "stage"),
+        key=str_in(key, "key"),
+        offset=int_in(offset, "offset"),
+        nbytes=int_in(nbytes, "nbytes"),
+        rank=rank,
+        began_s=_time_in(began_s, "began_s"),
+        seconds=_time_in(seconds, "seconds"),
+    )

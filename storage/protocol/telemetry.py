@@ -1,0 +1,49 @@
+"""The telemetry of a save in storage: put beside the end of the attempt, once it is committed.
+
+Nothing depends on it. It lies in the attempt's folder, so whoever deletes the attempt deletes it,
+and one that was put too late is collected like any file of a dead attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from ...drivers.contract import Driver
+from ...errors import NotFoundError, TelemetryError
+from ..format.save_telemetry import TELEMETRY_NBYTES_MAX, telemetry_key
+from . import limits
+
+__all__ = ["get_telemetry", "put_telemetry"]
+
+_log = logging.getLogger(__name__)
+
+
+async def put_telemetry(
+    driver: Driver, attempt: str, make: Callable[[], Awaitable[bytes | None]]
+) -> None:
+    """Put what ``make`` returns, if anything, as the telemetry of ``attempt``, which is committed.
+    Takes a limited time, and raises nothing: whatever goes wrong is logged."""
+    try:
+        async with asyncio.timeout(limits.TELEMETRY_S):
+            data = await make()
+            if data is not None:
+                await driver.put(telemetry_key(attempt), data)
+    except Exception as error:
+        _log.warning("the telemetry of a save to %s is not stored: %r", driver.uri, error)
+
+
+async def get_telemetry(driver: Driver, attempt: str) -> bytes | None:
+    """The telemetry of ``attempt``; None where there is none. Raises TelemetryError for what is too
+    large to be one; StorageError."""
+    key = telemetry_key(attempt)
+    try:
+        nbytes = (await driver.stat(key)).nbytes
+        if nbytes > TELEMETRY_NBYTES_MAX:
+            raise TelemetryError(
+                f"what was recorded of this save has {nbytes:,} bytes", uri=driver.uri, key=key
+            )
+        return await driver.get(key)
+    except NotFoundError:
+        return None

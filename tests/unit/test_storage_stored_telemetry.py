@@ -1,0 +1,382 @@
+"""What is stored beside a checkpoint of where its save's time went: of every rank, within its
+bounds, and of no consequence for the checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import itertools
+import json
+import logging
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.drivers import HookedDriver
+from support.simulation.turns import run_inline
+
+import holdfast
+from holdfast.core.histogram import BUCKETS
+from holdfast.core.spans import Recorder, SlowOperation, StageReport, recording
+from holdfast.drivers.contract import Driver
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.errors import NotFoundError, TelemetryError
+from holdfast.storage.format.save_telemetry import (
+    RECORD_NBYTES_MAX,
+    RankTelemetry,
+    SaveTelemetry,
+    decode_telemetry,
+    encode_head,
+    encode_record,
+    telemetry_key,
+)
+from holdfast.storage.operations.reader import read_telemetry
+from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.protocol import limits
+from holdfast.storage.ranks.store_team import StoreTeam
+from holdfast.storage.ranks.team import Solo, Team
+from holdfast.storage.runtime.engine import run, start
+from holdfast.storage.state.flatten import flatten
+
+_numbers = itertools.count()
+
+NBYTES = 3 << 24
+STATE = {"w": torch.arange(9.0), "step": 7}
+
+
+@pytest.fixture
+def uri() -> str:
+    """Nothing is there yet."""
+    return f"memory://stored-telemetry-{next(_numbers)}"
+
+
+def telemetry_of(uri: str | Path) -> SaveTelemetry | None:
+    """What is stored of the save of a checkpoint."""
+    with holdfast.open(uri) as checkpoint:
+        return checkpoint.telemetry()
+
+
+def found(uri: str | Path) -> SaveTelemetry:
+    """The same, where something is."""
+    telemetry = telemetry_of(uri)
+    assert telemetry is not None
+    return telemetry
+
+
+async def recorded_save(driver: Driver, team: Team | None = None, state: Any = None) -> str:
+    """A save that is recorded; its attempt."""
+    team = team or Solo()
+    with recording(Recorder(team.rank)):
+        flat = flatten(state or STATE)
+        attempt, *_ = await run_save(driver, team, SaveJob(flat, 7, 64 << 20))
+    return attempt
+
+
+def saved_by_ranks(world: int, late: int) -> SaveTelemetry:
+    """What is stored of a save of so many ranks, one of which calls it later."""
+    store = dist.HashStore()
+    place = f"ranks-{next(_numbers)}"
+
+    async def rank(number: int) -> None:
+        if number == late:
+            await asyncio.sleep(0.5)
+        team = StoreTeam(store, number, world, "stored", 20.0)
+        await recorded_save(MemoryDriver(place), team, {"own": torch.full((9,), float(number))})
+
+    async def ranks() -> None:
+        await asyncio.gather(*map(rank, range(world)))
+
+    start(ranks()).result(60)
+    return found(f"memory://{place}")
+
+
+def test_a_checkpoint_says_where_the_time_of_its_save_went(uri: str) -> None:
+    """What the report of the save says, but for what came after the commit."""
+    state = {"a": torch.zeros(NBYTES, dtype=torch.uint8), "step": 7}
+    report = holdfast.save(uri, state)
+    telemetry = found(uri)
+    assert (telemetry.attempt, telemetry.step, telemetry.world) == (report.attempt, 7, 1)
+    assert 0 < telemetry.seconds <= report.durable_s
+    (record,) = telemetry.ranks.values()
+    assert (record.rank, record.nbytes) == (0, report.nbytes)
+    assert record.peak_nbytes == report.peak_nbytes
+    assert set(record.stages) == set(report.stages) - {"settle"}
+    for name, stage in record.stages.items():
+        reported = report.stages[name]
+        assert (stage.count, stage.nbytes) == (reported.count, reported.nbytes)
+        assert stage.busy_s == pytest.approx(reported.busy_s, abs=1e-4)
+        assert stage.last_s == pytest.approx(reported.last_s, abs=1e-4)
+    assert record.stages["write"].histogram == report.stages["write"].histogram
+    assert {slow.key for slow in telemetry.slowest} == {slow.key for slow in report.slowest}
+
+
+def test_every_rank_is_in_it() -> None:
+    """With what it did up to its report; rank 0 adds the commit, and when the others came."""
+    telemetry = saved_by_ranks(4, late=2)
+    assert list(telemetry.ranks) == [0, 1, 2, 3]
+    assert {"merge", "manifest", "round commit"} <= set(telemetry.ranks[0].stages)
+    for rank in (1, 2, 3):
+        assert {"capture", "write", "round begin"} <= set(telemetry.ranks[rank].stages)
+    for arrived in telemetry.arrivals.values():
+        assert [at_s for _, at_s in arrived] == sorted(at_s for _, at_s in arrived)
+    assert sorted(rank for rank, _ in telemetry.arrivals["round agree"]) == [1, 2, 3]
+    assert telemetry.arrivals["round agree"][-1][0] == 2
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_by_how_much_a_rank_called_late_is_known_without_a_common_clock(late: int) -> None:
+    """Also where it is rank 0, for which all others have waited."""
+    called_s = saved_by_ranks(3, late).called_s
+    assert 0.35 < called_s[late] < 5
+    assert all(called_s[rank] < 0.2 for rank in called_s if rank != late)
+
+
+def test_nothing_is_stored_where_nothing_is_recorded(uri: str) -> None:
+    """A save with telemetry off leaves no object, and a reader finds none."""
+    report = holdfast.save(uri, STATE, telemetry="off")
+    assert telemetry_of(uri) is None
+    with pytest.raises(NotFoundError):
+        run(MemoryDriver(uri.removeprefix("memory://")).stat(telemetry_key(report.attempt)))
+
+
+def test_a_later_save_and_a_removal_take_it_away(tmp_path: Path) -> None:
+    """It lies with the data of its attempt."""
+    for _ in range(2):
+        report = holdfast.save(tmp_path / "c", STATE)
+        (path,) = tmp_path.rglob("telemetry*")
+        assert path.parent.name == report.attempt
+    holdfast.save(tmp_path / "d", {**STATE, "step": 8})
+    report_of_prune = holdfast.prune(tmp_path, keep_last=1)
+    assert report_of_prune.checkpoints == ()  # each has a folder of its own
+    holdfast.save(tmp_path / "run/1", STATE)
+    holdfast.save(tmp_path / "run/2", {**STATE, "step": 8})
+    pruned = holdfast.prune(tmp_path / "run", keep_last=1)
+    assert [c.path for c in pruned.checkpoints] == ["1"]
+    assert not (tmp_path / "run/1").exists()
+
+
+def test_one_that_comes_late_is_collected() -> None:
+    """A put that the storage carries out when the attempt is gone leaves what looks like a dead
+    attempt: the next save deletes it."""
+    driver = MemoryDriver(f"late-{next(_numbers)}")
+    late = telemetry_key("20200101T000000-00000000")
+    run(driver.put(late, b"late"))
+    run(recorded_save(driver))
+    with pytest.raises(NotFoundError):
+        run(driver.stat(late))
+
+
+def test_a_copy_has_it_too(tmp_path: Path) -> None:
+    """As it is, also where it cannot be read; where there is none, the copy has none."""
+    holdfast.save(tmp_path / "a", STATE)
+    holdfast.copy(tmp_path / "a", tmp_path / "b")
+    assert found(tmp_path / "b") == found(tmp_path / "a")
+    (path,) = (tmp_path / "a").rglob("telemetry*")
+    path.write_bytes(b"foreign")
+    assert holdfast.copy(tmp_path / "a", tmp_path / "c").ok
+    path.unlink()
+    assert holdfast.copy(tmp_path / "a", tmp_path / "d").ok
+    assert telemetry_of(tmp_path / "d") is None
+
+
+def put_failing(failure: Callable[[], Any]) -> Callable[[str, str], Any]:
+    """A hook that lets puts of telemetry fail, and nothing else."""
+
+    async def before(operation: str, key: str) -> None:
+        if operation == "put" and "telemetry" in key:
+            await failure()
+
+    return before
+
+
+async def refused() -> None:
+    """The storage has no room."""
+    raise holdfast.FullError("injected")
+
+
+async def faulty() -> None:
+    """A fault of a driver."""
+    raise ZeroDivisionError
+
+
+async def silent() -> None:
+    """The storage does not answer."""
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("failure", [refused, faulty, silent])
+def test_a_save_does_not_fail_for_it(
+    failure: Callable[[], Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the storage says to it, or if it says nothing: the save is committed and settled in
+    a limited time, and a warning is logged."""
+    monkeypatch.setattr(limits, "TELEMETRY_S", 0.2)
+    driver = MemoryDriver(f"failing-{next(_numbers)}")
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        attempt = run(recorded_save(HookedDriver(driver, before=put_failing(failure))))
+    assert "is not stored" in caplog.text
+    assert run(read_telemetry(driver, attempt)) is None
+    with pytest.raises(NotFoundError):
+        run(driver.stat(f"data/{attempt}/attempt.json"))
+
+
+def test_it_takes_no_round_trip_of_its_own() -> None:
+    """Where each operation of the storage takes a second, a save that is recorded takes as long as
+    one that is not."""
+
+    async def trip(operation: str, key: str) -> None:
+        await asyncio.sleep(1.0)
+
+    async def seconds(recorder: Recorder | None) -> float:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        with recording(recorder):
+            driver = HookedDriver(MemoryDriver(f"trips-{next(_numbers)}"), before=trip)
+            await run_save(driver, Solo(), SaveJob(flatten(STATE), 7, 64 << 20))
+        return loop.time() - began_s
+
+    assert run_inline(seconds(Recorder())) == run_inline(seconds(None))
+
+
+HEAD: dict[str, Any] = {
+    "version": 1,
+    "attempt": "20310203T040506-8e8a630f",
+    "step": 1,
+    "world": 1,
+    "created_s": 1.0,
+    "seconds": 2.0,
+    "arrivals": {},
+}
+
+
+def packed(*lines: dict[str, Any]) -> bytes:
+    """The object with these lines."""
+    return b"".join(gzip.compress(json.dumps(line).encode() + b"\n") for line in lines)
+
+
+DAMAGED = [
+    b"",
+    b"foreign",
+    packed(HEAD)[:-3],
+    packed({**HEAD, "version": 2}),
+    packed({**HEAD, "seconds": "2"}),
+    packed({**HEAD, "created_s": float("inf")}),
+    packed(HEAD, {"rank": 0}),
+    packed({name: value for name, value in HEAD.items() if name != "arrivals"}),
+    gzip.compress(b"[" * 100_000),
+    gzip.compress(bytes(300 << 20), 1),
+]
+
+
+@pytest.mark.parametrize("data", DAMAGED, ids=range(len(DAMAGED)))
+def test_what_is_damaged_harms_nobody_else(tmp_path: Path, data: bytes) -> None:
+    """It is an error of who reads it, which names the file; the checkpoint is whole."""
+    uri = tmp_path / "c"
+    holdfast.save(uri, STATE)
+    (path,) = uri.rglob("telemetry*")
+    path.write_bytes(data)
+    with holdfast.open(uri) as checkpoint:
+        with pytest.raises(TelemetryError, match="cannot be read") as caught:
+            checkpoint.telemetry()
+        assert checkpoint.verify().ok
+    assert caught.value.key == telemetry_key(checkpoint.attempt)
+    assert not isinstance(caught.value, holdfast.CheckpointError)
+    assert torch.equal(holdfast.load(uri)["w"], STATE["w"])
+    assert [c.problem or c.damage for c in holdfast.list_checkpoints(tmp_path)] == [None]
+
+
+def test_flipped_bits_are_noticed_or_read_as_telemetry() -> None:
+    """Any byte of the object: an error of ours, never another one."""
+    data = packed(HEAD) + encode_record(busy_record(0, 9))
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 0x10
+        try:
+            decode_telemetry(bytes(damaged))
+        except TelemetryError:
+            pass
+
+
+def busy_record(rank: int, seed: int) -> RankTelemetry:
+    """What a rank records in a save of some 9 GB in which every stage and round occurs, with times
+    in which nothing repeats."""
+    random_ = random.Random(seed)
+    names = ["flatten", "wait", "plan", "begin", "capture", "device_copy", "hash", "pack"]
+    names += ["open", "write", "upload_commit", "merge", "manifest"]
+    names += [f"round {name}" for name in ("agree", "holds", "digests", "begin", "written")]
+    stages = {}
+    for name in names:
+        chunks = 560 if name in ("capture", "device_copy", "hash", "pack", "write") else 1
+        histogram = [0] * BUCKETS
+        for _ in range(chunks):
+            histogram[min(BUCKETS - 1, int(random_.gauss(17, 1.5)))] += 1
+        times_s = sorted(random_.uniform(0, 30) for _ in range(3))
+        stages[name] = StageReport(
+            count=chunks,
+            nbytes=chunks * (1 << 24) if chunks > 1 else 0,
+            seconds=random_.uniform(30, 300),
+            busy_s=times_s[1] - times_s[0],
+            first_s=times_s[0],
+            last_s=times_s[2],
+            queued_max=random_.randrange(60) if chunks > 1 else 0,
+            retries=random_.randrange(3) if name == "write" else 0,
+            last_rank=random_.randrange(1024) if name.startswith("round") else None,
+            histogram=tuple(histogram),
+        )
+    key = f"data/{HEAD['attempt']}/{rank}.safetensors"
+    slowest = tuple(
+        SlowOperation(
+            "write", key, random_.randrange(560) << 24, 1 << 24, rank, random_.uniform(0, 30), 1.5
+        )
+        for _ in range(16)
+    )
+    nbytes = 560 << 24
+    return RankTelemetry(rank, nbytes, nbytes, 31.2345, 0.0123, 45.678, 1 << 30, stages, slowest)
+
+
+def whole_telemetry(records: Sequence[RankTelemetry]) -> bytes:
+    """The object of a job of these ranks."""
+    arrivals = {
+        f"round {name}": tuple(
+            (record.rank, random.Random(record.rank).uniform(0, 30)) for record in records[1:]
+        )
+        for name in ("agree", "holds", "digests", "commit")
+    }
+    head = SaveTelemetry(HEAD["attempt"], 500, len(records), 1.9e9, 31.5, arrivals, {})
+    return encode_head(head) + b"".join(map(encode_record, records))
+
+
+@pytest.mark.parametrize("world", [1, 4, 1024])
+def test_it_takes_at_most_a_kilobyte_a_rank(world: int) -> None:
+    """Beyond a head of a kilobyte, in a save in which every stage occurs."""
+    records = [busy_record(rank, rank) for rank in range(world)]
+    assert all(len(encode_record(record)) <= RECORD_NBYTES_MAX for record in records)
+    data = whole_telemetry(records)
+    assert len(data) <= 1000 * (world + 1)
+    assert list(decode_telemetry(data).ranks) == list(range(world))
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    """However many stages a rank has: its record stays within the bound, and has the longest."""
+    record = busy_record(0, 1)
+    many = {f"{name} {n}": stage for n in range(50) for name, stage in record.stages.items()}
+    data = encode_record(replace(record, stages=many))
+    assert len(data) <= RECORD_NBYTES_MAX
+    (kept,) = decode_telemetry(packed(HEAD) + data).ranks.values()
+    longest = max(many, key=lambda name: many[name].busy_s)
+    assert longest in kept.stages
+
+
+def test_a_record_is_lines_of_json_in_gzip() -> None:
+    """Any reader of gzip and JSON reads it."""
+    data = whole_telemetry([busy_record(rank, rank) for rank in range(3)])
+    head, *records = [json.loads(line) for line in gzip.decompress(data).splitlines()]
+    assert (head["version"], head["world"]) == (1, 3)
+    assert [record["rank"] for record in records] == [0, 1, 2]
+    assert zlib.decompressobj(wbits=31).decompress(data).startswith(b'{"version":1,')
