@@ -37,6 +37,7 @@ __all__ = [
     "arrived",
     "count_hedge",
     "count_retry",
+    "count_throttled",
     "counting",
     "current",
     "recording",
@@ -74,8 +75,9 @@ class StageReport:
     first, to ``last_s``, the end of the last. ``queued_max``: how many waited at most for others to
     end. ``retries`` and ``hedges``: requests that were made again. ``last_rank``: in a round, the
     rank that was waited for last. ``histogram[i]``: how many took up to ``2**i`` microseconds (of
-    2⁻²⁰ s each). ``arrivals``: in a round, on the rank that gathers messages, who sent them, and
-    when they were found, in that order."""
+    2⁻²⁰ s each). ``throttled_s``: how long requests were held back, together, by
+    ``max_bytes_per_s``, or since the storage asked to be left alone. ``arrivals``: in a round, on
+    the rank that gathers messages, who sent them, and when they were found, in that order."""
 
     count: int
     nbytes: int
@@ -89,6 +91,7 @@ class StageReport:
     last_rank: int | None = None
     histogram: tuple[int, ...] = ()
     arrivals: tuple[tuple[int, float], ...] = ()
+    throttled_s: float = 0.0
 
     def quantile_s(self, part: float) -> float:
         """So long took ``part`` (0 to 1) of its operations, or less: at most twice too much."""
@@ -142,6 +145,7 @@ class _Stage:
     last_rank: int | None = None
     histogram: list[int] = field(default_factory=lambda: [0] * BUCKETS)
     arrivals: list[tuple[int, float]] = field(default_factory=list)
+    throttled_s: float = 0.0
 
     def begin(self, now_s: float, queued: int) -> None:
         if not self.running:
@@ -173,6 +177,7 @@ class _Stage:
             last_rank=self.last_rank,
             histogram=tuple(self.histogram),
             arrivals=tuple(self.arrivals),
+            throttled_s=self.throttled_s,
         )
 
 
@@ -317,6 +322,13 @@ def count_hedge() -> None:
     stage = _current_stage.get()
     if stage is not None:
         stage.hedges += 1
+
+
+def count_throttled(seconds: float) -> None:
+    """A request of the operation that is under way here is held back for so long."""
+    stage = _current_stage.get()
+    if stage is not None:
+        stage.throttled_s += seconds
 
 
 def waited_for(rank: int) -> None:

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from ...core.spans import count_retry
+from ...core.spans import count_retry, count_throttled
 from ...errors import BusyError, ExistsError, HoldfastError, NotFoundError, StorageDownError
 from ..contract import Driver, ObjectInfo
 from .layer import Layer, Operation, end, next_batch
@@ -185,6 +185,8 @@ class RetryLayer(Layer):
             last,
         )
         count_retry()
+        if isinstance(last, BusyError):
+            count_throttled(wait_s)
         await asyncio.sleep(wait_s)
 
     async def _is_ours(self, key: str, data: bytes) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from ...core.forks.renewal import in_child, new_lock
+from ...core.spans import count_throttled
 from ..contract import Driver
 from .layer import Layer, Operation
 from .turn import waiting_for_a_turn
@@ -71,6 +72,7 @@ class ThrottleLayer(Layer):
         wait_s = self._bucket.take(nbytes, asyncio.get_running_loop().time())
         if wait_s == 0:
             return
+        count_throttled(wait_s)
         try:
             with waiting_for_a_turn():
                 await asyncio.sleep(wait_s)

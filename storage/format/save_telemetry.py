@@ -46,6 +46,10 @@ _PIECE_NBYTES = 4 << 10
 """So much is unpacked at a time: what is behind a member is copied."""
 _DIGITS = 4
 """Of seconds, behind the point."""
+_DEFAULTS: tuple[Json, ...] = ([], 0, 0, 0, None, 0.0)
+"""The last columns of the row of a stage, where they are left out."""
+_COLUMNS_MIN = 7
+"""How many there are before those."""
 _SLOWEST_KEPT = (SLOWEST, 4, 0)
 """So many of the slowest operations are stored, the most of which there is room for."""
 
@@ -193,9 +197,8 @@ def _stage_row(name: str, stage: StageReport) -> list[object]:
     row += [round(time_s, _DIGITS) for time_s in times_s]
     row.append(_trimmed(stage))
     row += [stage.queued_max, stage.retries, stage.hedges, stage.last_rank]
-    for default in (None, 0, 0, 0, []):
-        if row[-1] != default:
-            break
+    row.append(round(stage.throttled_s, _DIGITS))
+    while len(row) > _COLUMNS_MIN and row[-1] == _DEFAULTS[len(row) - _COLUMNS_MIN - 1]:
         row.pop()
     return row
 
@@ -291,8 +294,9 @@ def _record(record: Mapping[str, Json]) -> RankTelemetry:
 
 
 def _stage(row: Sequence[Json]) -> tuple[str, StageReport]:
-    name, count, nbytes, first_s, last_s, busy_s, seconds, *rest = row
-    histogram, queued_max, retries, hedges, last_rank = [*rest, *([], 0, 0, 0, None)[len(rest) :]]
+    whole = [*row, *_DEFAULTS[max(0, len(row) - _COLUMNS_MIN) :]]
+    name, count, nbytes, first_s, last_s, busy_s, seconds, *others = whole
+    histogram, queued_max, retries, hedges, last_rank, throttled_s = others
     stage = StageReport(
         count=int_in(count, "count"),
         nbytes=int_in(nbytes, "nbytes"),
@@ -304,6 +308,7 @@ def _stage(row: Sequence[Json]) -> tuple[str, StageReport]:
         retries=int_in(retries, "retries"),
         hedges=int_in(hedges, "hedges"),
         last_rank=None if last_rank is None else int_in(last_rank, "last_rank"),
+        throttled_s=_time_in(throttled_s, "throttled_s"),
     )
     counts = [int_in(count, "histogram") for count in list_in(histogram, "histogram")]
     return str_in(name, "a stage"), replace(stage, histogram=_whole_histogram(stage, counts))

@@ -205,6 +205,24 @@ def test_requests_made_again_are_counted(tmp_path: Path, log: pytest.LogCaptureF
     assert f", {retries} requests made again" in log.text
 
 
+def test_what_a_rate_holds_back_is_counted(uri: str) -> None:
+    """Three of four chunks wait for those before them."""
+    report = holdfast.save(f"{uri}?max_bytes_per_s=200MB", state())
+    assert report.stages["write"].throttled_s > 0.1
+    assert report.stages["capture"].throttled_s == 0
+    assert holdfast.save(uri, state()).stages["write"].throttled_s == 0
+
+
+def test_what_a_busy_storage_holds_back_is_counted(tmp_path: Path) -> None:
+    """A read waits as long as the storage asked for, at least, and counts as a retry, too."""
+    uri = f"file://{tmp_path}/c"
+    holdfast.save(uri, state())
+    stages = loaded(f"{uri}?faults=seed:8,busy:0.4&retries=20").stages.values()
+    retries = sum(stage.retries for stage in stages)
+    assert retries > 0
+    assert sum(stage.throttled_s for stage in stages) >= retries
+
+
 def test_reports_are_data(uri: str) -> None:
     """They can be sent to another process, and compared."""
     report = holdfast.save(uri, state())
