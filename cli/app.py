@@ -232,7 +232,8 @@ def _add_import(commands: Parsers) -> None:
     parser.add_argument(
         "source",
         metavar="SRC",
-        help="a safetensors file, a folder of them, a .pt file, or a folder of DCP; any URI",
+        help="a safetensors file, a folder of them, a .pt file, or a folder of DCP, Megatron or "
+        "DeepSpeed; any URI",
     )
     parser.add_argument("uri", metavar="DEST", help="the URI of the checkpoint")
     _with_names(parser)

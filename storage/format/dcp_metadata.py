@@ -32,6 +32,7 @@ DCP_FILE = re.compile(r"holdfast-[0-9]+\.distcp")
 Path = tuple[str | int, ...]
 
 _METADATA = "torch.distributed.checkpoint.metadata."
+_PLANNER = "torch.distributed.checkpoint.planner."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _KNOWN = {
     _STORAGE_INFO,
@@ -50,6 +51,16 @@ _KNOWN = {
             "TensorProperties",
             "TensorStorageMetadata",
             "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    *(  # the plans of all ranks, which Megatron keeps there, and nothing here needs
+        _PLANNER + name
+        for name in (
+            "BytesIOWriteData",
+            "SavePlan",
+            "TensorWriteData",
+            "WriteItem",
+            "WriteItemType",
         )
     ),
 }

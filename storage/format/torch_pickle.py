@@ -497,8 +497,8 @@ _MAKERS: dict[str, Callable[..., Value]] = {
 
 def leaves(value: Value) -> Iterator[tuple[str, Value]]:
     """Everything in nested dicts, lists and tuples that is none of these: its path, as keys joined
-    by dots, and itself. Raises ValueError for what contains itself, or is larger than any file of
-    tensors."""
+    by dots, and itself. Of a key that is a record, the path of its dict. Raises ValueError for what
+    contains itself, or is larger than any file of tensors."""
     pending: list[tuple[tuple[str, ...], Value]] = [((), value)]
     count = 0
     while pending:
@@ -507,6 +507,7 @@ def leaves(value: Value) -> Iterator[tuple[str, Value]]:
         if count > _NODES_MAX or len(path) > _DEPTH_MAX:
             raise ValueError("the pickle contains itself, or far too much")
         if isinstance(node, dict):
+            yield from ((".".join(path), key) for key in node if isinstance(key, Record))
             items = [(str(key), item) for key, item in node.items()]
         elif isinstance(node, list | tuple):
             items = [(str(i), item) for i, item in enumerate(node)]

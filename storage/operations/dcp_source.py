@@ -24,13 +24,13 @@ from ..format.dcp_metadata import (
     StoredParts,
     read_metadata,
 )
-from ..format.torch_pickle import NEW_DTYPES, Name, StoredTensor, Value, leaves
+from ..format.torch_pickle import NEW_DTYPES, Name, Record, StoredTensor, Value, leaves
 from ..pipeline.file_chunks import ENCLOSED_NBYTES_MAX, Enclosed, Stretch
 from ..runtime.engine import offload
 from .archive_reader import ArchiveForm, ArchiveReader, WholeArchive
 from .model_source import Model, SourceTensor, stamps_of
 
-__all__ = ["read_dcp_model"]
+__all__ = ["check_plain", "no_plain_value", "read_contents", "read_dcp_model", "read_items"]
 
 _METADATA_NBYTES_MAX = 1 << 30
 _FORMS_MAX = 1024
@@ -45,8 +45,14 @@ async def read_dcp_model(driver: Driver, choose: Callable[[Iterable[str]], Seque
     any other file is read; DamagedError where an item is not what ``.metadata`` says;
     NotFoundError, StorageError.
     """
-    contents = await _read_contents(driver)
-    names = choose([*contents.tensors, *contents.values])
+    contents = await read_contents(driver)
+    return await read_items(driver, contents, choose([*contents.tensors, *contents.values]))
+
+
+async def read_items(driver: Driver, contents: FolderContents, names: Iterable[str]) -> Model:
+    """The items of a folder that have these names; others are not looked at. Raises as
+    :func:`read_dcp_model`."""
+    names = list(names)
     tensors = {name: contents.tensors[name] for name in names if name in contents.tensors}
     values = {name: contents.values[name] for name in names if name in contents.values}
     keys = {place.key for stored in tensors.values() for _, place in stored.boxes}
@@ -61,7 +67,8 @@ async def read_dcp_model(driver: Driver, choose: Callable[[Iterable[str]], Seque
     return Model(tuple(found), stamps, values=found_values, paths=contents.paths)
 
 
-async def _read_contents(driver: Driver) -> FolderContents:
+async def read_contents(driver: Driver) -> FolderContents:
+    """What ``.metadata`` says. Raises UnsupportedFormatError, NotFoundError, StorageError."""
     info = await driver.stat(DCP_METADATA_KEY)
     try:
         if info.nbytes > _METADATA_NBYTES_MAX:
@@ -91,28 +98,35 @@ async def _read_values(driver: Driver, places: dict[str, FilePart]) -> dict[str,
         archive = _archive(driver, place)
         try:
             value = await archive.value()
-            await offload(_check_plain, value)
+            await offload(check_plain, value)
         except (UnsupportedFormatError, ValueError) as error:
-            reason = error.args[0] if error.args else error
-            raise UnsupportedFormatError(
-                f"{name!r} is no plain value: {reason}",
-                uri=driver.uri,
-                key=place.key,
-                advice=f"Leave it out: --skip {name!r}, or skip=[{name!r}].",
-            ) from error
+            raise no_plain_value(driver, place.key, name, error) from error
         found[name] = value
 
     await at_most(driver.traits.concurrency, (read(*item) for item in places.items()))
     return {name: found[name] for name in places}
 
 
-def _check_plain(value: Value) -> None:
+def no_plain_value(driver: Driver, key: str, name: str, error: Exception) -> UnsupportedFormatError:
+    """The error for a value in the file ``key`` that :func:`check_plain` refuses."""
+    reason = error.args[0] if error.args else error
+    return UnsupportedFormatError(
+        f"{name!r} is no plain value: {reason}",
+        uri=driver.uri,
+        key=key,
+        advice=f"Leave it out: --skip {name!r}, or skip=[{name!r}].",
+    )
+
+
+def check_plain(value: Value) -> None:
     """Raise ValueError for a value with anything in it but containers and small values."""
     for path, leaf in leaves(value):
         if isinstance(leaf, StoredTensor):
             raise ValueError(f"it holds a tensor at {path or 'its place'}")
         if isinstance(leaf, Name):
             raise ValueError(f"it holds {leaf.text}")
+        if isinstance(leaf, Record):
+            raise ValueError(f"it holds an object of {leaf.name}")
 
 
 async def _locate(driver: Driver, tensors: dict[str, StoredParts]) -> list[SourceTensor]:

@@ -63,6 +63,7 @@ _FOLDERS = (
     _Format("a DeepSpeed checkpoint", (r"(?:^|/)\w*zero_pp_rank_\d+_|(?:^|/)mp_rank_\d+",), "DeepSpeed's load_checkpoint", True),
     _Format("a DeepSpeed checkpoint", (r"^latest$", r"^global_step\d+/"), "DeepSpeed's load_checkpoint", True),
     _Format("a Lightning checkpoint", (_IN + r"meta\.pt$", _IN + r"\.metadata$"), "Lightning's Trainer"),
+    _Format("a checkpoint of Megatron-core", (r"^common\.pt$", r"^\.metadata$"), "Megatron-LM", True),
     _Format("a Megatron-LM checkpoint", (r"^latest_checkpointed_iteration\.txt$",), "Megatron-LM"),
     _Format("a Megatron-LM checkpoint", (_IN + r"common\.pt$", _IN + r"metadata\.json$"), "Megatron-LM"),
     _Format("a checkpoint of torch.distributed.checkpoint", (_IN + r"\.metadata$",), "torch.distributed.checkpoint.load", True),

@@ -26,6 +26,7 @@ from ..state.plan import ImagePlan
 from .dcp_source import read_dcp_model
 from .deepspeed_source import deepspeed_folder, read_deepspeed_model
 from .location import Place
+from .megatron_source import MEGATRON_COMMON_KEY, read_megatron_model
 from .model_source import Files, Model, check_unchanged, find_files, read_model
 from .save import SaveJob, run_save
 from .selection import chosen, refuse_values, renamed, without
@@ -73,6 +74,7 @@ def import_(
     - a safetensors file, or a folder with one of them, or with several and an index;
     - a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``, ``.ckpt``);
     - a folder of torch's distributed checkpoint, with a file ``.metadata``;
+    - such a folder of Megatron-core, with ``common.pt`` beside it;
     - a folder of DeepSpeed's ZeRO, with ``latest``, or one of the folders in it.
 
     Nothing is unpickled: pickles are read as data. The tensors of a file of ``torch.save`` are
@@ -82,7 +84,8 @@ def import_(
     are left out all the same. ``rename``: patterns and what replaces them, such as
     ``{"*": "model.*"}``; the first that matches a whole name applies. The state of the checkpoint
     is a dict by name; what comes from a distributed checkpoint, and keeps its name, is where it was
-    in the state. ``step`` is recorded with it.
+    in the state; what comes from Megatron, where a job that loads looks for it. ``step`` is
+    recorded with it.
 
     Atomic, as a save: what was at ``uri`` is replaced whole, or untouched. Files are read once, in
     chunks, within ``budget_nbytes`` of host memory. ``progress(done_nbytes, total_nbytes)`` is
@@ -162,6 +165,8 @@ async def _model_of(theirs: Driver, file: str | None, request: _Request) -> Mode
 
 async def _model_of_folder(theirs: Driver, request: _Request) -> Model:
     keys = sorted([info.key async for info in theirs.list() if "/" not in info.key])
+    if DCP_METADATA_KEY in keys and MEGATRON_COMMON_KEY in keys:
+        return await read_megatron_model(theirs, request.chosen)
     if DCP_METADATA_KEY in keys:
         return await read_dcp_model(theirs, request.chosen)
     zero = await deepspeed_folder(theirs, keys)

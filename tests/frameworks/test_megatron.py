@@ -26,7 +26,7 @@ with warnings.catch_warnings():  # of what Megatron imports
     from support import megatron_job
     from support.megatron_job import Layout
 
-    from holdfast.storage.integrations.megatron import HoldfastLoadStrategy
+    from holdfast.storage.integrations.megatron import HoldfastLoadStrategy, HoldfastSaveStrategy
 
 # Megatron's own, and those of what it imports.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -126,7 +126,13 @@ def test_megatrons_own_save_and_load_go_through_the_strategies(
     tensors are those that a save of ours has, by the same names."""
     folder = tmp_path / "iter_0000003"
     losses = ranks.run(
-        megatron_job.saves_by_megatron, TENSOR, str(folder), SAVED_AFTER, LAST, world=2
+        megatron_job.saves_by_megatron,
+        TENSOR,
+        str(folder),
+        SAVED_AFTER,
+        LAST,
+        HoldfastSaveStrategy(),
+        world=2,
     )[0]
     assert {path.name for path in folder.iterdir()} >= {"common.pt", "metadata.json"}
     further = ranks.run(
@@ -140,6 +146,38 @@ def test_megatrons_own_save_and_load_go_through_the_strategies(
     ranks.run(megatron_job.trains, PIPELINE, ours, SAVED_AFTER, LAST, world=2)
     with holdfast.open(folder) as theirs, holdfast.open(ours) as direct:
         assert theirs.tensors.keys() == direct.tensors.keys()
+
+
+def test_a_job_goes_on_from_an_imported_folder_of_megatrons(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """The tensors are those that Megatron itself loads from it. Under the same layout the job
+    computes the same losses to the last bit, and under another one, too, up to rounding; what it
+    has loaded is all that was imported."""
+    folder = tmp_path / "iter_0000003"
+    uri = str(tmp_path / "c")
+    saved = replace(TENSOR, dtype=torch.bfloat16)
+    with RankProcesses(2, PRELOAD, with_children=True) as theirs:
+        losses = theirs.run(
+            megatron_job.saves_by_megatron, saved, str(folder), SAVED_AFTER, LAST, world=2
+        )[0]
+    assert {path.name for path in folder.iterdir()} >= {"common.pt", "metadata.json", ".metadata"}
+    holdfast.import_(folder, uri)
+    plain = ranks.run(megatron_job.plain_tensors, str(folder), world=1)[0]
+    with holdfast.open(uri) as checkpoint:
+        stored = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    assert difference(stored, {key: plain[key] for key in stored}) is None
+    assert stored.keys() == plain.keys() - {"optimizer", "step"}
+    for number, layout in enumerate((saved, replace(REPLICAS, dtype=torch.bfloat16))):
+        again = str(tmp_path / f"again-{number}")
+        step, further = ranks.run(megatron_job.goes_on, layout, uri, LAST, again, world=2)[0]
+        assert step == SAVED_AFTER
+        if layout == saved:
+            assert further == losses[SAVED_AFTER:]
+        assert further == pytest.approx(losses[SAVED_AFTER:], rel=0.02)
+        assert not holdfast.diff(uri, again).tensors
+        imported = holdfast.load(uri, only="optim.common")
+        assert difference(imported, holdfast.load(again, only="optim.common")) is None
 
 
 def test_a_job_that_is_killed_in_mid_save_goes_on_from_the_checkpoint_before(

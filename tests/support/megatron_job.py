@@ -226,12 +226,14 @@ def saves_and_dies(layout: Layout, uri: str, other: str) -> int:
     return count()
 
 
-def saves_by_megatron(layout: Layout, folder: str, save_after: int, last: int) -> list[float]:
-    """The losses of a job that saves with Megatron's own ``save``, and goes on."""
+def saves_by_megatron(
+    layout: Layout, folder: str, save_after: int, last: int, strategy: Any = None
+) -> list[float]:
+    """The losses of a job that saves with Megatron's own ``save``, and goes on. Without a strategy
+    of ours, the files are Megatron's, too."""
     with Job(layout, seed=1) as job:
         losses = job.train(0, save_after)
-        described = job.described()
-        strategy = HoldfastSaveStrategy()
+        described = job.described() | {"step": save_after}
         dist_checkpointing.save(described, _made(folder), sharded_strategy=strategy)
         return losses + job.train(save_after, last)
 

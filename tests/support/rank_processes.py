@@ -50,8 +50,10 @@ class RankProcesses:
     """``size`` processes. A context manager; ``run`` may use the first few only. ``run`` takes
     functions that can be imported: those of ``support``."""
 
-    def __init__(self, size: int, preload: Sequence[str] = ()) -> None:
-        """``preload``: what these need, too."""
+    def __init__(
+        self, size: int, preload: Sequence[str] = (), *, with_children: bool = False
+    ) -> None:
+        """``preload``: what these need, too. ``with_children``: they may start processes."""
         import torch.distributed as dist
 
         context = multiprocessing.get_context("forkserver")
@@ -64,7 +66,9 @@ class RankProcesses:
         self.processes: list[Any] = []
         for _ in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, self._store.port), daemon=not with_children
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -92,6 +92,7 @@ def test_safetensors(tmp_path: Path) -> None:
             ("iter_0000010/common.pt", "iter_0000010/metadata.json", "iter_0000010/.metadata"),
             "a Megatron-LM checkpoint",
         ),
+        (("common.pt", "metadata.json", ".metadata"), "a checkpoint of Megatron-core"),
         (
             ("step-10/.metadata", "step-10/__0_0.distcp"),
             "a checkpoint of torch.distributed.checkpoint",
