@@ -28,7 +28,7 @@ from .ranks.process_group import Group, acting_in
 from .runtime.buffers import release_pools
 from .runtime.engine import check_may_wait
 from .runtime.progress import ProgressCallback
-from .state.flatten import Default
+from .state.default import Default
 from .state.lazy import fence
 
 __all__ = ["async_save", "fence", "load", "release_memory", "save"]

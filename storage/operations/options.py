@@ -11,7 +11,7 @@ from ...errors import UsageError
 from ..format.packed import Compression, checked_compression
 from ..format.part import Only
 from ..runtime.progress import ProgressCallback
-from ..state.flatten import Default
+from ..state.default import Default
 from .differences import Strict
 from .load import Exchanging
 from .report import LoadReport

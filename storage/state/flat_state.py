@@ -15,7 +15,10 @@ from ..format.tree import Key, Tree, format_path
 from .adapters.module_names import Walked
 from .adapters.tensors import TensorLike
 
-__all__ = ["FlatState", "Subtree"]
+__all__ = ["DEPTH_MAX", "FlatState", "Subtree"]
+
+DEPTH_MAX = 200
+"""A state whose containers are nested deeper is refused."""
 
 
 @dataclass(frozen=True, slots=True)

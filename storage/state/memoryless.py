@@ -9,11 +9,12 @@ before. What a load does not fill stays there, such as buffers that no state dic
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ...errors import StateError
 from .adapters.allocation import device_for
 from .adapters.module_names import Walked
 from .adapters.tensors import local_of
@@ -21,7 +22,7 @@ from .compat import buffers_of, non_persistent_of, parameters_of
 from .flat_state import FlatState
 from .targets import Wanted
 
-__all__ = ["Given", "allocate", "give", "without_memory"]
+__all__ = ["Given", "allocate", "cannot_be_filled", "find_without_memory", "give"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,9 +37,36 @@ class Given:
     whole: torch.Tensor
 
 
-def without_memory(flat: FlatState) -> dict[str, torch.Tensor]:
+def find_without_memory(
+    flat: FlatState, rows: Sequence[tuple[int, str]]
+) -> dict[str, torch.Tensor]:
     """The parameters and buffers on the meta device of the modules in ``flat``, by the names that
-    they have there."""
+    they have there.
+
+    ``rows`` are those of tensors on the meta device, with their paths. Raises StateError for one
+    that is no parameter or buffer under its own name.
+    """
+    if not rows:
+        return {}
+    found = _of_modules(flat)
+    for row, path in rows:
+        if flat.names[row] not in found:
+            raise cannot_be_filled(path)
+    return found
+
+
+def cannot_be_filled(path: str) -> StateError:
+    """The error for a tensor on the meta device that no module gives a place."""
+    return StateError(
+        f"{path} is a meta tensor without data, which cannot be filled",
+        advice=(
+            "Pass the module that has it, whose parameters and buffers are given memory; or call "
+            "to_empty(device=...) on that first."
+        ),
+    )
+
+
+def _of_modules(flat: FlatState) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     prefixes = flat.tree.prefixes()
     for subtree in flat.subtrees:
@@ -74,7 +102,7 @@ def _of_module(walked: Walked) -> Iterator[tuple[str, torch.Tensor]]:
 
 def allocate(flat: FlatState, wanted: Wanted) -> list[Given]:
     """Memory for those of ``flat.without_memory`` that are wanted; in ``wanted``, it takes their
-    place. One that is tied gets it once."""
+    place. Tied tensors share it."""
     if not flat.without_memory:
         return []
     rows = {name: row for row, name in enumerate(flat.names)}

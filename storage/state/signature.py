@@ -28,10 +28,10 @@ from .adapters.module_names import Walked
 from .adapters.stateful import expand, has_state
 from .adapters.tensors import PLAIN_TYPES, TENSOR_TYPES, Adapters, TensorLike
 from .dtypes import numpy_to_torch
+from .flat_state import DEPTH_MAX
 
 __all__ = ["NoSignatureError", "SignatureScan"]
 
-_DEPTH_MAX = 200
 _KEYS = {str, int, bool, type(None)}
 """Equal keys of one of these types are the same text; 0.0 and -0.0 are not."""
 _VALUES = (type(None), bool, int, float, str)
@@ -98,7 +98,7 @@ class SignatureScan:
             items = node
         else:
             raise NoSignatureError
-        if depth > _DEPTH_MAX:
+        if depth > DEPTH_MAX:
             raise NoSignatureError
         for item in items:
             self._item(item, depth)

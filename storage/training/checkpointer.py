@@ -35,7 +35,7 @@ from ..operations.telemetry import Telemetry, check_telemetry
 from ..ranks.process_group import Group, acting_in, check_group
 from ..runtime.engine import start
 from ..runtime.progress import ProgressCallback
-from ..state.flatten import Default
+from ..state.default import Default
 from ..state.lazy import fence, hook_optimizers
 from .decisions import Decision, Decisions
 from .follower import PendingSave, follow

@@ -1,0 +1,64 @@
+"""The option ``default``: what is stored of a value that cannot be stored as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import StateError
+from ..format.values import encode_value
+from .adapters.in_parts import is_in_parts
+from .adapters.shards import Shard
+from .adapters.stateful import has_state
+
+__all__ = ["Default", "converted", "lacks_form"]
+
+Default = Callable[[Any], object]
+"""As the ``default`` of Python's ``json.dumps``: called with a value that cannot be stored as it
+is, returns what is stored of it, or raises TypeError."""
+
+_FORMS = (torch.Tensor, Shard, np.ndarray, Mapping, list, tuple)
+_DEPTH_MAX = 50
+
+
+def lacks_form(item: object) -> bool:
+    """Whether there is no form in which ``item`` can be stored. Whether a tensor can be is found
+    out later."""
+    if isinstance(item, tuple) and type(item) is not tuple and not isinstance(item, torch.Size):
+        return True  # with names
+    if isinstance(item, _FORMS) or has_state(item) or is_in_parts(item):
+        return False
+    try:
+        encode_value(item, "")
+    except StateError:
+        return True
+    return False
+
+
+def converted(item: object, default: Default, path: str, depth: int) -> object:
+    """What ``default`` makes of ``item``, which is at ``path`` and lacks a form.
+
+    ``depth`` counts it and the converted values that it is within. Raises StateError where nothing
+    that can be stored comes of it.
+    """
+    kind = type(item).__qualname__
+    if depth > _DEPTH_MAX:
+        raise StateError(
+            f"{path[:200]}… is a {kind} within {_DEPTH_MAX} others that default() has "
+            f"converted: they seem to lead in a circle"
+        )
+    try:
+        made = default(item)
+    except TypeError as error:
+        raise StateError(
+            f"{path} is a {kind}, which cannot be saved, nor converted by default(): {error}"
+        ) from error
+    if lacks_form(made):
+        raise StateError(
+            f"{path} is a {kind}, of which default() has made a {type(made).__qualname__}, "
+            f"which cannot be saved either"
+        )
+    return made

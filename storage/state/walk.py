@@ -1,0 +1,361 @@
+"""The walk over a state: what each item is, what is stored of it, and under which name.
+
+It descends into containers and into the states of objects. Every tensor becomes rows, everything
+else goes into the tree, and what cannot be stored is refused by its path.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ...errors import StateError
+from ...planner.layout import Layout, local_layout
+from ..format.kinds import kind_of
+from ..format.tree import ROOT, Container, Key, Value, format_path
+from ..format.values import encode_value
+from .adapters.foreign import is_suspect, refuse_object, refuse_tensor
+from .adapters.in_parts import InParts, is_in_parts, parts_of
+from .adapters.made_of import is_made_of, parts_by_name
+from .adapters.megatron import KeyedParts, ObjectData, keyed_parts_of, megatron_kind, misplaced
+from .adapters.shards import Shard
+from .adapters.stateful import expand, fills_in_place, has_state, present_state
+from .adapters.tensors import PLAIN_TYPES, Adapters, TensorLike
+from .compat import ShardedTensor
+from .default import Default, converted, lacks_form
+from .dtypes import numpy_to_torch, refusal
+from .flat_state import DEPTH_MAX, FlatState, Subtree
+from .memoryless import cannot_be_filled
+from .tensor_rows import TensorRows
+
+__all__ = ["Walker"]
+
+_Node = Mapping[Key, object] | list[object] | tuple[object, ...]
+"""A container of a state."""
+
+_Inside = Literal["containers", "module", "object"]
+"""What a walk is in: the user's own containers, or the state of an object."""
+
+_Emitted = Literal["t", "v", "c", ""]
+"""What an item became: a (t)ensor, a (v)alue or a (c)ontainer; "" for what is stored elsewhere."""
+
+
+class Walker:
+    """One walk over one state, which fills ``flat``.
+
+    An item is known by the number of its container and its key there; ``prefix`` is what the names
+    of all tensors in that container begin with.
+    """
+
+    def __init__(
+        self,
+        flat: FlatState,
+        loading: bool,
+        opened: Sequence[tuple[object, object]],
+        default: Default | None,
+    ) -> None:
+        """``opened`` are the first objects with a state, in order, and their state, where that is
+        known."""
+        self.on_meta: list[tuple[int, str]] = []
+        """Rows of modules' tensors on the meta device, and their paths."""
+        self._flat = flat
+        self._tree = flat.tree
+        self._tree.containers = []
+        self._loading = loading
+        self._verb = "filled" if loading else "saved"
+        self._opened = iter(opened)
+        self._default = default
+        self._converting = 0  # so many values that are being converted, each within the other
+        self._adapters = Adapters()
+        self._rows = TensorRows(flat)
+        self._first_rows: dict[str, int] = {}  # by name
+        self._keyed = KeyedParts()
+        self._open_ids: set[int] = set()
+        self._keys: list[Key] = []  # those that lead to the current container
+        self._inside: _Inside = "containers"
+
+    def walk(self, state: object) -> None:
+        """Walk over all of ``state``, once. Raises StateError."""
+        if has_state(state):
+            if self._loading and not fills_in_place(state):
+                self._only(state)
+                return
+            self._inside = _inside(state)
+            state = self._open(state, -1, None)
+        if not isinstance(state, Mapping | list | tuple):
+            raise StateError(
+                f"the state is a {type(state).__name__}",
+                advice=f"Pass a dict of what is to be {self._verb}.",
+            )
+        self._container(state, -1, None, "")
+        self._keyed.check(self._first_rows, self._flat.locals, loading=self._loading)
+        self._rows.store_first_by_name()
+
+    def _path(self, key: Key) -> str:
+        return format_path((*self._keys, key))
+
+    def _key(self, key: Key) -> Key:
+        """``key``, if it is of a type that can be saved. Raises StateError."""
+        if key is None or type(key) in (str, int, float, bool):
+            return key
+        raise StateError(f"{self._path(key)}: a key of type {type(key).__name__} cannot be saved")
+
+    # Containers.
+
+    def _container(self, node: _Node, parent: int, key: Key, prefix: str) -> None:
+        number = len(self._tree.containers)
+        kind = _kind(node)
+        self._tree.containers.append(Container(parent, key, kind))
+        self._flat.nodes.append(node)
+        where = "the state"
+        if number:
+            where = self._path(key)
+            self._keys.append(key)
+        self._check_container(node, where)
+        self._note_kind(node, number, kind, where)
+        self._open_ids.add(id(node))
+        emitted: list[_Emitted] = []
+        item: Any
+        for child, item in node.items() if isinstance(node, Mapping) else enumerate(node):
+            if type(item) in PLAIN_TYPES:
+                self._plain_tensor(item, number, child, prefix)
+                emitted.append("t")
+            else:
+                emitted.append(self._item(item, number, child, prefix))
+        if kind == "dict":
+            self._note_order(number, emitted)
+        self._open_ids.remove(id(node))
+        del self._keys[-1:]
+
+    def _check_container(self, node: object, where: str) -> None:
+        if id(node) in self._open_ids:
+            raise StateError(f"{where} contains itself")
+        if len(self._keys) > DEPTH_MAX:
+            raise StateError(f"{where[:200]}… is nested more than {DEPTH_MAX} deep")
+        if isinstance(node, tuple) and type(node) is not tuple:
+            raise StateError(
+                f"{where} is a {type(node).__name__}; save it as a plain tuple or a dict"
+            )
+        if self._loading and isinstance(node, Mapping) and not isinstance(node, MutableMapping):
+            raise StateError(f"{where} is a {type(node).__name__}, which cannot be assigned to")
+
+    def _note_kind(self, node: object, number: int, kind: str, where: str) -> None:
+        """Note what a container is beyond a plain dict. A module is loaded into the containers that
+        it has."""
+        if self._loading or self._inside == "module":
+            return
+        name = None
+        if isinstance(node, Mapping):
+            name = kind_of(node)
+        if name:
+            self._tree.kinds[number] = name
+        elif name is None and type(node) not in (list, tuple) and self._inside == "object":
+            raise StateError(
+                f"{where} is a {type(node).__name__}, and would come back as a plain {kind}",
+                advice=(
+                    "Return a dict, list or tuple from state_dict(), and make the other type "
+                    "in load_state_dict()."
+                ),
+            )
+
+    def _note_order(self, number: int, emitted: Sequence[_Emitted]) -> None:
+        """Note in which order a dict has its tensors, values and containers, where it has more than
+        one kind of them: each kind is stored apart."""
+        runs: list[tuple[str, int]] = [
+            (what, len(list(run))) for what, run in itertools.groupby(filter(None, emitted))
+        ]
+        if len(runs) > 1:
+            self._tree.orders[number] = runs
+
+    # Items of a container, and objects with a state.
+
+    def _item(self, item: object, number: int, key: Key, prefix: str) -> _Emitted:
+        """Add what is no plain tensor."""
+        if not has_state(item):
+            return self._stateless(item, number, key, prefix)
+        if self._loading and not fills_in_place(item):
+            refuse_object(item, self._flat.modules, self._path(key), loading=True)
+            self._flat.subtrees.append(
+                Subtree(number, self._key(key), item, None, present_state(item, self._path(key)))
+            )
+            return "c"
+        outside = self._inside
+        self._inside = _inside(item)
+        emitted = self._stateless(self._open(item, number, key), number, key, prefix)
+        self._inside = outside
+        return emitted
+
+    def _open(self, item: object, number: int, key: Key) -> object:
+        """The state of an object, which is flattened in its place."""
+        owner, state = next(self._opened, (None, None))
+        if owner is not item:
+            where = self._path(key) if number >= 0 else "the state"
+            state = expand(item, self._flat.modules, where, loading=self._loading)
+        self._flat.subtrees.append(Subtree(number, key, item, state))
+        return state
+
+    def _only(self, item: object) -> None:
+        """The state is an object that is given what is stored."""
+        refuse_object(item, self._flat.modules, "the state", loading=True)
+        self._tree.containers = [Container(-1, None, "dict")]
+        self._flat.nodes.append({})
+        self._flat.subtrees.append(Subtree(-1, None, item, None, present_state(item, "the state")))
+
+    def _stateless(self, item: object, number: int, key: Key, prefix: str) -> _Emitted:
+        """As :meth:`_item`, for what is no object with a state."""
+        if megatron_kind(item):
+            self._of_megatron(item, key)
+            return ""
+        if self._default is not None and lacks_form(item):
+            self._converting += 1
+            made = converted(item, self._default, self._path(key), self._converting)
+            emitted = self._item(made, number, key, prefix)
+            self._converting -= 1
+            return emitted
+        if is_in_parts(item):
+            self._in_parts(item, number, key, prefix)
+        elif is_made_of(item):
+            self._flat.made_of.add(len(self._tree.containers))
+            refuse_tensor(item, lambda: self._path(key), loading=self._loading)
+            parts = parts_by_name(item, self._path(key))
+            self._container(parts, number, self._key(key), f"{prefix}{key}.")
+            return "c"
+        elif isinstance(item, torch.Tensor | Shard):
+            self._tensor(item, number, key, prefix)
+        elif isinstance(item, np.ndarray):
+            self._array(item, number, key, prefix)
+        elif isinstance(item, Mapping | list | tuple) and not isinstance(item, torch.Size):
+            self._container(item, number, self._key(key), f"{prefix}{key}.")
+            return "c"
+        else:
+            self._tree.values.append(
+                Value(number, self._key(key), [([ROOT], self._encoded(item, key))])
+            )
+            return "v"
+        return "t"
+
+    def _encoded(self, item: object, key: Key) -> object:
+        try:
+            return encode_value(item, "")
+        except StateError:
+            if self._loading:
+                return None  # whatever is there, what is stored takes its place
+            return encode_value(item, self._path(key))
+
+    # Tensors.
+
+    def _plain_tensor(self, item: torch.Tensor, number: int, key: Key, prefix: str) -> None:
+        """Add a tensor that is its own memory. Most are, and none needs an adapter."""
+        if is_suspect(item):
+            if is_in_parts(item):
+                self._in_parts(item, number, key, prefix)
+                return
+            refuse_tensor(item, lambda: self._path(key), loading=self._loading)
+        self._check_bytes(item, key)
+        self._add(item, local_layout(item.shape), item, number, key, prefix)
+
+    def _array(self, item: np.ndarray, number: int, key: Key, prefix: str) -> None:
+        path = self._path(key)
+        if self._loading and (
+            not item.flags.writeable or any(stride < 0 for stride in item.strides)
+        ):
+            raise StateError(
+                f"{path} is an array that cannot be filled: it is read-only, or runs backwards"
+            )
+        self._tree.arrays.add(f"{prefix}{key}")
+        self._plain_tensor(numpy_to_torch(item, path), number, key, prefix)
+
+    def _tensor(self, item: TensorLike, number: int, key: Key, prefix: str) -> None:
+        """Add a tensor of any type."""
+        if isinstance(item, torch.Tensor):
+            refuse_tensor(item, lambda: self._path(key), loading=self._loading)
+        adapter = self._adapters.of(item)
+        local = adapter.local(item)
+        self._check_bytes(local, key)  # first: a wrapper around other tensors has its own shape
+        layout = adapter.layout(item, local, lambda: self._path(key))
+        if self._inside == "object":
+            recorded = adapter.recorded(item)
+            if recorded is not None:
+                self._tree.placements.setdefault(number, {})[str(key)] = recorded
+        self._add(local, layout, item, number, key, prefix)
+
+    def _in_parts(self, item: ShardedTensor | InParts, number: int, key: Key, prefix: str) -> None:
+        """Add a row for each part of a tensor, all of its name."""
+        first, *others = parts_of(item, lambda: self._path(key))
+        self._tensor(first, number, key, prefix)
+        for part in others:
+            self._check_bytes(part.tensor, key)
+            self._rows.add(part.tensor, part.layout, part, number, f"{prefix}{key}")
+
+    def _of_megatron(self, item: Any, key: Key) -> None:
+        """Add what stands in the outermost dict under a name of its own."""
+        if self._inside != "containers" or self._tree.containers[ROOT].kind != "dict":
+            raise misplaced(item, self._path(key))
+        if megatron_kind(item) == "ShardedObject":
+            name = item.unique_key
+            self._container(ObjectData(item), ROOT, name, f"{name}.")
+            return
+        for part in keyed_parts_of(item, lambda: self._path(key), loading=self._loading):
+            self._check_bytes(part.tensor, key)
+            self._keyed.add(part, lambda: self._path(key))
+            # Whether others share its memory says nothing of the parts that other ranks hold.
+            self._rows.add(part.tensor, part.layout, part, ROOT, part.key, may_be_tied=False)
+
+    def _add(
+        self,
+        local: torch.Tensor,
+        layout: Layout,
+        origin: TensorLike,
+        number: int,
+        key: Key,
+        prefix: str,
+    ) -> None:
+        """Add the first row of a name."""
+        name = f"{prefix}{key}"
+        if type(key) is not str and self._tree.containers[number].kind == "dict":
+            self._tree.tensor_keys.setdefault(number, {})[str(key)] = self._key(key)
+        row = len(self._flat.names)
+        if self._first_rows.setdefault(name, row) != row:
+            raise StateError(
+                f"{self._path(key)} and {self._flat.path(self._first_rows[name])} have the same "
+                f"name, {name!r}"
+            )
+        self._rows.add(local, layout, origin, number, name)
+
+    def _check_bytes(self, item: torch.Tensor, key: Key) -> None:
+        """Raise the StateError for a tensor that has no bytes of its own, unless the load gives it
+        memory."""
+        reason = refusal(item)
+        if reason is None:
+            return
+        if self._loading and item.is_meta:
+            if self._inside != "module" or type(item) not in PLAIN_TYPES:
+                raise cannot_be_filled(self._path(key))
+            self.on_meta.append((len(self._flat.names), self._path(key)))
+            return
+        advice = None
+        if hasattr(item, "wait"):
+            advice = "Pass tensor.wait()."
+        elif hasattr(item, "__tensor_flatten__"):
+            advice = (
+                "Pass the tensors that it is made of, or the module as it was before it was "
+                "converted."
+            )
+        raise StateError(
+            f"{self._path(key)} is {reason}, which cannot be {self._verb}", advice=advice
+        )
+
+
+def _inside(owner: object) -> _Inside:
+    return "module" if fills_in_place(owner) else "object"
+
+
+def _kind(container: object) -> str:
+    """What a tree calls a container."""
+    if isinstance(container, Mapping):
+        return "dict"
+    return "list" if isinstance(container, list) else "tuple"
