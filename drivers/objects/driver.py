@@ -48,8 +48,9 @@ from ..pieces import PieceJoiner, Rooms
 from ..schemes import check_installed
 from ..threads import Threads
 from ..uri import Uri
-from . import runtime
-from .errors import connecting, failures, missing_container
+from .connections import Connections
+from .errors import failures, missing_container
+from .known_stores import KNOWN
 from .names import encoded, split_location
 from .options import COMMON_OPTIONS, Requests, settings_of
 from .trust import certificates, check_trusted
@@ -71,8 +72,6 @@ _BATCH = 1000
 """Objects of one listing, and of one bulk delete."""
 
 _log = logging.getLogger(__name__)
-_no_bulk_delete: set[tuple[str, ...]] = set()
-"""Containers whose store has refused to delete many objects with one request."""
 
 
 class ObjectDriver(Driver):
@@ -113,9 +112,7 @@ class ObjectDriver(Driver):
             self._settings.concurrency, thread_name_prefix="holdfast-read"
         )
         self._rooms = Rooms(_PIECE_NBYTES)
-        self._connecting = asyncio.Lock()
-        self._connected: dict[Requests, Any] = {}
-        self._closed = False
+        self._connections = Connections(self.uri, self._connect, self._threads)
         self._container_seen = False
         self._uploads: WeakSet[PartsUpload | WholeUpload] = WeakSet()
 
@@ -196,11 +193,11 @@ class ObjectDriver(Driver):
         if not nbytes or start > _NBYTES_MAX:
             await self._check_reach(key, start + nbytes)
             return
-        await self._connection(Requests.READING)
+        await self._connections.open(Requests.READING)
 
         def read(call: Call) -> int:
             wanted = {"range": (start, start + nbytes)}
-            answer = self._ask(Requests.READING, "get", path, options=wanted)
+            answer = self._connections.ask(Requests.READING, "get", path, options=wanted)
             arrived_nbytes = 0
             with self._rooms.room() as room:
                 joiner = PieceJoiner(start, nbytes, _PIECE_NBYTES, take, room)
@@ -243,10 +240,10 @@ class ObjectDriver(Driver):
 
     async def create(self, key: str, nbytes: int) -> Upload:
         """See :meth:`Driver.create`. Up to a part's size it is one request, made by ``commit``;
-        above, a multipart upload. Two uploads from one process to one key leave the cleaning up
-        after a failure to the last of them."""
+        above, a multipart upload. Of several uploads from one process to one key, the last to end
+        cleans up after those that failed."""
         path = self._path(key)
-        await self._connection(Requests.SENDING)
+        await self._connections.open(Requests.SENDING)
 
         async def put(data: Any, **how: Any) -> Any:
             return await self._put(path, data, **how)
@@ -284,8 +281,10 @@ class ObjectDriver(Driver):
 
     async def _put(self, path: str, data: Any, **how: Any) -> Any:
         """Have obstore put ``data`` for an upload. Raises what obstore raises."""
-        await self._connection(Requests.SENDING)
-        return await self._ask(Requests.SENDING, "put_async", path, data, **self._labels, **how)
+        await self._connections.open(Requests.SENDING)
+        return await self._connections.ask(
+            Requests.SENDING, "put_async", path, data, **self._labels, **how
+        )
 
     async def get(self, key: str) -> bytes:
         path = self._path(key)
@@ -356,8 +355,8 @@ class ObjectDriver(Driver):
                 )
 
     async def _listing(self, path: str | None, batch: int) -> Any:
-        await self._connection(Requests.READING)
-        return self._ask(Requests.READING, "list", path, chunk_size=batch)
+        await self._connections.open(Requests.READING)
+        return self._connections.ask(Requests.READING, "list", path, chunk_size=batch)
 
     async def _list_batch(self, prefix: str, batches: Any) -> Any:
         batch = await self._timed("list", prefix, _next(batches))
@@ -388,7 +387,7 @@ class ObjectDriver(Driver):
     async def _delete_batch(self, prefix: str, keys: Sequence[str]) -> None:
         paths = [self._path(key) for key in keys]
         refusal: StorageError | None = None
-        if self._bulk_delete and len(paths) > 1 and self._container not in _no_bulk_delete:
+        if self._bulk_delete and len(paths) > 1 and self._container not in KNOWN.no_bulk_delete:
             try:
                 await to_the_end(
                     self._call("delete", prefix, "delete_async", paths, requests=Requests.ONCE)
@@ -411,8 +410,8 @@ class ObjectDriver(Driver):
     def _remember_refusal(self, refusal: StorageError) -> None:
         """What was refused in one request was done in several: this process asks for no bulk delete
         there again."""
-        if self._container not in _no_bulk_delete:
-            _no_bulk_delete.add(self._container)
+        if self._container not in KNOWN.no_bulk_delete:
+            KNOWN.no_bulk_delete.add(self._container)
             _log.warning(
                 "%s does not delete many objects with one request, so they are deleted one by one; "
                 "bulk_delete=off says so from the start: %s",
@@ -430,26 +429,19 @@ class ObjectDriver(Driver):
 
     async def close(self) -> None:
         """See :meth:`Driver.close`. Aborts uploads that are neither committed nor aborted."""
-        self._closed = True
+        self._connections.refuse_requests()
         for upload in tuple(self._uploads):
             await upload.abort()
-        connected = bool(self._connected)
-        self._connected.clear()
         self._disconnect()
-        if connected:
-            await runtime.wake()
+        await self._connections.close()
         self._readers.shutdown(wait=False)
         await self._threads.close(CLOSE_TIMEOUT_S)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StorageError("the driver is closed", uri=self.uri)
 
     def _path(self, key: str) -> str:
         """The object's name in the bucket. Raises UriError for an unsafe key, StorageError once
         closed."""
         check_key(key, uri=self.uri)
-        self._check_open()
+        self._connections.check_open()
         try:
             name = encoded(key)
         except UnicodeEncodeError as error:
@@ -461,29 +453,6 @@ class ObjectDriver(Driver):
     def _key(self, path: str) -> str:
         return unquote(path.removeprefix(f"{self._root}/" if self._root else ""))
 
-    async def _connection(self, requests: Requests) -> None:
-        """See that there is a client for this kind of requests. Raises StorageError, UriError."""
-        runtime.use(self.uri)
-        async with self._connecting:
-            self._check_open()
-            if requests not in self._connected:
-                with connecting(self.uri):
-                    store = await self._threads.run(self._connect, requests)
-                self._check_open()
-                self._connected[requests] = store
-
-    def _reconnect(self) -> None:
-        """Have later operations make clients anew. Operations under way keep theirs."""
-        self._connected.clear()
-
-    def _ask(self, requests: Requests, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of obstore. Only this driver holds its stores, so close() lets go
-        of the connections."""
-        import obstore
-
-        self._check_open()
-        return getattr(obstore, method)(self._connected[requests], *args, **kwargs)
-
     async def _call(
         self,
         doing: str,
@@ -493,9 +462,9 @@ class ObjectDriver(Driver):
         requests: Requests = Requests.READING,
         **kwargs: Any,
     ) -> Any:
-        await self._connection(requests)
+        await self._connections.open(requests)
         with failures(doing, self.uri, key):
-            work = self._ask(requests, method, *args, **kwargs)
+            work = self._connections.ask(requests, method, *args, **kwargs)
         return await self._timed(doing, key, work)
 
     async def _timed(self, doing: str, key: str, work: Awaitable[T]) -> T:

@@ -279,7 +279,7 @@ class S3Driver(ObjectDriver):
             self._looked_again = True
             forget_sessions()
         self._disconnect()
-        self._reconnect()
+        self._connections.renew()
         return True
 
     @cached_property

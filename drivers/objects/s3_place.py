@@ -22,6 +22,7 @@ from ...core.forks.renewal import new_lock
 from ...errors import UriError
 from ..options import url
 from ..uri import Uri
+from .known_stores import KNOWN
 from .names import split_location
 
 __all__ = [
@@ -45,8 +46,6 @@ DIRECTORY_BUCKET = "--x-s3"
 _ARN = re.compile(r"arn:aws[a-z-]*:s3:[a-z0-9-]+:[0-9]{12}:accesspoint[:/][A-Za-z0-9.-]{1,63}")
 _ARN_LOCATION = re.compile(rf"({_ARN.pattern})((?:/.*)?)", re.DOTALL)
 _BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}")
-
-_regions: dict[str, str] = {}
 
 _SERVICES = ("s3", "s3express")
 """The services for which obstore can sign."""
@@ -218,13 +217,13 @@ def may_be_elsewhere(bucket: str) -> bool:
 def bucket_region(place: Place, bucket: str, make_unsigned_client: Callable[[], Any]) -> str:
     """The region that AWS, asked at ``place``, says ``bucket`` is in, or nothing. One request,
     which needs no permission, and is made once in a process."""
-    if place.bucket_url not in _regions:
+    if place.bucket_url not in KNOWN.regions:
         with contextlib.closing(make_unsigned_client()) as client:
             found = _asked_region(client, bucket)
         if not found:
             return ""
-        _regions[place.bucket_url] = found
-    return _regions[place.bucket_url]
+        KNOWN.regions[place.bucket_url] = found
+    return KNOWN.regions[place.bucket_url]
 
 
 def _asked_region(client: Any, bucket: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...errors import StorageDownError, StorageError
 from .errors import translated
+from .known_stores import KNOWN
 from .trust import TRUST
 
 __all__ = ["Unfinished"]
@@ -31,8 +32,6 @@ _UNKNOWN = {
     "405",
 }
 """How servers that keep no list of unfinished uploads answer a request for it."""
-_without_list: set[tuple[str, str]] = set()
-"""(endpoint, bucket) where that list is unknown, and not asked for again in this process."""
 
 _CLOCK_S = 2.0
 """Servers tell their time in whole seconds, and several of one store may differ a little."""
@@ -55,7 +54,7 @@ class Unfinished:
         Gives how many. Raises StorageError."""
         deadline_s = time.monotonic() + self.limit_s
         dropped = 0
-        if self._place in _without_list:
+        if self._place in KNOWN.no_upload_list:
             return 0
         with self._failures(path):
             for now_s, upload in self._all(path, deadline_s):
@@ -110,7 +109,7 @@ class Unfinished:
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
             if code not in _UNKNOWN and status != 501:
                 raise
-            _without_list.add(self._place)
+            KNOWN.no_upload_list.add(self._place)
             _log.warning(
                 "%s cannot list unfinished uploads (%s, status %d): what uploads that fail leave "
                 "there stays until the "

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...errors import StorageError, UriError
+from .known_stores import KNOWN
 
 __all__ = ["TRUST", "certificates", "check_trusted", "system_certificates", "untrusted"]
 
@@ -48,8 +49,6 @@ _ADVICE = {
         "It is for another host: write the endpoint with the name that the certificate has."
     ),
 }
-
-_trusted: set[tuple[str, ...]] = set()
 
 
 def certificates(path: str, uri: str) -> str:
@@ -91,7 +90,7 @@ def check_trusted(url: str, options: Mapping[str, Any], uri: str) -> None:
 
     server = urlsplit(url)
     how = (server.netloc, str(options.get("root_certificate")), str(options.get("proxy_url")))
-    if server.scheme != "https" or how in _trusted:
+    if server.scheme != "https" or how in KNOWN.trusted:
         return
     make: Any = HTTPStore
     quick = {
@@ -107,7 +106,7 @@ def check_trusted(url: str, options: Mapping[str, Any], uri: str) -> None:
             raise refusal from error
         if "kind: Connect" in str(error) or "kind: Timeout" in str(error):
             return
-    _trusted.add(how)
+    KNOWN.trusted.add(how)
 
 
 def untrusted(text: str, uri: str, key: str | None = None) -> StorageError | None:

@@ -329,8 +329,8 @@ class PartsUpload(Upload):
 
     async def _leave(self, *, failed: bool) -> None:
         """The last upload of this process to an object has the store drop what those before it have
-        left. Which upload is whose the store does not say, so it is told by object and time; and
-        not while another one is under way."""
+        left. The store does not say who began an upload, so they are recognised by their object and
+        time, and nothing is dropped while another one is under way."""
         place = _places[self._target.place]
         place.live -= 1
         if failed:

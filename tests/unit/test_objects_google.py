@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import trustme
 from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer
 
-from holdfast.drivers.objects import trust
+from holdfast.drivers.objects.known_stores import KNOWN
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import AccessError, HoldfastError
 
@@ -25,13 +26,15 @@ SCOPES = "https://www.googleapis.com/auth/devstorage.full_control"
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Nothing of Google in the environment, nor in the home folder."""
     for name in list(os.environ):
         if name.startswith(("GOOGLE_", "CLOUDSDK_")) or name.upper().endswith("_PROXY"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
-    monkeypatch.setattr(trust, "_trusted", set())
+    KNOWN.forget()
+    yield
+    KNOWN.forget()
 
 
 async def put(uri: str) -> None:

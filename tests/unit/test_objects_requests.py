@@ -18,8 +18,7 @@ from support.servers.scripted import Answer, Request, ScriptedServer, refusal
 
 from holdfast.cli.app import run as run_command
 from holdfast.drivers.contract import Driver
-from holdfast.drivers.objects import driver as object_driver
-from holdfast.drivers.objects import s3_unfinished
+from holdfast.drivers.objects.known_stores import KNOWN
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import (
     AccessError,
@@ -61,8 +60,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
     google = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(google))
-    object_driver._no_bulk_delete.clear()
-    s3_unfinished._without_list.clear()
+    KNOWN.forget()
 
 
 def uri(server: ScriptedServer, cloud: str = "s3", options: str = "") -> str:

@@ -6,14 +6,14 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import trustme
 from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer
 
-from holdfast.drivers.objects import s3_place, trust
+from holdfast.drivers.objects.known_stores import KNOWN
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import StorageError, UriError
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 60
 
 
 @pytest.fixture(autouse=True)
-def nothing_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def nothing_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Nobody names certificates or proxies, and no server is trusted from another test."""
     for name in list(os.environ):
         if (
@@ -38,8 +38,9 @@ def nothing_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0")
-    monkeypatch.setattr(trust, "_trusted", set())
-    monkeypatch.setattr(s3_place, "_regions", {})
+    KNOWN.forget()
+    yield
+    KNOWN.forget()
 
 
 @pytest.fixture
