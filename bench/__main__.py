@@ -4,7 +4,6 @@ folders here: they get a file per program.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .options import Options, options, parser
-from .report import Report, Series, Target, markdown
+from .report import Report, markdown, read_report
 
 __all__: list[str] = []
 
@@ -48,17 +47,7 @@ def _run(program: str, given: Options, folder: Path) -> Report:
         *drawing,
     ]
     subprocess.run([*command, "--json", str(file)], check=True)
-    return _report(json.loads(file.read_text()))
-
-
-def _report(found: dict[str, object]) -> Report:
-    lists = {key: found[key] for key in ("targets", "series")}
-    assert all(isinstance(entries, list) for entries in lists.values())
-    given = found | {
-        "targets": [Target(**t) for t in lists["targets"]],  # type: ignore[attr-defined]
-        "series": [Series(**s) for s in lists["series"]],  # type: ignore[attr-defined]
-    }
-    return Report(**given)  # type: ignore[arg-type]
+    return read_report(file)
 
 
 def _page(reports: Sequence[Report]) -> str:

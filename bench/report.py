@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-__all__ = ["Report", "Series", "Target", "aligned", "markdown", "ratio"]
+__all__ = ["Report", "Series", "Target", "aligned", "markdown", "ratio", "read_report"]
 
 LIMIT = "limit"
 OURS = "holdfast"
@@ -98,6 +98,14 @@ class Report:
             json_file.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False))
         if svg_file is not None and self.series:
             _draw(self, svg_file)
+
+
+def read_report(json_file: Path) -> Report:
+    """The report that :meth:`Report.emit` wrote to a file."""
+    found = json.loads(json_file.read_text())
+    found["targets"] = [Target(**target) for target in found["targets"]]
+    found["series"] = [Series(**series) for series in found["series"]]
+    return Report(**found)
 
 
 def ratio(of: Series, to: Series) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from .box import Box
 from .columns import Bools, Ints, contiguous, flat_starts, volumes
 
-__all__ = ["Flaw", "flawed", "flaws"]
+__all__ = ["Flaw", "cells", "flawed", "flaws"]
 
 # After the first flaw of a tensor is found, so many more cells are looked at for one of another
 # kind.
@@ -209,10 +209,10 @@ def _tiles(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> bool:
         != Box((0,) * low.shape[1], tuple((region_high - region_low).tolist())).volume
     ):
         return False
-    return all(count == 1 for _, _, count in _cells(region_low, region_high, low, high))
+    return all(count == 1 for _, _, count in cells(region_low, region_high, low, high))
 
 
-def _cells(
+def cells(
     region_low: Ints, region_high: Ints, low: Ints, high: Ints
 ) -> Iterator[tuple[Ints, Ints, int]]:
     """A partition of the region into cells ``(low, high, boxes that cover it)``: each box covers a
@@ -288,7 +288,7 @@ def flaws(
     region_low = np.zeros(len(shape), dtype=np.int64)
     region_high = np.array(shape, dtype=np.int64)
     for cell_low, cell_high, count in (
-        _cells(region_low, region_high, low, high) if 0 not in shape else ()
+        cells(region_low, region_high, low, high) if 0 not in shape else ()
     ):
         kind = wanted.pop(min(count, 2), None)
         if kind is not None:

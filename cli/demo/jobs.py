@@ -32,6 +32,8 @@ class Job:
     ranks: int
     arguments: Sequence[str]
     deadline_s: float = 300.0
+    program: Sequence[str] | None = None
+    """What is run instead of torchrun and the training script, with the folder as its argument."""
 
     @property
     def log(self) -> Path:
@@ -68,6 +70,8 @@ class Job:
             )
 
     def _command(self) -> list[str]:
+        if self.program is not None:
+            return [*self.program, str(self.folder)]
         launcher = [
             "-m",
             "torch.distributed.run",

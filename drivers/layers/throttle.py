@@ -57,7 +57,7 @@ class ThrottleLayer(Layer):
 
     def __init__(self, inner: Driver, bucket: TokenBucket) -> None:
         super().__init__(inner)
-        self._bucket = bucket
+        self.bucket = bucket
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
         """See :meth:`Layer.around`."""
@@ -65,11 +65,11 @@ class ThrottleLayer(Layer):
             await self._turn(operation.nbytes)
         result = await call()
         if isinstance(result, bytes):
-            self._bucket.take(len(result), asyncio.get_running_loop().time())
+            self.bucket.take(len(result), asyncio.get_running_loop().time())
         return result
 
     async def _turn(self, nbytes: int) -> None:
-        wait_s = self._bucket.take(nbytes, asyncio.get_running_loop().time())
+        wait_s = self.bucket.take(nbytes, asyncio.get_running_loop().time())
         if wait_s == 0:
             return
         count_throttled(wait_s)
@@ -77,7 +77,7 @@ class ThrottleLayer(Layer):
             with waiting_for_a_turn():
                 await asyncio.sleep(wait_s)
         except BaseException:
-            self._bucket.give_back(nbytes)
+            self.bucket.give_back(nbytes)
             raise
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "ALIGN_NBYTES",
     "DIRECT_MIN_NBYTES",
     "OpenFile",
+    "bounce_memory",
     "is_deleted",
     "read_at",
     "status_of",
@@ -45,8 +46,8 @@ _bounce = threading.local()
 
 
 class OpenFile:
-    """Descriptors of one file. Closed once :meth:`close` was called and the last user, a ``with``
-    block, has let go."""
+    """Descriptors of one file. They are closed once :meth:`close` was called and no ``with`` block
+    uses them any more."""
 
     def __init__(self, plain: int, *owned: int) -> None:
         """``plain`` goes through the page cache; ``owned`` are descriptors to be closed together
@@ -113,8 +114,8 @@ class OpenFile:
         self._leave(users=0)
 
     def refused(self, error: OSError) -> bool:
-        """Whether a direct call failed because the file system knows none, and may not; direct
-        access is then over."""
+        """Whether a direct call failed because the file system does not support direct I/O. Unless
+        it was demanded, later calls go through the page cache."""
         if self._must_be_direct or error.errno not in _REFUSED:
             return False
         self.direct = None  # its descriptor stays open: another thread may be using it
@@ -210,7 +211,7 @@ def _write_direct(file: OpenFile, data: Buffer, start: int) -> int:
         if aligned:
             piece = data[done:]
         else:
-            piece = _bounce_memory()[: len(data) - done]
+            piece = bounce_memory()[: len(data) - done]
         if not aligned:
             # Unlike an assignment to a memoryview, this releases the GIL.
             np.copyto(piece, source[done : done + len(piece)])
@@ -235,7 +236,7 @@ def _read_direct(file: OpenFile, into: Buffer, start: int) -> int:
         if aligned:
             piece = into[done:]
         else:
-            piece = _bounce_memory()[: len(into) - done]
+            piece = bounce_memory()[: len(into) - done]
         count = _direct(
             file, lambda fd, memory, at: os.preadv(fd, [memory], at), piece, start + done
         )
@@ -260,7 +261,7 @@ def _direct(file: OpenFile, call: Any, memory: Any, at: int) -> int:
         raise
 
 
-def _bounce_memory() -> npt.NDArray[np.uint8]:
+def bounce_memory() -> npt.NDArray[np.uint8]:
     """This thread's page-aligned memory."""
     if not hasattr(_bounce, "memory"):
         _bounce.memory = np.frombuffer(mmap.mmap(-1, _BOUNCE_NBYTES), np.uint8)

@@ -52,7 +52,7 @@ __all__ = [
     "read_wanted",
 ]
 
-_BUDGET_NBYTES = 512 << 20
+READ_BUDGET_NBYTES = 512 << 20
 
 _of_parents: list[Driver] = []
 """In a forked child: drivers of its parent, which it neither uses nor closes."""
@@ -269,7 +269,7 @@ class Checkpoint:
         rank: int = 0,
         world: int = 1,
         split: Split | None = None,
-        budget_nbytes: int = _BUDGET_NBYTES,
+        budget_nbytes: int = READ_BUDGET_NBYTES,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors by name, on the CPU, one after the other in the order of the state: those whose
         names match one of the patterns ``only``; none: all.
@@ -311,7 +311,9 @@ class Checkpoint:
 
     async def _read_flat(self, row: int, start: int, stop: int) -> memoryview:
         try:
-            return await read_flat(self._images, self._manifest, row, start, stop, _BUDGET_NBYTES)
+            return await read_flat(
+                self._images, self._manifest, row, start, stop, READ_BUDGET_NBYTES
+            )
         except DamagedError as error:
             await self._raise_if_replaced(error)
             raise
@@ -349,7 +351,7 @@ class Checkpoint:
         from .fill import fill
 
         try:
-            await fill(self._images, self._manifest, wanted, _BUDGET_NBYTES)
+            await fill(self._images, self._manifest, wanted, READ_BUDGET_NBYTES)
         except DamagedError as error:
             await self._raise_if_replaced(error)
             raise
@@ -376,7 +378,9 @@ class Checkpoint:
             return run(self._verify(reporter))
 
     async def _verify(self, reporter: ProgressReporter) -> VerifyReport:
-        report = await verify_images(self._images, self._manifest, _BUDGET_NBYTES, reporter.report)
+        report = await verify_images(
+            self._images, self._manifest, READ_BUDGET_NBYTES, reporter.report
+        )
         if not report.ok:
             await self._raise_if_replaced(
                 DamagedError(f"{len(report.damages)} damages", uri=self.uri)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotFoundError
-from ...planner.image import DIGEST_NBYTES, blocks_of
 from ..format.chunks import Chunk, chunks_of, damaged_ranges, page_range
 from ..format.damage import tensors_at
 from ..format.digest import digest, page_of
@@ -17,9 +15,7 @@ from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.read_buffers import ReadBuffers
 from ..runtime.scheduler import Budget
-
-PAGES_NBYTES = 256 << 10
-"""How much of the stored digests is read at a time: those of a gigabyte."""
+from .stored_pages import StoredPages
 
 __all__ = ["Damage", "VerifyReport", "verify_images"]
 
@@ -80,7 +76,7 @@ class _Verifier:
         sizes = await self._present_nbytes()
         chunks = [chunk for image, nbytes in sizes.items() for chunk in self._whole(image, nbytes)]
         self._total_nbytes = sum(chunk.stop - chunk.start for chunk in chunks)
-        pages = _StoredPages(self._driver, self._m, sizes)
+        pages = StoredPages(self._driver, self._m, sizes)
         chunk_nbytes = self._m.chunk_nbytes
         reads = self._driver.traits.concurrency
         allowed = max(1, budget_nbytes // self._buffers.job_nbytes)
@@ -171,54 +167,3 @@ class _Verifier:
     def _add(self, image: int, start: int, stop: int, what: str) -> None:
         tensors = tuple(tensors_at(self._m, image, start, stop))
         self.report.damages.append(Damage(self._m.image_key(image), start, stop, what, tensors))
-
-
-class _StoredPages:
-    """The digests that are stored behind the data. They are read for many chunks at a time, and
-    kept until the last of these has asked."""
-
-    def __init__(self, driver: Driver, m: Manifest, present_nbytes: Mapping[int, int]) -> None:
-        self._driver = driver
-        self._m = m
-        self._present_nbytes = present_nbytes
-        self._page_nbytes = m.chunk_nbytes // m.block_nbytes * DIGEST_NBYTES
-        self._chunks = max(1, PAGES_NBYTES // self._page_nbytes)
-        self._locks: dict[tuple[int, int], asyncio.Lock] = {}
-        self._read: dict[tuple[int, int], bytes] = {}
-        self._asked: dict[tuple[int, int], int] = {}
-
-    async def of(self, chunk: Chunk) -> bytes:
-        """The page of a chunk; shorter, or empty, where the file ends before. Each chunk asks
-        once."""
-        number = chunk.start // self._m.chunk_nbytes
-        index, position = divmod(number, self._chunks)
-        group = (chunk.image, index)
-        async with self._locks.setdefault(group, asyncio.Lock()):
-            if group not in self._read:
-                self._read[group] = await self._fetch(*group)
-        first = position * self._page_nbytes
-        page = self._read[group][first : first + self._page_nbytes]
-        self._asked[group] = self._asked.get(group, 0) + 1
-        if self._asked[group] == min(self._chunks, self._count(chunk.image) - index * self._chunks):
-            del self._locks[group]
-            del self._read[group]
-            del self._asked[group]
-        return page
-
-    def _count(self, image: int) -> int:
-        return blocks_of(int(self._m.images.hashed_nbytes[image]), self._m.chunk_nbytes)
-
-    async def _fetch(self, image: int, index: int) -> bytes:
-        m = self._m
-        group_nbytes = self._chunks * self._page_nbytes
-        pages_start = int(m.images.hashed_nbytes[image])
-        pages_stop = pages_start + blocks_of(pages_start, m.block_nbytes) * DIGEST_NBYTES
-        if self._present_nbytes[image] < pages_stop:
-            return b""
-        start = pages_start + index * group_nbytes
-        into = bytearray(min(group_nbytes, pages_stop - start))
-        try:
-            await self._driver.read(m.image_key(image), start, memoryview(into))
-        except DamagedError:
-            return b""  # cut short after its size was looked up
-        return bytes(into)

@@ -96,7 +96,7 @@ from .preflight import check_range_reads
 from .prune_lock import wait_for_prunings
 from .records import put_commit_record
 
-__all__ = ["abandon", "begin", "begin_copy", "commit", "is_settled", "settle"]
+__all__ = ["abandon", "begin", "begin_copy", "check_images", "commit", "is_settled", "settle"]
 
 _log = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ async def commit(
     obsolete: Attempt | None
     *_, obsolete = await side_by_side(
         check_marker(driver, attempt),
-        _check_images(driver, manifest),
+        check_images(driver, manifest),
         check_range_reads(driver, attempt.record_key, record),
         _obsolete(driver, attempt, now_s),
     )
@@ -276,7 +276,7 @@ async def is_settled(
     return await now_s() - recorded_s > limits.GRACE_S
 
 
-async def _check_images(driver: Driver, manifest: Manifest) -> None:
+async def check_images(driver: Driver, manifest: Manifest) -> None:
     """Raise InvisibleFilesError unless every image is there with its full size."""
     sizes = manifest.images.file_nbytes(manifest.block_nbytes).tolist()
 

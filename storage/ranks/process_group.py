@@ -26,10 +26,12 @@ from .store_team import StoreTeam
 from .team import Solo, Team
 
 __all__ = [
+    "Contact",
     "Group",
     "acting_in",
     "acting_name",
     "check_group",
+    "contact_of",
     "current_member",
     "current_numbers",
     "current_rank",
@@ -141,7 +143,7 @@ def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
     if world == 1:
         return Solo()
     _check_rank(f"the {call}")
-    contact = _contact(group, deadline_s)
+    contact = contact_of(group, deadline_s)
     return StoreTeam(contact.store, rank, world, "", deadline_s, call, contact.member)
 
 
@@ -152,7 +154,7 @@ def current_member(deadline_s: float) -> Member | None:
     if group is None or dist.get_world_size(group) == 1:
         return None
     _check_rank("this call")
-    return _contact(group, deadline_s).member
+    return contact_of(group, deadline_s).member
 
 
 def _check_rank(what: str) -> None:
@@ -185,7 +187,7 @@ def store_host() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Contact:
+class Contact:
     """This process among the ranks of a process group: until it is forked, or the group is gone."""
 
     pid: int
@@ -203,12 +205,12 @@ class _Contact:
         return self.pid != os.getpid() or self.group() is None
 
 
-_contacts: dict[str, _Contact] = {}
+_contacts: dict[str, Contact] = {}
 """By the name of the process group."""
 _contact_lock = new_lock()
 
 
-def _contact(group: dist.ProcessGroup, deadline_s: float) -> _Contact:
+def contact_of(group: dist.ProcessGroup, deadline_s: float) -> Contact:
     """That of ``group``. A process group that was made anew begins anew, also over the same store.
 
     Its connection is our own, where the store has such: no call of the trainer's ever waits for one
@@ -229,7 +231,7 @@ def _contact(group: dist.ProcessGroup, deadline_s: float) -> _Contact:
         return contact
 
 
-def _new_contact(group: dist.ProcessGroup) -> _Contact:
+def _new_contact(group: dist.ProcessGroup) -> Contact:
     store = dist.distributed_c10d._get_default_store()
     if hasattr(store, "clone"):
         connection = store.clone()
@@ -239,7 +241,7 @@ def _new_contact(group: dist.ProcessGroup) -> _Contact:
     world = dist.get_world_size(group)
     keys = Keys(connection, _prefix(group, world))
     member = Member(keys, rank, world, start, weakref.ref(store), store_host())
-    return _Contact(os.getpid(), weakref.ref(group), connection, member)
+    return Contact(os.getpid(), weakref.ref(group), connection, member)
 
 
 def _prefix(group: dist.ProcessGroup, world: int) -> str:

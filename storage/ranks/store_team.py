@@ -93,7 +93,7 @@ class StoreTeam(Team):
         )
         self._written: list[str] = []  # of this rank, for the leader alone
         self._kept: list[str] = []
-        self._rounds: list[str] = []
+        self.rounds: list[str] = []
 
     @property
     def store_is_lost(self) -> bool:
@@ -293,7 +293,7 @@ class StoreTeam(Team):
     async def _later(
         self, name: str, payload: bytes, decide: DecideEncoded, senders: Sequence[int]
     ) -> bytes:
-        self._rounds.append(name)
+        self.rounds.append(name)
         if self.rank != LEADER:
             if self.rank in senders:
                 await self._send(name, payload)
@@ -429,7 +429,7 @@ class StoreTeam(Team):
         """The keys that are there when all have left."""
         keys = self._keys
         found = ["left"]
-        for name in self._rounds:
+        for name in self.rounds:
             found += keys.keys_of(f"{name}/verdict/{LEADER}")
         if keys.value("failed") is not None:
             found.append("failed")

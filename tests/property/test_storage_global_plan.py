@@ -85,7 +85,7 @@ def agree_all(
     for outcome in done:
         if isinstance(outcome, BaseException):
             raise outcome
-    return [plan.agreed for plan in done], 1 + len(teams[0]._rounds), digested
+    return [plan.agreed for plan in done], 1 + len(teams[0].rounds), digested
 
 
 def by_sight(job: Sequence[State]) -> list[dict[str, tuple[int, ...]]] | None:

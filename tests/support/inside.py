@@ -63,7 +63,7 @@ def on_allocation(patch: pytest.MonkeyPatch, note: Callable[[int], object]) -> N
 
 def read_within(patch: pytest.MonkeyPatch, budget_nbytes: int) -> None:
     """What reads parts of a checkpoint has a budget of its own."""
-    patch.setattr(reader, "_BUDGET_NBYTES", budget_nbytes)
+    patch.setattr(reader, "READ_BUDGET_NBYTES", budget_nbytes)
 
 
 def after_grace(patch: pytest.MonkeyPatch, clocks_differ_s: float = 1.0) -> None:

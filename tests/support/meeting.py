@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 import holdfast
 from holdfast.storage.ranks.calls import Call
 from holdfast.storage.ranks.keys import Keys
@@ -53,12 +55,37 @@ def raw(name: str) -> Round[bytes, bytes]:
     return Round(name, RAW, RAW)
 
 
+class _Line:
+    """The connection of one rank to a store, which may be cut."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def cut(self) -> None:
+        self._store = dist.HashStore()
+
+    def __getattr__(self, name: str) -> Any:
+        getattr(self._store, name)  # raises AttributeError where this store has no such method
+
+        def call(*args: Any) -> Any:
+            return getattr(self._store, name)(*args)
+
+        return call
+
+
 class Job:
     """The processes of a job over a store, as tasks of this one."""
 
     def __init__(self, store: Any, world: int, deadline_s: float = DEADLINE_S) -> None:
         self.store, self.world, self.deadline_s = store, world, deadline_s
-        self.members = [Member(Keys(store, "job"), rank, world) for rank in range(world)]
+        self.lines = [_Line(store) for _ in range(world)]
+        self.members = [
+            Member(Keys(line, "job"), rank, world) for rank, line in enumerate(self.lines)
+        ]
+
+    def silence(self, rank: int) -> None:
+        """A rank is dead: the others hear no more of it, whatever its tasks still do."""
+        self.lines[rank].cut()
 
     def team(self, rank: int, call: Call) -> StoreTeam:
         """That of a rank, for a call."""

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.bench import __main__ as everything
 from holdfast.bench import dcp, limits, load, save
 from holdfast.bench.content import Checked, StateBytes
 from holdfast.bench.contest import Contestant, contest, rows
 from holdfast.bench.machine import PeakMemory
 from holdfast.bench.options import TINY_GIB, options, parser, work_folder
-from holdfast.bench.report import Report, Series, Target, aligned, markdown, ratio
+from holdfast.bench.report import Report, Series, Target, aligned, markdown, ratio, read_report
 from holdfast.bench.states import build, digests, flat_tensors, nbytes_of, parameter_shapes, zero
 
 MIB = 1 << 20
@@ -169,7 +168,7 @@ def test_figures_become_a_page(tmp_path: Path) -> None:
         [Series("A", [1.0])],
     )
     report.emit(tmp_path / "p.json")
-    assert everything._report(json.loads((tmp_path / "p.json").read_text())) == report
+    assert read_report(tmp_path / "p.json") == report
 
 
 def test_a_load_that_does_nothing_is_found_out(

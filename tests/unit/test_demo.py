@@ -302,51 +302,47 @@ def test_the_first_word_of_torch_and_of_holdfast_is_given() -> None:
     ]
 
 
-def fake_launcher(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Jobs run this program instead of torchrun; its first argument is the folder for journals."""
-    monkeypatch.setattr(Job, "_command", lambda job: [sys.executable, "-c", code, str(job.folder)])
+def python(code: str) -> list[str]:
+    """A program for a job to run. Its first argument is the folder for journals."""
+    return [sys.executable, "-c", code]
 
 
 def test_a_job_that_fails_shows_the_end_of_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """The error carries what the ranks printed last; unless failing is what the job was to do."""
-    fake_launcher(monkeypatch, "print('out of luck'); raise SystemExit(3)")
+    failing = python("print('out of luck'); raise SystemExit(3)")
     with pytest.raises(holdfast.RankFailedError, match="status 3") as caught:
-        Job(tmp_path / "a", 2, []).run(lambda event: None)
+        Job(tmp_path / "a", 2, [], program=failing).run(lambda event: None)
     assert "out of luck" in str(caught.value)
-    Job(tmp_path / "b", 2, []).run(lambda event: None, survives=False)
+    Job(tmp_path / "b", 2, [], program=failing).run(lambda event: None, survives=False)
 
 
 def test_a_job_that_hangs_is_ended_at_its_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """The error says how long it was waited for; what was heard until then is heard."""
     line = '{"kind": "ready", "rank": 0, "time_s": 1.0, "told": {}}'
-    fake_launcher(
-        monkeypatch,
-        (
-            f"import sys, time; open(sys.argv[1] + '/rank-0.jsonl', 'w').write('{line}\\n'); "
-            f"time.sleep(60)"
-        ),
+    hanging = python(
+        f"import sys, time; open(sys.argv[1] + '/rank-0.jsonl', 'w').write('{line}\\n'); "
+        f"time.sleep(60)"
     )
     heard: list[Event] = []
     with pytest.raises(holdfast.DeadlineError, match="1 s"):
-        Job(tmp_path / "a", 1, [], deadline_s=1.0).run(heard.append)
+        Job(tmp_path / "a", 1, [], deadline_s=1.0, program=hanging).run(heard.append)
     assert [event.kind for event in heard] == ["ready"]
 
 
-def test_a_demo_that_is_ended_ends_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demo_that_is_ended_ends_its_job(tmp_path: Path) -> None:
     """SIGTERM, as `timeout` and schedulers send it, leaves no torchrun behind."""
     told = tmp_path / "pid"
-    fake_launcher(
-        monkeypatch,
+    ending = python(
         f"import os, signal, time; open({str(told)!r}, 'w').write(str(os.getpid())); "
         "os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)",
     )
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
-        Job(tmp_path / "a", 1, []).run(lambda event: None)
+        Job(tmp_path / "a", 1, [], program=ending).run(lambda event: None)
     assert ended.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(ProcessLookupError):

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from fsspec.core import url_to_fs
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import register_implementation
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
@@ -68,6 +69,8 @@ class Shelf(AbstractFileSystem):
     shelf: ClassVar[dict[str, bytes]] = {}
     discarded: ClassVar[int] = 0
     broken: ClassVar[Exception | None] = None
+    settings: ClassVar[Any] = None
+    """Of the last one that was made."""
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class Shelf(AbstractFileSystem):
         **kw: Any,
     ):
         super().__init__(**kw)
-        self.settings = settings
+        type(self).settings = settings
         type(self).discarded = 0
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> ShelfFile:
@@ -123,6 +126,11 @@ def shelf() -> Iterator[type[Shelf]]:
     Shelf.broken = None
     yield Shelf
     Shelf.broken = None
+
+
+def opened_by_others(driver: FsspecDriver) -> tuple[AbstractFileSystem, str]:
+    """The driver's file system, and its root there, as any program that uses fsspec opens them."""
+    return url_to_fs(driver.uri.removeprefix("fsspec+"))
 
 
 def bare(uri: str) -> FsspecDriver:
@@ -206,14 +214,14 @@ def test_secrets_are_refused_and_not_repeated(shelf: type[Shelf], uri: str) -> N
 def test_options_reach_the_file_system(shelf: type[Shelf]) -> None:
     """Those that were given, as values of their types; nothing is cached between drivers."""
 
-    async def run() -> Any:
+    async def run() -> None:
         driver = bare("fsspec+oci://bucket/run?settings=%7B%22a%22:1%7D&part_size=5MiB&threads=3")
         await driver.put("x", b"")
         assert driver.traits.part_nbytes == 5 << 20
         await driver.close()
-        return driver._tree.fs.settings
 
-    assert asyncio.run(run()) == {"a": 1}
+    asyncio.run(run())
+    assert shelf.settings == {"a": 1}
 
 
 def test_a_location_is_decoded(tmp_path: Path) -> None:
@@ -242,7 +250,8 @@ def test_objects_are_where_fsspec_says(driver: FsspecDriver, tmp_path: Path) -> 
 
     async def run() -> None:
         await driver.put("a/b", b"content")
-        assert driver._tree.fs.cat_file(driver._tree.path("a/b")) == b"content"
+        fs, root = opened_by_others(driver)
+        assert fs.cat_file(f"{root}/a/b") == b"content"
         assert await contents(driver) == {"a/b": b"content"}
 
     asyncio.run(run())
@@ -268,9 +277,8 @@ def test_an_upload_that_is_not_committed_leaves_nothing(driver: FsspecDriver, nb
 
     asyncio.run(run())
     gc.collect()
-    assert [
-        name for name in driver._tree.fs.find(driver._tree.root) if not driver._tree.fs.isdir(name)
-    ] == []
+    fs, root = opened_by_others(driver)
+    assert [name for name in fs.find(root) if not fs.isdir(name)] == []
 
 
 def test_a_failed_write_discards_what_the_store_has(shelf: type[Shelf]) -> None:

@@ -278,5 +278,5 @@ async def test_a_device_that_takes_nothing_does_not_hang(
 
 def test_bounce_memory_is_aligned() -> None:
     """Each thread has its own, at the start of a page."""
-    assert local_io._bounce_memory().ctypes.data % local_io.ALIGN_NBYTES == 0
-    assert local_io._bounce_memory() is local_io._bounce_memory()
+    assert local_io.bounce_memory().ctypes.data % local_io.ALIGN_NBYTES == 0
+    assert local_io.bounce_memory() is local_io.bounce_memory()

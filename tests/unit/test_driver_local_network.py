@@ -18,6 +18,7 @@ import pytest
 
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.local.mounts import is_shared
+from holdfast.drivers.local.tree import Tree
 from holdfast.errors import DamagedError, NotFoundError, UriError
 
 SILLY = ".nfs" + "0123456789abcdef" + "00000a1f"
@@ -306,9 +307,9 @@ def test_an_object_that_another_host_shortens_is_opened_anew(
     """A client may go on reading what it had when the file was opened; who opens it again learns
     how long it is."""
     opened = []
-    open_object = driver._tree.open_object
+    open_object = Tree.open_object
     monkeypatch.setattr(
-        driver._tree, "open_object", lambda key: opened.append(key) or open_object(key)
+        Tree, "open_object", lambda tree, key: opened.append(key) or open_object(tree, key)
     )
 
     async def work() -> None:

@@ -125,11 +125,11 @@ def test_drivers_with_the_same_rate_share_one_bucket() -> None:
     assert isinstance(a, ThrottleLayer)
     assert isinstance(b, ThrottleLayer)
     assert isinstance(c, ThrottleLayer)
-    assert a._bucket is b._bucket is shared_bucket(7_000_000)
-    assert c._bucket is not a._bucket
+    assert a.bucket is b.bucket is shared_bucket(7_000_000)
+    assert c.bucket is not a.bucket
     child = os.fork()
     if child == 0:
-        os._exit(int(shared_bucket(7_000_000) is a._bucket))
+        os._exit(int(shared_bucket(7_000_000) is a.bucket))
     assert os.waitpid(child, 0)[1] == 0
 
 

@@ -19,6 +19,7 @@ from support.inside import around_copies
 from torch import nn
 
 import holdfast
+from holdfast.storage.runtime.engine import start
 from holdfast.storage.state import lazy
 from holdfast.storage.state.write_history import write_history
 from holdfast.storage.state.write_tracking import write_tracker
@@ -241,7 +242,7 @@ def test_what_is_learned_is_said_once(
     may_copy.set()
     state = {"average": torch.zeros(100_000)}
     for _ in range(SAVES):
-        holdfast.async_save(fresh_uri(), state, lazy=True).captured._future.result(60)
+        start(holdfast.async_save(fresh_uri(), state, lazy=True).captured.reached()).result(60)
         state["average"].add_(1)
     holdfast.fence()
     assert (

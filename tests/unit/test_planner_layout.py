@@ -37,7 +37,7 @@ def test_layouts_of_other_tensors_differ() -> None:
 def test_an_adapter_is_all_that_a_type_of_tensor_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of a type that nothing else knows is saved box by box, once its adapter is
     registered."""
-    monkeypatch.setitem(tensors._ADAPTERS, Halves, Halves.Adapter)
+    monkeypatch.setitem(tensors.ADAPTERS, Halves, Halves.Adapter)
     flat = flatten({"w": Halves(torch.arange(6.0).reshape(2, 3), rows=4, at=2)})
     assert flat.shapes == [(4, 3)]
     plan = plan_image(flat, 0, None)

@@ -253,7 +253,7 @@ def test_errors_among_many_good_tensors() -> None:
 def test_only_what_no_plane_parts_is_counted_cell_by_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grids and flat ranges are judged without a look at single cells, which would be slow for many
     of them."""
-    monkeypatch.setattr(coverage, "_cells", lambda *_: pytest.fail("counted cell by cell"))
+    monkeypatch.setattr(coverage, "cells", lambda *_: pytest.fail("counted cell by cell"))
     rows = [(row, (0, 3 * part), (4, 3)) for row in range(5) for part in (1, 0)]
     rows += [
         (row, (2 * part, column), (2, 1))
@@ -272,7 +272,7 @@ def test_a_gap_among_many_boxes_is_looked_at_first() -> None:
     low = np.array(
         [(row, column) for row in range(30) for column in range(30) if (row, column) != (7, 23)]
     )
-    (cell_low, cell_high, boxes), *_ = coverage._cells(
+    (cell_low, cell_high, boxes), *_ = coverage.cells(
         np.zeros(2, dtype=int), np.full(2, 30), low, low + 1
     )
     assert (cell_low.tolist(), cell_high.tolist(), boxes) == ([7, 23], [8, 24], 0)

@@ -7,7 +7,7 @@ import asyncio
 import io
 import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from support.bits import difference, fresh_uri
 from support.drivers import HookedDriver, contents
 from support.forgery import forge
-from support.inside import around_image_writes
+from support.inside import on_allocation
 from support.ranks import BUDGET_NBYTES
 from support.tiny import Tiny
 
@@ -34,9 +34,9 @@ from holdfast.storage.format.packed import Index, index_nbytes
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
 from holdfast.storage.operations.copy import Orders, copy_checkpoint
 from holdfast.storage.operations.save import SaveJob, run_save
-from holdfast.storage.pipeline.image_writer import ImageWriter
 from holdfast.storage.pipeline.unpacking import image_driver
 from holdfast.storage.ranks.store_team import StoreTeam
+from holdfast.storage.runtime.buffers import host_pool
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flatten import flatten
 
@@ -299,19 +299,13 @@ def test_a_save_that_fails_leaves_what_was_there(
 ) -> None:
     """At the second write, say: nothing of it stays, nor does memory."""
     storage, before = MemoryDriver(), {"w": torch.ones(50)}
-    left: list[int] = []
-
-    async def watched(write: Callable[[], Awaitable[Any]], writer: ImageWriter) -> Any:
-        try:
-            return await write()
-        finally:
-            left.append(len(writer._buffers))
+    made: list[int] = []
+    holdfast.release_memory()
+    on_allocation(monkeypatch, made.append)
 
     async def fail(doing: str, key: str) -> None:
         if doing == operation and key.endswith(".lz4"):
             raise holdfast.FullError("no room")
-
-    around_image_writes(monkeypatch, watched)
 
     async def save(driver: Any, what: Any) -> None:
         job = SaveJob(flatten(what), None, BUDGET_NBYTES, compression="lz4")
@@ -322,7 +316,8 @@ def test_a_save_that_fails_leaves_what_was_there(
     with pytest.raises(holdfast.FullError):
         start(save(HookedDriver(storage, before=fail), state())).result(60)
     assert start(contents(storage)).result() == kept
-    assert left == [0, 0]
+    assert made
+    assert host_pool(CHUNK_NBYTES).free_nbytes == sum(made)
 
 
 def test_an_unknown_version_or_compression_is_not_guessed() -> None:

@@ -15,7 +15,6 @@ from support.meeting import LOAD, SAVE, Job, kinds, run, together
 import holdfast
 from holdfast import errors
 from holdfast.storage.ranks.calls import Call
-from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.pairing import LOGGED, Settled, logged, paired
 
 pytestmark = pytest.mark.clocked
@@ -132,9 +131,7 @@ def test_what_ranks_showed_to_a_leader_that_died_unfound_does_not_count(stage: s
             old.fails(1, SAVE) if stage == "failed" else old.calls(1, DEAD_IN[stage])
         )
         await asyncio.wait([task], timeout=0.2 if stage == "in another call" else 5)
-        old.members[1]._keys = Keys(
-            dist.HashStore(), "nowhere"
-        )  # it is dead, and says nothing any more
+        old.silence(1)
         task.cancel()
         await asyncio.wait([task])
         job = Job(store, 2)

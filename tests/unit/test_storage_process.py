@@ -19,7 +19,8 @@ import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.chunks import Chunk
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.pipeline import verifier
+from holdfast.storage.pipeline import stored_pages
+from holdfast.storage.pipeline.stored_pages import StoredPages
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.runtime.buffers import host_pool
 from holdfast.storage.runtime.engine import start
@@ -61,7 +62,7 @@ def test_memory_stays_within_the_budget(tmp_path: Path, made: list[int]) -> None
     holdfast.load(tmp_path, into=into, budget_nbytes=32 << 20)
     assert sum(made) <= 32 << 20
     assert difference(state, into) is None
-    assert len(host_pool(16 << 20)._free) == len(made)
+    assert host_pool(16 << 20).free_nbytes == sum(made)
 
 
 def test_verification_holds_its_budget_and_few_stored_digests_beside_it(
@@ -76,16 +77,16 @@ def test_verification_holds_its_budget_and_few_stored_digests_beside_it(
         driver.put(MANIFEST_KEY, rechunked(driver, start(read_manifest(driver)).result()[0]))
     ).result()
     held: list[int] = []
-    of = verifier._StoredPages.of
+    of = StoredPages.of
 
-    async def watched(self: verifier._StoredPages, chunk: Chunk) -> bytes:
+    async def watched(self: StoredPages, chunk: Chunk) -> bytes:
         page = await of(self, chunk)
-        held.append(sum(map(len, self._read.values())))
+        held.append(self.held_nbytes)
         return page
 
     read_within(monkeypatch, jobs * CHUNK_NBYTES)
-    monkeypatch.setattr(verifier, "PAGES_NBYTES", digests_nbytes)
-    monkeypatch.setattr(verifier._StoredPages, "of", watched)
+    monkeypatch.setattr(stored_pages, "PAGES_NBYTES", digests_nbytes)
+    monkeypatch.setattr(StoredPages, "of", watched)
     holdfast.release_memory()
     made.clear()
     with holdfast.open(f"memory://{name}") as checkpoint:
@@ -104,7 +105,7 @@ def test_an_async_save_keeps_memory_for_the_next_one_until_it_is_released(made: 
         holdfast.async_save(uri, state).wait(60)
         assert len(made) in range(19, 21)
     holdfast.release_memory()
-    assert host_pool(16 << 20)._free == []
+    assert host_pool(16 << 20).free_nbytes == 0
 
 
 def test_a_forked_child_can_save_and_load(tmp_path: Path) -> None:

@@ -141,11 +141,11 @@ def test_a_forked_child_has_a_connection_of_its_own() -> None:
     dist.init_process_group("fake", store=store, rank=0, world_size=2)
     try:
         group = dist.group.WORLD
-        ours = process_group._contact(group, 5.0)
-        assert process_group._contact(group, 5.0) is ours
+        ours = process_group.contact_of(group, 5.0)
+        assert process_group.contact_of(group, 5.0) is ours
         child = os.fork()
         if child == 0:
-            theirs = process_group._contact(group, 5.0)
+            theirs = process_group.contact_of(group, 5.0)
             os._exit(
                 0 if theirs.store is not ours.store and theirs.member is not ours.member else 1
             )

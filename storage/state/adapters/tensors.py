@@ -1,6 +1,6 @@
 """Adapters: from each type of tensor to the memory that this rank has of it, and its layout.
 
-A new way to cut tensors up is one more file with an adapter, and one row in ``_ADAPTERS``. Nothing
+A new way to cut tensors up is one more file with an adapter, and one row in ``ADAPTERS``. Nothing
 outside of this package asks what type a tensor is of.
 """
 
@@ -17,6 +17,7 @@ from .dtensor import DTensorAdapter
 from .shards import Shard, ShardAdapter
 
 __all__ = [
+    "ADAPTERS",
     "PLAIN_TYPES",
     "TENSOR_TYPES",
     "Adapters",
@@ -64,13 +65,13 @@ class _PlainAdapter:
 
 
 _PLAIN = _PlainAdapter()
-_ADAPTERS: dict[type[TensorLike], Callable[[], TensorAdapter[Never]]] = {
+ADAPTERS: dict[type[TensorLike], Callable[[], TensorAdapter[Never]]] = {
     DTensor: DTensorAdapter,
     Shard: ShardAdapter,
 }
 """By type. What is of none of these, nor of a type that inherits from one, is plain."""
 
-TENSOR_TYPES: tuple[type, ...] = (*PLAIN_TYPES, *_ADAPTERS)
+TENSOR_TYPES: tuple[type, ...] = (*PLAIN_TYPES, *ADAPTERS)
 """All that are known by their type alone."""
 
 
@@ -86,7 +87,7 @@ class Adapters:
         kind = type(tensor)
         adapter = self._by_type.get(kind)
         if adapter is None:
-            known = (_ADAPTERS[base] for base in kind.__mro__ if base in _ADAPTERS)
+            known = (ADAPTERS[base] for base in kind.__mro__ if base in ADAPTERS)
             # It is asked of tensors of this type alone.
             adapter = cast(TensorAdapter[TensorLike], next(known, _PlainAdapter)())
             self._by_type[kind] = adapter

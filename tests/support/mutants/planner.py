@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant(
         says="pinwheels: volume alone decides",
         file="planner/coverage.py",
-        old="    return all((count == 1 for _, _, count in _cells(region_low, region_high, low, high)))\n",
+        old="    return all((count == 1 for _, _, count in cells(region_low, region_high, low, high)))\n",
         new="    return True\n",
         tests="tests/unit/test_planner_table.py::test_only_what_no_plane_parts_is_counted_cell_by_cell",
     ),

@@ -38,8 +38,8 @@ MUTANTS = [
     Mutant(
         says="commit: the commit record is not read back",
         file="storage/protocol/commit.py",
-        old="    *_, obsolete = await side_by_side(check_marker(driver, attempt), _check_images(driver, manifest), check_range_reads(driver, attempt.record_key, record), _obsolete(driver, attempt, now_s))\n",
-        new="    *_, obsolete = await side_by_side(check_marker(driver, attempt), _check_images(driver, manifest), _obsolete(driver, attempt, now_s))\n",
+        old="    *_, obsolete = await side_by_side(check_marker(driver, attempt), check_images(driver, manifest), check_range_reads(driver, attempt.record_key, record), _obsolete(driver, attempt, now_s))\n",
+        new="    *_, obsolete = await side_by_side(check_marker(driver, attempt), check_images(driver, manifest), _obsolete(driver, attempt, now_s))\n",
         tests="tests/unit/test_storage_preflight.py::test_a_storage_that_cannot_answer_ranges_fails_the_save_and_not_the_load",
     ),
     Mutant(
@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         says="commit: no check of the marker after the commit record",
         file="storage/protocol/commit.py",
-        old="    *_, obsolete = await side_by_side(check_marker(driver, attempt), _check_images(driver, manifest), check_range_reads(driver, attempt.record_key, record), _obsolete(driver, attempt, now_s))\n",
-        new="    *_, obsolete = await side_by_side(_check_images(driver, manifest), check_range_reads(driver, attempt.record_key, record), _obsolete(driver, attempt, now_s))\n",
+        old="    *_, obsolete = await side_by_side(check_marker(driver, attempt), check_images(driver, manifest), check_range_reads(driver, attempt.record_key, record), _obsolete(driver, attempt, now_s))\n",
+        new="    *_, obsolete = await side_by_side(check_images(driver, manifest), check_range_reads(driver, attempt.record_key, record), _obsolete(driver, attempt, now_s))\n",
         tests="tests/unit/test_storage_atomicity.py::test_a_save_that_was_overtaken_is_told_so_and_changes_nothing",
     ),
     Mutant(

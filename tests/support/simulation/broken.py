@@ -55,7 +55,7 @@ def _manifest_before_data() -> Iterator[Patch]:
         return Hasty(await self._driver.create(await key(), self._layout.nbytes))
 
     yield ImageWriter, "_open", opened
-    yield commit, "_check_images", _nothing
+    yield commit, "check_images", _nothing
 
 
 @broken(
@@ -81,7 +81,7 @@ def _dropped_error() -> Iterator[Patch]:
         return Careless(await self._driver.create(await key(), self._layout.nbytes))
 
     yield ImageWriter, "_open", opened
-    yield commit, "_check_images", _nothing
+    yield commit, "check_images", _nothing
 
 
 @broken("an error of the manifest's put is dropped", 123)
@@ -236,7 +236,7 @@ def _no_look() -> Iterator[Patch]:
 
     for module in (attempts, collect, commit):
         yield module, "check_marker", trusted
-    yield commit, "_check_images", _nothing
+    yield commit, "check_images", _nothing
 
 
 @broken("the marker is deleted last, and nobody looks for the images", 0)
@@ -249,7 +249,7 @@ def _marker_last() -> Iterator[Patch]:
 
     for module in (attempts, collect, commit, save):
         yield module, "delete_attempt", deleted
-    yield commit, "_check_images", _nothing
+    yield commit, "check_images", _nothing
 
 
 @broken("the old attempt is deleted before the manifest is put", 0)

@@ -192,7 +192,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     names = SimpleNamespace(token_hex=lambda n: f"{_here().token():0{2 * n}x}")
     for module in (attempt, records, local_names):
         yield module, "secrets", names
-    yield commit, "_check_images", _committing(commit._check_images)
+    yield commit, "check_images", _committing(commit.check_images)
     yield (
         plan,
         "lay_out",
