@@ -425,6 +425,19 @@ def test_every_definition_that_the_architecture_names_is_there() -> None:
     assert sorted(name for name in named if not leads_somewhere(ROOT, name.split("."))) == []
 
 
+def test_the_architecture_names_every_module() -> None:
+    """Each module of the planner, of the engine, and of what drivers share is in a table of
+    ``ARCHITECTURE.md``, which says what it is for; the folders of backends have the same names."""
+    named = set(re.findall(r"`(\w+)`", (ROOT / "ARCHITECTURE.md").read_text()))
+    modules = [
+        *ROOT.glob("planner/*.py"),
+        *ROOT.glob("drivers/*.py"),
+        *ROOT.glob("storage/**/*.py"),
+    ]
+    assert len(modules) > 100
+    assert sorted(at(path) for path in modules if path.stem not in {*named, "__init__"}) == []
+
+
 def test_every_module_that_prose_refers_to_is_there() -> None:
     """A relative reference, such as to a module or to a function in it, finds its module."""
     dead = [
