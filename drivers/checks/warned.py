@@ -8,7 +8,7 @@ __all__ = ["Warnings"]
 
 
 class Warnings(logging.Handler):
-    """Collects what is warned of for the length of a ``with`` block; it is not printed besides."""
+    """Collects the warnings that are logged within a ``with`` block, instead of printing them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

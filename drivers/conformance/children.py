@@ -25,8 +25,8 @@ CHILD_TIMEOUT_S = 60.0
 
 
 async def child_of(place: Place, task: str, name: str, *, dies: bool = False) -> str:
-    """What another process prints that does ``task`` at this place. ``dies``: it is expected to
-    kill itself."""
+    """Run ``task`` at this place in another process; return what it prints. ``dies``: it is
+    expected to kill itself."""
     command = [
         sys.executable,
         "-m",

@@ -28,7 +28,8 @@ _RESULTS = "holdfast_conformance"
 
 EXPECTED_S = 20.0
 EXPECTED_USES = 700
-"""A run takes about so long, and as long as so many uses of a driver: opened, put, get, closed."""
+"""How long a run is expected to take: so many seconds, and the time to open a driver, put, get and
+close it so many times."""
 
 OUTLIVES = "nothing_outlives_close"
 """The trial of what close() lets go; while a driver does not deviate there, the same is looked at

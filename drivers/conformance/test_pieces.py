@@ -69,8 +69,8 @@ async def test_pieces_past_the_end_are_damage(place: Place, start: int, nbytes: 
 
 @trial()
 async def test_reading_in_pieces_fails_as_a_read_does(place: Place) -> None:
-    """NotFoundError without such an object, also for no bytes of it; an error of Holdfast's before
-    the beginning, and StorageError after close."""
+    """A missing object is a NotFoundError, also where no bytes of it are asked for; a negative
+    start is an error of Holdfast's, and a closed driver a StorageError."""
     driver = place.open()
     taken: list[memoryview] = []
     await driver.put("x", b"there")

@@ -1,5 +1,4 @@
-"""Trials of the driver's URI and options: what is told of the root is the same for all who mean the
-same root."""
+"""Trials of the driver's URI and options: drivers of one root agree on its URI and its traits."""
 
 from __future__ import annotations
 

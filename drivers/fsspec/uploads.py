@@ -133,8 +133,8 @@ class FsspecUpload(Upload):
 
 
 def _discard(file: Any, *, staged: bool) -> None:
-    """Close a file that is not wanted. To close one that its store shows by closing, would show it:
-    that one is discarded, and marked as closed, so that it is not closed when it is collected."""
+    """Close a file that is not wanted. Unless it is ``staged``, closing would make it visible: it
+    is discarded instead, and marked as closed, so that garbage collection does not close it."""
     with contextlib.suppress(Exception):
         if staged:
             file.close()

@@ -88,8 +88,8 @@ class WebHdfs:
         return await run(lambda call: self._ask(address, path, user), self._timeout_s)
 
     def _ask(self, address: str, path: str, user: str) -> _Answer:
-        """Ask by a token, or as ``user``, then with a ticket where one is asked for. Blocks. Raises
-        NoTicket and what :meth:`_post` raises."""
+        """Ask with a delegation token; without one, as ``user``, and then with a Kerberos ticket if
+        the server asks for one. Blocks. Raises NoTicket and what :meth:`_post` raises."""
         if self._delegation is not None:
             return self._post(address, f"{path}&delegation={self._delegation}", {})
         answer = self._post(address, f"{path}&user.name={quote(user, safe='')}", {})

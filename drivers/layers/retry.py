@@ -49,12 +49,12 @@ class RetryPolicy:
     retries: int
     """Further tries after the first; 0: none."""
     op_timeout_s: float | None
-    """From the begin of an operation to its end, tries and pauses together; None: for ever. Ten
+    """From the beginning of an operation to its end, tries and pauses together; None: for ever. Ten
     times that for what is many requests: delete_all and sweep."""
     first_pause_s: float = 0.1
     """The longest first pause. Each is twice as long as the one before, at most ``pause_max_s``;
-    what is waited is a random part of it, so that clients that failed together do not come back
-    together."""
+    the actual pause is a random part of that, so that clients that failed together do not try
+    again together."""
     pause_max_s: float = 15.0
 
 

@@ -102,7 +102,7 @@ class ExchangeGroup:
                     raise failure from error
                 await asyncio.sleep(REPORT_PAUSE_S)
             raise RankFailedError(
-                f"rank {rank} has left in the middle of the load, without a word",
+                f"rank {rank} has left in the middle of the load, and has reported no error",
                 rank=rank,
                 advice="Look at that rank's log; it was probably killed.",
             ) from error

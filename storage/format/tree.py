@@ -80,8 +80,8 @@ class Value:
     by_rank: ByRank
 
     def of(self, rank: int) -> object:
-        """The value of ``rank``; where that rank saved none, that of another: ranks that saved one
-        are assigned in turn."""
+        """The value of ``rank``. Where that rank saved none, it is that of another: the ranks that
+        saved one take turns."""
         for ranks, encoded in self.by_rank:
             if rank in ranks:
                 return decode_value(encoded)

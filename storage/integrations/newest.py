@@ -17,7 +17,7 @@ def newest_checkpoint(
     """The URI of the checkpoint below ``uri`` that has the highest step, and of those the one that
     was saved last. None where there is none: what is damaged, or has no step, does not count.
 
-    That all images are there, with their sizes, is checked; their bytes are, as they are loaded.
+    Checks that all images are there, with their sizes; bytes are verified when they are loaded.
     Raises UriError, StorageError.
     """
     listed = list_checkpoints(uri, storage_options=storage_options)

@@ -181,8 +181,8 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
             self.state.best_model_checkpoint = self._uri(self.state.best_global_step)
 
     def _note_callbacks(self) -> None:
-        """The states of callbacks as they are now, in that of the trainer: in lists, for classes
-        that have several."""
+        """Record the present states of callbacks in the trainer's state: a list for each class of
+        which there may be several."""
         states: dict[str, list[object]] = {}
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):

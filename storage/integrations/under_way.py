@@ -21,8 +21,8 @@ class SavesUnderWay:
         self._saves.append(save)
 
     def afterwards(self, act: Callable[[], None]) -> None:
-        """Call ``act`` when the saves have succeeded that are under way: at the next wait for them,
-        or at once, where there are none."""
+        """Call ``act`` when the saves under way have succeeded: at the next wait for them, or at
+        once where there are none."""
         self._afterwards.append(act)
         if not self._saves:
             self.wait()

@@ -61,9 +61,9 @@ class CopiedCheckpoint:
     """One checkpoint of a copy. ``path`` is relative to both URIs; ``nbytes`` are those of its
     ``files`` images.
 
-    ``sent_nbytes`` of them were sent now; the rest was there: of an earlier copy that did not come
-    to its end, or, where nothing was sent, because it is the same checkpoint already. ``problem``
-    says why it was not copied; then nothing of it is at the destination.
+    ``sent_nbytes`` of them were sent now; the rest was there already, from an earlier copy that was
+    interrupted, or, where nothing was sent, because the destination has the same checkpoint.
+    ``problem`` says why it was not copied; then nothing of it is at the destination.
     """
 
     path: str

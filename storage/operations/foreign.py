@@ -32,7 +32,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LOOKED_AT = 2000
-"""So many names are looked at: two requests of an object store."""
+"""How many names are looked at: two requests of an object store."""
 LOOK_S = 10.0
 _HEAD_NBYTES = 512
 

@@ -84,7 +84,7 @@ class LoadJob:
     """The manifest and its bytes, where they are being read already."""
     touched: set[str] = field(default_factory=set)
     """The names of the state that earlier, failed loads have begun to fill; this one adds those
-    that it begins to fill. A load that fills all of them makes good a failed one."""
+    that it begins to fill. A load that fills all of them repairs what a failed one left."""
     match: Match = field(default_factory=Match)
     left: Differences = field(default_factory=Differences)
     built: list[tuple[Subtree, object]] = field(default_factory=list)

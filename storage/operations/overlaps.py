@@ -164,7 +164,7 @@ def overlapping(wanted: Wanted) -> list[list[int]]:
         found += [
             sorted(numbers[row] for row in rows[cuts[g] : cuts[g + 1]]) for g in shared.tolist()
         ]
-    # Two names of a tensor that is stored as one want the same into the same elements.
+    # Two names of a tensor that is stored once put the same values into the same elements.
     return sorted(
         group
         for group in found

@@ -95,8 +95,8 @@ class PruneReport:
     checkpoints: tuple[PrunedCheckpoint, ...]
     leftovers: tuple[Leftover, ...]
     kept: tuple[str, ...]
-    """Paths of the other checkpoints: also of those that were to be deleted, and were spared, since
-    their saver may not be done, or somebody else has replaced them."""
+    """Paths of the other checkpoints: also of those that were to be deleted and were spared,
+    because their saver may not be done, or because another one has replaced them."""
     done: bool = False
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Of ``kept``, those that have lost files, or whose bytes are not what was written, and what is
@@ -188,8 +188,8 @@ async def plan_pruning(
     idle_s: float,
     only: Callable[[str], bool] = lambda path: True,
 ) -> PrunePlan:
-    """Look at all that is there. Of the paths that are ``only``, the checkpoints go that ``chosen``
-    names, and what dead attempts left."""
+    """Look at everything that is there. Of the paths that ``only`` accepts, those checkpoints will
+    be deleted that ``chosen`` returns, and what dead attempts left."""
     async with root.opened() as driver:
         survey = await _survey(driver)
         folders = {path: nbytes for path, nbytes in survey.folders.items() if only(path)}

@@ -360,8 +360,8 @@ class Member:
             await asyncio.sleep(min(self._heartbeat_s.values()))
 
     async def publish_status(self) -> None:
-        """:meth:`publish`. What the store raises is left to the calls that wait for an
-        answer."""
+        """Call :meth:`publish`, and ignore what the store raises: the calls that wait for an answer
+        will raise it."""
         async with self._publishing:
             with contextlib.suppress(RuntimeError):
                 await offload(self.publish, asyncio.get_running_loop().time())

@@ -102,7 +102,7 @@ def plain_state_dict(owner: torch.nn.Module | torch.optim.Optimizer) -> dict[str
 
 def is_initialized(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the constructor of ``torch.optim.Optimizer`` ran, so that hooks can be registered.
-    Wrappers that inherit from it may leave that out, and hand their state on."""
+    Wrappers that inherit from it may skip that, and pass on the state of what they wrap."""
     return "_optimizer_load_state_dict_pre_hooks" in vars(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Tensors on an accelerator: read on a stream of our own, into pinned memory, without a word to the
+"""Tensors on an accelerator: read on a stream of our own, into pinned memory, beside the
 trainer's streams.
 
 What the trainer has queued when a save begins is waited for, by events on its streams; what it

@@ -64,9 +64,10 @@ class Region:
 
 
 class HostSnapshot:
-    """Made at the moment; used by threads that copy; closed when all is copied.
+    """Made at the call, while the trainer waits; used by the threads that copy; closed when
+    everything is copied.
 
-    In columns: a state may have thousands of tensors, and the trainer waits.
+    Stored column-wise, because a state may have thousands of tensors.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ def refuse_placeholders(reported: Sequence[Placeholders | None]) -> None:
 
 def _without_weights(flat: FlatState, placeholders: Mapping[int, str]) -> dict[str, str]:
     """State dicts with weights that have no elements. A tensor of that shape that is merely empty
-    is hardly called so."""
+    is unlikely to have such a name."""
     weights: dict[int, list[str]] = {}
     for row, key in placeholders.items():
         if key.endswith(".weight"):

@@ -111,7 +111,8 @@ class Decisions:
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Steps begin anew from here, perhaps at one that was before. All ranks call this."""
+        """A run begins, perhaps with steps that were asked about before: what was decided for them
+        does not count. All ranks call this."""
         self._run = secrets.token_hex(8)
 
     @property

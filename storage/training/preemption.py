@@ -329,8 +329,8 @@ _forking = threading.local()
 
 
 def _hold() -> None:
-    """Before a fork: until the child handles SIGTERM as it should, one that is meant for it has to
-    wait. Else it would be lost in the child, or be written to our pipe, as if it had come to this
+    """Before a fork: block SIGTERM until the child handles it as it should. Until then, one that is
+    meant for the child would be lost there, or be written to our pipe as if it had come to this
     process."""
     if _process.is_installed:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

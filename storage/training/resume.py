@@ -144,13 +144,13 @@ def resumed(
     async def look(_: Sequence[Nothing]) -> Candidates:
         survey = await lineage.survey()
         found.append(_Found(survey, back.among(survey)))
-        return _told(back, root, survey, found[0].tried)
+        return _candidates(back, root, survey, found[0].tried)
 
     call = Call("resume", root.uri.redacted, back.step)
-    told = _round(LOOK, call, options.deadline_s, Nothing(), look)
-    if told.refused is not None:
-        raise UsageError(told.refused, uri=root.uri.redacted, advice=told.advice)
-    chosen = _load_first(root, told, state, options, back)
+    candidates = _round(LOOK, call, options.deadline_s, Nothing(), look)
+    if candidates.refused is not None:
+        raise UsageError(candidates.refused, uri=root.uri.redacted, advice=candidates.advice)
+    chosen = _load_first(root, candidates, state, options, back)
 
     async def take_up(_: Sequence[Nothing]) -> Nothing:
         if chosen is None:
@@ -163,13 +163,15 @@ def resumed(
     if chosen is None:
         step = None
     else:
-        step = told.tried[chosen].step
+        step = candidates.tried[chosen].step
     call = Call("resume", root.uri.redacted, step)
     _round(TAKE_UP, call, options.deadline_s, Nothing(), take_up)
     return step
 
 
-def _told(back: Back, root: Place, survey: Survey, tried: Sequence[ListedCheckpoint]) -> Candidates:
+def _candidates(
+    back: Back, root: Place, survey: Survey, tried: Sequence[ListedCheckpoint]
+) -> Candidates:
     """What all ranks are to know of the run's folder."""
     for c in survey.broken:
         _log.warning("the checkpoint %s cannot be opened: %s", c.path, c.problem)
@@ -199,18 +201,18 @@ def _told(back: Back, root: Place, survey: Survey, tried: Sequence[ListedCheckpo
 
 def _load_first(
     root: Place,
-    told: Candidates,
+    candidates: Candidates,
     state: object,
     options: LoadOptions,
     back: Back,
 ) -> int | None:
-    """Load the first of ``tried`` that is whole and fits; its place among them. None where there is
-    nothing to try."""
-    if not told.tried and not told.broken:
+    """Load the first of ``tried`` that is whole and fits; return its place among them. None where
+    there is nothing to try."""
+    if not candidates.tried and not candidates.broken:
         return None
     misfit: Exception | None = None
     touched: set[str] = set()
-    for place, candidate in enumerate(told.tried):
+    for place, candidate in enumerate(candidates.tried):
         may_misfit = not candidate.own and back.step is None
         error = _try(str(join(root.uri, candidate.path)), state, options, touched)
         try:
@@ -243,7 +245,7 @@ def _load_first(
             ),
         )
     raise DamagedError(
-        f"none of the {len(told.tried) + told.broken} checkpoints of this run is whole",
+        f"none of the {len(candidates.tried) + candidates.broken} checkpoints of this run is whole",
         uri=root.uri.redacted,
         advice="`holdfast verify` says what is wrong with each. To start anew, use another folder.",
     )

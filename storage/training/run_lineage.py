@@ -69,8 +69,8 @@ class RunLineage:
         self, gone_on_from: ListedCheckpoint | None, survey: Survey, *, record: bool
     ) -> None:
         """Training goes on from there, or from its beginning; live checkpoints that are later are
-        abandoned from here on. ``record``: put that on record now, durably, rather than with the
-        next save. Raises StorageError."""
+        abandoned from here on. ``record``: store that now, durably, rather than with the next save.
+        Raises StorageError."""
         assert self._lineage is not None
         self._admits = True
         if gone_on_from is None:

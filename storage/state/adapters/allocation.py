@@ -105,9 +105,10 @@ def fitting(present: Shard, entry: Entry) -> Shard:
 def empty_for(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
     """An empty tensor for ``entry``, which belongs to ``reference``, such as a parameter.
 
-    One of the same shape is laid out like it. One of another shape beside a DTensor is what it was
-    when it was saved; or, where that is not known, a replicated DTensor, for arithmetic with both
-    takes no plain tensor. Numbers, and what each rank had of its own, stay plain.
+    One of the same shape is laid out like it. One of another shape beside a DTensor gets the layout
+    that it was saved in; or, where that is not known, it becomes a replicated DTensor, because
+    torch refuses arithmetic between DTensors and plain tensors. Numbers, and what each rank had of
+    its own, stay plain.
     """
     if is_made_of(reference):
         return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # and does not fit

@@ -1,8 +1,8 @@
-"""Objects with a state_dict of their own: which tensors are filled for them.
+"""Objects with a state_dict of their own: which tensors a load fills for them.
 
-Those of the state that an object has, in place, as torch's distributed checkpoints do. What it does
-not have yet, such as the moments of an optimizer that has never stepped, is made like the parameter
-that its name is of.
+Tensors that are in the object's state already are filled in place, as torch's distributed
+checkpoints do. One that is not there yet, such as a moment of an optimizer that has never stepped,
+is allocated like the parameter that it is named after.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Reach:
             *(group["params"] for o in self._optimizers for group in o.param_groups),
         )
         self.example = next((p for p in every if isinstance(p, DTensor)), None)
-        """Any DTensor among them: on its mesh are those of which nothing else is known."""
+        """Any DTensor among them. Tensors of which nothing else is known are put on its mesh."""
 
     def parameter_of(self, entry: Entry) -> torch.Tensor | None:
         """The parameter whose name is a part of the entry's path, the longest such name; or that of

@@ -154,8 +154,9 @@ def _check_numbers(
 def _match_empty(
     sources: list[list[tuple[int, int]]], ours: list[int], stored: Sequence[StoredGroup], rank: int
 ) -> None:
-    """Groups without parameters have no names: they are matched by position if all others are where
-    they were, else by their order, if the checkpoint has as many. Else they keep what they have."""
+    """Match groups without parameters, which have no names: by position if all other groups are
+    where they were; otherwise by their order, if the checkpoint has as many. Otherwise they keep
+    what they have."""
     theirs = [number for number, group in enumerate(stored) if not group.ranks]
     in_place = all(where == number for number, places in enumerate(sources) for where, _ in places)
     if in_place and len(sources) == len(stored):
