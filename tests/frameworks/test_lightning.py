@@ -83,7 +83,11 @@ def test_two_ranks_under_ddp_go_on_as_if_they_had_never_stopped(
 
 @pytest.mark.parametrize(
     ("uninterrupted", "strategy", "plugin"),
-    [((2, "fsdp2"), "fsdp2", "sync"), ((2, "fsdp1"), "fsdp1", "lazy")],
+    [
+        ((2, "fsdp2"), "fsdp2", "sync"),
+        ((2, "tp"), "tp", "async"),
+        ((2, "fsdp1"), "fsdp1", "lazy"),
+    ],
     indirect=["uninterrupted"],
 )
 def test_two_ranks_that_shard_the_model_go_on_as_if_they_had_never_stopped(

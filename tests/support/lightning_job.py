@@ -14,6 +14,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.storage.integrations.lightning import (
@@ -36,6 +41,9 @@ STRATEGIES: dict[str, Any] = {
     "fsdp2": lambda world: HoldfastModelParallelStrategy(
         data_parallel_size=world, tensor_parallel_size=1
     ),
+    "tp": lambda world: HoldfastModelParallelStrategy(
+        data_parallel_size=1, tensor_parallel_size=world
+    ),
     "fsdp1": lambda world: HoldfastFSDPStrategy(),
 }
 """By name, given the number of ranks."""
@@ -56,6 +64,9 @@ class Net(lightning.LightningModule):
     def configure_model(self) -> None:
         if self.args.strategy == "fsdp2":
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+        elif self.args.strategy == "tp":
+            plan = {"0": ColwiseParallel(), "3": RowwiseParallel()}
+            parallelize_module(self.layers, self.device_mesh["tensor_parallel"], plan)
         elif self.args.strategy == "fsdp1":  # Lightning itself would ask for a GPU
             cpu = torch.device("cpu")
             self.layers = FullyShardedDataParallel(self.layers, device_id=cpu, use_orig_params=True)
@@ -97,11 +108,12 @@ class Seen(Callback):
         self.state = state_dict
 
 
-def batches(world: int) -> Any:
-    """The batches of this rank, the same in every run."""
+def batches(args: argparse.Namespace) -> Any:
+    """The batches of this rank, the same in every run. Ranks that share a model have the same."""
     made = torch.Generator().manual_seed(3)
+    world = 1 if args.strategy == "tp" else args.world
     x = torch.randn(BATCHES * world * 4, 8, generator=made)
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = int(os.environ.get("LOCAL_RANK", "0")) % world
     mine = torch.utils.data.TensorDataset(x[rank::world], x[rank::world].sum(1, keepdim=True))
     return StatefulDataLoader(mine, batch_size=4)
 
@@ -144,7 +156,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Net(args), batches(args.world), ckpt_path=args.resume)
+    trainer.fit(Net(args), batches(args), ckpt_path=args.resume)
     if args.again:
         trainer.save_checkpoint(args.again)
     left = trainer.strategy.broadcast(keep.best_k_models)
