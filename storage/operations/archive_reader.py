@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ...core.aio import at_most, side_by_side
+from ...core.garbage import collector_paused
 from ...drivers.contract import Driver
 from ...errors import DamagedError, UnsupportedFormatError
 from ..format.torch_pickle import StoredTensor, Value, read_pickle
@@ -129,7 +130,7 @@ class ArchiveReader(_Archive):
             order = b"little"
             if _ORDER in self._records:
                 order = await self._record_bytes(_ORDER, 16)
-            value = await offload(read_pickle, pickle, is_record)
+            value = await offload(_value_in, pickle, is_record)
         except ZipError as error:
             raise self.damaged(f"it is no whole zip file: {error}") from error
         except ValueError as error:
@@ -222,6 +223,11 @@ class ArchiveReader(_Archive):
         if into:
             await self._driver.read(self._where.key, self._where.start + start, memoryview(into))
         return bytes(into)
+
+
+def _value_in(pickle: bytes, is_record: Callable[[str], bool]) -> Value:
+    with collector_paused():
+        return read_pickle(pickle, is_record)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ...core.garbage import collector_paused
 from ...core.units import round_up
 from ...planner.box import Box
 from ..format.dcp_metadata import DCP_METADATA_KEY
@@ -64,12 +65,15 @@ def plan_dcp_folder(
     new_names = renamed(chosen(contents.paths, only), rules)
     tensor_names = {name: new for name, new in new_names.items() if contents.is_tensor(name)}
     value_names = [name for name in new_names if name not in tensor_names]
-    exported = ExportedTensors(contents.manifest.tensors, tensor_names, dtype, TORCH_DTYPES)
+    with collector_paused():
+        exported = ExportedTensors(contents.manifest.tensors, tensor_names, dtype, TORCH_DTYPES)
+    values = _values(checkpoint, contents, value_names)
     folder = _Folder(file_nbytes)
-    for name, data in _values(checkpoint, contents, value_names).items():
-        folder.add_value(new_names[name], data)
-    for tensor, source in sorted(exported.tensors, key=lambda item: image_rank(item[0])):
-        folder.add_tensor(tensor, source)
+    with collector_paused():
+        for name, data in values.items():
+            folder.add_value(new_names[name], data)
+        for tensor, source in sorted(exported.tensors, key=lambda item: image_rank(item[0])):
+            folder.add_tensor(tensor, source)
     for name, first in exported.tied.items():
         folder.tie(name, first)
     paths = {
@@ -154,6 +158,11 @@ class _Folder:
 def _metadata_bytes(folder: _Folder, paths: Mapping[str, Keys], uri: str) -> bytes:
     """The file that DCP's reader unpickles: what has which name, and the ``paths`` of these in the
     state."""
+    with collector_paused():
+        return _pickled(folder, paths, uri)
+
+
+def _pickled(folder: _Folder, paths: Mapping[str, Keys], uri: str) -> bytes:
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     results = []
     for name in paths:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ...core.aio import at_most
+from ...core.garbage import collector_paused
 from ...core.lru import LruCache
 from ...drivers.contract import Driver
 from ...errors import DamagedError, UnsupportedFormatError
@@ -73,7 +74,7 @@ async def read_contents(driver: Driver) -> FolderContents:
     try:
         if info.nbytes > _METADATA_NBYTES_MAX:
             raise ValueError(f"it has {info.nbytes:,} bytes")
-        return await offload(read_metadata, await driver.get(DCP_METADATA_KEY))
+        return await offload(_contents_in, await driver.get(DCP_METADATA_KEY))
     except ValueError as error:
         raise UnsupportedFormatError(
             f"this folder of torch's distributed checkpoint is not read: {error}",
@@ -81,6 +82,11 @@ async def read_contents(driver: Driver) -> FolderContents:
             key=DCP_METADATA_KEY,
             advice="Load it with torch.distributed.checkpoint, and save the state with holdfast.",
         ) from error
+
+
+def _contents_in(data: bytes) -> FolderContents:
+    with collector_paused():
+        return read_metadata(data)
 
 
 def _check_within(driver: Driver, places: Iterable[FilePart], sizes: dict[str, int]) -> None:
@@ -149,16 +155,17 @@ async def _locate(driver: Driver, tensors: dict[str, StoredParts]) -> list[Sourc
     ]
     await at_most(driver.traits.concurrency, map(locate, large))
     items = _SmallItems(driver.uri)
-    return [
-        SourceTensor(
-            name,
-            stored.dtype,
-            stored.shape,
-            found.get(number) or items.place_of(name, stored.dtype, box, place),
-            box,
-        )
-        for number, (name, stored, box, place) in enumerate(boxes)
-    ]
+    with collector_paused():
+        return [
+            SourceTensor(
+                name,
+                stored.dtype,
+                stored.shape,
+                found.get(number) or items.place_of(name, stored.dtype, box, place),
+                box,
+            )
+            for number, (name, stored, box, place) in enumerate(boxes)
+        ]
 
 
 class _SmallItems:

@@ -22,10 +22,11 @@ from typing import Literal, get_args
 
 from ...core import safetensors
 from ...core.aio import at_most, side_by_side
+from ...core.garbage import collector_paused
 from ...drivers.contract import Driver
 from ...errors import ExistsError, NotFoundError, StorageError, UsageError
 from ..format.dcp_metadata import DCP_FILE, DCP_METADATA_KEY
-from ..format.manifest import MANIFEST_KEY
+from ..format.manifest import MANIFEST_KEY, Manifest
 from ..format.model_folder import (
     INDEX_KEY,
     MODEL_FILE,
@@ -158,7 +159,11 @@ class _Request:
             from .dcp_export import plan_dcp_folder
 
             return plan_dcp_folder(checkpoint, self.only, self.rules, self.dtype, self.file_nbytes)
-        m = manifest_of(checkpoint)
+        with collector_paused():
+            return self._plan_of_tensors(manifest_of(checkpoint), key)
+
+    def _plan_of_tensors(self, m: Manifest, key: str) -> ExportPlan:
+        """The same, for formats that have nothing else."""
         names = chosen(m.tensors.rows, self.only)
         refuse_values(_names_of_values(m.tree), self.only)
         known = TORCH_DTYPES if self.format == "torch" else safetensors.DTYPES

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ...core import safetensors
 from ...core.aio import at_most
+from ...core.garbage import collector_paused
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotFoundError, UnsupportedFormatError
 from ...planner.box import Box
@@ -214,7 +215,8 @@ async def _read_header(driver: Driver, key: str, file_nbytes: int) -> list[Sourc
             raise ValueError(f"a header of {length:,} bytes in a file of {file_nbytes:,}")
         text = bytearray(length)
         await driver.read(key, safetensors.LENGTH_NBYTES, memoryview(text))
-        entries = safetensors.parsed(bytes(text), file_nbytes - data_start)
+        with collector_paused():
+            entries = safetensors.parsed(bytes(text), file_nbytes - data_start)
     except ValueError as error:
         raise DamagedError(
             f"the file is not what its header says: {error}",

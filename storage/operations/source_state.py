@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ...core.garbage import collector_paused
 from ...planner.box import Box
 from ...planner.columns import volumes
 from ...planner.layout import BoxLayout, Layout
@@ -34,6 +35,13 @@ def source_state(
 
     Raises StateError for a value that cannot be stored.
     """
+    with collector_paused():
+        return _source_state(model, new_names)
+
+
+def _source_state(
+    model: Model, new_names: Mapping[str, str]
+) -> tuple[FlatState, Sequence[SourceTensor]]:
     parts: defaultdict[str, list[SourceTensor]] = defaultdict(list)
     for tensor in model.tensors:
         parts[new_names[tensor.name]].append(tensor)
