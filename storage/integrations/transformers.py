@@ -6,8 +6,9 @@ A checkpoint holds the model, the optimizer, the schedule, the scaler of losses,
 generators of each rank, and the trainer's own state. The trainer reads the last of these from a
 file; :meth:`HoldfastTrainerMixin.train` makes one in a temporary folder.
 
-Scope: what Trainer saves to resume from. What ``save_model`` writes is what it ever was. Where the
-model is sharded by DeepSpeed or FSDP, Trainer leaves checkpoints to Accelerate: that is refused.
+Models that DeepSpeed or FSDP have sharded are saved as such: each rank stores what it holds.
+
+Scope: what Trainer saves to resume from. What ``save_model`` writes is what it ever was.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ..operations.listing import list_checkpoints
 from ..operations.options import UriLike
 from ..operations.remove import remove
 from ..state.adapters.stateful import RNGState
+from .engine_counters import counters_of, set_counters
 from .newest import as_path_or_uri, newest_checkpoint
 from .under_way import SavesUnderWay
 
@@ -72,7 +74,8 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         self._asynchronous = asynchronous
         self._saves = SavesUnderWay()
         self._resumed_from = ""
-        self._refuse_sharded_models()
+        self._counters: Mapping[str, int] = {}
+        self._refuse_what_is_not_known()
 
     def train(
         self, resume_from_checkpoint: UriLike | bool | None = None, *args: Any, **kwargs: Any
@@ -92,6 +95,7 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
     def _resume(self, checkpoint: UriLike, *args: Any, **kwargs: Any) -> Any:
         self._resumed_from = os.fspath(checkpoint)
         state = load(self._resumed_from, only="trainer", storage_options=self._storage_options)
+        self._counters = state.get("counters", {})
         with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
             Path(folder, _STATE_FILE).write_text(state["state"])
             return super().train(folder, *args, **kwargs)
@@ -112,8 +116,10 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         self.store_flos()
         self._note_best()
         self._note_callbacks()
-        trainer = {"state": json.dumps(dataclasses.asdict(self.state))}
-        state: dict[str, object] = {"model": self.model, "trainer": trainer}
+        trainer: dict[str, object] = {"state": json.dumps(dataclasses.asdict(self.state))}
+        if self.is_deepspeed_enabled:
+            trainer["counters"] = counters_of(self.deepspeed)
+        state: dict[str, object] = {"model": self._what_holds_weights(), "trainer": trainer}
         if not self.args.save_only_model:
             state |= self._what_steps() | {"rng": RNGState()}
         self._begin_save(state)
@@ -132,13 +138,24 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         else:
             save(self._uri(step), state, **options)
 
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        """Trainer's, without the checkpoint, which it would have DeepSpeed read from files; then
+        the checkpoint is loaded here."""
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        return prepared
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         """Nothing: the model is loaded with its optimizer, whose state goes by its names."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            into = {"model": self.model} | self._what_steps()
+            into = {"model": self._what_holds_weights()} | self._what_steps()
             self._load(self._resumed_from, into)
+            if self.is_deepspeed_enabled:
+                set_counters(self.deepspeed, self._counters)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Nothing: it is loaded with the optimizer."""
@@ -149,11 +166,16 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
 
     def _load_best_model(self) -> None:
         self._saves.wait()
-        self._load(self.state.best_model_checkpoint, {"model": self.model})
+        self._load(self.state.best_model_checkpoint, {"model": self._what_holds_weights()})
+
+    def _what_holds_weights(self) -> object:
+        """The model, as it is sharded; of DeepSpeed, the engine."""
+        return self.deepspeed if self.is_deepspeed_enabled else self.model
 
     def _what_steps(self) -> dict[str, object]:
         """What changes with each step, beside the model."""
-        steps = {"optimizer": self.optimizer, "schedule": self.lr_scheduler}
+        optimizer = self.deepspeed.optimizer if self.is_deepspeed_enabled else self.optimizer
+        steps = {"optimizer": optimizer, "schedule": self.lr_scheduler}
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None:
             steps["scaler"] = scaler
@@ -201,9 +223,14 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
             if step not in kept:
                 remove(self._uri(step), storage_options=self._storage_options)
 
-    def _refuse_sharded_models(self) -> None:
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+    def _refuse_what_is_not_known(self) -> None:
+        if self.is_fsdp_xla_enabled:
             raise UsageError(
-                "Trainer leaves the checkpoints of DeepSpeed and FSDP to Accelerate",
-                advice="Save there as before, or shard the model by hand, with fully_shard.",
+                "fsdp_config has xla, and what torch_xla shards is not known",
+                advice="Leave the mixin out there.",
+            )
+        if self.is_deepspeed_enabled and not hasattr(super(), "_prepare_for_training"):
+            raise UsageError(
+                "this release of transformers resumes under DeepSpeed from files alone",
+                advice="Upgrade transformers.",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,22 @@ def folder_of(path: Path, name: str) -> Path:
     return path / name
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that returns the folder of a job that has never stopped."""
+    done: dict[tuple[Any, ...], Path] = {}
+
+    def run(world: int, *options: str) -> Path:
+        if (world, *options) not in done:
+            folder = tmp_path_factory.mktemp("whole")
+            ended = run_job(JOB, "--out", folder, *options, world=world)
+            assert ended.returncode == 0, ended.stderr[-3000:]
+            done[world, *options] = folder
+        return done[world, *options]
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("world", "options"),
     [
@@ -38,17 +55,17 @@ def folder_of(path: Path, name: str) -> Path:
         (1, ("--lora",)),
         (1, ("--asynchronous", "yes")),
         (2, ("--asynchronous", "lazy")),
+        (2, ("--sharded", "zero3")),
+        (2, ("--sharded", "fsdp2")),
     ],
 )
 def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
-    tmp_path: Path, world: int, options: tuple[str, ...]
+    tmp_path: Path, whole_run: Callable[..., Path], world: int, options: tuple[str, ...]
 ) -> None:
     """Killed at step 7 and resumed from its newest checkpoint, each rank computes the same losses
     to the last bit, with dropout and a schedule, and past the end of an epoch. The log of the
     trainer has each step once; the last two checkpoints are left, and no file of Trainer's own."""
-    whole = folder_of(tmp_path, "whole")
-    done = run_job(JOB, "--out", whole, *options, world=world)
-    assert done.returncode == 0, done.stderr[-3000:]
+    whole = whole_run(world, *options)
     cut = folder_of(tmp_path, "cut")
     checkpoints = cut / "checkpoints"
     common = ("--out", cut, "--checkpoints", checkpoints, *options)
@@ -67,6 +84,22 @@ def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
     assert listed == {"checkpoint-10": world, "checkpoint-12": world}
     files = {path.name for path in checkpoints.rglob("*") if path.is_file()}
     assert not {name for name in files if name.endswith((".bin", ".pt", ".pth", ".json"))}
+
+
+def test_what_zero_has_saved_is_resumed_without_sharding(
+    tmp_path: Path, whole_run: Callable[..., Path]
+) -> None:
+    """Under DDP: the step that both compute has the same loss to the last bit, and all losses are
+    near those of a job under DDP from its beginning."""
+    common = ("--out", tmp_path, "--checkpoints", tmp_path / "checkpoints")
+    killed = run_job(JOB, *common, "--die-at", "7", "--sharded", "zero2", world=2)
+    assert killed.returncode == 1, killed.stderr[-3000:]
+    assert holdfast.list_checkpoints(tmp_path / "checkpoints")[-1].step == 6
+    done = run_job(JOB, *common, "--resume", world=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    whole = whole_run(2)
+    for rank in range(2):
+        assert losses(tmp_path, rank) == pytest.approx(losses(whole, rank), rel=1e-4)
 
 
 def trainer(folder: Path, **options: Any) -> Any:

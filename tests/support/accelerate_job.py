@@ -7,14 +7,17 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from torch import nn
 
 from holdfast.storage.integrations.accelerate import load_state, save_state
 from holdfast.storage.integrations.newest import newest_checkpoint
 from support.leaving import leave
+from support.sharded_on_cpu import SHARDED, deepspeed_config, let_accelerate_shard
 
 
 class Steps:
@@ -30,14 +33,30 @@ class Steps:
         self.done = state_dict["done"]
 
 
+def accelerator_of(sharded: str | None) -> Accelerator:
+    """One on the CPU, that shards the model, if it is to."""
+    if sharded is None:
+        return Accelerator(cpu=True)
+    let_accelerate_shard(sharded)
+    plugin: dict[str, Any] = {}
+    if sharded.startswith("zero"):
+        plugin["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepspeed_config(sharded))
+    else:
+        plugin["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=int(sharded[-1]), use_orig_params=True, auto_wrap_policy="NO_WRAP"
+        )
+    return Accelerator(**plugin)
+
+
 def main() -> None:
     """Train for twelve steps, from the newest checkpoint if there is one; ``--die-at`` a step,
     killed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--die-at", type=int)
+    parser.add_argument("--sharded", choices=SHARDED)
     args = parser.parse_args()
-    accelerator = Accelerator(cpu=True)
+    accelerator = accelerator_of(args.sharded)
     rank = accelerator.process_index
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1))

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 from holdfast.storage.integrations.transformers import HoldfastTrainerMixin
 from support.leaving import leave
+from support.sharded_on_cpu import SHARDED, deepspeed_config, let_accelerate_shard
 
 ASYNCHRONOUS: dict[str, Any] = {"no": False, "yes": True, "lazy": "lazy"}
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -67,6 +68,22 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
+def on_the_cpu(sharded: str | None) -> dict[str, Any]:
+    """Arguments of a trainer that runs there, and shards the model, if it is to."""
+    if sharded is None:
+        return {"use_cpu": True}
+    let_accelerate_shard(sharded)
+    configured = {"accelerator_config": {"use_configured_state": True}}
+    if sharded.startswith("zero"):
+        return {"deepspeed": deepspeed_config(sharded), **configured}
+    layers = {
+        "version": int(sharded[-1]),
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "sync_module_states": False,  # which would need a GPU
+    }
+    return {"fsdp": True, "fsdp_config": layers, **configured}
+
+
 def main() -> None:
     """Train for twelve steps, from ``--resume`` if that is given; ``--die-at`` a step, killed."""
     parser = argparse.ArgumentParser()
@@ -76,6 +93,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--asynchronous", choices=ASYNCHRONOUS, default="no")
+    parser.add_argument("--sharded", choices=SHARDED)
     args = parser.parse_args()
     arguments = TrainingArguments(
         args.out,
@@ -89,9 +107,9 @@ def main() -> None:
         eval_strategy="steps",
         eval_steps=4,
         metric_for_best_model="loss",
-        use_cpu=True,
         report_to=[],
         disable_tqdm=True,
+        **on_the_cpu(args.sharded),
     )
     data: Any = samples()
     trainer = Trainer(
