@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_export,
         _add_import,
         _add_prune,
+        _add_report,
         _add_drivers,
         _add_demo,
     ):
@@ -310,6 +311,28 @@ def _add_prune(commands: Parsers) -> None:
         "--dry-run", action="store_true", help="say what would be deleted, and delete nothing"
     )
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    _with_json(parser)
+
+
+def _add_report(commands: Parsers) -> None:
+    def report(**arguments: Any) -> int:
+        from .report import run
+
+        return run(**arguments)
+
+    parser = _command(
+        commands,
+        report,
+        "show where the time of a save went, and which ranks kept the others waiting",
+        "Of a folder of checkpoints, their saves one after the other. Exits with 1 if nothing was "
+        "recorded.",
+    )
+    parser.add_argument(
+        "uri", metavar="URI", help="a checkpoint, or a folder with checkpoints below it"
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write a trace as well, which ui.perfetto.dev opens"
+    )
     _with_json(parser)
 
 

@@ -1,0 +1,205 @@
+"""What a save's telemetry shows: which ranks kept the others waiting, by how much, and why.
+
+A rank is compared with the typical one: the median of all ranks, the lower one of two. What it was
+late with counts where that is much more than is typical, and matters for the save as a whole.
+
+Scope: pure. It looks at one save of several ranks; a rank that is alone has nobody to be slower
+than.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from ...core.spans import StageReport
+from ..format.save_telemetry import RankTelemetry, SaveTelemetry
+
+__all__ = ["CALL", "Cause", "Straggler", "retries_of", "stragglers", "typical"]
+
+CALL = "call"
+"""Instead of a stage: the call of the save itself."""
+
+FACTOR = 1.5
+"""A rank stands out that took so many times as long as is typical ..."""
+PART = 0.05
+"""... and longer by such a part of the save ..."""
+LEAST_S = 0.1
+"""... and by so many seconds: ranks are compared to within half of that."""
+_MORE_BYTES = 1.2
+_HALF = 0.5
+_FEW = 4
+"""Where the slowest of many requests took so many times as long as half of them, it was that one.
+"""
+
+_PARTS = {"write": "open", "capture": "device_copy"}
+"""Stages that contain another one, or wait for it."""
+
+
+class Cause(StrEnum):
+    """Why a rank was slow."""
+
+    LATE = "late call"
+    THROTTLED = "throttled"
+    RETRIES = "retries"
+    MORE_BYTES = "more bytes"
+    SLOW_STORAGE = "slow device or network"
+    SLOW_REQUESTS = "a few slow requests"
+    SLOW_COPIES = "slow copies"
+    PROCESSOR = "busy processor"
+    WAITED = "waited before it began"
+
+
+_OF_STAGE = {
+    "capture": Cause.SLOW_COPIES,
+    "device_copy": Cause.SLOW_COPIES,
+    "wait": Cause.WAITED,
+    "open": Cause.SLOW_STORAGE,
+    "write": Cause.SLOW_STORAGE,
+    "upload_commit": Cause.SLOW_STORAGE,
+}
+"""Of a stage without other signs; of all others, the processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that was slow with ``stage``: it took ``seconds``, of which ``typical_s`` are typical;
+    for :data:`CALL`, it called so long after the first rank. ``detail`` says in words what points
+    to ``cause``. ``also``: other stages in which it was slow for that cause."""
+
+    rank: int
+    stage: str
+    seconds: float
+    typical_s: float
+    cause: Cause
+    detail: str
+    also: tuple[str, ...] = ()
+
+    @property
+    def excess_s(self) -> float:
+        """How much longer it took than is typical."""
+        return self.seconds - self.typical_s
+
+    @property
+    def factor(self) -> float | None:
+        """How many times as long as is typical; None where next to nothing is."""
+        if self.typical_s < LEAST_S / 2:
+            return None
+        return self.seconds / self.typical_s
+
+
+def stragglers(telemetry: SaveTelemetry) -> list[Straggler]:
+    """The ranks that stand out, the slowest first; each once for each cause."""
+    if len(telemetry.ranks) < 2:
+        return []
+    found = [*_late(telemetry), *_slow(telemetry)]
+    by_cause: dict[tuple[int, Cause], Straggler] = {}
+    for slow in sorted(found, key=lambda s: -s.excess_s):
+        first = by_cause.setdefault((slow.rank, slow.cause), slow)
+        if first is not slow:
+            also = (*first.also, slow.stage)
+            by_cause[slow.rank, slow.cause] = replace(first, also=also)
+    return list(by_cause.values())
+
+
+def typical(values: Sequence[float]) -> float:
+    """The median, the lower one of two: so that of two ranks the faster one is typical."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def _stands_out(seconds: float, typical_s: float, telemetry: SaveTelemetry) -> bool:
+    least_s = max(LEAST_S, PART * telemetry.seconds)
+    return seconds - typical_s >= least_s and seconds >= FACTOR * typical_s
+
+
+def _late(telemetry: SaveTelemetry) -> Iterator[Straggler]:
+    called_s = telemetry.called_s
+    typical_s = typical(list(called_s.values()))
+    for rank, seconds in called_s.items():
+        if _stands_out(seconds, typical_s, telemetry):
+            detail = f"it called {seconds:.2f} s after the first rank"
+            yield Straggler(rank, CALL, seconds, typical_s, Cause.LATE, detail)
+
+
+def _slow(telemetry: SaveTelemetry) -> Iterator[Straggler]:
+    for record in telemetry.ranks.values():
+        slow = {
+            name: stage
+            for name, stage in record.stages.items()
+            if _is_own(name) and _is_slow(telemetry, name, stage)
+        }
+        for name, stage in slow.items():
+            part = slow.get(_PARTS.get(name, ""))
+            if part is not None and part.busy_s > stage.busy_s / 2:
+                continue  # the part is the reason
+            yield _explained(telemetry, record, name)
+
+
+def _is_own(name: str) -> bool:
+    """Whether a stage is a rank's own work: in a round it waits for others."""
+    return not name.startswith("round ")
+
+
+def _is_slow(telemetry: SaveTelemetry, name: str, stage: StageReport) -> bool:
+    return _stands_out(stage.busy_s, _typical_of(telemetry, name, _busy_s), telemetry)
+
+
+def _busy_s(stage: StageReport) -> float:
+    return stage.busy_s
+
+
+def _typical_of(
+    telemetry: SaveTelemetry, name: str, figure: Callable[[StageReport], float]
+) -> float:
+    """What is typical of the ranks that have the stage."""
+    stages = (record.stages.get(name) for record in telemetry.ranks.values())
+    return typical([figure(stage) for stage in stages if stage is not None])
+
+
+def _explained(telemetry: SaveTelemetry, record: RankTelemetry, name: str) -> Straggler:
+    stage = record.stages[name]
+    cause, detail = _cause(telemetry, record, name)
+    return Straggler(
+        record.rank, name, stage.busy_s, _typical_of(telemetry, name, _busy_s), cause, detail
+    )
+
+
+def _cause(telemetry: SaveTelemetry, record: RankTelemetry, name: str) -> tuple[Cause, str]:
+    stage = record.stages[name]
+    excess_s = stage.busy_s - _typical_of(telemetry, name, _busy_s)
+    if stage.throttled_s > excess_s / 2:
+        return Cause.THROTTLED, f"requests were held back for {stage.throttled_s:.2f} s in all"
+    if stage.retries > _typical_of(telemetry, name, lambda other: other.retries):
+        return Cause.RETRIES, f"{stage.retries} requests were made again"
+    typical_nbytes = _typical_of(telemetry, name, lambda other: other.nbytes)
+    if typical_nbytes and stage.nbytes > _MORE_BYTES * typical_nbytes:
+        times = stage.nbytes / typical_nbytes
+        return Cause.MORE_BYTES, f"it had {times:.1f} times the bytes of others"
+    cause = _OF_STAGE.get(name, Cause.PROCESSOR)
+    if cause is Cause.SLOW_STORAGE and stage.count > 1 and stage.histogram:
+        return _of_requests(telemetry, name, stage)
+    return cause, _slowest_words(record, name)
+
+
+def _of_requests(telemetry: SaveTelemetry, name: str, stage: StageReport) -> tuple[Cause, str]:
+    """Whether all requests were slow, or some."""
+    half_s = stage.quantile_s(_HALF)
+    typical_s = _typical_of(telemetry, name, lambda other: other.quantile_s(_HALF))
+    words = f"half of its requests took up to {half_s:.2g} s; {typical_s:.2g} s are typical"
+    longest_s = stage.quantile_s(1)
+    if half_s > typical_s or longest_s < _FEW * half_s:
+        return Cause.SLOW_STORAGE, words
+    return Cause.SLOW_REQUESTS, f"{words}, and the slowest took up to {longest_s:.2g} s"
+
+
+def _slowest_words(record: RankTelemetry, name: str) -> str:
+    slowest = [slow for slow in record.slowest if slow.stage == name]
+    if not slowest:
+        return ""
+    return f"the slowest operation took {slowest[0].seconds:.2f} s ({slowest[0].key})"
+
+
+def retries_of(record: RankTelemetry) -> int:
+    """How many requests a rank has made again."""
+    return sum(stage.retries + stage.hedges for stage in record.stages.values())

@@ -1,0 +1,154 @@
+"""What a save's telemetry shows: who was slow, and why; and the same as a trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast.core.histogram import BUCKETS, bucket_of
+from holdfast.core.spans import SlowOperation, StageReport
+from holdfast.storage.format.save_telemetry import RankTelemetry, SaveTelemetry
+from holdfast.storage.operations.findings import CALL, Cause, stragglers, typical
+from holdfast.storage.operations.trace import chrome_trace
+
+CHUNKS = 40
+NBYTES = CHUNKS << 24
+
+
+def stage(seconds: float, nbytes: int = 0, **fields: Any) -> StageReport:
+    """One that was busy for so long, with operations that all took equally long."""
+    count = CHUNKS if nbytes else 1
+    histogram = [0] * BUCKETS
+    histogram[bucket_of(seconds / count)] = count
+    made = StageReport(
+        count, nbytes, seconds, seconds, 1.0, 1.0 + seconds, histogram=tuple(histogram)
+    )
+    return replace(made, **fields)
+
+
+def record(rank: int, **stages: StageReport) -> RankTelemetry:
+    """One like the others, but for these stages."""
+    usual = {
+        "flatten": stage(0.01),
+        "round agree": stage(0.5, last_s=2.0),
+        "capture": stage(1.0, NBYTES),
+        "hash": stage(0.5, NBYTES),
+        "open": stage(0.05),
+        "write": stage(2.0, NBYTES),
+        "upload_commit": stage(0.1),
+    }
+    return RankTelemetry(rank, NBYTES, NBYTES, 5.0, 0.0, 1.0, 1 << 24, {**usual, **stages})
+
+
+def save_of(changed: Mapping[int, Mapping[str, StageReport]], world: int = 8) -> SaveTelemetry:
+    """A save of many ranks, some of which have other stages."""
+    ranks = {rank: record(rank, **changed.get(rank, {})) for rank in range(world)}
+    return SaveTelemetry("20310203T040506-8e8a630f", 5, world, 1e9, 6.0, {}, ranks)
+
+
+def few_slow(seconds: float) -> StageReport:
+    """Writes of which one took nearly all of the time."""
+    usual = stage(2.0, NBYTES)
+    histogram = list(usual.histogram)
+    histogram[bucket_of(2.0 / CHUNKS)] -= 1
+    histogram[bucket_of(seconds)] += 1
+    return replace(usual, busy_s=2.0 + seconds, histogram=tuple(histogram))
+
+
+SLOW = [
+    ("write", stage(8.0, NBYTES), Cause.SLOW_STORAGE),
+    ("write", few_slow(3.0), Cause.SLOW_REQUESTS),
+    ("write", stage(8.0, NBYTES, retries=3), Cause.RETRIES),
+    ("write", stage(8.0, NBYTES, retries=3, throttled_s=6.0), Cause.THROTTLED),
+    ("write", stage(8.0, 4 * NBYTES), Cause.MORE_BYTES),
+    ("upload_commit", stage(3.0), Cause.SLOW_STORAGE),
+    ("open", stage(3.0), Cause.SLOW_STORAGE),
+    ("capture", stage(4.0, NBYTES), Cause.SLOW_COPIES),
+    ("hash", stage(4.0, NBYTES), Cause.PROCESSOR),
+    ("flatten", stage(4.0), Cause.PROCESSOR),
+    ("wait", stage(4.0), None),
+]
+
+
+@pytest.mark.parametrize(("name", "slow", "cause"), SLOW)
+def test_a_rank_that_is_slow_is_named_with_its_cause(
+    name: str, slow: StageReport, cause: Cause | None
+) -> None:
+    """And nobody else is. A stage that no other rank has is slower than none."""
+    found = stragglers(save_of({5: {name: slow}}))
+    if cause is None:
+        assert found == []
+        return
+    (straggler,) = found
+    assert (straggler.rank, straggler.stage, straggler.cause) == (5, name, cause)
+    assert straggler.seconds == slow.busy_s
+    assert straggler.excess_s == pytest.approx(slow.busy_s - record(0).stages[name].busy_s)
+
+
+def test_a_rank_that_calls_late_is_named() -> None:
+    """It learns the verdict of the first round sooner after its call."""
+    (late,) = stragglers(save_of({3: {"round agree": stage(0.1, last_s=0.2)}}))
+    assert (late.rank, late.stage, late.cause) == (3, CALL, Cause.LATE)
+    assert late.seconds == pytest.approx(1.8)
+    assert late.factor is None
+
+
+def test_what_is_usual_or_hardly_matters_is_not_named() -> None:
+    """Ranks that are alike; a rank that is slower by less than a twentieth of the save; waiting for
+    others; a rank that is alone."""
+    assert stragglers(save_of({})) == []
+    assert stragglers(save_of({2: {"flatten": stage(0.25)}})) == []
+    assert (
+        stragglers(save_of({2: {"round commit": stage(5.0)}, 3: {"round commit": stage(1)}})) == []
+    )
+    assert stragglers(save_of({0: {"write": stage(9.0, NBYTES)}}, world=1)) == []
+
+
+def test_a_stage_is_not_blamed_for_its_part() -> None:
+    """Writes that wait for the upload to be opened are not slow themselves."""
+    (slow,) = stragglers(save_of({1: {"open": stage(3.0), "write": stage(5.0, NBYTES)}}))
+    assert (slow.stage, slow.also) == ("open", ())
+
+
+def test_one_cause_is_named_once() -> None:
+    """With its longest stage first, and the others after it."""
+    changed = {"write": stage(9.0, NBYTES), "upload_commit": stage(2.0)}
+    (slow,) = stragglers(save_of({1: changed}))
+    assert (slow.stage, slow.also) == ("write", ("upload_commit",))
+
+
+def test_of_two_ranks_the_faster_one_is_typical() -> None:
+    """The lower median: so three of four ranks may be slow."""
+    assert [typical(values) for values in ([3.0], [5, 1], [9, 1, 5], [9, 8, 1, 7])] == [3, 1, 5, 7]
+    (slow,) = stragglers(save_of({1: {"write": stage(9.0, NBYTES)}}, world=2))
+    assert slow.rank == 1
+
+
+def test_a_trace_has_each_stage_where_it_was() -> None:
+    """Ranks are processes, stages are threads; a rank that called late begins late, and saves
+    follow each other."""
+    operation = SlowOperation("write", "data/x/1.safetensors", 1 << 24, 1 << 24, 1, 1.5, 0.25)
+    save = save_of({1: {"round agree": stage(0.1, last_s=1.5)}}, world=2)
+    ranks = {**save.ranks, 1: replace(save.ranks[1], slowest=(operation,))}
+    saves = [replace(save, ranks=ranks), replace(save, created_s=1e9 + 60.0)]
+    trace = json.loads(json.dumps(chrome_trace(saves)))
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    threads = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    assert all(event["dur"] > 0 and event["ts"] >= 0 for event in events)
+    writes = [event for event in events if threads[event["pid"], event["tid"]] == "write"]
+    assert [(e["pid"], e["ts"], e["dur"]) for e in writes] == [
+        (0, 1_000_000, 2_000_000),
+        (1, 1_500_000, 2_000_000),
+        (0, 61_000_000, 2_000_000),
+        (1, 61_500_000, 2_000_000),
+    ]
+    (slow,) = [e for e in events if threads[e["pid"], e["tid"]] == "slowest operations"]
+    assert (slow["ts"], slow["args"]["key"]) == (2_000_000, operation.key)
