@@ -65,6 +65,8 @@ NDIM_MAX = 64
 """Torch has no tensors of more dimensions."""
 
 _METADATA = "__metadata__"
+_INTS = frozenset([int])  # no bool
+_COUNT_MAX = 1 << 62
 _LENGTH = struct.Struct("<Q")
 LENGTH_NBYTES = _LENGTH.size
 
@@ -148,9 +150,15 @@ def _entry_of(name: str, given: object) -> Entry:
 
 
 def _counts(name: str, given: object) -> tuple[int, ...]:
-    if not isinstance(given, list) or not all(type(n) is int and 0 <= n < 1 << 62 for n in given):
+    if not isinstance(given, list) or not _are_counts(given):
         raise ValueError(f"tensor {name!r} has a shape or data_offsets that are no numbers")
     return tuple(given)
+
+
+def _are_counts(given: list[Any]) -> bool:
+    if not _INTS.issuperset(map(type, given)):
+        return False
+    return not given or 0 <= min(given) <= max(given) < _COUNT_MAX
 
 
 def entry(code: str, shape: Iterable[int], start: int, stop: int) -> str:

@@ -78,6 +78,8 @@ def places_of(
 
 def _paths_of(model: Model, new_names: Mapping[str, str]) -> dict[str, Path]:
     """By new name, where in the state it is."""
+    if not model.paths:
+        return {new_name: (new_name,) for new_name in new_names.values()}
     paths: dict[str, Path] = {}
     for name, new_name in new_names.items():
         path = model.paths.get(name, ())
