@@ -203,7 +203,7 @@ def test_the_best_checkpoint_stays_until_a_better_one_is_committed(tmp_path: Pat
 
 def test_what_cannot_be_resumed_or_saved_is_refused(tmp_path: Path) -> None:
     """Nothing to resume from; a checkpoint of another model; files that are not there to be
-    pushed; trials that would share a folder."""
+    pushed; trials that would share a folder; what torch_xla shards."""
     made = trainer(tmp_path)
     with pytest.raises(holdfast.NotACheckpointError, match="no whole checkpoint to resume from"):
         made.train(resume_from_checkpoint=True)
@@ -211,6 +211,8 @@ def test_what_cannot_be_resumed_or_saved_is_refused(tmp_path: Path) -> None:
         made._save_checkpoint(made.model, {"lr": 1})
     with pytest.raises(holdfast.UsageError, match="pushes files of its own"):
         trainer(tmp_path, push_to_hub=True, hub_token="none")
+    with pytest.raises(holdfast.UsageError, match="torch_xla"):
+        trainer(tmp_path, fsdp=True, fsdp_config={"xla": True})
     trainer(tmp_path, save_only_model=True).train()
     with pytest.raises(holdfast.MismatchError, match="optimizer"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
