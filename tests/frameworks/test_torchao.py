@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import difference
 from support.rank_processes import RankProcesses
-from support.torchao_job import go_on_in_eight_bits, load_in_eight_bits, weights_in_full
+from support.torchao_job import (
+    go_on_in_eight_bits,
+    go_on_with_moments_of_eight_bits,
+    load_in_eight_bits,
+    load_moments_of_eight_bits,
+    refused_moments,
+    weights_in_full,
+)
 from torch import nn
 
 import holdfast
@@ -119,3 +127,26 @@ def test_weights_that_fsdp2_gathers_in_eight_bits_are_stored_as_they_are(
             found = ranks.run(load_in_eight_bits, f"{uri}/1", world=world)
             assert found == [expected] * world
         assert ranks.run(weights_in_full, f"{uri}/1") == [True] * 2
+
+
+@pytest.mark.parametrize(("optimizer", "lazy"), [("AdamW8bit", True), ("AdamWFp8", False)])
+def test_moments_of_eight_bits_under_fsdp2_come_back(
+    optimizer: str, lazy: bool, tmp_path: Path
+) -> None:
+    """On as many ranks a job goes on with the same bits; on another number it has loaded the same
+    ones. Parts that are no whole blocks are refused by name."""
+    uri = str(tmp_path / "c")
+    with RankProcesses(2) as ranks:
+        expected = ranks.run(go_on_with_moments_of_eight_bits, uri, optimizer, lazy)
+        stored = holdfast.load(uri)
+        moment = stored["optim"]["state"]["0.weight"]["exp_avg"]
+        assert moment["codes"].shape == (128, 64)
+        assert moment["scale"].shape == (128 * 64 // 256,)
+        for world in (2, 1):
+            again = str(tmp_path / f"again-{world}")
+            found = ranks.run(load_moments_of_eight_bits, uri, optimizer, again, world=world)
+            assert difference(stored, holdfast.load(again)) is None
+            if world == 2:
+                assert found == expected
+        refused = ranks.run(refused_moments, str(tmp_path / "refused"))
+    assert any("no equal numbers of whole rows" in text for text in refused)

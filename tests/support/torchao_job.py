@@ -1,4 +1,5 @@
-"""Tasks for rank processes: FSDP2 that gathers weights in eight bits, by torchao."""
+"""Tasks for rank processes: FSDP2 that gathers weights in eight bits, and optimizers with moments of
+eight bits, by torchao."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 
-__all__ = ["go_on_in_eight_bits", "load_in_eight_bits", "weights_in_full"]
+__all__ = [
+    "go_on_in_eight_bits",
+    "go_on_with_moments_of_eight_bits",
+    "load_in_eight_bits",
+    "load_moments_of_eight_bits",
+    "refused_moments",
+    "weights_in_full",
+]
 
 
 class Job:
@@ -85,3 +93,63 @@ def weights_in_full(uri: str) -> bool:
     ) and all(
         torch.equal(old.full_tensor(), whole[name]) for name, old in job.model.named_parameters()
     )
+
+
+class MomentsJob:
+    """A model under FSDP2, and an optimizer of torchao's."""
+
+    def __init__(self, seed: int, optimizer: str, width: int = 128) -> None:
+        import torchao.optim
+
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optim: Any = getattr(torchao.optim, optimizer)(self.model.parameters(), lr=0.01)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What is saved."""
+        return {"model": self.model, "optim": self.optim}
+
+    def losses(self, first: int, last: int) -> list[float]:
+        """Steps on batches that follow from their number."""
+        found = []
+        for number in range(first, last):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
+            loss = (self.model(x) - x).square().mean()
+            loss.backward()
+            with torch.compiler.set_stance("force_eager"):  # to compile takes longer than all else
+                self.optim.step()
+            self.optim.zero_grad()
+            found.append(loss.item())
+        return found
+
+
+def go_on_with_moments_of_eight_bits(uri: str, optimizer: str, lazy: bool) -> list[float]:
+    """Train, save, and train on; the losses after the save."""
+    job = MomentsJob(1, optimizer)
+    job.losses(0, 2)
+    handle = holdfast.async_save(uri, job.state, lazy=lazy)
+    losses = job.losses(2, 4)
+    handle.wait()
+    return losses
+
+
+def load_moments_of_eight_bits(uri: str, optimizer: str, again: str) -> list[float]:
+    """Load into a job that has trained, save what was loaded, and train on."""
+    job = MomentsJob(2, optimizer)
+    job.losses(7, 8)
+    holdfast.load(uri, into=job.state)
+    holdfast.save(again, job.state)
+    return job.losses(2, 4)
+
+
+def refused_moments(uri: str) -> str:
+    """What a save says where ranks have parts of different sizes."""
+    job = MomentsJob(1, "AdamW8bit", width=129)
+    job.losses(0, 1)
+    try:
+        holdfast.save(uri, job.state)
+    except holdfast.HoldfastError as error:
+        return str(error)
+    return ""

@@ -21,7 +21,10 @@ from torch.distributed.tensor import DTensor
 from ....errors import StateError
 from ...format.tree import Key
 from ...format.values import encode_value
-from .tensors import local_of
+from ..compat import stored_local
+from .block_scaled import inner_of_blocks, is_block_scaled
+from .shards import Shard
+from .tensors import TensorLike, local_of
 
 __all__ = [
     "DESCRIPTION",
@@ -39,7 +42,7 @@ DESCRIPTION = "__tensor_flatten__"
 
 def is_made_of(value: object) -> TypeGuard[torch.Tensor]:
     """Whether ``value`` is a tensor that is made of others, and nothing else is known of it."""
-    return (
+    return is_block_scaled(value) or (
         isinstance(value, torch.Tensor)
         and hasattr(type(value), "__tensor_flatten__")
         and not isinstance(value, DTensor)
@@ -54,35 +57,49 @@ def parts_by_name(tensor: torch.Tensor, path: str) -> dict[Key, object]:
     has no description."""
     names, context = _flattened(tensor)
     described = {
-        "type": type(tensor).__qualname__,
+        "type": type(_made(tensor)).__qualname__,
         "shape": list(tensor.shape),
         "dtype": _described(tensor.dtype, path),
         "context": _described(context, path),
     }
-    parts: dict[Key, object] = {name: getattr(tensor, name) for name in names}
+    parts: dict[Key, object] = {name: _inner(tensor, name, path) for name in names}
     return {**parts, DESCRIPTION: json.dumps(described)}
 
 
-def memories_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def memories_of(tensor: TensorLike) -> Iterator[TensorLike]:
     """``tensor`` itself; or, if it is made of tensors, those, at any depth."""
     if not is_made_of(tensor):
         yield tensor
         return
     names, _ = _flattened(tensor)
     for name in names:
-        yield from memories_of(getattr(tensor, name))
+        yield from memories_of(_inner(tensor, name))
 
 
 def inner_tensor(tensor: torch.Tensor, name: object) -> object:
     """The inner tensor of that name; None where there is none."""
     names, _ = _flattened(tensor)
     if name in names:
-        return getattr(tensor, str(name))
+        return _inner(tensor, str(name))
     return None
 
 
-def _flattened(tensor: Any) -> tuple[list[str], object]:
-    names, context = tensor.__tensor_flatten__()
+def _made(tensor: torch.Tensor) -> Any:
+    """What has the inner tensors: ``tensor``, or its local part."""
+    if is_block_scaled(tensor):
+        return stored_local(tensor)
+    return tensor
+
+
+def _inner(tensor: torch.Tensor, name: str, path: str = "a tensor") -> Any:
+    """The inner tensor of that name, which says what it is of a whole."""
+    if is_block_scaled(tensor):
+        return inner_of_blocks(tensor, name, lambda: path)
+    return getattr(tensor, name)
+
+
+def _flattened(tensor: torch.Tensor) -> tuple[list[str], object]:
+    names, context = _made(tensor).__tensor_flatten__()
     return names, context
 
 
@@ -179,8 +196,8 @@ def _is_filled(state: object, part: object) -> bool:
     if is_made_of(part):
         return _problem(state, part) is None
     return (
-        isinstance(state, torch.Tensor)
-        and isinstance(part, torch.Tensor)
+        isinstance(state, torch.Tensor | Shard)
+        and isinstance(part, torch.Tensor | Shard)
         and state.shape == part.shape
         and local_of(state).data_ptr() == local_of(part).data_ptr()
     )

@@ -17,7 +17,7 @@ import torch
 
 from ....errors import StateError
 from ..compat import plain_state_dict
-from .allocation import Allocate, Entry, empty_for, fits, value_at
+from .allocation import Allocate, Entry, empty_for, fits, fitting, value_at
 from .exact_dtypes import exact_values
 from .flat_parts import FlatPart, FlatStates, joined
 from .made_of import with_present
@@ -255,6 +255,8 @@ def optimizer_allocator(
             return flat.tensor(parameter, entry)
         holder = key if parameter is None else parameter
         present = value_at(state.get(holder), entry.keys[2:])
+        if isinstance(present, Shard):
+            return fitting(present, entry)
         if fits(present, entry):
             return present.detach()
         reference = _first_parameter(optimizer) if parameter is None else parameter

@@ -1,0 +1,82 @@
+"""Moments of 8 bits as local tensors of DTensors: what torchao's optimizers keep of parameters that
+FSDP2 has sharded.
+
+Such a tensor has codes of the shape of the parameter's local part, and a scale for each block of
+elements in row-major order. So where the parts of all ranks are whole blocks, one behind the other,
+codes are laid out like the parameter, and scales are a flat range of those of the whole.
+
+Scope: classes of torchao, recognised by their names. Of others, nothing says which part of a whole
+an inner tensor is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeGuard
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from ....errors import StateError
+from ..compat import stored_local
+from .dtensor import layouts_on
+from .shards import Shard
+
+__all__ = ["inner_of_blocks", "is_block_scaled"]
+
+_ELEMENTS = "elements"
+_BLOCKS = "blocks"
+_SHARED = "shared"
+_INNER = {
+    "OptimState8bit": {"codes": _ELEMENTS, "scale": _BLOCKS, "qmap": _SHARED},
+    "OptimStateFp8": {"codes": _ELEMENTS, "scale": _BLOCKS},
+}
+"""By class and inner tensor: what has an item of it, or that all ranks have the same one."""
+
+
+def is_block_scaled(value: object) -> TypeGuard[DTensor]:
+    """Whether ``value`` is a DTensor of which this rank has codes and scales."""
+    if not isinstance(value, DTensor):
+        return False
+    kind = type(stored_local(value))
+    return kind.__name__ in _INNER and kind.__module__.startswith("torchao.")
+
+
+def inner_of_blocks(tensor: DTensor, name: str, path: Callable[[], str]) -> torch.Tensor | Shard:
+    """The inner tensor of that name; where ranks have parts of one, the part. Raises StateError,
+    which names ``path()``, where they do not have whole blocks, one behind the other."""
+    local = stored_local(tensor)
+    inner: torch.Tensor = getattr(local, name)
+    kind = _INNER[type(local).__name__][name]
+    if kind == _SHARED:
+        return inner
+    offsets = _offsets(tensor, local, path)
+    if kind == _ELEMENTS:
+        return Shard(inner, shape=tensor.shape, offset=offsets)
+    rows = local.shape[0]
+    blocks = inner.numel()
+    return Shard(
+        inner, shape=(blocks * tensor.shape[0] // rows,), offset=(blocks * offsets[0] // rows,)
+    )
+
+
+def _offsets(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> tuple[int, ...]:
+    """Where the local part begins."""
+    whole = tuple(tensor.shape)
+    pieces = layouts_on(tensor.device_mesh).of(tensor, path).pieces
+    of_rows = [piece for piece in pieces if piece.box.lengths == (local.shape[0], *whole[1:])]
+    if len(pieces) != 1 or not of_rows or local.shape[0] * _parts(tensor) != whole[0]:
+        raise StateError(
+            f"{path()} is a {type(local).__name__} in a DTensor of shape {list(whole)} and "
+            f"{tensor.placements}, of which ranks have no equal numbers of whole rows",
+            advice="Divide the first dimension alone, into equal parts; or use an optimizer whose "
+            "state is not quantized.",
+        )
+    return tuple(of_rows[0].box.offsets)
+
+
+def _parts(tensor: DTensor) -> int:
+    """How many parts the placements make of the whole."""
+    sizes = zip(tensor.device_mesh.mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placed in sizes if not isinstance(placed, Replicate))
