@@ -141,6 +141,7 @@ class _Machine:
         memo = self._memo
         stack = self._stack
         push = self._push
+        handlers = _HANDLERS
         at = 0
         while True:
             code = data[at]
@@ -166,16 +167,8 @@ class _Machine:
                 return stack.pop()
             else:
                 self._at = at
-                self._other(code)
+                handlers[code](self)
                 at = self._at
-
-    def _other(self, code: int) -> None:
-        handler = _HANDLERS[code]
-        if handler is None:
-            raise ValueError(
-                f"the pickle has the opcode {bytes([code])!r}, which files of tensors have not"
-            )
-        handler(self)
 
     def _take(self, nbytes: int) -> bytes:
         taken = self._data[self._at : self._at + nbytes]
@@ -262,11 +255,10 @@ class _Machine:
 
     def tuple_of(self, count: int) -> None:
         """The topmost values as a tuple."""
-        items = self._stack[len(self._stack) - count :]
+        items = self._stack[-count:]
         if len(items) != count or _MARK in items:
             raise ValueError("the pickle has too few values for a tuple")
-        del self._stack[len(self._stack) - count :]
-        self._push(tuple(items))
+        self._stack[-count:] = [tuple(items)]
 
     def tuple(self) -> None:
         """Items as a tuple."""
@@ -368,7 +360,16 @@ _OPCODES: dict[bytes, _Handler] = {
     b"\x81": _Machine.new,
     b"b": _Machine.build,
 }
-_HANDLERS = [_OPCODES.get(bytes([code])) for code in range(256)]
+
+
+def _refusal(code: bytes) -> _Handler:
+    def refuse(machine: _Machine) -> None:
+        raise ValueError(f"the pickle has the opcode {code!r}, which files of tensors have not")
+
+    return refuse
+
+
+_HANDLERS = [_OPCODES.get(code, _refusal(code)) for code in (bytes([i]) for i in range(256))]
 
 
 def _is_known(text: str) -> bool:
