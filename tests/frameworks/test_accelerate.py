@@ -22,7 +22,7 @@ JOB = Path(__file__).parents[1] / "support" / "accelerate_job.py"
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_killed_job_goes_on_as_if_it_had_never_stopped(tmp_path: Path, world: int) -> None:
     """Killed at step 7 and resumed from step 6, each rank computes the same losses to the last
     bit, with dropout, a schedule, and an object of the user's that counts."""

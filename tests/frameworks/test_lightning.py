@@ -144,7 +144,10 @@ def test_strategies_that_shard_refuse_what_they_would_not_save(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("uninterrupted", "world", "strategy"),
-    [((1, "auto"), 1, "auto"), ((2, "fsdp2"), 2, "fsdp2")],
+    [
+        ((1, "auto"), 1, "auto"),
+        pytest.param((2, "fsdp2"), 2, "fsdp2", marks=pytest.mark.long),
+    ],
     indirect=["uninterrupted"],
 )
 def test_a_job_saves_to_s3_and_resumes_from_there(
