@@ -129,8 +129,8 @@ MUTANTS = [
         says="replaced data is never deleted",
         file="storage/operations/save.py",
         old=(
-            "            if self._obsolete is not None:\n"
-            "                await delete_attempt(self._driver, self._obsolete)\n"
+            "        if self._obsolete is not None:\n"
+            "            await delete_attempt(self._driver, self._obsolete)\n"
         ),
         new="",
         tests="tests/unit/test_storage_atomicity.py::test_a_checkpoint_is_a_manifest_and_one_attempt",
