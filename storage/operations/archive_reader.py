@@ -41,7 +41,8 @@ _PICKLE = "data.pkl"
 _ORDER = "byteorder"
 _KNOWN_MAX = 1024
 _KNOWN_NBYTES_MAX = 4096
-"""Of so many pickles, of at most this size, what they describe is kept."""
+"""Of so many pickles, of at most this size, what they describe is kept. What a form consists of is
+limited alike."""
 
 
 def _no_record(name: str) -> bool:
@@ -278,8 +279,9 @@ class WholeArchive(_Archive):
         return value
 
     def form(self, name: str, tensor: StoredTensor) -> tuple[ArchiveForm, bool]:
-        """Where the elements of a tensor begin, and whether nothing that says so lies among them:
-        then others may have the same form. Raises UnsupportedFormatError, DamagedError."""
+        """Where the elements of a tensor begin, and whether others may have the same form: what
+        says so is small, and nothing of it lies among the elements. Raises UnsupportedFormatError,
+        DamagedError."""
         record, start, nbytes = self._elements(name, tensor)
         begin = self._start(record) + start
         read = [self._extent(name) for name in (_PICKLE, _ORDER) if name in self._records]
@@ -290,8 +292,9 @@ class WholeArchive(_Archive):
         read.append((self._directory_start, checksum))
         read.append((checksum + CHECKSUM_NBYTES, len(self._content)))
         is_apart = all(stop <= begin or begin + nbytes <= at for at, stop in read)
+        is_small = sum(stop - at for at, stop in read) <= _KNOWN_NBYTES_MAX
         found = tuple((at, bytes(self._content[at:stop])) for at, stop in read)
-        return ArchiveForm(begin, found), is_apart
+        return ArchiveForm(begin, found), is_apart and is_small
 
     def _extent(self, name: str) -> tuple[int, int]:
         """Of a record, with its header."""

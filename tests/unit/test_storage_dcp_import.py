@@ -4,8 +4,10 @@ that a pickle asks for."""
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ import holdfast
 from holdfast.drivers.contract import Buffer
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.format.torch_pickle import StoredTensor
+from holdfast.storage.operations.archive_reader import WholeArchive
+from holdfast.storage.pipeline.file_chunks import Stretch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -164,6 +169,26 @@ def test_items_that_are_alike_have_elements_of_their_own(
     """Also where DCP's checksums differ, and their names and values do."""
     state = {f"t{number}": random_bits(rng, torch.float32, (3, 50)) for number in range(20)}
     assert difference(in_order(state), in_order(imported(saved(state, tmp_path)))) is None
+
+
+@pytest.mark.parametrize(("records", "may_be_others"), [(0, True), (100, False)])
+def test_a_form_that_is_kept_is_small(records: int, may_be_others: bool) -> None:
+    """However large an item is that somebody else has written, of which there may be thousands."""
+    written = io.BytesIO()
+    torch.save(torch.ones(5), written)
+    with zipfile.ZipFile(written, "a") as archive:
+        for number in range(records):
+            archive.writestr(f"archive/{number}", b"")
+    content = memoryview(written.getvalue())
+    whole = WholeArchive("memory://x", Stretch("f", 0, len(content)), content)
+    tensor = whole.value({})
+    assert isinstance(tensor, StoredTensor)
+    form, found = whole.form("t", tensor)
+    assert (found, form.is_of(content)) == (may_be_others, True)
+    assert (
+        torch.frombuffer(bytearray(content[form.begin :][:20]), dtype=torch.float32).tolist()
+        == [1.0] * 5
+    )
 
 
 def test_one_of_many_items_that_are_alike_is_damaged(tmp_path: Path) -> None:
