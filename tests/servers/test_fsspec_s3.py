@@ -104,7 +104,7 @@ def test_a_checkpoint_is_saved_loaded_and_replaced(
         assert back["step"] == step
         assert (back["w"] == state["w"]).all()
     names = sorted(Path(key).name for key in stored(radosgw, url))
-    assert names == ["0.safetensors", "fate", "manifest.safetensors"]
+    assert names == ["0.safetensors", "fate", "manifest.safetensors", "telemetry.jsonl.gz"]
 
 
 def test_errors_say_what_is_wrong(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

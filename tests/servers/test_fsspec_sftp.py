@@ -28,7 +28,8 @@ def test_a_checkpoint_is_saved_loaded_and_replaced(sftp_url: str, rng: np.random
         back = holdfast.load(sftp_url)
         assert back["step"] == step
         assert (back["w"] == state["w"]).all()
-    assert files(sftp_url) == ["0.safetensors", "fate", "manifest.safetensors"]
+    names = ["0.safetensors", "fate", "manifest.safetensors", "telemetry.jsonl.gz"]
+    assert files(sftp_url) == names
 
 
 def test_a_key_that_the_server_does_not_know_is_an_access_error(

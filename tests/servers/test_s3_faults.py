@@ -85,7 +85,7 @@ def leftovers(server: Radosgw, root: str) -> list[str]:
         key.split("/")[2] for key in keys if key.endswith(".safetensors") and "/data/" in key
     }
     known = {f"{root}/manifest.safetensors"} | {
-        f"{root}/data/{current}/{name}" for name in ("fate", "0.safetensors")
+        f"{root}/data/{current}/{name}" for name in ("fate", "0.safetensors", "telemetry.jsonl.gz")
     }
     return sorted({*keys} - known) + [f"unfinished: {found['Key']}" for found in unfinished]
 
