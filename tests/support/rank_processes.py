@@ -124,13 +124,15 @@ class RankProcesses:
         os.kill(self.processes[rank].pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End all."""
+        """End all. Those that may have started processes end by themselves, and these with them."""
+        for pipe in self._pipes:
+            pipe.close()
         for process in self.processes:
+            if not process.daemon:
+                process.join(10)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        for process, pipe in zip(self.processes, self._pipes, strict=True):
             process.join(10)
-            pipe.close()
 
 
 def errors(outcomes: Sequence[Any]) -> list[BaseException | None]:
