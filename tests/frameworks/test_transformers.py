@@ -58,7 +58,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         (1, ("--asynchronous", "yes")),
         (2, ("--asynchronous", "lazy")),
         (2, ("--sharded", "zero3")),
-        (2, ("--sharded", "fsdp2")),
+        pytest.param(2, ("--sharded", "fsdp2"), marks=pytest.mark.long),
     ],
 )
 def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
@@ -88,6 +88,7 @@ def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
     assert not {name for name in files if name.endswith((".bin", ".pt", ".pth", ".json"))}
 
 
+@pytest.mark.long
 def test_what_zero_has_saved_is_resumed_without_sharding(
     tmp_path: Path, whole_run: Callable[..., Path]
 ) -> None:
