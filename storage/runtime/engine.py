@@ -155,12 +155,6 @@ def run(coroutine: Coroutine[object, None, T]) -> T:
     waits until it has cleaned up, for a minute at most, and raises KeyboardInterrupt. Raises
     UsageError on the engine's thread, and as :func:`start`, before anything of ``coroutine`` has
     run."""
-    try:
-        check_may_wait()
-        _running_loop()
-    except UsageError:
-        coroutine.close()
-        raise
     ended = threading.Event()
 
     async def watched() -> T:
@@ -169,7 +163,12 @@ def run(coroutine: Coroutine[object, None, T]) -> T:
         finally:
             ended.set()
 
-    future = start(watched())
+    try:
+        check_may_wait()
+        future = start(watched())
+    except UsageError:
+        coroutine.close()
+        raise
     try:
         return future.result()
     except KeyboardInterrupt:
