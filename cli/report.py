@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -191,19 +192,16 @@ def _operation_rows(save: SaveTelemetry) -> Iterator[tuple[str, ...]]:
 
 def _print_history(saves: Sequence[RecordedSave]) -> None:
     titles = ("step", "saved", "ranks", "took", "bytes", "rate", "stalled", "again", "slowest")
-    rows = [_history_row(save) for save in saves]
+    found = [stragglers(save.telemetry) if save.telemetry else [] for save in saves]
+    rows = [_history_row(save, slow) for save, slow in zip(saves, found, strict=True)]
     print_table("saves", titles, rows, ("saved", "slowest"))
-    often: dict[str, int] = {}
-    for save in saves:
-        for slow in stragglers(save.telemetry) if save.telemetry else ():
-            name = f"rank {slow.rank}: {slow.cause}"
-            often[name] = often.get(name, 0) + 1
+    often = Counter(f"rank {slow.rank}: {slow.cause}" for each in found for slow in each)
     recorded = sum(save.telemetry is not None for save in saves)
-    for name, count in sorted(often.items(), key=lambda item: -item[1])[:_OPERATIONS_SHOWN]:
+    for name, count in often.most_common(_OPERATIONS_SHOWN):
         print(paint(f"{name}, in {count} of {one_of(recorded, 'save')}", "red"))
 
 
-def _history_row(save: RecordedSave) -> tuple[str, ...]:
+def _history_row(save: RecordedSave, found: Sequence[Straggler]) -> tuple[str, ...]:
     checkpoint = save.checkpoint
     step = _NONE if checkpoint.step is None else str(checkpoint.step)
     telemetry = save.telemetry
@@ -212,7 +210,6 @@ def _history_row(save: RecordedSave) -> tuple[str, ...]:
         return (step, *[_NONE] * 7, problem)
     records = telemetry.ranks.values()
     nbytes = sum(record.nbytes for record in records)
-    found = stragglers(telemetry)
     return (
         step,
         time_text(telemetry.created_s),

@@ -7,7 +7,7 @@ Its tensors have Megatron's keys, under which :mod:`..integrations.megatron` loa
 its path. The file is a pickle of any classes, which stay names: a value that holds one is refused.
 
 Scope: optimizers in the format ``fully_reshardable``, whose tensors have the shapes of parameters.
-Those of other formats are imported as they are.
+Those of other formats are laid out bucket by bucket, with objects that are refused.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ async def _commit(
     if len(host_ranks) > 1:
         fragments = await team.gather("written", codec, host_ranks, fragment)
         if fragments:
-            fragment = await offload(_joined, fragments)
+            fragment = await offload(join, fragments)
     await team.round(commit_round(codec), fragment, leader.commit, plan.route.speakers)
     plan.sent_layouts.update(group.layout.key for group in fragment.groups)
 
@@ -220,10 +220,6 @@ async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
         if loop.time() > until_s:
             return False
         await asyncio.sleep(COMMITTED_PAUSE_S)
-
-
-def _joined(fragments: Sequence[Fragment]) -> Fragment:
-    return join(fragments)
 
 
 async def _global_plan(driver: Driver, team: Team, job: SaveJob) -> GlobalPlan | None:
@@ -369,7 +365,7 @@ async def _written(
 
 
 def _merged(fragments: Sequence[Fragment], compression: Compression | None) -> Manifest:
-    return merge([_joined(fragments)], compression)
+    return merge([join(fragments)], compression)
 
 
 def written_fragment(

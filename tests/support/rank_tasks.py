@@ -215,7 +215,7 @@ def joining_save(uri: str, hosts: list[str], rank: int, sign: str, deadline_s: f
     assert member is not None
     member.host = hosts[dist.get_rank()]
     if dist.get_rank() == rank:
-        save._joined = partial(_halted, sign)
+        save.join = partial(_halted, sign)
     state = {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())}
     return _timed(lambda: holdfast.save(uri, state, deadline_s=deadline_s))
 

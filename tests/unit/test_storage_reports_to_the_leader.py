@@ -197,7 +197,7 @@ def test_a_failure_of_a_report_reaches_all_ranks_with_the_name_of_the_rank(
     """The first rank of a host that cannot join what it hears, or a rank behind it: all raise,
     nothing is committed; and what a rank may have written after the leader had given up is gone
     after the next save."""
-    real = save._joined if rank == 2 else save.written_fragment
+    real = save.join if rank == 2 else save.written_fragment
     driver = MemoryDriver()
 
     def broken(*args: Any) -> Any:
