@@ -3,14 +3,12 @@ bit, and the moments that plain AdamW has after the same steps."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from support.framework_jobs import run_job
 
 import holdfast
 
@@ -74,25 +72,7 @@ def test_weights_and_moments_are_those_of_deepspeed(
     job: Path, tmp_path: Path, stage: int, dtype: str, world: int
 ) -> None:
     """Of several groups, with frozen parameters and buffers; parameters that partitions cut."""
-    torchrun = Path(sys.executable).with_name("torchrun")
-    command = [
-        torchrun,
-        "--standalone",
-        f"--nproc-per-node={world}",
-        job,
-        stage,
-        dtype,
-        tmp_path / "ds",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [str(word) for word in command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_job(job, str(stage), dtype, tmp_path / "ds", world=world, timeout_s=300)
     assert done.returncode == 0, done.stderr[-3000:]
     holdfast.import_(tmp_path / "ds", tmp_path / "c")
     state = holdfast.load(tmp_path / "c")

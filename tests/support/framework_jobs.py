@@ -22,6 +22,7 @@ def run_job(
     *arguments: str | Path,
     world: int = 1,
     environment: Mapping[str, str] | None = None,
+    timeout_s: float = 110,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script; with several ranks, under torchrun."""
     script = module if isinstance(module, Path) else Path(str(module.__file__))
@@ -41,7 +42,7 @@ def run_job(
         env=os.environ | settings | dict(environment or {}),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=timeout_s,
         check=False,
     )
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from support.bits import difference, fresh_uri, random_bits
 from support.dcp_tasks import in_order
 from support.given import Serve
+from support.importing import imported
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -44,15 +45,6 @@ def saved(state: dict[str, Any], folder: Path, **options: Any) -> Path:
     """A folder that DCP has written."""
     dcp.save(state, storage_writer=FileSystemWriter(folder, **options), no_dist=True)
     return folder
-
-
-def imported(source: Path | str, **options: Any) -> Any:
-    """The state of the checkpoint that is made of a folder."""
-    uri = fresh_uri()
-    holdfast.import_(source, uri, **options)
-    with holdfast.open(uri) as c:
-        assert c.verify().ok
-    return holdfast.load(uri)
 
 
 def trained() -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.bits import difference, fresh_uri
 from support.dcp_tasks import in_order
+from support.importing import imported
 from torch.distributed.checkpoint import FileSystemWriter
 
 import holdfast
@@ -44,15 +45,6 @@ def written(folder: Path, common: object, **items: object) -> Path:
     torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     return folder
-
-
-def imported(folder: Path, **options: Any) -> Any:
-    """The state of the checkpoint that is made of a folder."""
-    uri = fresh_uri()
-    holdfast.import_(folder, uri, **options)
-    with holdfast.open(uri) as c:
-        assert c.verify().ok
-    return holdfast.load(uri)
 
 
 def test_what_all_ranks_have_in_common_comes_over(tmp_path: Path) -> None:

@@ -152,19 +152,17 @@ def test_the_engine_ends_before_the_interpreter_does() -> None:
     whole process with it (SIGABRT), after a job that has succeeded."""
     done = run(
         """
-        import torch, holdfast
-        from holdfast.storage.runtime.engine import start
+        import asyncio, torch, holdfast
+        from holdfast.storage.runtime import engine
 
         async def add():
             while True:
                 numbers.add_(1)
                 await asyncio.sleep(0)
 
-        import asyncio
         numbers = torch.zeros(100_000)
         holdfast.save("memory://bucket/c", {"x": numbers})
-        work = start(add())
-        from holdfast.storage.runtime import engine
+        work = engine.start(add())
         engine._unfinished.clear()  # it is not waited for, as little as what goes on beside a save
         """
     )

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.bits import difference, fresh_uri, random_bits
 from support.given import Serve
+from support.importing import imported
 
 import holdfast
 from holdfast.drivers.contract import Buffer
@@ -31,15 +32,6 @@ DTYPES = [
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.complex64,
 ]  # fmt: skip
-
-
-def imported(source: Path | str, **options: Any) -> Any:
-    """The state of the checkpoint that is made of a file."""
-    uri = fresh_uri()
-    holdfast.import_(source, uri, **options)
-    with holdfast.open(uri) as c:
-        assert c.verify().ok
-    return holdfast.load(uri)
 
 
 def test_what_torch_loads_is_imported(tmp_path: Path, rng: np.random.Generator) -> None:
