@@ -49,4 +49,12 @@ def _line(report: ImportReport) -> str:
     rate = report.nbytes / report.seconds / 1e9
     counts = f"{one_of(report.tensors, 'tensor')} of {one_of(len(report.files), 'file')}"
     figures = f"{size_text(report.nbytes)}, {rate:.2f} GB/s"
+    figures += _rest(report)
     return f"{paint('imported', 'green')}: {printable(report.uri)}: {counts}, {figures}"
+
+
+def _rest(report: ImportReport) -> str:
+    """What was there already, of an earlier import."""
+    if not report.reused_nbytes:
+        return ""
+    return f", {size_text(report.reused_nbytes)} of it were there"

@@ -1,5 +1,4 @@
-"""Makes a checkpoint of what other programs have written: a save whose chunks are read from their
-files.
+"""Makes a checkpoint of what other programs have written: its chunks are read from their files.
 
 Scope: tensors, as they are, and small values where the format names them. Nothing is converted.
 """
@@ -8,34 +7,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from ...drivers.contract import Driver
-from ...errors import DamagedError, ExistsError
+from ...errors import DamagedError, ExistsError, UsageError
 from ..format.dcp_metadata import DCP_METADATA_KEY
 from ..format.manifest import MANIFEST_KEY
-from ..pipeline.file_chunks import FileChunks
-from ..pipeline.image_writer import Callbacks
 from ..protocol.current import current_attempt
-from ..ranks.team import Solo
 from ..runtime.engine import run
 from ..runtime.progress import ProgressCallback, ProgressReporter
-from ..state.plan import ImagePlan
 from .dcp_source import read_dcp_model
 from .deepspeed_source import deepspeed_folder, read_deepspeed_model
+from .imported_images import ImagesJob, write_and_commit
 from .location import Place
 from .megatron_source import MEGATRON_COMMON_KEY, read_megatron_model
-from .model_source import Files, Model, check_unchanged, find_files, read_model
-from .save import SaveJob, run_save
+from .model_source import Files, Model, find_files, read_model
 from .selection import chosen, refuse_values, renamed, without
-from .source_state import places_of, source_state
+from .source_state import source_state
 from .torch_source import TORCH_SUFFIXES, read_torch_model
 
 __all__ = ["ImportReport", "import_"]
 
 BUDGET_NBYTES = 512 << 20
+IMAGE_NBYTES = 4 << 30
 _FILE_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 
 UriLike = str | os.PathLike[str]
@@ -44,7 +39,8 @@ UriLike = str | os.PathLike[str]
 @dataclass(frozen=True, slots=True)
 class ImportReport:
     """What was made of ``source`` at ``uri``, both redacted: a checkpoint with ``nbytes`` bytes of
-    ``tensors`` tensors."""
+    ``tensors`` tensors. ``reused_nbytes`` are those of images that were there already, from an
+    earlier import that was interrupted."""
 
     source: str
     uri: str
@@ -52,6 +48,7 @@ class ImportReport:
     files: tuple[str, ...]
     tensors: int
     nbytes: int
+    reused_nbytes: int
     seconds: float
 
 
@@ -65,6 +62,7 @@ def import_(
     step: int | None = None,
     overwrite: bool = False,
     budget_nbytes: int = BUDGET_NBYTES,
+    image_nbytes: int = IMAGE_NBYTES,
     source_options: Mapping[str, object] | None = None,
     uri_options: Mapping[str, object] | None = None,
     progress: ProgressCallback | None = None,
@@ -89,7 +87,12 @@ def import_(
 
     Atomic, as a save: what was at ``uri`` is replaced whole, or untouched. Files are read once, in
     chunks, within ``budget_nbytes`` of host memory. ``progress(done_nbytes, total_nbytes)`` is
-    called now and then on a thread of its own, with the bytes that are written.
+    called now and then on a thread of its own, with the bytes that are at the destination.
+
+    Interrupted, it goes on where it stopped when it is called again with the same source, choice
+    and names: images that are whole at the destination are not written again, unless a file has
+    changed. An image has ``image_nbytes`` of tensors, or a larger one alone; where all tensors have
+    no more, there is one image, and what was written of it is lost.
 
     Raises NotFoundError where there is no model; DamagedError where a file is not what its header,
     the index or ``.metadata`` says, where an index leads out of its folder, which is refused before
@@ -101,9 +104,11 @@ def import_(
     began_s = time.perf_counter()
     place = Place.of(source, source_options)
     target = Place.of(uri, uri_options)
-    request = _Request(only, skip, rename or {}, step, overwrite, budget_nbytes)
+    request = _Request(only, skip, rename or {}, step, overwrite, budget_nbytes, image_nbytes)
+    if image_nbytes < 1:
+        raise UsageError(f"image_nbytes is {image_nbytes:,}, and must be at least 1")
     with ProgressReporter(progress) as reporter:
-        model, attempt = run(_import(place, target, request, reporter))
+        model, attempt, reused_nbytes = run(_import(place, target, request, reporter))
     return ImportReport(
         place.uri.redacted,
         target.uri.redacted,
@@ -111,6 +116,7 @@ def import_(
         tuple(model.stamps),
         len({tensor.name for tensor in model.tensors}),
         model.nbytes,
+        reused_nbytes,
         time.perf_counter() - began_s,
     )
 
@@ -125,6 +131,7 @@ class _Request:
     step: int | None
     overwrite: bool
     budget_nbytes: int
+    image_nbytes: int
 
     def chosen(self, names: Iterable[str]) -> list[str]:
         """The names of what is imported. Raises UsageError."""
@@ -138,7 +145,7 @@ class _Request:
 
 async def _import(
     place: Place, target: Place, request: _Request, reporter: ProgressReporter
-) -> tuple[Model, str]:
+) -> tuple[Model, str, int]:
     folder = place
     file = None
     if place.uri.location.endswith(_FILE_SUFFIXES):
@@ -148,10 +155,13 @@ async def _import(
         new_names = request.new_names(model)
         await _check_free(ours, request.overwrite)
         model = model.of(new_names)
-        attempt, *_ = await run_save(
-            ours, Solo(), _job(theirs, model, new_names, request, reporter.report)
+        flat, sources = source_state(model, new_names)
+        budget_nbytes = request.budget_nbytes // (1 + theirs.traits.read_copies)
+        wrote = reporter.report
+        job = ImagesJob(
+            model, flat, sources, request.step, budget_nbytes, request.image_nbytes, wrote
         )
-        return model, attempt
+        return model, *await write_and_commit(theirs, ours, job)
 
 
 async def _model_of(theirs: Driver, file: str | None, request: _Request) -> Model:
@@ -190,26 +200,3 @@ async def _check_free(ours: Driver, overwrite: bool) -> None:
             key=MANIFEST_KEY,
             advice="Import to another URI, or replace it (overwrite).",
         )
-
-
-def _job(
-    theirs: Driver,
-    model: Model,
-    new_names: Mapping[str, str],
-    request: _Request,
-    wrote: Callable[[int, int], None],
-) -> SaveJob:
-    """The save of a state that has these tensors and values by their new names."""
-    flat, sources = source_state(model, new_names)
-
-    def chunks_of(plan: ImagePlan) -> FileChunks:
-        places = places_of(plan, sources)
-        return FileChunks(plan.layout, theirs, places, partial(check_unchanged, theirs, model))
-
-    return SaveJob(
-        flat,
-        request.step,
-        request.budget_nbytes // (1 + theirs.traits.read_copies),
-        callbacks=Callbacks(lambda: None, lambda: None, wrote=wrote),
-        chunks=chunks_of,
-    )

@@ -32,7 +32,7 @@ from ..format.merge import merge
 from ..format.packed import Compression
 from ..format.save_telemetry import encode_record
 from ..format.tables import ImageTable
-from ..pipeline.capture import ChunkSource, TensorChunks
+from ..pipeline.capture import TensorChunks
 from ..pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
 from ..protocol import limits
 from ..protocol.attempt import Attempt, check_marker, delete_attempt
@@ -47,7 +47,7 @@ from ..runtime.engine import offload
 from ..state.fingerprint import fingerprints
 from ..state.flat_state import FlatState
 from ..state.lazy import LazyCapture
-from ..state.plan import Agreed, ImagePlan, plan_image, plan_save
+from ..state.plan import Agreed, ImagePlan, plan_save
 from .deadline import Deadline
 from .driver_progress import with_progress
 from .global_plan import Digest, GlobalPlan, GlobalPlans, agree
@@ -88,8 +88,6 @@ class SaveJob:
     """When it is committed, or has failed."""
     compression: Compression | None = None
     """How images are stored; the same on all ranks."""
-    chunks: Callable[[ImagePlan], ChunkSource] | None = None
-    """Makes the source of the image's chunks, where the tensors of ``flat`` are not in memory."""
     admit: Callable[[], Awaitable[str]] | None = None
     """Asked by the leader before anything is written: raises where the run may not be saved at this
     step; returns the branch that the manifest records."""
@@ -138,7 +136,8 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tu
         if global_plan is not None:
             agreed = global_plan.agreed
         with span("plan"):
-            plan, chunks = await _planned(job, team.rank, agreed)
+            plan = await offload(plan_save, job.flat, team.rank, agreed, job.lazy)
+        chunks = TensorChunks(plan.layout, plan.source)
         callbacks = replace(job.callbacks, moved=team.report_progress)
         writer = ImageWriter(
             driver, plan.layout, chunks, job.budget_nbytes, callbacks, job.compression
@@ -181,15 +180,6 @@ def _record(job: SaveJob, rank: int, wrote: tuple[int, int]) -> bytes:
     if record is None:
         return b""
     return encode_record(record)
-
-
-async def _planned(job: SaveJob, rank: int, agreed: Agreed | None) -> tuple[ImagePlan, ChunkSource]:
-    """What this rank writes, and where its chunks come from."""
-    if job.chunks is not None:
-        plan = await offload(plan_image, job.flat, rank, agreed)
-        return plan, job.chunks(plan)
-    planned = await offload(plan_save, job.flat, rank, agreed, job.lazy)
-    return planned, TensorChunks(planned.layout, planned.source)
 
 
 async def _commit(

@@ -1,4 +1,4 @@
-"""The state that is saved where tensors come from files: its tensors have no memory, and their
+"""The state that is written where tensors come from files: its tensors have no memory, and their
 chunks are read from where they lie."""
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ Keys below a checkpoint's root::
     manifest.safetensors    the checkpoint; its appearance is the commit
     data/<attempt>/attempt.json
                             the marker: there from before any data until the attempt is settled,
-                            so that collectors know the attempt; empty, or what it copies
+                            so that collectors know the attempt; empty, or what it copies or
+                            imports
     data/<attempt>/<rank>.safetensors
                             an image; or .safetensors.lz4
     data/<attempt>/fate     put once, exclusively: the commit record of the attempt's own leader, or
@@ -62,7 +63,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from ...core.aio import at_most, side_by_side
@@ -96,7 +97,16 @@ from .preflight import check_range_reads
 from .prune_lock import wait_for_prunings
 from .records import put_commit_record
 
-__all__ = ["abandon", "begin", "begin_copy", "check_images", "commit", "is_settled", "settle"]
+__all__ = [
+    "abandon",
+    "begin",
+    "begin_copy",
+    "begin_import",
+    "check_images",
+    "commit",
+    "is_settled",
+    "settle",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -131,18 +141,29 @@ async def begin_copy(driver: Driver, source_digest: str) -> tuple[Attempt, bool]
     Resumes an attempt without a record that was to copy the same checkpoint, if there is one. Other
     processes may work on it too: it is given up by :func:`abandon`, and never by deleting it.
     """
+    return await _begin_resumable(driver, {"copy_of": source_digest})
+
+
+async def begin_import(driver: Driver, images_digest: str) -> tuple[Attempt, bool]:
+    """Begin an import whose images follow from what has ``images_digest``, as :func:`begin_copy`
+    begins a copy."""
+    return await _begin_resumable(driver, {"import_of": images_digest})
+
+
+async def _begin_resumable(driver: Driver, purpose: Mapping[str, str]) -> tuple[Attempt, bool]:
+    """Begin an attempt whose marker tells its ``purpose``, or resume one with the same marker."""
     async with probe(driver) as own:
         await wait_for_prunings(driver, partial(time_of_marker_s, driver, own))
-        resumable = await _resumable_copy(driver, own, source_digest)
-        attempt = resumable or await announce(driver, {"copy_of": source_digest})
+        resumable = await _resumable(driver, own, purpose)
+        attempt = resumable or await announce(driver, purpose)
         survey = await survey_attempts(driver, own)
         await collect_others(driver, own, survey, spare=attempt)
         await sweep(driver, limits.CLEAN_UP_S)
     return attempt, resumable is not None
 
 
-async def _resumable_copy(driver: Driver, own: Attempt, source_digest: str) -> Attempt | None:
-    """The newest attempt that a copy of the same checkpoint can resume."""
+async def _resumable(driver: Driver, own: Attempt, purpose: Mapping[str, str]) -> Attempt | None:
+    """The newest attempt with this purpose that can be resumed."""
     now_s = await time_of_marker_s(driver, own)
     # Where attempts are collected by their age, one must be young enough to be spared for as long
     # as this look takes, and long after.
@@ -153,24 +174,17 @@ async def _resumable_copy(driver: Driver, own: Attempt, source_digest: str) -> A
     for attempt in sorted(found, key=lambda a: a.id, reverse=True):
         files = found[attempt]
         is_open = not files.has_record and now_s - files.written_s < idle_s
-        if is_open and await _copied_digest(driver, attempt) == source_digest:
+        if is_open and await _purpose(driver, attempt) == purpose:
             return attempt
     return None
 
 
-async def _copied_digest(driver: Driver, attempt: Attempt) -> str | None:
-    """The digest of the manifest that an attempt was to copy; None where it was not to copy one."""
+async def _purpose(driver: Driver, attempt: Attempt) -> object:
+    """What the marker of an attempt tells; None where that is nothing."""
     try:
-        marker = json.loads(await driver.get(attempt.marker_key))
+        return json.loads(await driver.get(attempt.marker_key))
     except (NotFoundError, ValueError, RecursionError):
         return None
-    if isinstance(marker, dict):
-        source_digest = marker.get("copy_of")
-    else:
-        source_digest = None
-    if isinstance(source_digest, str):
-        return source_digest
-    return None
 
 
 async def abandon(driver: Driver, attempt: Attempt) -> None:

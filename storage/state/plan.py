@@ -23,7 +23,7 @@ from .flat_state import FlatState
 from .lazy import LazyCapture
 from .source import ImageSource
 
-__all__ = ["Agreed", "ImagePlan", "SavePlan", "plan_image", "plan_save"]
+__all__ = ["Agreed", "ImagePlan", "SavePlan", "plan_image", "plan_images", "plan_save"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -116,16 +116,50 @@ def plan_image(flat: FlatState, rank: int, agreed: Agreed | None) -> ImagePlan:
     owner = np.where(alias < 0, owner, owner[alias])
     tensors = _tensor_table(flat, alias, owner)
     held = divide(_holdings(flat, tensors, rank, holders), rank, shares)
+    reported = layout_of(tensors, np.array(flat.containers, np.int64), flat.tree)
+    return _laid_out(tensors, held, reported)
+
+
+def plan_images(flat: FlatState, image_nbytes: int) -> list[ImagePlan]:
+    """Lay out what a process that is alone writes as several images, each with shards of at most
+    ``image_nbytes``, or with one that is larger. Shards are in order, image after image, and name
+    theirs by its number."""
+    whole = plan_image(flat, 0, None)
+    begins = _begins(whole.held.nbytes.tolist(), image_nbytes)
+    if len(begins) == 1:
+        return [whole]
+    rows = np.split(np.arange(len(whole.held)), begins[1:])
+    return [
+        _laid_out(whole.tensors, whole.held.take(some), whole.reported, number)
+        for number, some in enumerate(rows)
+    ]
+
+
+def _begins(sizes: Sequence[int], most_nbytes: int) -> list[int]:
+    """The row with which each image begins, where none is to have more than ``most_nbytes``."""
+    begins = [0]
+    room_nbytes = most_nbytes
+    for row, nbytes in enumerate(sizes):
+        if nbytes > room_nbytes and row > begins[-1]:
+            begins.append(row)
+            room_nbytes = most_nbytes
+        room_nbytes -= nbytes
+    return begins
+
+
+def _laid_out(
+    tensors: TensorTable, held: Holdings, reported: StateLayout, number: int = 0
+) -> ImagePlan:
+    """The image ``number`` of those that this process writes, which has all of ``held``."""
     ndim = tensors.ndim[held.tensor]
     dtypes = [tensors.dtypes[code][0] for code in tensors.dtype[held.tensor].tolist()]
-    fqns = [flat.names[row] for row in held.tensor.tolist()]
+    fqns = [tensors.names[row] for row in held.tensor.tolist()]
     names = shard_names(fqns, tensors.shape[held.tensor], ndim, held.offsets, held.lengths)
     layout = lay_out(names, dtypes, held.lengths, ndim, held.itemsize)
-    image = np.zeros(len(held.tensor), np.int64)
+    image = np.full(len(held.tensor), number, np.int64)
     shards = ShardTable(
         held.tensor, held.offsets, held.lengths, image, layout.start
     ).sorted_by_tensor()
-    reported = layout_of(tensors, np.array(flat.containers, np.int64), flat.tree)
     return ImagePlan(tensors, shards, layout, held, reported)
 
 

@@ -16,6 +16,7 @@ from .syscalls import COMMIT, tapped
 
 __all__ = [
     "copy_and_die_at",
+    "import_and_die_at",
     "load_here",
     "save_against_others",
     "save_and_die_at",
@@ -107,6 +108,15 @@ def copy_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
 
     count = count_calls(at)
     holdfast.copy(src, dst, overwrite=True)
+    pipe.send(count())
+
+
+def import_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
+    """Import over what is there, in images of 64 KiB, and die likewise."""
+    import holdfast
+
+    count = count_calls(at)
+    holdfast.import_(src, dst, overwrite=True, image_nbytes=64 << 10)
     pipe.send(count())
 
 

@@ -1,0 +1,309 @@
+"""An import that fails, dies or meets another leaves a whole checkpoint or none, and goes on where
+it stopped, unless its source is another one by then."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from support.bits import difference
+from support.drivers import Fault, Hook, HookedDriver, contents
+from support.given import Serve
+
+import holdfast
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.operations.importing import ImportReport
+from holdfast.storage.runtime.engine import run
+
+IMAGE_NBYTES = 40_000
+LARGE_NBYTES = 120_000
+"""The model has seven images of the one size, three of the other."""
+
+
+def model_of(number: int) -> dict[str, torch.Tensor]:
+    """A model of eleven tensors of 20 kB, a small one, and one larger than an image."""
+    tensors = {f"l{i}": torch.full((5000,), float(number * 100 + i)) for i in range(11)}
+    return tensors | {"one": torch.tensor(float(number)), "big": torch.full((20_000,), 7.0)}
+
+
+def as_safetensors(folder: Path, number: int) -> Path:
+    """A folder of a model in one file."""
+    save_file(model_of(number), folder / "model.safetensors")
+    return folder
+
+
+def as_torch(folder: Path, number: int) -> Path:
+    """A file of torch.save."""
+    torch.save(model_of(number), folder / "model.pt")
+    return folder / "model.pt"
+
+
+def as_dcp(folder: Path, number: int) -> Path:
+    """A folder of torch's distributed checkpoint, with a value."""
+    dcp.save(model_of(number) | {"step": number}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+Make = Callable[[Path, int], Path]
+
+
+class Destination:
+    """Storage in memory, behind hooks that a test sets."""
+
+    def __init__(self, serve: Serve) -> None:
+        self.storage = MemoryDriver()
+        self.before: Hook | None = None
+        self.operations: list[tuple[str, str]] = []
+        self.uri = serve(self._driver)
+
+    def _driver(self, location: str) -> HookedDriver:
+        before = self.before
+
+        async def hook(operation: str, key: str) -> None:
+            self.operations.append((operation, key))
+            if before is not None:
+                await before(operation, key)
+
+        return HookedDriver(self.storage, before=hook)
+
+    def imported(self, source: Path, **options: object) -> ImportReport:
+        """Import, in small images."""
+        self.operations.clear()
+        return holdfast.import_(source, self.uri, image_nbytes=IMAGE_NBYTES, **options)  # type: ignore[arg-type]
+
+    def stopped(self, source: Path, images: int, **options: object) -> None:
+        """An import that dies when so many images are whole."""
+        done = 0
+
+        async def die(operation: str, key: str) -> None:
+            nonlocal done
+            if operation == "commit":
+                done += 1
+                if done > images:
+                    raise holdfast.StorageDownError("injected")
+
+        self.before = die
+        with pytest.raises(holdfast.StorageDownError):
+            self.imported(source, **options)
+        self.before = None
+
+    def images(self) -> dict[str, bytes]:
+        """The images that are there, by key."""
+        found = run(contents(self.storage))
+        return {key: data for key, data in found.items() if key.endswith(".safetensors")}
+
+    def written(self) -> int:
+        """How many objects of many parts the last import began to write."""
+        return sum(operation == "create" for operation, _ in self.operations)
+
+    def check(self, expected: object) -> None:
+        """The checkpoint is whole, and has what is expected; nothing else is there."""
+        with holdfast.open(self.uri) as c:
+            assert c.verify().ok
+            attempt = c.attempt
+        assert difference(expected, holdfast.load(self.uri)) is None
+        assert {key.split("/")[1] for key in self.images() if "/" in key} <= {attempt}
+
+
+@pytest.fixture
+def destination(serve: Serve) -> Destination:
+    """An empty destination."""
+    return Destination(serve)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("make", [as_safetensors, as_torch, as_dcp])
+def test_an_import_goes_on_where_it_stopped(
+    tmp_path: Path, destination: Destination, make: Make
+) -> None:
+    """Under the same attempt, with the images that are whole; only the others are written. Before,
+    nothing is visible."""
+    source = make(tmp_path, 1)
+    destination.stopped(source, 3)
+    there = destination.images()
+    assert len(there) == 3
+    with pytest.raises(holdfast.NotACheckpointError):
+        holdfast.load(destination.uri)
+    report = destination.imported(source, step=5)
+    assert report.reused_nbytes == sum(map(len, there.values()))
+    found = destination.images()
+    assert destination.written() == len(found) - 1 - 3 > 0  # one is the manifest
+    assert there.items() <= found.items()
+    expected: dict[str, object] = dict(model_of(1))
+    if make is as_dcp:
+        expected["step"] = 1
+    destination.check(expected)
+    assert not any(key.endswith("attempt.json") for key in run(contents(destination.storage)))
+
+
+def test_an_import_that_is_not_interrupted_reuses_nothing(
+    tmp_path: Path, destination: Destination
+) -> None:
+    """Its images count as those of ranks; one of a small model is a single one, as ever."""
+    source = as_safetensors(tmp_path, 1)
+    assert destination.imported(source).reused_nbytes == 0
+    assert len(destination.images()) == 1 + 7
+    destination.check(model_of(1))
+    holdfast.import_(source, destination.uri, overwrite=True)
+    assert len(destination.images()) == 1 + 1
+    destination.check(model_of(1))
+
+
+def rewritten(source: Path) -> None:
+    """The file has another content, and another time."""
+    as_safetensors(source, 2)
+
+
+def rewritten_unseen(source: Path) -> None:
+    """The file has another content, and the same size and time."""
+    file = source / "model.safetensors"
+    before = file.stat()
+    as_safetensors(source, 2)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+
+
+@pytest.mark.parametrize("change", [rewritten, rewritten_unseen])
+def test_a_source_that_changed_is_imported_anew(
+    tmp_path: Path, destination: Destination, change: Callable[[Path], None]
+) -> None:
+    """Nothing of the earlier one gets into the checkpoint, and its images are deleted."""
+    source = as_safetensors(tmp_path, 1)
+    destination.stopped(source, 3)
+    before = destination.images()
+    change(source)
+    assert destination.imported(source).reused_nbytes == 0
+    assert not before.keys() & destination.images().keys()
+    destination.check(model_of(2))
+
+
+def test_another_choice_of_tensors_is_imported_anew(
+    tmp_path: Path, destination: Destination
+) -> None:
+    """Other tensors, other names, or images of another size are other images."""
+    source = as_safetensors(tmp_path, 1)
+    destination.stopped(source, 3)
+    assert destination.imported(source, skip=["l3"]).reused_nbytes == 0
+    destination.stopped(source, 3, overwrite=True)
+    assert destination.imported(source, rename={"*": "m.*"}, overwrite=True).reused_nbytes == 0
+    destination.check({f"m.{name}": tensor for name, tensor in model_of(1).items()})
+
+
+def test_an_image_that_is_cut_is_written_again(tmp_path: Path, destination: Destination) -> None:
+    """Whatever took its end, an image of another size is no image."""
+    source = as_safetensors(tmp_path, 1)
+    destination.stopped(source, 3)
+    key, data = sorted(destination.images().items())[1]
+    run(destination.storage.put(key, data[:-1]))
+    destination.imported(source)
+    assert destination.written() == 7 - 2
+    destination.check(model_of(1))
+
+
+def test_a_file_that_changes_meanwhile_leaves_nothing(
+    tmp_path: Path, destination: Destination
+) -> None:
+    """No other import can use what is there."""
+    source = as_safetensors(tmp_path, 1)
+
+    async def touch(operation: str, key: str) -> None:
+        if operation == "create" and key.endswith("/3.safetensors"):
+            os.utime(source / "model.safetensors", ns=(1, 1))
+
+    destination.before = touch
+    with pytest.raises(holdfast.DamagedError, match="changed while it was read"):
+        destination.imported(source)
+    assert not destination.images()
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["of the same", "of another"])
+def test_of_two_imports_at_once_one_arrives(
+    tmp_path: Path, destination: Destination, same: bool
+) -> None:
+    """The one that began first is halted while it writes its fourth image. The second takes over
+    what is whole, if it imports the same, and commits. The first then fails, and writes nothing
+    more."""
+    (tmp_path / "1").mkdir()
+    (tmp_path / "2").mkdir()
+    source = as_safetensors(tmp_path / "1", 1)
+    other = source if same else as_safetensors(tmp_path / "2", 2)
+    halted, go_on = threading.Event(), threading.Event()
+    failed: list[BaseException] = []
+
+    async def halt(operation: str, key: str) -> None:
+        if operation == "commit" and key.endswith("/3.safetensors"):
+            halted.set()
+            await asyncio.to_thread(go_on.wait, 60)
+
+    def first() -> None:
+        try:
+            holdfast.import_(source, destination.uri, image_nbytes=IMAGE_NBYTES)
+        except holdfast.HoldfastError as error:
+            failed.append(error)
+
+    destination.before = halt
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert halted.wait(60)
+    destination.before = None
+    there = destination.images()
+    report = destination.imported(other)
+    assert report.reused_nbytes == (sum(map(len, there.values())) if same else 0)
+    go_on.set()
+    thread.join(60)
+    assert [type(error) for error in failed] == [holdfast.SupersededError]
+    destination.check(model_of(1 if same else 2))
+
+
+def accesses(serve: Serve, source: Path) -> int:
+    """How often an import accesses its destination."""
+    destination = Destination(serve)
+    holdfast.import_(source, destination.uri, image_nbytes=LARGE_NBYTES)
+    return len(destination.operations)
+
+
+@pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_an_import_that_fails_ends_well_when_called_again(
+    tmp_path: Path, serve: Serve, seed: int, after: bool, for_good: bool
+) -> None:
+    """At every third. What was there stays, or the new checkpoint is whole. No image that is whole, of an attempt
+    that is undecided, is written again."""
+    source = as_safetensors(tmp_path, 1)
+    for n in range(seed % 3, accesses(serve, source), 3):
+        storage = MemoryDriver()
+        fault = Fault(n, after=after, for_good=for_good)
+        hooked = HookedDriver(storage, fault.on_before, fault.on_after)
+        plain = serve(lambda location, storage=storage: HookedDriver(storage))  # type: ignore[misc]
+        failing = serve(lambda location, hooked=hooked: hooked)  # type: ignore[misc]
+        holdfast.save(plain, {"old": torch.ones(3)})
+        try:
+            holdfast.import_(source, failing, overwrite=True, image_nbytes=LARGE_NBYTES)
+        except holdfast.HoldfastError:
+            assert fault.hit is not None
+        found = holdfast.load(plain)
+        new = "old" not in found
+        assert difference(model_of(1) if new else {"old": torch.ones(3)}, found) is None
+        objects = run(contents(storage))
+        with holdfast.open(plain) as c:
+            current = c.attempt
+        open_nbytes = sum(
+            len(data)
+            for key, data in objects.items()
+            if key.endswith(".safetensors")
+            and key.startswith("data/")
+            and current not in key
+            and f"{key.rpartition('/')[0]}/attempt.json" in objects
+            and f"{key.rpartition('/')[0]}/fate" not in objects
+        )
+        report = holdfast.import_(source, plain, overwrite=True, image_nbytes=LARGE_NBYTES)
+        if not new:
+            assert report.reused_nbytes == open_nbytes
+        assert difference(model_of(1), holdfast.load(plain)) is None
