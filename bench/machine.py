@@ -19,6 +19,7 @@ __all__ = [
     "describe",
     "drop_caches",
     "flush",
+    "map_large_blocks",
     "processor_s",
     "read_from_device_nbytes",
     "share_heap",
@@ -26,7 +27,10 @@ __all__ = [
     "trim_heap",
 ]
 
-_M_ARENA_MAX = -8  # of mallopt, in glibc
+# Of mallopt, in glibc.
+_M_ARENA_MAX = -8
+_M_MMAP_THRESHOLD = -3
+_MAPPED_NBYTES = 1 << 20
 
 
 def describe(folder: Path) -> dict[str, str]:
@@ -107,6 +111,14 @@ def share_heap() -> None:
     was, which looks like a leak for a long time."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+def map_large_blocks() -> None:
+    """Have each large block of memory be a mapping of its own from now on, which is given back when
+    it is freed. glibc stops that for blocks as large as any that was freed: then the memory of a
+    program depends on the holes that others have left in the heap."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_NBYTES)
 
 
 def trim_heap() -> None:

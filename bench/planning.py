@@ -29,7 +29,7 @@ from ..storage.state.flatten import flatten
 from ..storage.state.plan import Agreed, plan_save
 from ..storage.state.targets import match
 from .llama import KINDS, TINY, Job, Model
-from .machine import PeakMemory, describe
+from .machine import PeakMemory, describe, map_large_blocks
 from .options import bare_parser
 from .planning_found import HEADER, Found, draw, targets_of
 from .planning_ranks import (
@@ -183,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--kinds", nargs="+", choices=KINDS, default=KINDS, help="what data parallelism splits"
     )
     given = arguments.parse_args(argv)
+    map_large_blocks()
     if given.tiny:
         model, tp, pp = (TINY, 2, 2)
     else:

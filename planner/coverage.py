@@ -45,6 +45,7 @@ def flawed(shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> Bools:
     flags |= (np.bincount(tensor, minlength=len(shape)) == 0) & (volumes(shape) != 0)
     flat = np.ones(len(shape), dtype=np.bool_)
     flat[tensor[~contiguous(lengths, within)]] = False
+    del within  # as large as the table's offsets
     rows = _where(flat[tensor] & ~flags[tensor])
     _flag_flat(flags, shape, tensor[rows], offsets[rows], lengths[rows])
     rows = _where(~flat[tensor] & ~flags[tensor])

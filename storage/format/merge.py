@@ -35,6 +35,11 @@ def merge(fragments: Sequence[Fragment], compression: Compression | None = None)
     tree, containers = merge_trees([_tree(group) for group in whole.groups])
     tensors, container, rows = _merge_tensors(whole.groups, containers)
     shards = _merge_shards(whole.groups, rows, tensors.shape.shape[1])
+    images = ImageTable.joined([group.images for group in whole.groups])
+    world = sum(len(group.ranks) for group in whole.groups)
+    attempt, step, created_s = whole.head
+    # The checks below take the most memory: by then nothing here holds shards a second time.
+    del whole, rows
     stored = np.zeros(len(tensors), bool)
     stored[shards.tensor] = True
     tensors.alias[stored] = -1
@@ -47,9 +52,6 @@ def merge(fragments: Sequence[Fragment], compression: Compression | None = None)
                 "state, sharded alike."
             ),
         )
-    images = ImageTable.joined([group.images for group in whole.groups])
-    world = sum(len(group.ranks) for group in whole.groups)
-    attempt, step, created_s = whole.head
     manifest = Manifest(
         attempt=attempt,
         step=step,

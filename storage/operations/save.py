@@ -27,7 +27,7 @@ from ...errors import (
 )
 from ..format.fragment import Fragment, fragment_of, join
 from ..format.lineage import ROOT
-from ..format.manifest import MANIFEST_KEY, Manifest, image_key
+from ..format.manifest import MANIFEST_KEY, image_key
 from ..format.merge import merge
 from ..format.packed import Compression
 from ..format.save_telemetry import encode_record
@@ -281,7 +281,7 @@ class _Leader:
         it."""
         assert self._attempt is not None
         with span("merge"):
-            manifest = await offload(_merged, fragments, self._job.compression)
+            manifest = await offload(merge, fragments, self._job.compression)
         manifest = replace(manifest, branch=self._branch)
         self._head = fragments[0].head
         self._world = manifest.world
@@ -352,10 +352,6 @@ async def _written(
         if first is not None:
             raise first from error
         raise
-
-
-def _merged(fragments: Sequence[Fragment], compression: Compression | None) -> Manifest:
-    return merge([join(fragments)], compression)
 
 
 def written_fragment(

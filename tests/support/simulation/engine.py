@@ -204,7 +204,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         yield module, "asyncio", _Patient()
     yield save, "plan_save", _planned
     yield save, "written_fragment", _told_once(save.written_fragment)
-    yield save, "_merged", _merged_once(save._merged)
+    yield save, "merge", _merged_once(save.merge)
     yield rounds, "decode_fragment", _decoded_once(rounds.decode_fragment)
     yield member, "host_key", lambda: getattr(PROCESS.get(), "host", None)
     yield committed, "check_complete", _checked_once(committed.check_complete)
