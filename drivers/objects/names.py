@@ -33,4 +33,6 @@ def encoded(key: str) -> str:
     """``key`` with what cannot be printed percent-encoded, and so "%" too: listings, which are XML,
     could not carry it. The backslash likewise: some stores take it for a slash. Raises
     UnicodeEncodeError for what is no text."""
+    if key.isprintable() and "%" not in key and "\\" not in key:
+        return key
     return "".join(c if c.isprintable() and c not in "%\\" else quote(c, safe="") for c in key)

@@ -45,7 +45,7 @@ def delivery(
 ) -> Deliver:
     """Copies what is read to where it is wanted, and then reports how many bytes of the plan have
     been delivered. The first report, of none, is made at once."""
-    scatter = Scatter(m.tensors, m.shards, targets, plan, wanted.buffers)
+    scatter = Scatter(m.tensors, m.shards, targets, plan, wanted.buffers, wanted.memory())
     sizes = (plan.stop - plan.start).tolist()
     total_nbytes = sum(sizes)
     done_nbytes = 0

@@ -10,7 +10,6 @@ Scope: memory of one process. Tensors that are stored as one are none of this.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,12 +19,14 @@ import torch
 from ...core.units import round_up
 from ...drivers.contract import Driver
 from ...errors import StateError
+from ...planner.columns import Ints
 from ..format.digest import digest
 from ..format.manifest import Manifest
 from ..runtime.buffers import memory_for
 from ..runtime.engine import offload
 from ..state.bits import writable
 from ..state.compat import neg_view
+from ..state.memory_table import MemoryTable
 from ..state.targets import Wanted
 from .fill import Report, fill
 
@@ -143,16 +144,18 @@ def overlapping(wanted: Wanted) -> list[list[int]]:
     """Groups of buffers that share memory without being the same buffer, by their numbers, in
     order."""
     buffers = wanted.buffers
-    wishes = wanted.wishes()
-    numbers = [number for number in wishes if buffers[number].numel()]
+    memory = wanted.memory()
+    numbers = wanted.numbers()
+    numbers = numbers[memory.nbytes[numbers] > 0]
     if len(numbers) < 2:
         return []
-    codes: dict[torch.device, int] = {}
-    device = np.array([codes.setdefault(buffers[number].device, len(codes)) for number in numbers])
-    spans = itertools.chain.from_iterable(_span(buffers[number]) for number in numbers)
-    start, stop = np.fromiter(spans, np.int64, 2 * len(numbers)).reshape(-1, 2).T
+    start = memory.address[numbers]
+    stop = start + memory.nbytes[numbers]
+    for row in np.flatnonzero(~memory.is_contiguous[numbers]).tolist():
+        stop[row] = _stop(buffers[numbers[row]])
+    device = _devices(buffers, memory, numbers)
     found: list[list[int]] = []
-    for code in codes.values():
+    for code in np.unique(device).tolist():
         rows = np.flatnonzero(device == code)
         rows = rows[np.argsort(start[rows], kind="stable")]
         reach = np.maximum.accumulate(stop[rows])
@@ -161,15 +164,25 @@ def overlapping(wanted: Wanted) -> list[list[int]]:
         shared = np.flatnonzero(
             np.diff(cuts) > 1
         )  # of thousands of groups, nearly all are one buffer
-        found += [
-            sorted(numbers[row] for row in rows[cuts[g] : cuts[g + 1]]) for g in shared.tolist()
-        ]
+        found += [sorted(numbers[rows[cuts[g] : cuts[g + 1]]].tolist()) for g in shared.tolist()]
+    if not found:
+        return []
+    wishes = wanted.wishes()
     # Two names of a tensor that is stored once put the same values into the same elements.
     return sorted(
         group
         for group in found
         if len({(*_layout(buffers[number]), wishes[number]) for number in group}) > 1
     )
+
+
+def _devices(buffers: Sequence[torch.Tensor], memory: MemoryTable, numbers: Ints) -> Ints:
+    """(numbers,): the device that each buffer is on, by a number of its own."""
+    if memory.on_host.all():
+        return np.zeros(len(numbers), np.int64)
+    codes: dict[torch.device, int] = {}
+    devices = (buffers[number].device for number in numbers.tolist())
+    return np.array([codes.setdefault(device, len(codes)) for device in devices], np.int64)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -185,10 +198,11 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of memory [start, stop) that its elements lie in."""
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
+    return tensor.data_ptr(), _stop(tensor)
+
+
+def _stop(tensor: torch.Tensor) -> int:
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    return start, start + (last + 1) * tensor.itemsize
+    return tensor.data_ptr() + (last + 1) * tensor.itemsize

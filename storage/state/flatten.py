@@ -6,7 +6,7 @@ Flattening reads no tensor data and does no I/O. What cannot be saved is refused
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from .adapters.foreign import refuse_stale
 from .adapters.module_names import Walked
 from .adapters.tensors import TENSOR_TYPES
 from .default import Default
-from .flat_state import DEPTH_MAX, FlatState
+from .flat_state import CONTAINERS, DEPTH_MAX, MAPPINGS, FlatState
 from .known_state import emptied, filled
 from .memoryless import find_without_memory
 from .placeholders import find_placeholders
@@ -103,9 +103,7 @@ def _modules(state: object) -> Iterator[torch.nn.Module]:
         node, depth = left.pop()
         if isinstance(node, torch.nn.Module):
             yield node
-        elif (
-            isinstance(node, Mapping | list | tuple) and id(node) not in seen and depth <= DEPTH_MAX
-        ):
+        elif isinstance(node, CONTAINERS) and id(node) not in seen and depth <= DEPTH_MAX:
             seen.add(id(node))
-            items = node.values() if isinstance(node, Mapping) else node
+            items = node.values() if isinstance(node, MAPPINGS) else node
             left += [(item, depth + 1) for item in items if type(item) not in _LEAVES][::-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ...core.spans import Where, counting
@@ -11,9 +12,9 @@ from ...planner.box import Box
 from ...planner.loading import LoadPlan, Targets, strided_copies
 from ...planner.table import ShardTable, TensorTable
 from ..runtime.buffers import HostBuffer
-from .bits import address_of, as_bits, copy_memory, typed_storage, writable
-from .device import devices_of
+from .bits import as_bits, copy_memory, typed_storage, writable
 from .dtypes import dtype_of
+from .memory_table import MemoryTable
 from .windows import Place
 
 __all__ = ["Scatter"]
@@ -21,7 +22,7 @@ __all__ = ["Scatter"]
 
 class Scatter:
     """Carries out the copies of a load plan. ``buffers`` are the local tensors that
-    ``targets.buffer`` counts."""
+    ``targets.buffer`` counts, and ``memory`` where they lie."""
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class Scatter:
         targets: Targets,
         plan: LoadPlan,
         buffers: Sequence[torch.Tensor],
+        memory: MemoryTable,
     ) -> None:
         self._tensors = tensors
         self._shards = shards
@@ -40,8 +42,8 @@ class Scatter:
         self._dtypes = {code: dtype_of(*tensors.dtypes[code]) for code in set(codes)}
         self._codes = codes
         self._buffer_of = targets.buffer.tolist()
-        self._addresses: dict[int, int | None] = {}  # of buffers that were asked for
-        self._on_device = bool(devices_of(buffers))
+        self._addresses = self._as_stored(memory)
+        self._on_device = not memory.on_host.all()
         self._counted = counting("device_copy")
 
     def deliver(self, read: int, buffer: HostBuffer) -> None:
@@ -60,24 +62,25 @@ class Scatter:
         rows = slice(copies.start, copies.stop)
         start = int(plan.start[read])
         base = buffer.address - start
+        addresses = self._addresses
         columns = (plan.target[plan.pair[rows]], plan.src[rows], plan.nbytes[rows], plan.dst[rows])
         listed = (column.tolist() for column in columns)
         for copy, target, src, nbytes, dst in zip(copies, *listed, strict=True):
-            address = self._address_of(target)
-            if address is not None and dst >= 0:
+            address = addresses[target]
+            if address and dst >= 0:
                 copy_memory(address + dst, base + src, nbytes)
             else:
                 self._copy_strided(copy, target, buffer, start)
 
-    def _address_of(self, target: int) -> int | None:
-        """Where a target's elements lie as they are stored; None where they lie otherwise. Asked
-        when its bytes are there: no read waits for the addresses of all others."""
-        number = self._buffer_of[target]
-        if number not in self._addresses:
-            buffer = self._buffers[number]
-            is_as_stored = buffer.dtype == self._dtypes[self._codes[target]]
-            self._addresses[number] = address_of(buffer) if is_as_stored else None
-        return self._addresses[number]
+    def _as_stored(self, memory: MemoryTable) -> list[int]:
+        """Of each target, where its elements lie as they are stored; 0 where they lie otherwise."""
+        rows = self._targets.buffer
+        stored = np.array([id(self._dtypes[code]) for code in self._codes], np.int64)
+        same = memory.dtype_id[rows] == stored
+        addresses: list[int] = np.where(
+            same & memory.as_stored[rows], memory.address[rows], 0
+        ).tolist()
+        return addresses
 
     def _copy_strided(self, copy: int, target: int, buffer: HostBuffer, start: int) -> None:
         """``buffer`` holds the image from byte ``start`` on."""

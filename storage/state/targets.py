@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from .adapters.megatron import KeyedShard
 from .adapters.tensors import TensorLike, layout_of
 from .dtypes import dtype_name, dtype_of
 from .flat_state import FlatState, Subtree
+from .memory_table import MemoryTable
 
 __all__ = ["Match", "TypedPath", "Wanted", "match"]
 
@@ -44,6 +46,19 @@ class Wanted:
     _parts: list[tuple[int, Layout, int]] = field(default_factory=list)
     """(row of the tensor, what is wanted of it, number of the buffer)"""
     _names: dict[int, str] = field(default_factory=dict)
+    _memory: MemoryTable | None = None
+
+    def add_all_whole(
+        self, tensors: Ints, buffers: Sequence[torch.Tensor], names: Sequence[str]
+    ) -> None:
+        """Want the tensors in these rows, all of each, in the buffers beside them, which have these
+        names in the state."""
+        first = len(self.buffers)
+        numbers = range(first, first + len(buffers))
+        filled = map(torch.Tensor.numel, buffers)
+        self._whole += itertools.compress(zip(tensors.tolist(), numbers, strict=True), filled)
+        self._names.update(zip(numbers, names, strict=True))
+        self.buffers += buffers
 
     def add_whole(self, tensor: int, buffer: torch.Tensor, name: str | None = None) -> None:
         """Want all of the tensor in row ``tensor``, in ``buffer``. ``name``: that of the buffer in
@@ -83,6 +98,18 @@ class Wanted:
         """Names of buffers, by their number; of those that have one."""
         return self._names
 
+    def memory(self) -> MemoryTable:
+        """Where the buffers lie. All have been added."""
+        if self._memory is None:
+            self._memory = MemoryTable.of(self.buffers)
+        return self._memory
+
+    def numbers(self) -> Ints:
+        """Of the buffers of which anything is wanted."""
+        wanted = [number for _, number in self._whole]
+        wanted += [number for _, _, number in self._parts]
+        return np.array(wanted, np.int64)
+
     def wishes(self) -> dict[int, Wish]:
         """What each buffer of which anything is wanted gets, by its number."""
         found: dict[int, Wish] = {number: (tensor, None) for tensor, number in self._whole}
@@ -106,6 +133,7 @@ class Wanted:
             [whole for whole in self._whole if whole[1] not in numbers],
             [part for part in self._parts if part[2] not in numbers],
             self._names,
+            self._memory,
         )
 
     def targets(self, shape: Ints) -> Targets:
@@ -174,6 +202,9 @@ def _match_tensors(
     else:
         found.tensors.update(row for name in flat.names for row in stored.rows.get(name, ()))
     alias = np.where(stored.alias < 0, np.arange(len(stored)), stored.alias)[sources]
+    if fits.all() and (sources >= 0).all() and _are_plain(flat):
+        found.wanted.add_all_whole(alias, flat.locals, flat.names)
+        return
     for row, (source, root, fit) in enumerate(
         zip(sources.tolist(), alias.tolist(), fits.tolist(), strict=True)
     ):
@@ -193,6 +224,14 @@ def _match_tensors(
             kind[flat.names[row]] = f"{flat.path(row)}: {problem}"
         else:
             found.wanted.add_held(root, local, layout, flat.names[row])
+
+
+def _are_plain(flat: FlatState) -> bool:
+    """Whether all tensors of the state are whole ones, row by row in memory. Most states are so,
+    and then none needs to be looked at by itself."""
+    layouts = {id(layout): layout for layout in flat.layouts}
+    whole = all(layout.local_shape == layout.shape for layout in layouts.values())
+    return whole and all(map(torch.Tensor.is_contiguous, flat.locals))
 
 
 def _clipped(flat: FlatState, row: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, Layout]:

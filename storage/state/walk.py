@@ -28,11 +28,14 @@ from .adapters.tensors import PLAIN_TYPES, Adapters, TensorLike
 from .compat import ShardedTensor
 from .default import Default, converted, lacks_form
 from .dtypes import numpy_to_torch, refusal
-from .flat_state import DEPTH_MAX, FlatState, Subtree
+from .flat_state import DEPTH_MAX, MAPPINGS, FlatState, Subtree
 from .memoryless import cannot_be_filled
 from .tensor_rows import TensorRows
 
 __all__ = ["Walker"]
+
+_PLAIN_CONTAINERS = (dict, list, tuple)
+"""Containers that are no objects with a state, whatever is in them."""
 
 _Node = Mapping[Key, object] | list[object] | tuple[object, ...]
 """A container of a state."""
@@ -111,19 +114,21 @@ class Walker:
         kind = _kind(node)
         self._tree.containers.append(Container(parent, key, kind))
         self._flat.nodes.append(node)
-        where = "the state"
         if number:
-            where = self._path(key)
             self._keys.append(key)
-        self._check_container(node, where)
-        self._note_kind(node, number, kind, where)
+        self._check_container(node)
+        self._note_kind(node, number, kind)
         self._open_ids.add(id(node))
         emitted: list[_Emitted] = []
         item: Any
-        for child, item in node.items() if isinstance(node, Mapping) else enumerate(node):
-            if type(item) in PLAIN_TYPES:
+        for child, item in node.items() if isinstance(node, MAPPINGS) else enumerate(node):
+            kind_of_item = type(item)
+            if kind_of_item in PLAIN_TYPES:
                 self._plain_tensor(item, number, child, prefix)
                 emitted.append("t")
+            elif kind_of_item in _PLAIN_CONTAINERS:
+                self._container(item, number, self._key(child), f"{prefix}{child}.")
+                emitted.append("c")
             else:
                 emitted.append(self._item(item, number, child, prefix))
         if kind == "dict":
@@ -131,19 +136,29 @@ class Walker:
         self._open_ids.remove(id(node))
         del self._keys[-1:]
 
-    def _check_container(self, node: object, where: str) -> None:
+    def _check_container(self, node: object) -> None:
         if id(node) in self._open_ids:
-            raise StateError(f"{where} contains itself")
+            raise StateError(f"{self._here()} contains itself")
         if len(self._keys) > DEPTH_MAX:
-            raise StateError(f"{where[:200]}… is nested more than {DEPTH_MAX} deep")
-        if isinstance(node, tuple) and type(node) is not tuple:
+            raise StateError(f"{self._here()[:200]}… is nested more than {DEPTH_MAX} deep")
+        if type(node) in _PLAIN_CONTAINERS:
+            return
+        if isinstance(node, tuple):
             raise StateError(
-                f"{where} is a {type(node).__name__}; save it as a plain tuple or a dict"
+                f"{self._here()} is a {type(node).__name__}; save it as a plain tuple or a dict"
             )
         if self._loading and isinstance(node, Mapping) and not isinstance(node, MutableMapping):
-            raise StateError(f"{where} is a {type(node).__name__}, which cannot be assigned to")
+            raise StateError(
+                f"{self._here()} is a {type(node).__name__}, which cannot be assigned to"
+            )
 
-    def _note_kind(self, node: object, number: int, kind: str, where: str) -> None:
+    def _here(self) -> str:
+        """The path of the current container."""
+        if not self._keys:
+            return "the state"
+        return format_path(self._keys)
+
+    def _note_kind(self, node: object, number: int, kind: str) -> None:
         """Note what a container is beyond a plain dict. A module is loaded into the containers that
         it has."""
         if self._loading or self._inside == "module":
@@ -155,7 +170,7 @@ class Walker:
             self._tree.kinds[number] = name
         elif name is None and type(node) not in (list, tuple) and self._inside == "object":
             raise StateError(
-                f"{where} is a {type(node).__name__}, and would come back as a plain {kind}",
+                f"{self._here()} is a {type(node).__name__}, and would come back as a plain {kind}",
                 advice=(
                     "Return a dict, list or tuple from state_dict(), and make the other type "
                     "in load_state_dict()."
@@ -165,6 +180,8 @@ class Walker:
     def _note_order(self, number: int, emitted: Sequence[_Emitted]) -> None:
         """Note in which order a dict has its tensors, values and containers, where it has more than
         one kind of them: each kind is stored apart."""
+        if len(set(emitted)) < 2:
+            return
         runs: list[tuple[str, int]] = [
             (what, len(list(run))) for what, run in itertools.groupby(filter(None, emitted))
         ]
@@ -356,6 +373,6 @@ def _inside(owner: object) -> _Inside:
 
 def _kind(container: object) -> str:
     """What a tree calls a container."""
-    if isinstance(container, Mapping):
+    if isinstance(container, MAPPINGS):
         return "dict"
     return "list" if isinstance(container, list) else "tuple"
