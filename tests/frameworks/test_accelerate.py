@@ -22,24 +22,61 @@ JOB = Path(__file__).parents[1] / "support" / "accelerate_job.py"
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_a_killed_job_goes_on_as_if_it_had_never_stopped(tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "sharded"),
+    [
+        pytest.param(1, None, marks=pytest.mark.long),
+        (2, None),
+        pytest.param(2, "zero1", marks=pytest.mark.long),
+        pytest.param(2, "zero2", marks=pytest.mark.long),
+        pytest.param(2, "zero3", marks=pytest.mark.long),
+        pytest.param(2, "fsdp1", marks=pytest.mark.long),
+        (2, "fsdp2"),
+    ],
+)
+def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
+    tmp_path: Path, world: int, sharded: str | None
+) -> None:
     """Killed at step 7 and resumed from step 6, each rank computes the same losses to the last
-    bit, with dropout, a schedule, and an object of the user's that counts."""
+    bit, with dropout, a schedule, and an object of the user's that counts; also where the engine
+    shards the model."""
+    options = ("--sharded", sharded) if sharded else ()
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
-    done = run_job(JOB, "--out", tmp_path / "whole", world=world)
+    done = run_job(JOB, "--out", tmp_path / "whole", *options, world=world)
     assert done.returncode == 0, done.stderr[-3000:]
-    killed = run_job(JOB, "--out", tmp_path / "cut", "--die-at", "7", world=world)
+    killed = run_job(JOB, "--out", tmp_path / "cut", "--die-at", "7", *options, world=world)
     assert killed.returncode == (SIGKILLED if world == 1 else 1), killed.stderr[-3000:]
     listed = holdfast.list_checkpoints(tmp_path / "cut" / "checkpoints")
     assert [c.step for c in listed] == [2, 4, 6]
-    done = run_job(JOB, "--out", tmp_path / "cut", world=world)
+    done = run_job(JOB, "--out", tmp_path / "cut", *options, world=world)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(world):
-        assert losses(tmp_path / "cut", rank) == losses(tmp_path / "whole", rank)
+        found = losses(tmp_path / "cut", rank)
+        assert sorted(found) == list(range(12))
+        assert found == losses(tmp_path / "whole", rank)
     files = {path.name for path in (tmp_path / "cut").rglob("*") if path.is_file()}
     assert not {name for name in files if name.endswith((".bin", ".pkl", ".pt"))}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [("zero3", "fsdp2"), ("fsdp1", "zero2")])
+def test_what_one_engine_has_saved_another_one_resumes(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    """The step that both compute has the same loss, and the job ends."""
+    killed = run_job(JOB, "--out", tmp_path, "--die-at", "7", "--sharded", before, world=2)
+    assert killed.returncode == 1, killed.stderr[-3000:]
+    assert holdfast.list_checkpoints(tmp_path / "checkpoints")[-1].step == 6
+    before_kill = [losses(tmp_path, rank) for rank in range(2)]
+    for rank in range(2):
+        (tmp_path / f"losses-{rank}.jsonl").unlink()
+    done = run_job(JOB, "--out", tmp_path, "--sharded", after, world=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(2):
+        found = losses(tmp_path, rank)
+        assert sorted(found) == list(range(6, 12))
+        assert found[6] == pytest.approx(before_kill[rank][6], rel=1e-4)
 
 
 def prepared(width: int = 2) -> tuple[Any, Any, Any]:
