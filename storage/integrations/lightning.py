@@ -23,12 +23,14 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ...errors import UsageError
+from ...drivers.uri import parse
+from ...errors import MismatchError, UsageError
 from ..api import async_save, load, save
 from ..format.packed import Compression
 from ..operations.options import Lazy
 from ..operations.remove import remove
 from ..ranks.process_group import Group
+from ..state.adapters.per_rank import PerRank
 from .by_value import from_stored, to_stored
 from .under_way import SavesUnderWay
 
@@ -122,16 +124,23 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
         self, path: _PathLike, into: dict[str, object], *, strict: bool
     ) -> dict[str, object]:
         """Fill ``into`` from what a strategy of this module has saved; return what else was saved,
-        as Lightning made it. Called by every rank."""
+        as Lightning made it. Called by every rank. Raises MismatchError where no such strategy has
+        saved it."""
         self.wait()
+        rest = PerRank(None)  # so that one load has both, on any number of ranks
         load(
             path,
-            into=into,
+            into={**into, _REST: rest},
             strict="state" if strict else False,
             storage_options=self._storage_options,
         )
-        rest = load(path, only=_REST, storage_options=self._storage_options)
-        checkpoint: dict[str, object] = from_stored(rest)
+        if rest.value is None:
+            raise MismatchError(
+                f"no strategy of {__name__} has saved it: it has no {_REST!r}",
+                uri=parse(path).redacted,
+                advice="Resume with the strategy that saved it.",
+            )
+        checkpoint: dict[str, object] = from_stored(rest.value)
         return checkpoint
 
     def remove_checkpoint(self, path: _PathLike) -> None:

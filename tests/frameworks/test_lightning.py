@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.drivers import HookedDriver
 from support.framework_jobs import SIGKILLED, documented, losses, run_job
+from support.given import Serve
 from support.servers.radosgw import find_ceph
 from support.servers.start import started
 from torch import nn
 
 import holdfast
+from holdfast.drivers.local.driver import LocalDriver
+from holdfast.storage.integrations.by_value import to_stored
 
 if find_spec("lightning") is None:
     pytest.skip("lightning is not installed: make frameworks", allow_module_level=True)
@@ -121,6 +125,35 @@ def test_two_ranks_that_shard_the_model_go_on_as_if_they_had_never_stopped(
     checkpoint = HoldfastCheckpointIO().load_checkpoint(last)
     assert checkpoint["callbacks"]["Seen"]["steps"] == set(range(1, 15))
     assert checkpoint["state_dict"]["layers.0.weight"].shape == (16, 8)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_load_into_a_sharded_model_reads_the_manifest_once(
+    tmp_path: Path, serve: Serve, strict: bool
+) -> None:
+    """With what else was saved; a checkpoint that has nothing else, as that of a single rank under
+    DDP, is refused."""
+    from holdfast.storage.integrations.lightning import HoldfastCheckpointIO
+
+    read: list[str] = []
+
+    async def note(operation: str, key: str) -> None:
+        if operation in ("get", "read"):
+            read.append(key)
+
+    uri = serve(lambda path: HookedDriver(LocalDriver(tmp_path), before=note))
+    rest = {"epoch": 3, "callbacks": {"Seen": {"steps": {1, 2}}}, "hyper": [1, (2.5, None)]}
+    saved = nn.Linear(3, 2)
+    io = HoldfastCheckpointIO()
+    io.save_state({"state_dict": saved, "trainer": to_stored(rest)}, uri, step=1)
+    read.clear()
+    model = nn.Linear(3, 2)
+    assert io.load_state(uri, {"state_dict": model}, strict=strict) == rest
+    assert torch.equal(model.weight, saved.weight)
+    assert read.count("manifest.safetensors") == 1
+    io.save_state({"state_dict": saved}, uri, step=2)
+    with pytest.raises(holdfast.MismatchError, match="trainer"):
+        io.load_state(uri, {"state_dict": model}, strict=strict)
 
 
 def test_strategies_that_shard_refuse_what_they_would_not_save(tmp_path: Path) -> None:
