@@ -13,16 +13,19 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 
+from ...planner.image import PAGE_NBYTES
 from .model_folder import ModelFile, ModelTensor, image_rank, joined
 from .torch_pickle import NEW_DTYPES, STORAGES
 
-__all__ = ["TORCH_DTYPES", "torch_file", "torch_pieces"]
+__all__ = ["TORCH_DTYPES", "alignment_of", "torch_file", "torch_pieces"]
 
 TORCH_DTYPES = frozenset(NEW_DTYPES)
 """Torch's names of the dtypes that can be written."""
 
 _ROOT = "archive"
 _ALIGNMENT = 64
+_PAGED_NBYTES = 64 << 10
+"""From this size on a record begins with a page."""
 _STORAGE_OF = {dtype: name for name, (dtype, _) in STORAGES.items()}
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -39,7 +42,8 @@ _PADDING_ID = 0x4246
 
 def torch_file(key: str, tensors: Sequence[ModelTensor], tied: Mapping[str, str]) -> ModelFile:
     """The file that holds ``tensors``, and under the names in ``tied`` those that they are tied to.
-    Elements begin at multiples of 64; records come in the order of an image."""
+    Elements begin at multiples of :func:`alignment_of` their size; records come in the order of an
+    image."""
     ordered = sorted(tensors, key=image_rank)
     records = {tensor.name: str(number) for number, tensor in enumerate(ordered)}
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -55,12 +59,18 @@ def torch_file(key: str, tensors: Sequence[ModelTensor], tied: Mapping[str, str]
     return ModelFile(key, joined(archive.pieces))
 
 
+def alignment_of(nbytes: int) -> int:
+    """Where elements of ``nbytes`` begin: at a multiple of 64, as torch has it; large ones with a
+    page, so that they are read, mapped and written without a copy between page and page."""
+    return PAGE_NBYTES if nbytes >= _PAGED_NBYTES else _ALIGNMENT
+
+
 Pieces = tuple[bytes | ModelTensor, ...]
 
 
 def torch_pieces(tensor: ModelTensor) -> tuple[Pieces, int]:
     """What ``torch.save`` of a tensor alone makes, as pieces one behind the other, and their size.
-    The elements begin at a multiple of 64."""
+    The elements begin at a multiple of :func:`alignment_of` their size."""
     pieces, nbytes = _pieces(tensor.dtype, tensor.itemsize, tensor.shape)
     own = tuple(tensor if isinstance(piece, ModelTensor) else piece for piece in pieces)
     return own, nbytes
@@ -127,14 +137,14 @@ class _Archive:
 
 
 def _local(path: bytes, nbytes: int, at: int) -> bytes:
-    """What stands before a record, such that it begins at a multiple of the alignment."""
+    """What stands before a record, such that it begins at a multiple of its alignment."""
     extra = b""
     short = nbytes
     if nbytes >= _FULL32_FROM:
         extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
         short = _FULL32
     unpadded = at + _LOCAL.size + len(path) + len(extra) + 4
-    padding = -unpadded % _ALIGNMENT
+    padding = -unpadded % alignment_of(nbytes)
     extra += struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
     return (
         _LOCAL.pack(

@@ -32,7 +32,7 @@ from ...core.units import round_up
 from ...planner.box import Box
 from ..format.dcp_metadata import DCP_METADATA_KEY
 from ..format.model_folder import ModelFile, ModelTensor, image_rank, joined
-from ..format.torch_archive import TORCH_DTYPES, torch_pieces
+from ..format.torch_archive import TORCH_DTYPES, alignment_of, torch_pieces
 from ..runtime.engine import run
 from ..state.compat import DcpPlace
 from ..state.dtypes import dtype_of
@@ -47,7 +47,6 @@ __all__ = ["plan_dcp_folder"]
 
 ITEM_NBYTES = 64 << 20
 """Tensors are cut into items of about this size."""
-_ALIGNMENT = 64
 _RANK = 0
 """Values are those of this rank."""
 
@@ -142,8 +141,9 @@ class _Folder:
         self.tensors[name] = self.tensors[first]
 
     def _placed(self, pieces: Sequence[bytes | ModelTensor], nbytes: int) -> DcpPlace:
-        """Add an item to the last file, or to a new one, at a multiple of the alignment."""
-        start = round_up(self._end, _ALIGNMENT)
+        """Add an item to the last file, or to a new one, at a multiple of what its elements have,
+        which are aligned within it."""
+        start = round_up(self._end, alignment_of(nbytes))
         if start and start + nbytes > self.file_nbytes:
             self._pieces.append([])
             self._end = 0

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...core.units import round_up
 from ...drivers.contract import Driver
-from ...planner.image import CHUNK_NBYTES
+from ...planner.image import CHUNK_NBYTES, PAGE_NBYTES
 from ...planner.windows import Slice, Window, windows
 from ..format.model_folder import ModelFile, ModelTensor
 from ..pipeline.flat_reader import FlatRanges
@@ -86,12 +86,13 @@ class FileExport:
         """Write the file; it is durable and visible on return. After an error there is nothing of
         it."""
         file = self._file
-        cut = list(windows(file.sizes, self._window_nbytes))
+        lead = self._lead()
+        cut = list(windows(file.sizes, self._window_nbytes, lead))
         opening = Opening(self._driver.create(file.key, file.nbytes))
 
         async def write(window: Window) -> None:
             upload = await opening.upload()
-            await upload.write(window.start, self._held[window].buffer.view[: window.nbytes])
+            await upload.write(window.start - lead, self._held[window].buffer.view[: window.nbytes])
             self._wrote(window.nbytes)
 
         in_order = self._driver.traits.part_order != "any"
@@ -110,6 +111,23 @@ class FileExport:
         except BaseException:
             await opening.drop()
             raise
+
+    def _lead(self) -> int:
+        """How many bytes the first window lacks, so that the others are chunks of the image as far
+        as the tensors come in its order: such a window is read where it is written from, and
+        verified as a whole. 0 where it would be no use, or the storage wants parts of one size."""
+        traits = self._driver.traits
+        m = manifest_of(self._checkpoint)
+        if traits.part_min_nbytes > 1 or traits.streams > 1 or not self._file.tensors:
+            return 0
+        source = self._sources[self._file.tensors[0].name]
+        shards = np.flatnonzero(m.shards.tensor == source.row)
+        if source.convert_to is not None or not len(shards):
+            return 0
+        first = self._file.pieces.index(self._file.tensors[0])
+        stored = int(m.shards.start[shards[0]]) + source.start
+        lead = (stored - sum(self._file.sizes[:first])) % m.chunk_nbytes
+        return 0 if lead % PAGE_NBYTES else lead
 
     def _budget(self) -> Budget:
         """Jobs are counted: each has a window, what is read for it, and what is converted."""

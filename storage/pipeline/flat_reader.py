@@ -7,7 +7,7 @@ Verified as every read is, and without torch: numpy copies.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,12 +74,18 @@ async def read_ranges(
     driver: Driver, manifest: Manifest, ranges: Sequence[FlatRanges], budget_nbytes: int
 ) -> None:
     """Fill all of ``ranges``. Reads only the blocks that hold them, each once. Raises as
-    :func:`read_flat` does."""
-    targets, places = await offload(_targets, ranges, manifest.tensors)
-    plan = await offload(plan_reads, driver, manifest, targets)
+    :func:`read_flat` does; then what is in their memory is nothing."""
+    plan, delivery = await offload(_planned, driver, manifest, ranges)
     reader = ImageReader(driver, manifest, budget_nbytes)
-    delivery = _Delivery(manifest, targets, places, plan)
-    await reader.run(plan, delivery.deliver)
+    await reader.run(plan, delivery.deliver, places=delivery.in_place)
+
+
+def _planned(
+    driver: Driver, manifest: Manifest, ranges: Sequence[FlatRanges]
+) -> tuple[LoadPlan, _Delivery]:
+    targets, places = _targets(ranges, manifest.tensors)
+    plan = plan_reads(driver, manifest, targets)
+    return plan, _Delivery(manifest, targets, places, plan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,10 +155,14 @@ class _Delivery:
         self._targets = targets
         self._places = places
         self._plan = plan
+        self.in_place = _in_place(places, plan)
+        """By number, the reads of which every byte is wanted in one stretch of memory; and that."""
 
     def deliver(self, read: int, buffer: HostBuffer) -> None:
         """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for
         distinct reads."""
+        if self.in_place.get(read) is buffer:
+            return
         plan = self._plan
         base = int(plan.start[read])
         copies = np.arange(int(plan.first[read]), int(plan.first[read + 1]))
@@ -201,3 +211,35 @@ class _Delivery:
             source = np.ndarray(box.lengths, element, buffer.view, part.start - base, strides)
             ranges = zip(box.offsets, offsets, box.lengths, strict=True)
             into[tuple(slice(a - b, a - b + n) for a, b, n in ranges)] = source
+
+
+def _in_place(places: _Places, plan: LoadPlan) -> dict[Hashable, HostBuffer]:
+    """The reads that are one copy each, of all their bytes, if copies that follow one another on
+    both sides are taken for one; and where they go."""
+    count = len(plan.pair)
+    if not count:
+        return {}
+    target = plan.target[plan.pair]
+    memory = places.memory[target]
+    into = places.at[target] + plan.dst
+    follows = (
+        (memory[1:] == memory[:-1])
+        & (into[1:] == (into + plan.nbytes)[:-1])
+        & (plan.src[1:] == (plan.src + plan.nbytes)[:-1])
+    )
+    begun = np.cumsum(np.append(0, ~follows))  # of each copy, the number of breaks before it
+    head = plan.first[:-1]
+    tail = plan.first[1:] - 1
+    is_strided = np.cumsum(np.append(0, plan.dst < 0))
+    is_one = (begun[head] == begun[tail]) & (is_strided[head] == is_strided[tail + 1])
+    starts_with_it = plan.src[head] == plan.start
+    ends_with_it = plan.src[tail] + plan.nbytes[tail] == plan.stop
+    found = np.flatnonzero(is_one & starts_with_it & ends_with_it).tolist()
+    buffers: dict[Hashable, HostBuffer] = {}
+    for read in found:
+        copy = int(head[read])
+        content = places.memories[int(memory[copy])]
+        begin = int(into[copy])
+        view = content[begin : begin + int(plan.stop[read] - plan.start[read])]
+        buffers[read] = HostBuffer(view.data, int(view.ctypes.data), content)
+    return buffers

@@ -3,7 +3,7 @@ budget."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -113,12 +113,14 @@ class ImageReader:
         *,
         jobs: int | None = None,
         forward: Forward | None = None,
+        places: Mapping[Hashable, HostBuffer] | None = None,
     ) -> None:
         """Perform all reads of ``plan``. Raises DamagedError before a damaged byte is delivered,
         and StorageError.
 
         ``jobs`` is the number of reads under way at a time; by default, what :meth:`jobs` allows of
-        the reads that the driver takes.
+        the reads that the driver takes. Reads that are in ``places``, by number, may be read into
+        the memory there, unverified at first; ``deliver`` gets that memory then.
         """
         self.bytes_wanted = plan.bytes_wanted
         with span("checksums"):
@@ -126,18 +128,19 @@ class ImageReader:
         if forward is None and are_pieces(plan, self.driver.traits.piece_nbytes):
             await self._run_in_pieces(plan, deliver, pages)
         else:
-            await self._run_whole(plan, deliver, pages, jobs, forward)
+            buffers = ReadBuffers(self.driver, self.manifest.chunk_nbytes, places)
+            await self._run_whole(plan, deliver, pages, buffers, jobs, forward)
 
     async def _run_whole(
         self,
         plan: LoadPlan,
         deliver: Deliver,
         pages: dict[tuple[int, int], bytes],
+        buffers: ReadBuffers,
         jobs: int | None,
         forward: Forward | None,
     ) -> None:
         """Each read of the plan is one of the driver."""
-        buffers = ReadBuffers(self.driver, self.manifest.chunk_nbytes)
         images = plan.image.tolist()
         starts = plan.start.tolist()
         sizes = (plan.stop - plan.start).tolist()

@@ -95,6 +95,29 @@ def test_tensors_larger_than_the_windows_are_merged(
     assert difference(expected, model_in(tmp_path / "bf16")) is None
 
 
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_whole_chunks_are_read_where_they_are_written_from(
+    tmp_path: Path, rng: np.random.Generator, scheme: str
+) -> None:
+    """From a storage that reads into given memory, and from one that hands over its own. Damage of
+    such a chunk is found, and leaves no model."""
+    model = {f"w{i}": random_bits(rng, torch.int32, (1 << 20, 3)) for i in range(4)}
+    uri = saved(model)
+    if scheme == "file":
+        holdfast.copy(uri, tmp_path / "c")
+        uri = str(tmp_path / "c")
+    holdfast.export(uri, tmp_path / "out")
+    assert difference(model, model_in(tmp_path / "out")) is None
+    if scheme == "file":
+        (image,) = (tmp_path / "c" / "data").rglob("*.safetensors")
+        with image.open("r+b") as file:
+            file.seek(20 << 20)
+            file.write(b"damaged!")
+        with pytest.raises(holdfast.DamagedError, match="are not what was written"):
+            holdfast.export(uri, tmp_path / "none")
+        assert not list((tmp_path / "none").rglob("*.safetensors"))
+
+
 def test_names_are_chosen_and_changed(tmp_path: Path) -> None:
     """By patterns of whole names; the first rule that matches applies."""
     state = {"model": {"a._orig_mod.w": torch.ones(1), "b": torch.zeros(1)}, "step": 1}

@@ -51,6 +51,23 @@ def test_torch_reads_the_same_bits(tmp_path: Path, rng: np.random.Generator, mma
     assert (report.files, report.nbytes) == (("model.pt",), file.stat().st_size)
 
 
+def test_large_records_begin_with_a_page(tmp_path: Path, rng: np.random.Generator) -> None:
+    """In a file of torch, and in a folder of DCP; so they are read without a copy. Bits are the
+    same, where records of all sizes lie between them."""
+    model = {f"small {i}": random_bits(rng, torch.uint8, (i * 37,)) for i in range(1, 5)}
+    model |= {f"large {i}": random_bits(rng, torch.int16, (33_000 + i,)) for i in range(5)}
+    uri = saved(model)
+    holdfast.export(uri, tmp_path / "x.pt", format="torch")
+    holdfast.export(uri, tmp_path / "x", format="dcp")
+    assert difference(model, torch.load(tmp_path / "x.pt", weights_only=True)) is None
+    for file in (tmp_path / "x.pt", tmp_path / "x" / "holdfast-0.distcp"):
+        content = file.read_bytes()
+        for name, tensor in model.items():
+            begin = content.find(tensor.numpy().tobytes())
+            assert begin >= 0
+            assert begin % (4096 if "large" in name else 64) == 0, name
+
+
 def test_tied_tensors_share_their_memory(tmp_path: Path) -> None:
     """As torch would save them; all names are there."""
     tensor = torch.randn(5, 3)
