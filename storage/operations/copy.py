@@ -35,8 +35,8 @@ from ..pipeline.image_copier import ImageCopier
 from ..pipeline.image_reader import ImageReader
 from ..pipeline.unpacking import image_driver
 from ..pipeline.verifier import verify_images
-from ..protocol.attempt import check_marker, delete_attempt
-from ..protocol.commit import abandon, begin_copy, commit, settle
+from ..protocol.attempt import delete_attempt
+from ..protocol.commit import abandon, abandon_failed, begin_copy, commit, settle
 from ..protocol.current import is_current, read_manifest
 from ..protocol.telemetry import get_telemetry, put_telemetry
 from ..runtime.engine import offload, run
@@ -367,11 +367,7 @@ async def _send(
             ) from error
         raise
     except (NotFoundError, SaveError):
-        try:
-            # If another save deletes the files being written, that is the error to raise.
-            await check_marker(ours, attempt)
-        finally:
-            await abandon(ours, attempt)
+        await abandon_failed(ours, attempt)
         raise
     await put_telemetry(ours, attempt.id, partial(get_telemetry, theirs, pair.manifest.attempt))
     if ours.traits.exclusive_is_atomic:

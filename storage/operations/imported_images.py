@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from ...errors import CheckpointError, DamagedError, NotFoundError, SaveError, U
 from ...planner.columns import Ints
 from ...planner.image import DIGEST_NBYTES, ImageLayout
 from ...planner.table import ShardTable
-from ..format.digest import digest
+from ..format.digest import digest, page_of
 from ..format.fragment import Fragment, Group
 from ..format.manifest import Manifest, image_key
 from ..format.merge import merge
@@ -34,7 +33,7 @@ from ..format.tree import ByRank
 from ..pipeline.file_chunks import Enclosed, FileChunks, Stretch
 from ..pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
 from ..protocol.attempt import Attempt, check_marker, delete_attempt
-from ..protocol.commit import abandon, begin_import, commit, settle
+from ..protocol.commit import abandon, abandon_failed, begin_import, commit, settle
 from ..runtime.engine import offload
 from ..state.flat_state import FlatState
 from ..state.plan import ImagePlan, plan_images
@@ -85,11 +84,7 @@ async def write_and_commit(theirs: Driver, ours: Driver, job: ImagesJob) -> tupl
         manifest = await offload(_manifest, head, job.flat, plans, written)
         obsolete = await commit(ours, attempt, manifest)
     except (NotFoundError, SaveError):
-        try:
-            # If another process has deleted the files being written, that is the error to raise.
-            await check_marker(ours, attempt)
-        finally:
-            await abandon(ours, attempt)
+        await abandon_failed(ours, attempt)
         raise
     except (CheckpointError, UsageError):
         await abandon(ours, attempt)
@@ -173,8 +168,7 @@ class _Images:
         except (NotFoundError, DamagedError):
             return None
         page_nbytes = layout.chunk_nbytes // layout.block_nbytes * DIGEST_NBYTES
-        cuts = [*range(0, len(pages), page_nbytes), len(pages)]
-        digests = b"".join(digest(bytes(pages[begin:end])) for begin, end in pairwise(cuts))
+        digests = page_of(memoryview(pages), page_nbytes)
         table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
         return WrittenImage(table, layout.nbytes)
 

@@ -99,6 +99,7 @@ from .records import put_commit_record
 
 __all__ = [
     "abandon",
+    "abandon_failed",
     "begin",
     "begin_copy",
     "begin_import",
@@ -185,6 +186,17 @@ async def _purpose(driver: Driver, attempt: Attempt) -> object:
         return json.loads(await driver.get(attempt.marker_key))
     except (NotFoundError, ValueError, RecursionError):
         return None
+
+
+async def abandon_failed(driver: Driver, attempt: Attempt) -> None:
+    """:func:`abandon` an attempt whose files could not be written, or were not there.
+
+    Raises SupersededError where another process deletes them: that is the error to raise then.
+    """
+    try:
+        await check_marker(driver, attempt)
+    finally:
+        await abandon(driver, attempt)
 
 
 async def abandon(driver: Driver, attempt: Attempt) -> None:
