@@ -209,9 +209,10 @@ class Driver(ABC):
         arrive. Pieces end at multiples of ``traits.piece_nbytes`` in the object, and the last one
         where the range ends.
 
-        Raises what :meth:`read` raises; ``take`` may have got the first bytes by then. It is not
-        running, and not called again, once this has returned or raised, also when cancelled. If the
-        object is replaced meanwhile, some pieces may be of the old one and some of the new one.
+        Raises what :meth:`read` raises; ``take`` may have got the first pieces by then, but never a
+        part of one. It is not running, and not called again, once this has returned or raised, also
+        when cancelled. If the object is replaced meanwhile, some pieces may be of the old one and
+        some of the new one.
         Override it if ``traits.piece_nbytes``. The default fetches the whole range first.
         """
         data = await self.fetch(key, start, nbytes)

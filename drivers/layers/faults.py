@@ -6,7 +6,7 @@
 | ``unsure`` | likewise, but after it was done: the caller cannot know | retry; a commit fails, and the save with it |
 | ``busy`` | the storage asks to be left alone, for a second | retry |
 | ``delay`` | an operation takes ``delay_s`` longer | hedge; else patience |
-| ``short`` | a read is cut in the middle: the buffer is half filled, and it fails temporarily | retry |
+| ``short`` | a read is cut in the middle: half the buffer is filled, or half the pieces are taken, and it fails temporarily | retry |
 | ``lost`` | a write says it is done, and zeros are stored | no layer: checksums turn it into DamagedError |
 | ``flip`` | a read, or a get, gives one wrong bit | no layer: likewise |
 
@@ -26,6 +26,7 @@ from typing import TypeVar
 from ...errors import BusyError, StorageDownError
 from ..contract import Buffer, Driver, TakePiece, Upload
 from ..options import duration
+from ..pieces import piece_ends
 from .layer import Layer, LayeredUpload, Operation
 
 __all__ = ["FaultPlan", "FaultsLayer", "fault_plan"]
@@ -161,9 +162,11 @@ class FaultsLayer(Layer):
 
     async def _read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
         if self.happens("short"):
-            half = nbytes // 2
-            await self.inner.read_pieces(key, start, half, take)
-            raise self._error(f"the read was cut after {half} bytes", key)
+            # Whatever breaks, only whole pieces are taken.
+            ends = piece_ends(start, nbytes, self.traits.piece_nbytes)
+            taken = max(end for end in ends if end <= start + nbytes // 2) - start
+            await self.inner.read_pieces(key, start, taken, take)
+            raise self._error(f"the read was cut after {taken} bytes", key)
         if nbytes and self.happens("flip"):
             take = _flipping(take, self._random.randrange(nbytes), self._random.randrange(8))
         await self.inner.read_pieces(key, start, nbytes, take)

@@ -189,6 +189,7 @@ class ImageReader:
         images = plan.image.tolist()
         starts = plan.start.tolist()
         stops = plan.stop.tolist()
+        sizes = (plan.stop - plan.start).tolist()
         verifying = counting("verify")
 
         def where(numbers: range) -> Where:
@@ -202,7 +203,7 @@ class ImageReader:
             deliver(number, HostBuffer.over(piece))
 
         async def read(numbers: range) -> None:
-            delivery = PieceDelivery(numbers, check_and_deliver)
+            delivery = PieceDelivery(numbers, sizes, check_and_deliver)
             start = starts[numbers[0]]
             nbytes = stops[numbers[-1]] - start
             with self._reading(images[numbers[0]], start, nbytes) as key:

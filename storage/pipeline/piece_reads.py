@@ -3,8 +3,9 @@ delivered while the processor's cache holds it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from ...errors import StorageError
 from ...planner.loading import LoadPlan
 
 __all__ = ["PieceDelivery", "are_pieces", "connected_reads"]
@@ -36,23 +37,51 @@ def connected_reads(plan: LoadPlan, chunk_nbytes: int) -> Iterator[range]:
 
 
 class PieceDelivery:
-    """Calls ``deliver`` with the number of each read and the piece that it is, in order."""
+    """Calls ``deliver`` with the number of each read and the piece that it is, in order.
 
-    def __init__(self, numbers: range, deliver: Callable[[int, memoryview], None]) -> None:
-        self._numbers = iter(numbers)
+    ``numbers`` are those of the reads; ``sizes`` are the bytes of each read of the plan.
+    """
+
+    def __init__(
+        self, numbers: range, sizes: Sequence[int], deliver: Callable[[int, memoryview], None]
+    ) -> None:
+        self._numbers = numbers
+        self._sizes = sizes
         self._deliver = deliver
+        self._taken = 0
         self._error: Exception | None = None
 
     def take(self, piece: memoryview) -> None:
-        """See :data:`TakePiece`. After an error of ``deliver`` this does nothing."""
+        """See :data:`TakePiece`. After an error this does nothing."""
         if self._error is not None:
             return
         try:
-            self._deliver(next(self._numbers), piece)
+            self._deliver(self._next(len(piece)), piece)
         except Exception as error:
             self._error = error
 
     def finish(self) -> None:
-        """Raise the error of ``deliver``, if there was one."""
+        """Raise the error of ``deliver``, if there was one; StorageError where the driver passed on
+        other pieces than its traits promise."""
         if self._error is not None:
             raise self._error
+        if self._taken < len(self._numbers):
+            raise _wrong_piece(self._taken, 0, self._sizes[self._numbers[self._taken]])
+
+    def _next(self, nbytes: int) -> int:
+        """The number of the read that a piece of ``nbytes`` is. A piece that is cut elsewhere would
+        look like a damaged file."""
+        due_nbytes = 0
+        if self._taken < len(self._numbers):
+            due_nbytes = self._sizes[self._numbers[self._taken]]
+        if nbytes != due_nbytes:
+            raise _wrong_piece(self._taken, nbytes, due_nbytes)
+        self._taken += 1
+        return self._numbers[self._taken - 1]
+
+
+def _wrong_piece(position: int, nbytes: int, due_nbytes: int) -> StorageError:
+    return StorageError(
+        f"piece {position} of a read has {nbytes:,} bytes instead of {due_nbytes:,}",
+        advice="The driver breaks its contract; its conformance kit shows how.",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer
 from holdfast.drivers.layers.hedge import HedgeLayer
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.drivers.pieces import PieceJoiner, Rooms
-from holdfast.errors import DamagedError
+from holdfast.drivers.pieces import PieceJoiner, Rooms, piece_ends
+from holdfast.errors import DamagedError, StorageError
 
 PIECE_NBYTES = 1 << 20
 CHUNK_NBYTES = 16 << 20
@@ -30,6 +31,8 @@ class Seen:
     uri: str = ""
     ranges: list[tuple[int, int]] = field(default_factory=list)
     flips: int | None = None
+    cuts_nbytes: int = PIECE_NBYTES
+    """Where pieces end, whatever the traits say."""
 
 
 class InPieces(MemoryDriver):
@@ -42,7 +45,12 @@ class InPieces(MemoryDriver):
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
         self.seen.ranges.append((start, start + nbytes))
-        await super().read_pieces(key, start, nbytes, take)
+        if self.seen.cuts_nbytes == PIECE_NBYTES:
+            await super().read_pieces(key, start, nbytes, take)
+            return
+        data = await self.fetch(key, start, nbytes)
+        for begin, end in pairwise(piece_ends(start, nbytes, self.seen.cuts_nbytes)):
+            take(data[begin - start : end - start])
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         data = bytearray(await super().fetch(key, start, nbytes))
@@ -121,14 +129,39 @@ def test_a_read_that_broke_goes_on_after_what_was_taken() -> None:
         FaultsLayer(below, FaultPlan(seed=1, short=0.5)), RetryPolicy(100, None, first_pause_s=1e-4)
     )
 
-    async def read() -> bytes:
-        taken = bytearray()
+    async def read() -> list[bytes]:
+        taken: list[bytes] = []
         await below.put("k", content)
-        await driver.read_pieces("k", 7, len(content) - 7, taken.extend)
-        return bytes(taken)
+        await driver.read_pieces("k", 7, len(content) - 7, lambda piece: taken.append(bytes(piece)))
+        return taken
 
-    assert asyncio.run(read()) == content[7:]
+    pieces = asyncio.run(read())
+    assert b"".join(pieces) == content[7:]
+    ends = piece_ends(7, len(content) - 7, PIECE_NBYTES)
+    assert [len(piece) for piece in pieces] == [stop - begin for begin, stop in pairwise(ends)]
     assert len(below.seen.ranges) > 1
+
+
+def test_a_load_whose_reads_break_is_whole(seen: Seen) -> None:
+    """Reads that are cut again and again fill the tensors all the same, and nothing is called
+    damaged."""
+    state = _state()
+    holdfast.save(f"{seen.uri}/saved", state)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    faults = {"faults": "seed:3,short:0.7,error:0.1", "retries": 100, "op_timeout_s": 30}
+    holdfast.load(f"{seen.uri}/saved", into=target, storage_options=faults)
+    assert all(torch.equal(target[name], state[name]) for name in state)
+
+
+def test_pieces_cut_elsewhere_are_the_driver_s_fault(seen: Seen) -> None:
+    """A driver whose pieces are not those of its traits breaks its contract. The error says so, and
+    does not call the checkpoint damaged."""
+    state = _state()
+    holdfast.save(f"{seen.uri}/saved", state)
+    for shift in (-1, 1):
+        seen.cuts_nbytes = PIECE_NBYTES + shift
+        with pytest.raises(StorageError, match="bytes instead of"):
+            holdfast.load(f"{seen.uri}/saved", into=state)
 
 
 def test_a_bit_is_flipped_in_one_piece() -> None:

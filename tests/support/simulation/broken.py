@@ -11,6 +11,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from holdfast.drivers.contract import TakePiece
+from holdfast.drivers.layers.layer import Layer, Operation
 from holdfast.drivers.layers.retry import RetryLayer
 from holdfast.drivers.local import files as local_files
 from holdfast.drivers.local import tree as local_tree
@@ -41,7 +43,7 @@ from .schedule import drawn
 __all__ = ["BROKEN", "Broken", "broken_ranks", "seeds_until_caught"]
 
 
-@broken("a rank reports its image before it is durable", 9)
+@broken("a rank reports its image before it is durable", 4)
 def _manifest_before_data() -> Iterator[Patch]:
     class Hasty:
         def __init__(self, inner: Any) -> None:
@@ -112,7 +114,7 @@ def _no_file_sync() -> Iterator[Patch]:
     yield local_files.NewFile, "publish", publish
 
 
-@broken("the file is renamed before its fsync", 67, "posix")
+@broken("the file is renamed before its fsync", 32, "posix")
 def _rename_first() -> Iterator[Patch]:
     def publish(self: Any, nbytes: int, *, exclusive: bool = False) -> None:
         with self._opened() as file:
@@ -161,12 +163,12 @@ def _in_place() -> Iterator[Patch]:
     yield local_files.NewFile, "__init__", init
 
 
-@broken("the collector knows no grace", 59)
+@broken("the collector knows no grace", 10)
 def _no_grace() -> Iterator[Patch]:
     yield limits, "GRACE_S", 0.0
 
 
-@broken("the collector deletes without an abort record", 158)
+@broken("the collector deletes without an abort record", 100)
 def _no_abort_record() -> Iterator[Patch]:
     async def collected(
         driver: Any, attempt: Any, has_record: bool, now_s: float, grace_s: float
@@ -191,7 +193,7 @@ def _collects_current() -> Iterator[Patch]:
     yield limits, "GRACE_S", 60.0
 
 
-@broken("the commit puts no commit record", 25)
+@broken("the commit puts no commit record", 10)
 def _no_claim() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         data, before = manifest.encode(), await current_attempt(driver)
@@ -201,7 +203,7 @@ def _no_claim() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("the commit record is not put exclusively", 31)
+@broken("the commit record is not put exclusively", 115)
 def _claim_not_exclusive() -> Iterator[Patch]:
     async def committed(driver: Any, attempt: Any, manifest: Any, putting: Any) -> Any:
         class Lax:
@@ -224,7 +226,7 @@ def _claim_not_exclusive() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("the marker is not checked after the commit record", 63)
+@broken("the marker is not checked after the commit record", 47)
 def _no_look() -> Iterator[Patch]:
     real = attempts.check_marker
 
@@ -371,12 +373,22 @@ def _nameless_records() -> Iterator[Patch]:
     yield records, "_new_commit_record", lambda: b""
 
 
-@broken("a reader takes what is missing for damage", 23)
+@broken("a reader takes what is missing for damage", 6)
 def _no_second_look() -> Iterator[Patch]:
     async def always(driver: Any, attempt: Any) -> bool:
         return True
 
     yield load, "is_current", always
+
+
+@broken("a read in pieces that is tried again begins anew", 1874, "objects")
+def _takes_pieces_twice() -> Iterator[Patch]:
+    async def from_the_start(self: Any, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        operation = Operation("read", key, nbytes)
+        call = partial(self.inner.read_pieces, key, start, nbytes, take)
+        await self.around(operation, call)
+
+    yield Layer, "read_pieces", from_the_start
 
 
 @broken("ranks that load do not compare their manifests", 149)
@@ -415,7 +427,7 @@ def _prunes_untold() -> Iterator[Patch]:
     yield prune, "delete_manifest", deleted
 
 
-@broken("a save that a pruning bars does not hear of it before it has put its manifest", 10)
+@broken("a save that a pruning bars does not hear of it before it has put its manifest", 22)
 def _barred_too_late() -> Iterator[Patch]:
     real = commit.wait_for_prunings
 

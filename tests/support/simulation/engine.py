@@ -52,9 +52,21 @@ from holdfast.storage.state import plan
 
 from .loop import PROCESS, check_alive
 
-__all__ = ["CHUNK_NBYTES", "Host", "aside", "forget", "hosted", "installed", "remembered"]
+__all__ = [
+    "CHUNK_NBYTES",
+    "PIECE_NBYTES",
+    "Host",
+    "aside",
+    "forget",
+    "hosted",
+    "installed",
+    "remembered",
+]
 
-CHUNK_NBYTES = 4096
+CHUNK_NBYTES = 8192
+BLOCK_NBYTES = 4096
+PIECE_NBYTES = 4096
+"""Half a chunk: object stores are read in pieces, which come one by one."""
 PACKED_PAGE_NBYTES = 256
 _FOLDERS = (local, local_files, local_io, local_tree)
 
@@ -149,7 +161,7 @@ def installed() -> Iterator[None]:
     defaults = manifest.Manifest.__init__.__defaults__
     assert defaults is not None
     try:
-        manifest.Manifest.__init__.__defaults__ = (CHUNK_NBYTES, CHUNK_NBYTES, *defaults[2:])
+        manifest.Manifest.__init__.__defaults__ = (CHUNK_NBYTES, BLOCK_NBYTES, *defaults[2:])
         for owner, name, value in patches:
             setattr(owner, name, value)
         yield
@@ -196,7 +208,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     yield (
         plan,
         "lay_out",
-        partial(image.lay_out, chunk_nbytes=CHUNK_NBYTES, block_nbytes=CHUNK_NBYTES),
+        partial(image.lay_out, chunk_nbytes=CHUNK_NBYTES, block_nbytes=BLOCK_NBYTES),
     )
     yield packed, "PAGE_NBYTES", PACKED_PAGE_NBYTES
     yield local, "OperationThreads", _NoThreads
@@ -403,7 +415,8 @@ def _reads_planned(real: Any) -> Any:
     def plan_reads(driver: Any, m: Any, targets: Any) -> Any:
         known = remembered("reads")
         columns = (getattr(targets, f.name).tobytes() for f in fields(targets))
-        key = (id(m), driver.traits.coalesce_nbytes, *columns)
+        traits = driver.traits
+        key = (id(m), traits.coalesce_nbytes, traits.piece_nbytes, *columns)
         if key not in known:
             known[key] = m, real(driver, m, targets)
         return known[key][1]

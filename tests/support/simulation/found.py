@@ -46,7 +46,7 @@ SCHEDULES = {
         13, "objects", 2, True, (*ONE, ActorPlan("prune", "prune1", 1, 0.0)), (Fault("hang", "manifest", 5, 0.1),), delays={}
     ),
     "the marker is deleted last, and nobody looks for the images": Schedule(
-        535707, "objects", 2, False, then(0.1192790348348545), (), 0.6, delays={24: 0.2, 42: 0.2, 47: 0.2, 55: 1.0}
+        535707, "objects", 2, False, then(0.1192790348348545), (), 0.6, delays={24: 0.2, 42: 0.2, 44: 0.2, 52: 1.0}
     ),
 }  # fmt: skip
 """By the broken engine that each of them catches."""

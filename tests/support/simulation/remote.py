@@ -13,9 +13,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
-from holdfast.drivers.contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key
+from holdfast.drivers.contract import (
+    Buffer,
+    Driver,
+    ObjectInfo,
+    TakePiece,
+    Traits,
+    Upload,
+    check_key,
+)
+from holdfast.drivers.pieces import piece_ends
 from holdfast.drivers.ranges import Ranges
 from holdfast.errors import (
     BusyError,
@@ -27,6 +37,7 @@ from holdfast.errors import (
     StorageError,
 )
 
+from .engine import PIECE_NBYTES
 from .loop import check_alive
 from .schedule import Fault
 
@@ -102,7 +113,7 @@ class ObjectDriver(Driver):
         self.uri = "sim://" + root.rstrip("/")
         self.traits = Traits(
             part_nbytes=4096, part_min_nbytes=1, align_nbytes=1, concurrency=4, coalesce_nbytes=0, part_order="any",
-            exclusive_is_atomic=exclusive, shared=True, bounded=False,
+            exclusive_is_atomic=exclusive, shared=True, bounded=False, piece_nbytes=PIECE_NBYTES,
         )  # fmt: skip
 
     async def request(self, name: str, key: str, effect: Callable[[], T]) -> T:
@@ -162,6 +173,16 @@ class ObjectDriver(Driver):
             return data[start : start + len(into)]
 
         into[:] = await self.request("read", check_key(key), effect)
+
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        """See :meth:`Driver.read_pieces`. The object may be replaced, and the way to it be lost,
+        between one piece and the next."""
+        ends = piece_ends(start, nbytes, self.traits.piece_nbytes)
+        for begin, end in pairwise(ends):
+            piece = memoryview(bytearray(end - begin))
+            await self.read(key, begin, piece)
+            if nbytes:
+                take(piece)
 
     async def get(self, key: str) -> bytes:
         return await self.request("get", check_key(key), lambda: self._found(key))
