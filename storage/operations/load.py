@@ -27,6 +27,7 @@ from ..format.part import Part
 from ..format.tree import Key, dotted, format_path
 from ..format.verified import VerifiedManifest
 from ..pipeline.image_reader import ImageReader, plan_reads
+from ..pipeline.read_ahead import read_ahead
 from ..pipeline.unpacking import image_driver
 from ..protocol.current import is_current, read_manifest
 from ..ranks.hosts import numbered, numbers_in, ranks_with
@@ -123,6 +124,7 @@ async def run_build(
     """The state, or a part of it, built anew. Raises UsageError for a part that is not there."""
     for _ in range(RETRIES):
         manifest, _data = await read_manifest(driver)
+        read_ahead(driver, manifest)
         wanted = Wanted()
         with span("match"):
             state = await offload(build_part, manifest, rank, wanted, part, driver.uri)

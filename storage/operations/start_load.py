@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...core.spans import Summary, recording, span
@@ -15,6 +16,7 @@ from ...drivers.registry import open_driver
 from ..format.manifest import Manifest
 from ..format.part import Part
 from ..pipeline.image_reader import ImageReader
+from ..pipeline.read_ahead import ReadAhead, read_ahead
 from ..protocol.current import read_manifest
 from ..ranks.calls import Call
 from ..ranks.process_group import current_rank, current_team
@@ -40,7 +42,7 @@ def load_state(
 
     ``touched``: the names that earlier, failed loads into the same state have begun to fill; those
     that this load begins to fill are added. Raises MismatchError, in every mode and before anything
-    is read, where the checkpoint does not have all of them.
+    is filled, where the checkpoint does not have all of them.
     """
     began_s = time.perf_counter()
     check_may_wait()
@@ -58,6 +60,11 @@ def load_state(
                 fence()
             with span("open"):
                 driver = open_driver(uri, **(options.storage_options or {}))
+        is_whole = part is None and (into is None or options.strict is True)
+        if is_whole and driver.remote and team.world == 1:
+            ahead = ReadAhead(driver, options.budget_nbytes)
+            driver = ahead
+            options = replace(options, budget_nbytes=options.budget_nbytes - ahead.limit_nbytes)
         if into is None:
             loaded = _load_new(driver, part, options)
         else:
@@ -154,12 +161,18 @@ def _load_into(
 
 @contextlib.contextmanager
 def _reading_early(driver: Driver, team: Team) -> Iterator[Future[tuple[Manifest, bytes]] | None]:
-    """Read the manifest while the body flattens the state; None where one rank reads it for all of
-    its host. If the body raises, reading is cancelled."""
+    """Read the manifest, and what can be read ahead, while the body flattens the state; None where
+    one rank reads it for all of its host. If the body raises, reading is cancelled."""
     if team.world > 1:
         yield None
         return
-    early = start(read_manifest(driver))
+
+    async def read() -> tuple[Manifest, bytes]:
+        manifest, data = await read_manifest(driver)
+        read_ahead(driver, manifest)
+        return manifest, data
+
+    early = start(read())
     try:
         yield early
     except BaseException:

@@ -1,0 +1,194 @@
+"""A load from storage behind a network reads on while the state is looked at: each byte once, and
+nothing that the load would not read."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from support.given import Serve
+
+import holdfast
+from holdfast.drivers.contract import Buffer, TakePiece
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.errors import DamagedError, MismatchError, StorageDownError
+from holdfast.storage.pipeline.read_ahead import ReadAhead
+
+CHUNK_NBYTES = 16 << 20
+PIECE_NBYTES = 1 << 20
+
+
+@dataclass
+class Seen:
+    """What was asked of images, and what is wrong with them."""
+
+    uri: str = ""
+    fetched: list[tuple[int, int]] = field(default_factory=list)
+    in_pieces: list[tuple[int, int]] = field(default_factory=list)
+    under_way: int = 0
+    delay_s: float = 0.0
+    fails: Exception | None = None
+
+
+class Far(MemoryDriver):
+    """Storage behind a network, which is read in pieces."""
+
+    remote: ClassVar[bool] = True
+
+    def __init__(self, location: str, seen: Seen) -> None:
+        super().__init__(location)
+        self.seen = seen
+        self.traits = replace(self.traits, piece_nbytes=PIECE_NBYTES)
+
+    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        seen = self.seen
+        seen.fetched.append((start, start + nbytes))
+        seen.under_way += 1
+        try:
+            await asyncio.sleep(seen.delay_s)
+            if seen.fails is not None:
+                raise seen.fails
+            return await super().fetch(key, start, nbytes)
+        finally:
+            seen.under_way -= 1
+
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        self.seen.in_pieces.append((start, start + nbytes))
+        await super().read_pieces(key, start, nbytes, take)
+
+
+@pytest.fixture
+def seen(serve: Serve) -> Seen:
+    """What the driver of a test sees."""
+    made = Seen()
+    made.uri = serve(lambda location: Far(location, made))
+    return made
+
+
+def _state() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    sizes = [(40 << 20) + 5, 700_001, 3]
+    return {
+        f"t{number}": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=random)
+        for number, size in enumerate(sizes)
+    }
+
+
+def _saved(seen: Seen) -> dict[str, torch.Tensor]:
+    state = _state()
+    holdfast.save(f"{seen.uri}/saved", state)
+    seen.fetched.clear()
+    seen.in_pieces.clear()
+    return state
+
+
+def _load(seen: Seen, into: Any = None, **given: Any) -> tuple[Any, holdfast.LoadReport]:
+    reports: list[holdfast.LoadReport] = []
+    found = holdfast.load(f"{seen.uri}/saved", into=into, on_report=reports.append, **given)
+    return found, reports[0]
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["into", "built"])
+def test_what_was_read_ahead_is_read_once(seen: Seen, built: bool) -> None:
+    """Digests and chunks are asked for once, and the tensors get their bytes."""
+    state = _saved(seen)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    found, report = _load(seen, None if built else target)
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    chunks = [(start, stop) for start, stop in seen.fetched if stop - start > PIECE_NBYTES]
+    assert [start for start, _ in chunks] == [0, CHUNK_NBYTES, 2 * CHUNK_NBYTES]
+    assert seen.in_pieces == []
+    assert report.bytes_read == sum(stop - start for start, stop in seen.fetched)
+
+
+def test_no_more_is_read_ahead_than_the_budget_allows(seen: Seen) -> None:
+    """A quarter of the budget is for what is read ahead; the rest is read as ever."""
+    state = _saved(seen)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    _load(seen, target, budget_nbytes=80 << 20)
+    assert all(torch.equal(target[name], state[name]) for name in state)
+    assert [start for start, _ in sorted(seen.in_pieces)] == [CHUNK_NBYTES, 2 * CHUNK_NBYTES]
+
+
+@pytest.mark.parametrize("given", [{"strict": False}, {"only": "t2"}], ids=["lenient", "part"])
+def test_a_load_that_may_not_want_all_reads_nothing_ahead(
+    seen: Seen, given: dict[str, Any]
+) -> None:
+    """What is not wanted is not read."""
+    state = _saved(seen)
+    if "only" in given:
+        found, report = _load(seen, **given)
+        assert torch.equal(found, state["t2"])
+    else:
+        target = {"t2": torch.zeros_like(state["t2"])}
+        _, report = _load(seen, target, **given)
+        assert torch.equal(target["t2"], state["t2"])
+    assert report.bytes_read < PIECE_NBYTES
+
+
+def test_a_state_that_does_not_fit_waits_for_nothing(seen: Seen) -> None:
+    """The mismatch is raised at once, nothing is filled, and no read is left behind."""
+    state = _saved(seen)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    target["other"] = torch.zeros(3)
+    seen.delay_s = 3600
+    with pytest.raises(MismatchError, match="other"):
+        _load(seen, target)
+    assert not any(int(tensor.sum()) for tensor in target.values())
+    assert len(seen.fetched) > 2
+    assert seen.under_way == 0
+
+
+def test_a_state_that_cannot_be_filled_waits_for_nothing(seen: Seen) -> None:
+    """Likewise where the state itself is refused while the first reads are under way."""
+    _saved(seen)
+    seen.delay_s = 3600
+    with pytest.raises(holdfast.StateError):
+        _load(seen, {"t0": torch.zeros(3), "bad": {1.5j: 1}})
+    assert seen.under_way == 0
+
+
+def test_an_error_of_what_was_read_ahead_is_the_load_s(seen: Seen) -> None:
+    """Raised as if the bytes had been read when they are wanted."""
+    state = _saved(seen)
+    seen.fails = StorageDownError("out", temporary=False)
+    with pytest.raises(StorageDownError, match="out"):
+        _load(seen, state)
+    assert seen.under_way == 0
+
+
+def test_damage_of_what_was_read_ahead_is_found(seen: Seen) -> None:
+    """What is read ahead is verified before it is delivered, like all else."""
+    state = _saved(seen)
+    folder = MemoryDriver(seen.uri.removeprefix("given://") + "/saved")
+
+    async def flip() -> None:
+        keys = [info.key async for info in folder.list("data")]
+        (key,) = (key for key in keys if key.endswith("0.safetensors"))
+        upload_nbytes = (await folder.stat(key)).nbytes
+        data = bytearray(await folder.fetch(key, 0, upload_nbytes))
+        data[CHUNK_NBYTES + 5] ^= 1
+        upload = await folder.create(key, upload_nbytes)
+        await upload.write(0, memoryview(data))
+        await upload.commit()
+
+    asyncio.run(flip())
+    with pytest.raises(DamagedError, match="16,777,216 to"):
+        _load(seen, state)
+
+
+def test_after_the_close_nothing_is_begun() -> None:
+    """The manifest may arrive when the load has been given up."""
+    seen = Seen()
+    far = Far("closed", seen)
+
+    async def use() -> None:
+        layer = ReadAhead(far, 512 << 20)
+        await layer.close()
+        layer.begin(object())  # type: ignore[arg-type]
+
+    asyncio.run(use())
+    assert seen.fetched == []
