@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from ...core.aio import wait_out
 from ...drivers.contract import Buffer, Driver, TakePiece
 from ...drivers.layers.layer import Layer, find
@@ -25,7 +27,10 @@ from ..runtime.engine import offload
 __all__ = ["ReadAhead", "read_ahead"]
 
 _MOST_NBYTES = 128 << 20
-"""More gains nothing that could be told from noise; less is used up before the reads begin."""
+"""More gains nothing that could be told from noise."""
+_TENSOR_NBYTES = 16 << 10
+"""What a fast store sends while a tensor is looked at, which takes 15 µs. Large tensors are better
+read in pieces, which need no memory besides."""
 _DIGESTS_MOST_NBYTES = 1 << 20
 
 
@@ -55,7 +60,8 @@ class ReadAhead(Layer):
         them; for nothing where they are compressed."""
         if self._closed or manifest.compression is not None:
             return
-        for key, start, stop in _first_ranges(manifest, self.limit_nbytes):
+        limit_nbytes = min(self.limit_nbytes, len(manifest.tensors) * _TENSOR_NBYTES)
+        for key, start, stop in _first_ranges(manifest, limit_nbytes):
             reading = asyncio.ensure_future(self.inner.fetch(key, start, stop - start))
             self._ranges.append(_Range(key, start, stop, reading))
 
@@ -121,20 +127,28 @@ def read_ahead(driver: Driver, manifest: Manifest) -> None:
         layer.begin(manifest)
 
 
-def _first_ranges(manifest: Manifest, limit_nbytes: int) -> Iterator[tuple[str, int, int]]:
-    """(key, start, stop) of digests and chunks, images in order, as far as chunks of
-    ``limit_nbytes`` together go."""
+def _first_ranges(m: Manifest, limit_nbytes: int) -> Iterator[tuple[str, int, int]]:
+    """(key, start, stop) of digests, and of what is stored in chunks, images in order, as far as
+    chunks of ``limit_nbytes`` together go."""
     left_nbytes = limit_nbytes
     digests_nbytes = _DIGESTS_MOST_NBYTES
-    file_nbytes = manifest.images.nbytes(manifest.block_nbytes).tolist()
-    for image, end in enumerate(manifest.images.hashed_nbytes.tolist()):
-        key = manifest.image_key(image)
+    file_nbytes = m.images.nbytes(m.block_nbytes).tolist()
+    data_start = m.images.hashed_nbytes.copy()  # headers come before it, and are not read
+    np.minimum.at(data_start, m.shards.image, m.shards.start // m.block_nbytes * m.block_nbytes)
+    for image, (begin, end) in enumerate(
+        zip(data_start.tolist(), m.images.hashed_nbytes.tolist(), strict=True)
+    ):
+        if begin == end:
+            continue  # nothing but a header
+        key = m.image_key(image)
         digests_nbytes -= file_nbytes[image] - end
         if digests_nbytes < 0:
             return
         yield key, end, file_nbytes[image]
-        for chunk in chunks_of(manifest, image):
-            left_nbytes -= chunk.stop - chunk.start
+        for chunk in chunks_of(m, image):
+            start = max(begin, chunk.start)
+            left_nbytes -= max(0, chunk.stop - start)
             if left_nbytes < 0:
                 return
-            yield key, chunk.start, chunk.stop
+            if start < chunk.stop:
+                yield key, start, chunk.stop
