@@ -4,7 +4,9 @@ nothing that the load would not read."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -31,6 +33,8 @@ class Seen:
     under_way: int = 0
     delay_s: float = 0.0
     fails: Exception | None = None
+    first: Callable[[], Awaitable[None]] | None = None
+    """Happens before the next fetch."""
 
 
 class Far(MemoryDriver):
@@ -47,7 +51,11 @@ class Far(MemoryDriver):
         seen = self.seen
         seen.fetched.append((start, start + nbytes))
         seen.under_way += 1
+        first = seen.first
+        seen.first = None
         try:
+            if first is not None:
+                await first()
             await asyncio.sleep(seen.delay_s)
             if seen.fails is not None:
                 raise seen.fails
@@ -195,6 +203,21 @@ def test_damage_of_what_was_read_ahead_is_found(seen: Seen) -> None:
     asyncio.run(flip())
     with pytest.raises(DamagedError, match="16,777,216 to"):
         _load(seen, state)
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew(seen: Seen) -> None:
+    """What was read ahead of the old one is gone with it: the load has the new one, whole."""
+    state = _saved(seen)
+    other = {name: 255 - tensor for name, tensor in state.items()}
+
+    async def replace() -> None:
+        save = partial(holdfast.save, f"{seen.uri}/saved", other)
+        await asyncio.get_running_loop().run_in_executor(None, save)
+
+    seen.first = replace
+    found, _ = _load(seen, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
+    assert all(torch.equal(found[name], other[name]) for name in other)
+    assert seen.under_way == 0
 
 
 def test_after_the_close_nothing_is_begun() -> None:
