@@ -25,6 +25,7 @@ from holdfast.storage.operations.listing import ListedCheckpoint
 from holdfast.storage.operations.load import finish, run_build, run_load
 from holdfast.storage.operations.location import Place
 from holdfast.storage.operations.save import run_save
+from holdfast.storage.pipeline.read_ahead import ReadAhead
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.ranks.team import Solo
 
@@ -162,6 +163,8 @@ class Crew:
 
     async def _load(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
         driver = self.world.driver(MAIN)
+        if plan.world == 1 and driver.remote:
+            driver = ReadAhead(driver, BUDGET_NBYTES)
         try:
             if plan.world == 1:
                 found = (await run_build(driver, 0, BUDGET_NBYTES))[0]

@@ -226,7 +226,7 @@ def _claim_not_exclusive() -> Iterator[Patch]:
     yield save, "commit", committed
 
 
-@broken("the marker is not checked after the commit record", 47)
+@broken("the marker is not checked after the commit record", 124)
 def _no_look() -> Iterator[Patch]:
     real = attempts.check_marker
 
