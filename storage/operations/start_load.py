@@ -60,11 +60,8 @@ def load_state(
                 fence()
             with span("open"):
                 driver = open_driver(uri, **(options.storage_options or {}))
-        is_whole = part is None and (into is None or options.strict is True)
-        if is_whole and driver.remote and team.world == 1:
-            ahead = ReadAhead(driver, options.budget_nbytes)
-            driver = ahead
-            options = replace(options, budget_nbytes=options.budget_nbytes - ahead.limit_nbytes)
+        if team.world == 1 and part is None and (into is None or options.strict is True):
+            driver, options = _with_read_ahead(driver, options)
         if into is None:
             loaded = _load_new(driver, part, options)
         else:
@@ -74,6 +71,16 @@ def load_state(
     if options.on_report is not None:
         options.on_report(report)
     return loaded.state
+
+
+def _with_read_ahead(driver: Driver, options: LoadOptions) -> tuple[Driver, LoadOptions]:
+    """For a load that reads all of a checkpoint, or fails: a driver that reads ahead if it is
+    behind a network, and the budget that is left."""
+    if not driver.remote:
+        return driver, options
+    ahead = ReadAhead(driver, options.budget_nbytes)
+    left_nbytes = options.budget_nbytes - ahead.limit_nbytes
+    return ahead, replace(options, budget_nbytes=left_nbytes)
 
 
 class _Loaded(NamedTuple):
