@@ -70,8 +70,17 @@ def test_a_job_killed_in_mid_save_goes_on_from_the_checkpoint_before(
     assert saved(checkpoints) == [2, 4, 6, 8, 10, 12]
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("mode", "before", "after"),
+    [
+        ("disabled", 1, 2),
+        ("async", 2, 1),
+        ("async_with_pinned_mem", 1, 2),
+        pytest.param("disabled", 2, 1, marks=pytest.mark.long),
+        pytest.param("async", 1, 2, marks=pytest.mark.long),
+        pytest.param("async_with_pinned_mem", 2, 1, marks=pytest.mark.long),
+    ],
+)
 def test_a_job_goes_on_with_another_number_of_ranks(
     ranks: RankProcesses,
     uninterrupted: dict[int, float],

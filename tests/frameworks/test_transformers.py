@@ -130,7 +130,7 @@ def trainer(folder: Path, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("asynchronous", [False, "lazy"])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.long), "lazy"])
 def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(
     tmp_path: Path, asynchronous: bool | str
 ) -> None:
