@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.drivers.conformance.place import Place
 from holdfast.drivers.conformance.trials import bytes_of, refused, trial
+from holdfast.drivers.contract import Driver
 from holdfast.drivers.pieces import piece_ends
 from holdfast.errors import DamagedError, HoldfastError, NotFoundError, StorageError
 
@@ -23,6 +24,14 @@ RANGES = [
     (0, 0),
     (NBYTES, 0),
 ]
+
+
+def _sizes(driver: Driver, start: int, nbytes: int) -> list[int]:
+    """Of the pieces of a range, in order."""
+    if not nbytes:
+        return []
+    ends = piece_ends(start, nbytes, driver.traits.piece_nbytes)
+    return [stop - begin for begin, stop in pairwise(ends)]
 
 
 @trial()
@@ -47,9 +56,7 @@ async def test_pieces_hold_the_bytes_of_any_range(place: Place) -> None:
     found = await asyncio.gather(*(pieces_of(start, nbytes) for start, nbytes in RANGES))
     for (start, nbytes), taken in zip(RANGES, found, strict=True):
         assert b"".join(taken) == content[start : start + nbytes]
-        ends = piece_ends(start, nbytes, driver.traits.piece_nbytes)
-        sizes = [stop - begin for begin, stop in pairwise(ends)]
-        assert [len(piece) for piece in taken] == (sizes if nbytes else [])
+        assert [len(piece) for piece in taken] == _sizes(driver, start, nbytes)
     assert threading.get_ident() not in threads
 
 
@@ -59,12 +66,14 @@ async def test_pieces_hold_the_bytes_of_any_range(place: Place) -> None:
 @trial()
 async def test_pieces_past_the_end_are_damage(place: Place, start: int, nbytes: int) -> None:
     """The object is shorter than the caller was told: DamagedError, with URI and key; never fewer
-    bytes in silence."""
+    bytes in silence, and never a part of a piece."""
     driver = place.open()
     await driver.put("a/x", bytes(100_000))
+    taken: list[int] = []
     with pytest.raises(DamagedError) as caught:
-        await driver.read_pieces("a/x", start, nbytes, lambda piece: None)
+        await driver.read_pieces("a/x", start, nbytes, lambda piece: taken.append(len(piece)))
     assert (caught.value.key, caught.value.uri) == ("a/x", driver.uri)
+    assert taken == _sizes(driver, start, nbytes)[: len(taken)]
 
 
 @trial()

@@ -23,7 +23,8 @@ __all__ = [
     "LeaksDescriptors", "LeaksTasks", "LeaksTemporaries", "LeaksThreads", "LooksTooLate", "LosesEmptyObjects",
     "OpenAfterClose", "OptionsInUri", "PlainErrors", "PrefixByLetters", "ReadsOn", "RefusesLate",
     "RefusesLateAndKeeps", "ReusesFetched", "ShortRead", "StaleReads", "SwallowsCancellation",
-    "SwallowsErrors", "SweepsTheLiving", "TakesFewer", "TornByCancellation", "TornPut", "UnsafeKeys", "VisibleEarly",
+    "SwallowsErrors", "SweepsTheLiving", "TakesFewer", "TakesHalfAPiece", "TornByCancellation", "TornPut",
+    "UnsafeKeys", "VisibleEarly",
 ]  # fmt: skip
 
 
@@ -121,6 +122,16 @@ class TakesFewer(Healthy):
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
         there = (await self.get(key))[start : start + nbytes]
         await super().read_pieces(key, start, len(there), take)
+
+
+class TakesHalfAPiece(Healthy):
+    """Past the end it passes what there is of a piece, and then raises what is due."""
+
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        there = (await self.get(key))[start : start + nbytes]
+        if 0 < len(there) < nbytes:
+            await super().read_pieces(key, start, len(there), take)
+        await super().read_pieces(key, start + len(there), nbytes - len(there), take)
 
 
 class _LeakingUpload(_MemoryUpload):
