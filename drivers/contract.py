@@ -19,13 +19,12 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar, Literal
 
 from ..core.aio import to_the_end
 from ..core.units import ceil_div
 from ..errors import DamagedError, UriError
-from .pieces import piece_ends
+from .pieces import cut
 
 __all__ = [
     "SMALL_NBYTES_MAX",
@@ -212,16 +211,16 @@ class Driver(ABC):
         Raises what :meth:`read` raises; ``take`` may have got the first pieces by then, but never a
         part of one. It is not running, and not called again, once this has returned or raised, also
         when cancelled. If the object is replaced meanwhile, some pieces may be of the old one and
-        some of the new one.
-        Override it if ``traits.piece_nbytes``. The default fetches the whole range first.
+        some of the new one. Override it if ``traits.piece_nbytes``. The default fetches the whole
+        range first.
         """
         data = await self.fetch(key, start, nbytes)
         if not nbytes:
             return
 
         def take_all() -> None:
-            for begin, end in pairwise(piece_ends(start, nbytes, self.traits.piece_nbytes)):
-                take(data[begin - start : end - start])
+            for piece in cut(data, start, self.traits.piece_nbytes):
+                take(piece)
 
         await to_the_end(asyncio.get_running_loop().run_in_executor(None, take_all))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
-__all__ = ["PieceJoiner", "Rooms", "piece_ends"]
+__all__ = ["PieceJoiner", "Rooms", "cut", "piece_ends"]
 
 
 def piece_ends(start: int, nbytes: int, piece_nbytes: int) -> list[int]:
@@ -16,6 +17,12 @@ def piece_ends(start: int, nbytes: int, piece_nbytes: int) -> list[int]:
         return [start, stop]
     first = (start // piece_nbytes + 1) * piece_nbytes
     return [start, *range(first, stop, piece_nbytes), stop]
+
+
+def cut(data: memoryview, start: int, piece_nbytes: int) -> Iterator[memoryview]:
+    """The pieces of ``data``, which lies at ``start`` of an object, in order."""
+    for begin, end in pairwise(piece_ends(start, len(data), piece_nbytes)):
+        yield data[begin - start : end - start]
 
 
 class Rooms:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from ...core.aio import wait_out
 from ...drivers.contract import Buffer, Driver, TakePiece
 from ...drivers.layers.layer import Layer, find
-from ...drivers.pieces import piece_ends
+from ...drivers.pieces import cut
 from ..format.chunks import chunks_of
 from ..format.manifest import Manifest
 from ..runtime.engine import offload
@@ -88,8 +87,8 @@ class ReadAhead(Layer):
             return
 
         def take_all() -> None:
-            for begin, end in pairwise(piece_ends(start, nbytes, self.traits.piece_nbytes)):
-                take(data[begin - start : end - start])
+            for piece in cut(data, start, self.traits.piece_nbytes):
+                take(piece)
 
         await offload(take_all)
 
@@ -146,9 +145,10 @@ def _first_ranges(m: Manifest, limit_nbytes: int) -> Iterator[tuple[str, int, in
             return
         yield key, end, file_nbytes[image]
         for chunk in chunks_of(m, image):
+            if chunk.stop <= begin:
+                continue
             start = max(begin, chunk.start)
-            left_nbytes -= max(0, chunk.stop - start)
+            left_nbytes -= chunk.stop - start
             if left_nbytes < 0:
                 return
-            if start < chunk.stop:
-                yield key, start, chunk.stop
+            yield key, start, chunk.stop

@@ -17,7 +17,7 @@ from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer
 from holdfast.drivers.layers.hedge import HedgeLayer
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.drivers.pieces import PieceJoiner, Rooms, piece_ends
+from holdfast.drivers.pieces import PieceJoiner, Rooms, cut, piece_ends
 from holdfast.errors import DamagedError, StorageError
 
 PIECE_NBYTES = 1 << 20
@@ -49,8 +49,8 @@ class InPieces(MemoryDriver):
             await super().read_pieces(key, start, nbytes, take)
             return
         data = await self.fetch(key, start, nbytes)
-        for begin, end in pairwise(piece_ends(start, nbytes, self.seen.cuts_nbytes)):
-            take(data[begin - start : end - start])
+        for piece in cut(data, start, self.seen.cuts_nbytes):
+            take(piece)
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         data = bytearray(await super().fetch(key, start, nbytes))
