@@ -25,8 +25,8 @@ from ..runtime.engine import offload
 
 __all__ = ["ReadAhead", "read_ahead"]
 
-_MOST_NBYTES = 128 << 20
-"""More gains nothing that could be told from noise."""
+_MOST_NBYTES = 32 << 20
+"""More gains nothing that could be told from noise, and takes memory."""
 _TENSOR_NBYTES = 16 << 10
 """What a fast store sends while a tensor is looked at, which takes 15 µs. Large tensors are better
 read in pieces, which need no memory besides."""
