@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .storage.operations.handle import SaveHandle
     from .storage.operations.importing import ImportReport, import_
     from .storage.operations.listing import ListedCheckpoint, list_checkpoints
+    from .storage.operations.outcomes import Outcome, listen
     from .storage.operations.prune import PruneReport, prune
     from .storage.operations.reader import Checkpoint, TensorInfo, open
     from .storage.operations.report import LoadReport, SaveReport
@@ -75,6 +76,7 @@ _HOME = {
     "Keep": ".storage.training.retention",
     "ListedCheckpoint": ".storage.operations.listing",
     "LoadReport": ".storage.operations.report",
+    "Outcome": ".storage.operations.outcomes",
     "PruneReport": ".storage.operations.prune",
     "PerRank": ".storage.state.adapters.per_rank",
     "RankTelemetry": ".storage.format.save_telemetry",
@@ -93,6 +95,7 @@ _HOME = {
     "fence": ".storage.api",
     "import_": ".storage.operations.importing",
     "list_checkpoints": ".storage.operations.listing",
+    "listen": ".storage.operations.outcomes",
     "load": ".storage.api",
     "open": ".storage.operations.reader",
     "prune": ".storage.operations.prune",
@@ -111,6 +114,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "Keep",
     "ListedCheckpoint",
     "LoadReport",
+    "Outcome",
     "PerRank",
     "PruneReport",
     "RankTelemetry",
@@ -129,6 +133,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "fence",
     "import_",
     "list_checkpoints",
+    "listen",
     "load",
     "open",
     "prune",

@@ -28,6 +28,7 @@ from ..state.lazy import fence
 from .call_errors import announcing_errors, closing, printed_uri
 from .load import LoadJob, finish, run_build, run_load
 from .options import LoadOptions, UriLike
+from .outcomes import Outcome, announce
 from .report import LoadReport
 from .rounds import Differences
 from .telemetry import log_loaded, log_safely, recorder_of, summary_of
@@ -50,27 +51,41 @@ def load_state(
     if into is not None:
         team = current_team(Call("load", printed_uri(uri)), options.deadline_s, saving=False)
     recorder = recorder_of(options.telemetry, team.rank if into is not None else current_rank())
-    with recording(recorder):
-        with announcing_errors(team):
-            options.check()
-            part = None
-            if options.only is not None:
-                part = Part(options.only)
-            with span("wait"):
-                fence()
-            with span("open"):
-                driver = open_driver(uri, **(options.storage_options or {}))
-        if team.world == 1 and part is None and (into is None or options.strict is True):
-            driver, options = _with_read_ahead(driver, options)
-        if into is None:
-            loaded = _load_new(driver, part, options)
-        else:
-            loaded = _load_into(driver, team, part, into, options, touched)
-    report = _report(driver.uri, loaded, time.perf_counter() - began_s, summary_of(recorder))
+    try:
+        with recording(recorder):
+            printed, loaded = _load(uri, team, into, options, touched)
+    except BaseException as error:
+        seconds = time.perf_counter() - began_s
+        announce(Outcome("load", printed_uri(uri), seconds, error=error))
+        raise
+    report = _report(printed, loaded, time.perf_counter() - began_s, summary_of(recorder))
     log_safely(log_loaded, report)
+    announce(Outcome("load", report.uri, report.seconds, report=report))
     if options.on_report is not None:
         options.on_report(report)
     return loaded.state
+
+
+def _load(
+    uri: UriLike, team: Team, into: object, options: LoadOptions, touched: set[str] | None
+) -> tuple[str, _Loaded]:
+    """The URI as the driver prints it, and what was loaded."""
+    with announcing_errors(team):
+        options.check()
+        part = None
+        if options.only is not None:
+            part = Part(options.only)
+        with span("wait"):
+            fence()
+        with span("open"):
+            driver = open_driver(uri, **(options.storage_options or {}))
+    if team.world == 1 and part is None and (into is None or options.strict is True):
+        driver, options = _with_read_ahead(driver, options)
+    if into is None:
+        loaded = _load_new(driver, part, options)
+    else:
+        loaded = _load_into(driver, team, part, into, options, touched)
+    return driver.uri, loaded
 
 
 def _with_read_ahead(driver: Driver, options: LoadOptions) -> tuple[Driver, LoadOptions]:

@@ -39,6 +39,7 @@ from .deadline import Deadline
 from .global_plan import GlobalPlans
 from .handle import SaveHandle, StageHandle
 from .options import SaveOptions, UriLike
+from .outcomes import Outcome, announce
 from .report import SaveReport
 from .save import PLANS_KEPT, SaveJob, run_save
 from .telemetry import log_safely, log_saved, recorder_of, summary_of
@@ -193,12 +194,12 @@ class _Stages:
         """Every byte of the state is copied."""
         if self._lazy is not None:
             self._lazy.copied()
-        self._captured_s = self._elapsed_s()
+        self._captured_s = self.elapsed_s()
         self.handle.captured.reach()
 
     def sealed(self) -> None:
         """Every byte of the image is checksummed."""
-        self._sealed_s = self._elapsed_s()
+        self._sealed_s = self.elapsed_s()
         self.handle.sealed.reach()
 
     def report(self, attempt: str, nbytes: int, stored_nbytes: int) -> SaveReport:
@@ -210,7 +211,7 @@ class _Stages:
             nbytes,
             captured_s=self._captured_s,
             sealed_s=self._sealed_s,
-            durable_s=self._elapsed_s(),
+            durable_s=self.elapsed_s(),
             fenced_s=0.0 if self._lazy is None else self._lazy.waited_s,
             stored_nbytes=stored_nbytes,
             stages=summary.stages,
@@ -219,7 +220,8 @@ class _Stages:
             peak_nbytes=summary.peak_nbytes,
         )
 
-    def _elapsed_s(self) -> float:
+    def elapsed_s(self) -> float:
+        """Since the call."""
         return time.perf_counter() - self._began_s
 
 
@@ -238,6 +240,7 @@ class _RunningSave:
         self._job: SaveJob | None = job
         self._stages = stages
         self._queued = queued
+        self._step = job.step
         self._lazy = job.lazy
         self._deadline = job.deadline
         self._logs_failure = logs_failure
@@ -270,7 +273,8 @@ class _RunningSave:
         """The save is committed."""
         report = self._stages.report(attempt, nbytes, stored_nbytes)
         self.handle.report = report
-        log_safely(log_saved, report, self.job.step)
+        log_safely(log_saved, report, self._step)
+        announce(Outcome("save", self.handle.uri, report.durable_s, step=self._step, report=report))
         self._release_state()
         self.handle.durable.reach()
 
@@ -284,6 +288,8 @@ class _RunningSave:
             self.end_capture()
             self._release_state()
             _clear_frames(error)
+            seconds = self._stages.elapsed_s()
+            announce(Outcome("save", self.handle.uri, seconds, step=self._step, error=error))
             self.handle.fail(error)
 
     def end_capture(self) -> None:

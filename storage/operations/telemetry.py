@@ -118,7 +118,7 @@ def log_loaded(report: LoadReport) -> None:
     _log_stages("loaded", report.stages)
 
 
-def log_safely(log: Callable[..., None], *args: object) -> None:
+def log_safely(log: Callable[..., object], *args: object) -> None:
     """Call what logs an event. A log handler of the user's that raises does not prevent what comes
     after it."""
     try:

@@ -142,6 +142,8 @@ class Checkpointer:
         """The step that was saved last, or that training continues from."""
         self._newest: int | None = None
         """The same, without saves that could not begin."""
+        self._at = 0
+        """The step that training is at."""
         self._stop_at: int | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -158,6 +160,12 @@ class Checkpointer:
     def counters(self) -> Counters:
         """What became of all saves so far, on this rank."""
         return self._stats.counters
+
+    @property
+    def unsaved_steps(self) -> int:
+        """How many steps would be lost if the job died now: those since the newest one that is in
+        storage, by what this rank knows."""
+        return max(0, self._at - self._stats.durable_step)
 
     @property
     def preempted(self) -> bool:
@@ -207,6 +215,8 @@ class Checkpointer:
         self._decisions.begin_run()
         self._last = found or None
         self._newest = found
+        self._at = found or 0
+        self._stats.durable_step = self._at
         if found is None:
             _log.info("step 0: nothing is saved in %s", self._root.uri.redacted)
         else:
@@ -228,6 +238,7 @@ class Checkpointer:
         self._check_open()
         self._check_step(step)
         _check_metric(metric)
+        self._at = step
         self._stats.raise_first(self._on_error)
         with acting_in(self._group):
             return self._step(step, state, metric)
@@ -259,6 +270,7 @@ class Checkpointer:
         self._check_open()
         self._check_step(step)
         number = _number_of(metric)
+        self._at = step
         self._stats.raise_first(self._on_error)
         self._stats.due(step)
         self._wait_for_room()

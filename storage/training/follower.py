@@ -52,7 +52,7 @@ async def follow(
     except BaseException as error:
         log_safely(stats.failed, step, error)
         return
-    log_safely(stats.saved, handle.report)
+    log_safely(stats.saved, step, handle.report)
     if retention is None:
         return
     try:

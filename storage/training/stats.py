@@ -45,6 +45,8 @@ class Stats:
 
     def __init__(self) -> None:
         self.counters = Counters()
+        self.durable_step = 0
+        """The newest step that is in storage."""
         self._error: BaseException | None = None
         self._first_error: BaseException | None = None
         self._lock = new_lock()
@@ -72,8 +74,9 @@ class Stats:
         self._add(queued=int(queued), stalled_s=stalled_s)
         _log.info("step %d: saving%s", step, ", after the save under way" if queued else "")
 
-    def saved(self, report: SaveReport) -> None:
+    def saved(self, step: int, report: SaveReport) -> None:
         """It is committed; that is logged with every save."""
+        self.durable_step = max(self.durable_step, step)
         self._add(saved=1, nbytes=report.nbytes, stalled_s=report.fenced_s)
 
     def failed(self, step: int, error: BaseException) -> None:

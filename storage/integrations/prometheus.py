@@ -1,0 +1,149 @@
+"""Metrics for Prometheus, by prometheus-client: what this process's saves and loads cost, and what
+would be lost if it died now.
+
+    from holdfast.storage.integrations.prometheus import export_metrics
+
+    export_metrics(checkpointer=ckpt)
+    prometheus_client.start_http_server(9400)
+
+A process exports what its own rank does. ``docs/reference/metrics.md`` lists the metrics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from ...errors import DamagedError
+from ..operations.outcomes import Outcome, listen
+from ..operations.report import LoadReport, SaveReport
+from ..training.checkpointer import Checkpointer
+
+__all__ = ["export_metrics"]
+
+_BUCKETS_S = tuple(0.001 * 2.0**power for power in range(22))
+"""From a millisecond to 35 minutes."""
+
+
+def export_metrics(
+    registry: CollectorRegistry = REGISTRY, *, checkpointer: Checkpointer | None = None
+) -> Callable[[], None]:
+    """Keep metrics of all saves and loads of this process in ``registry`` from now on; return what
+    ends that, and takes them out of it. ``checkpointer``: says what would be lost.
+
+    Raises ValueError where the registry has them already."""
+    metrics = _Metrics(registry)
+    if checkpointer is not None:
+        metrics.unsaved_steps.set_function(lambda: checkpointer.unsaved_steps)
+    stop_listening = listen(metrics.count)
+
+    def stop() -> None:
+        stop_listening()
+        for metric in metrics.all():
+            registry.unregister(metric)
+
+    return stop
+
+
+class _Metrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        operation = ("operation",)
+        stage = ("operation", "stage")
+        self.ended = Counter(
+            "holdfast_operations",
+            "Saves and loads of this rank that have ended.",
+            ("operation", "outcome"),
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "holdfast_operation_seconds",
+            "From the call of a save or a load to its end.",
+            operation,
+            registry=registry,
+            buckets=_BUCKETS_S,
+        )
+        self.nbytes = Counter(
+            "holdfast_bytes",
+            "Bytes that saves have written, and loads have read from storage.",
+            operation,
+            registry=registry,
+        )
+        self.stage_seconds = Histogram(
+            "holdfast_stage_busy_seconds",
+            "How long a stage of a save or a load was busy.",
+            stage,
+            registry=registry,
+            buckets=_BUCKETS_S,
+        )
+        self.retries = Counter(
+            "holdfast_retries", "Requests that were made again.", operation, registry=registry
+        )
+        self.throttled = Counter(
+            "holdfast_throttled_seconds",
+            "How long requests were held back, together.",
+            operation,
+            registry=registry,
+        )
+        self.stalled = Counter(
+            "holdfast_stalled_seconds",
+            "How long training waited for lazy saves.",
+            registry=registry,
+        )
+        self.damaged = Counter(
+            "holdfast_damaged",
+            "Loads that have found a damaged checkpoint.",
+            registry=registry,
+        )
+        self.held = Gauge(
+            "holdfast_held_bytes",
+            "Most bytes of chunks that the latest save or load had in host memory at a time.",
+            operation,
+            registry=registry,
+        )
+        self.newest_step = Gauge(
+            "holdfast_newest_step", "Step of the newest durable checkpoint.", registry=registry
+        )
+        self.newest_time = Gauge(
+            "holdfast_newest_timestamp_seconds",
+            "When the newest checkpoint became durable, since the epoch.",
+            registry=registry,
+        )
+        self.unsaved_steps = Gauge(
+            "holdfast_unsaved_steps",
+            "Steps that would be lost if the job died now.",
+            registry=registry,
+        )
+
+    def all(self) -> Iterable[Counter | Gauge | Histogram]:
+        return vars(self).values()
+
+    def count(self, outcome: Outcome) -> None:
+        operation = outcome.operation
+        report = outcome.report
+        self.ended.labels(operation, "failed" if report is None else "succeeded").inc()
+        if report is None:
+            if operation == "load" and isinstance(outcome.error, DamagedError):
+                self.damaged.inc()
+            return
+        self.seconds.labels(operation).observe(outcome.seconds)
+        self.held.labels(operation).set(report.peak_nbytes)
+        for name, stage in report.stages.items():
+            self.stage_seconds.labels(operation, name).observe(stage.busy_s)
+            self.retries.labels(operation).inc(stage.retries + stage.hedges)
+            self.throttled.labels(operation).inc(stage.throttled_s)
+        if isinstance(report, SaveReport):
+            self._count_save(outcome.step, report)
+        else:
+            self._count_load(report)
+
+    def _count_save(self, step: int | None, report: SaveReport) -> None:
+        self.nbytes.labels("save").inc(report.stored_nbytes)
+        self.stalled.inc(report.fenced_s)
+        self.newest_time.set(time.time())
+        if step is not None:
+            self.newest_step.set(step)
+
+    def _count_load(self, report: LoadReport) -> None:
+        self.nbytes.labels("load").inc(report.bytes_read)
