@@ -331,6 +331,9 @@ def _add_report(commands: Parsers) -> None:
         "uri", metavar="URI", help="a checkpoint, or a folder with checkpoints below it"
     )
     parser.add_argument(
+        "--html", metavar="FILE", help="write it as a page for a browser as well, with pictures"
+    )
+    parser.add_argument(
         "--trace", metavar="FILE", help="write a trace as well, which ui.perfetto.dev opens"
     )
     _with_json(parser)

@@ -1,0 +1,49 @@
+"""A report as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ...storage.operations.findings import stragglers
+from ...storage.operations.report_saves import RecordedSave
+from .words import words
+
+__all__ = ["document"]
+
+
+def document(redacted: str, saves: Sequence[RecordedSave]) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {"uri": redacted, "saves": [_entry(save) for save in saves]}
+
+
+def _entry(save: RecordedSave) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "path": save.checkpoint.path,
+        "step": save.checkpoint.step,
+        "problem": save.problem,
+        "telemetry": None,
+        "stragglers": [],
+    }
+    telemetry = save.telemetry
+    if telemetry is None:
+        return entry
+    fields = {
+        "attempt": telemetry.attempt,
+        "world": telemetry.world,
+        "created_s": telemetry.created_s,
+        "seconds": telemetry.seconds,
+        "nbytes": sum(record.nbytes for record in telemetry.ranks.values()),
+        "arrivals": {name: list(found) for name, found in telemetry.arrivals.items()},
+        "ranks": [
+            {"called_s": telemetry.called_s[rank], **asdict(record)}
+            for rank, record in telemetry.ranks.items()
+        ],
+        "slowest": [asdict(slow) for slow in telemetry.slowest],
+    }
+    slow_ranks = [
+        {**asdict(slow), "excess_s": slow.excess_s, "factor": slow.factor, "text": words(slow)}
+        for slow in stragglers(telemetry)
+    ]
+    return {**entry, "telemetry": fields, "stragglers": slow_ranks}

@@ -1,0 +1,152 @@
+"""A report as a page for a browser.
+
+Scope: what the page says, in which order. How it looks is the matter of :mod:`..page`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...core.units import size_text
+from ...storage.format.save_telemetry import SaveTelemetry
+from ...storage.operations.findings import Straggler, retries_of, stragglers
+from ...storage.operations.report_saves import RecordedSave
+from ..page.charts import curve, legend
+from ..page.elements import Element, element, page, table
+from .pictures import COLOURS, bytes_by_rank, heat, ranks_over_time, write_latencies
+from .rows import Table, history_table, operations_table, ranks_table, stages_table
+from .words import facts, nbytes_of, recurring, words
+
+__all__ = ["report_page"]
+
+_DETAILED = 10
+"""Of a run, so many saves are shown one by one: the newest."""
+_OF_BARS = (
+    "A bar is pale where a stage was idle between its operations, and where a rank waited in a "
+    "round."
+)
+_OF_LATENCIES = "Writes of all ranks, by the upper end of the time they took."
+
+
+def report_page(redacted: str, saves: Sequence[RecordedSave]) -> str:
+    """The page of one save, or of a run of them. At least one has telemetry."""
+    known = [save.telemetry for save in saves if save.telemetry is not None]
+    if len(saves) == 1:
+        content = list(_of_save(known[0]))
+    else:
+        content = [*_of_run(saves), *_one_by_one(known)]
+    return page(
+        f"Saves of {redacted}",
+        element("h1", redacted),
+        element("p", "Where the time of its saves went, by what was recorded.", class_="soft"),
+        *content,
+    )
+
+
+def _of_run(saves: Sequence[RecordedSave]) -> Iterator[Element]:
+    found = [stragglers(save.telemetry) if save.telemetry else [] for save in saves]
+    known = [save.telemetry for save in saves if save.telemetry is not None]
+    yield _said(recurring(found, len(known)), nobody="No rank stands out in any save.")
+    if len(known) > 1:
+        yield element("h2", "Over time")
+        yield element("div", *_curves(known), class_="charts")
+    yield from _table(history_table(saves, found))
+
+
+def _curves(known: Sequence[SaveTelemetry]) -> Iterator[Element]:
+    """Figures of each save, by step; by when it was saved where steps are not known."""
+    by_step = all(save.step is not None for save in known)
+    figures = {
+        "How long a save took": ([save.seconds for save in known], "s"),
+        "Bytes of all images": ([nbytes_of(save) / 1e9 for save in known], "GB"),
+        "How long training waited for a lazy save, on the slowest rank": (
+            [max((r.fenced_s for r in save.ranks.values()), default=0.0) for save in known],
+            "s",
+        ),
+        "Requests made again": (
+            [float(sum(map(retries_of, save.ranks.values()))) for save in known],
+            "",
+        ),
+    }
+    for title, (values, unit) in figures.items():
+        points = [
+            (
+                float(save.step) if by_step and save.step is not None else float(number),
+                value,
+                f"step {save.step}: {value:.3g} {unit}",
+            )
+            for number, (save, value) in enumerate(zip(known, values, strict=True), 1)
+        ]
+        axis = "by step" if by_step else "by save"
+        caption = element("figcaption", f"{title}, {axis}")
+        yield element("figure", caption, curve(sorted(points), unit))
+
+
+def _one_by_one(known: Sequence[SaveTelemetry]) -> Iterator[Element]:
+    newest = sorted(known, key=lambda save: -save.created_s)[:_DETAILED]
+    title = "Save by save"
+    if len(newest) < len(known):
+        title += f": the newest {len(newest)} of {len(known)}"
+    yield element("h2", title)
+    for number, save in enumerate(newest):
+        said = facts(save)
+        summary = element("summary", f"step {said['step']}, {said['saved']}: {said['took']}")
+        details = element("details", summary, *_of_save(save))
+        if number == 0:
+            details.set("open", "open")
+        yield details
+
+
+def _of_save(save: SaveTelemetry) -> Iterator[Element]:
+    found = stragglers(save)
+    yield element(
+        "dl",
+        *[
+            element("div", element("dt", name), element("dd", fact))
+            for name, fact in facts(save).items()
+        ],
+    )
+    if len(save.ranks) > 1:
+        yield _said([words(slow) for slow in found], nobody="No rank stands out.")
+    yield from _pictures(save, found)
+    for each in (stages_table(save), ranks_table(save), operations_table(save)):
+        yield from _table(each)
+
+
+def _pictures(save: SaveTelemetry, found: Sequence[Straggler]) -> Iterator[Element]:
+    over_time, left_out = ranks_over_time(save, found)
+    yield element("h2", "Ranks over time")
+    note = _OF_BARS
+    if left_out:
+        note += f" {left_out} ranks are left out: those that stand out are shown, and some others."
+    yield element("p", note, class_="soft")
+    yield legend(COLOURS)
+    yield over_time
+    yield element("h2", "How long each rank was busy with each stage")
+    yield element("p", "The darker, the longer. What stands out is framed.", class_="soft")
+    yield heat(save, found)
+    if len(save.ranks) > 1:
+        images = [record.nbytes for record in save.ranks.values()]
+        yield element("h2", "Bytes by rank")
+        balance = f"From {size_text(min(images))} to {size_text(max(images))}."
+        yield element("p", balance, class_="soft")
+        yield bytes_by_rank(save)
+    latencies = write_latencies(save)
+    if latencies is not None:
+        yield element("h2", "How long writes took")
+        yield element("p", _OF_LATENCIES, class_="soft")
+        yield latencies
+
+
+def _said(lines: Sequence[str], *, nobody: str) -> Element:
+    """Lines that call for attention; ``nobody`` where there is none."""
+    if not lines:
+        return element("p", nobody)
+    return element("ul", *[element("li", line, class_="alarm") for line in lines])
+
+
+def _table(shown: Table) -> Iterator[Element]:
+    if shown.rows:
+        title = shown.title[:1].upper() + shown.title[1:]
+        yield element("h2", title)
+        yield table(shown.titles, shown.rows, shown.left)

@@ -1,0 +1,203 @@
+"""The pictures of a report: what ranks did over time, and how stages and bytes are spread over
+ranks.
+
+Scope: pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ...core.histogram import BUCKET_MIN_S
+from ...core.spans import StageReport
+from ...core.units import size_text
+from ...storage.format.save_telemetry import RankTelemetry, SaveTelemetry
+from ...storage.operations.findings import CALL, Straggler
+from ..page.charts import Bar, Cell, Lane, bars, heat_map, timeline
+from ..page.elements import Element
+from .rows import stage_names
+
+__all__ = ["COLOURS", "bytes_by_rank", "heat", "ranks_over_time", "write_latencies"]
+
+COLOURS = (
+    ("capture", "copying off devices and in memory"),
+    ("processor", "checksums, compression, planning"),
+    ("storage", "storage"),
+    ("ranks", "rounds among ranks"),
+    ("prepare", "waiting before it began"),
+)
+"""Classes of the page's style, and what they stand for."""
+
+_COLOUR_OF = {
+    "capture": "capture",
+    "device_copy": "capture",
+    "flatten": "processor",
+    "plan": "processor",
+    "hash": "processor",
+    "pack": "processor",
+    "merge": "processor",
+    "wait": "prepare",
+}
+_WAITING = 0.1
+_LANES = 24
+_HEAT_ROWS = 64
+_BARS = 128
+_LEAST_PART = 0.002
+"""Of a save. Stages that took less on every rank have no column in the heat map."""
+
+
+def ranks_over_time(save: SaveTelemetry, found: Sequence[Straggler]) -> tuple[Element, int]:
+    """A lane for each rank, and how many ranks are left out: of many, those that stand out are
+    shown, and others at even distances."""
+    shown = _chosen(list(save.ranks), {slow.rank for slow in found}, _LANES)
+    marked = {slow.rank for slow in found}
+    lanes = [
+        Lane(f"rank {rank}", list(_bars(save, save.ranks[rank])), rank in marked) for rank in shown
+    ]
+    length_s = max((bar.stop for lane in lanes for bar in lane.bars), default=0.0)
+    return timeline(lanes, length_s, "s"), len(save.ranks) - len(shown)
+
+
+def _chosen(ranks: Sequence[int], first: set[int], most: int) -> list[int]:
+    chosen = [rank for rank in ranks if rank in first][:most]
+    others = [rank for rank in ranks if rank not in first]
+    count = min(len(others), most - len(chosen))
+    chosen += [others[number * len(others) // count] for number in range(count)]
+    return sorted(chosen)
+
+
+def _bars(save: SaveTelemetry, record: RankTelemetry) -> Iterator[Bar]:
+    called_s = save.called_s[record.rank]
+    for name, stage in record.stages.items():
+        yield Bar(
+            name,
+            called_s + stage.first_s,
+            called_s + stage.last_s,
+            _colour(name),
+            _strength(name, stage),
+            _tip(f"rank {record.rank}, {name}", stage),
+        )
+
+
+def _strength(name: str, stage: StageReport) -> float:
+    """How much of the time between its first operation and its last one the stage was busy. In a
+    round a rank waits, which is pale."""
+    length_s = stage.last_s - stage.first_s
+    if _colour(name) == "ranks":
+        return _WAITING
+    if length_s <= 0:
+        return 1.0
+    return stage.busy_s / length_s
+
+
+def _colour(stage: str) -> str:
+    if stage.startswith("round "):
+        return "ranks"
+    return _COLOUR_OF.get(stage, "storage")
+
+
+def _tip(what: str, stage: StageReport) -> str:
+    text = f"{what}: busy for {stage.busy_s:.3f} s between {stage.first_s:.3f} and "
+    text += f"{stage.last_s:.3f} s after its call; {stage.count:,} operations"
+    if stage.nbytes:
+        text += f", {size_text(stage.nbytes)}"
+    if stage.retries or stage.hedges:
+        text += f", {stage.retries + stage.hedges} requests made again"
+    if stage.throttled_s:
+        text += f", held back for {stage.throttled_s:.2f} s"
+    if stage.last_rank is not None:
+        text += f"; rank {stage.last_rank} came last"
+    return text
+
+
+def heat(save: SaveTelemetry, found: Sequence[Straggler]) -> Element:
+    """Ranks by stages. Of many ranks, several share a row, which shows the slowest of them."""
+    busy_s = {
+        name: {r: rec.stages[name].busy_s for r, rec in save.ranks.items() if name in rec.stages}
+        for name in stage_names(save)
+    }
+    least_s = _LEAST_PART * save.seconds
+    names = [name for name, by_rank in busy_s.items() if max(by_rank.values()) >= least_s]
+    hottest_s = max((max(busy_s[name].values()) for name in names), default=0.0)
+    marked = {(slow.rank, stage) for slow in found for stage in (slow.stage, *slow.also)}
+    rows = []
+    for group in _groups(list(save.ranks), _HEAT_ROWS):
+        cells = [_cell(name, busy_s[name], group, hottest_s, marked) for name in names]
+        rows.append((_group_name(group, {r for r, stage in marked if stage == CALL}), cells))
+    return heat_map(names, rows, names_nchars=max(map(len, names), default=0))
+
+
+def _cell(
+    name: str,
+    busy_s: dict[int, float],
+    group: Sequence[int],
+    hottest_s: float,
+    marked: set[tuple[int, str]],
+) -> Cell:
+    slowest = max(group, key=lambda rank: busy_s.get(rank, -1.0))
+    if slowest not in busy_s:
+        return Cell(0.0, "", f"rank {slowest}: no {name}")
+    seconds = busy_s[slowest]
+    return Cell(
+        heat=seconds / hottest_s if hottest_s else 0.0,
+        text=f"{seconds:.2f}",
+        tip=f"rank {slowest}, {name}: {seconds:.3f} s",
+        marked=any((rank, name) in marked for rank in group),
+    )
+
+
+def _groups(ranks: Sequence[int], most: int) -> list[Sequence[int]]:
+    size = math.ceil(len(ranks) / most) or 1
+    return [ranks[first : first + size] for first in range(0, len(ranks), size)]
+
+
+def _group_name(group: Sequence[int], late: set[int]) -> str:
+    name = f"rank {group[0]}"
+    if len(group) > 1:
+        name = f"ranks {group[0]}–{group[-1]}"
+    if late.intersection(group):
+        name += " (late)"
+    return name
+
+
+def bytes_by_rank(save: SaveTelemetry) -> Element:
+    """A bar for each rank; of many, one for several, as high as the largest of them."""
+    images = {rank: record.nbytes for rank, record in save.ranks.items()}
+    greatest = max(images.values(), default=0)
+    unit, divisor = _unit(greatest)
+    values = []
+    for group in _groups(list(images), _BARS):
+        largest = max(group, key=images.__getitem__)
+        tip = f"rank {largest}: {size_text(images[largest])}"
+        values.append((str(group[0]), images[largest] / divisor, tip))
+    return bars(values, unit, colour="storage")
+
+
+def _unit(nbytes: int) -> tuple[str, float]:
+    for unit, divisor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= divisor:
+            return unit, divisor
+    return "bytes", 1.0
+
+
+def write_latencies(save: SaveTelemetry) -> Element | None:
+    """How many writes took up to how long, of all ranks; None where that was not kept."""
+    stages = (record.stages.get("write") for record in save.ranks.values())
+    histograms = [stage.histogram for stage in stages if stage is not None and stage.histogram]
+    counts = [sum(column) for column in zip(*histograms, strict=True)]
+    counted = [number for number, count in enumerate(counts) if count]
+    if not counted:
+        return None
+    values = []
+    for number in range(counted[0], counted[-1] + 1):
+        upper = _seconds_text(BUCKET_MIN_S * 2.0**number)
+        values.append((upper, float(counts[number]), f"{counts[number]:,} writes up to {upper}"))
+    return bars(values, "", width=720, colour="storage")
+
+
+def _seconds_text(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

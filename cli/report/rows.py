@@ -1,0 +1,170 @@
+"""The tables of a report, for a terminal and for a page alike.
+
+Scope: pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...core.spans import StageReport
+from ...core.units import size_text
+from ...storage.format.save_telemetry import RankTelemetry, SaveTelemetry
+from ...storage.operations.findings import Straggler, retries_of, typical
+from ...storage.operations.report_saves import RecordedSave
+from ..text import time_text
+from .words import NONE, nbytes_of, rate_text
+
+__all__ = [
+    "Table",
+    "history_table",
+    "operations_table",
+    "ranks_table",
+    "stage_names",
+    "stages_table",
+    "written_s",
+]
+
+_RANKS_SHOWN = 16
+_OPERATIONS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under titles; the columns ``left`` are aligned to the left."""
+
+    title: str
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Sequence[str] = ()
+
+
+def stage_names(save: SaveTelemetry) -> list[str]:
+    """The stages of all ranks, in the order in which they began."""
+    began_s: dict[str, float] = {}
+    for record in save.ranks.values():
+        for name, stage in record.stages.items():
+            began_s[name] = min(began_s.get(name, stage.first_s), stage.first_s)
+    return sorted(began_s, key=began_s.__getitem__)
+
+
+def stages_table(save: SaveTelemetry) -> Table:
+    """A row for each stage: what is typical of the ranks, and the slowest of them."""
+    titles = ("stage", "ranks", "typical", "slowest", "rank", "bytes", "rate", "again", "held")
+    rows = [_stage_row(name, _by_rank(save, name)) for name in stage_names(save)]
+    return Table("stages, busy for", titles, rows, ("stage",))
+
+
+def _by_rank(save: SaveTelemetry, name: str) -> Mapping[int, StageReport]:
+    return {
+        rank: record.stages[name] for rank, record in save.ranks.items() if name in record.stages
+    }
+
+
+def _stage_row(name: str, by_rank: Mapping[int, StageReport]) -> tuple[str, ...]:
+    stages = by_rank.values()
+    slowest = max(by_rank, key=lambda rank: by_rank[rank].busy_s)
+    nbytes = sum(stage.nbytes for stage in stages)
+    busy_s = sum(stage.busy_s for stage in stages)
+    return (
+        name,
+        str(len(stages)),
+        f"{typical([stage.busy_s for stage in stages]):.3f} s",
+        f"{by_rank[slowest].busy_s:.3f} s",
+        str(slowest),
+        size_text(nbytes) if nbytes else NONE,
+        rate_text(nbytes, busy_s),
+        str(sum(stage.retries + stage.hedges for stage in stages)),
+        f"{sum(stage.throttled_s for stage in stages):.2f} s",
+    )
+
+
+def ranks_table(save: SaveTelemetry) -> Table:
+    """A row for each rank; of many, for those that were last."""
+    titles = ("rank", "called", "wrote", "rate", "written after", "again", "cpu", "memory")
+    last = sorted(save.ranks.values(), key=lambda record: -written_s(save, record))
+    shown = sorted(last[:_RANKS_SHOWN], key=lambda record: record.rank)
+    return Table(_ranks_title(save), titles, [_rank_row(save, record) for record in shown])
+
+
+def _ranks_title(save: SaveTelemetry) -> str:
+    nbytes = [record.nbytes for record in save.ranks.values()]
+    mean = sum(nbytes) / max(1, len(nbytes))
+    title = "ranks"
+    if mean:
+        title += f", the largest image {max(nbytes) / mean:.2f} times the mean"
+    if len(save.ranks) > _RANKS_SHOWN:
+        title += f"; the {_RANKS_SHOWN} that were last"
+    return title
+
+
+def _rank_row(save: SaveTelemetry, record: RankTelemetry) -> tuple[str, ...]:
+    write = record.stages.get("write")
+    return (
+        str(record.rank),
+        f"+{save.called_s[record.rank]:.2f} s",
+        size_text(record.nbytes),
+        NONE if write is None else rate_text(write.nbytes, write.busy_s),
+        f"{written_s(save, record):.2f} s",
+        str(retries_of(record)),
+        f"{record.cpu_s:.2f} s",
+        size_text(record.peak_nbytes),
+    )
+
+
+def written_s(save: SaveTelemetry, record: RankTelemetry) -> float:
+    """When all of a rank was durable, after the first rank's call."""
+    written = record.stages.get("upload_commit")
+    if written is None:
+        return save.called_s[record.rank]
+    return save.called_s[record.rank] + written.last_s
+
+
+def operations_table(save: SaveTelemetry) -> Table:
+    """A row for each of the slowest operations."""
+    titles = ("rank", "stage", "took", "after", "bytes", "offset", "key")
+    rows = list(_operation_rows(save))
+    return Table("slowest operations", titles, rows, ("stage", "key"))
+
+
+def _operation_rows(save: SaveTelemetry) -> Iterator[tuple[str, ...]]:
+    for slow in save.slowest[:_OPERATIONS_SHOWN]:
+        yield (
+            str(slow.rank),
+            slow.stage,
+            f"{slow.seconds:.3f} s",
+            f"{slow.began_s:.2f} s",
+            size_text(slow.nbytes) if slow.nbytes else NONE,
+            f"{slow.offset:,}",
+            slow.key,
+        )
+
+
+def history_table(saves: Sequence[RecordedSave], found: Sequence[Sequence[Straggler]]) -> Table:
+    """A row for each save of a run. ``found``: the stragglers of each."""
+    titles = ("step", "saved", "ranks", "took", "bytes", "rate", "stalled", "again", "slowest")
+    rows = [_history_row(save, slow) for save, slow in zip(saves, found, strict=True)]
+    return Table("saves", titles, rows, ("saved", "slowest"))
+
+
+def _history_row(save: RecordedSave, found: Sequence[Straggler]) -> tuple[str, ...]:
+    checkpoint = save.checkpoint
+    step = NONE if checkpoint.step is None else str(checkpoint.step)
+    telemetry = save.telemetry
+    if telemetry is None:
+        problem = f"{checkpoint.path or '.'}: {save.problem}"
+        return (step, *[NONE] * 7, problem)
+    records = telemetry.ranks.values()
+    nbytes = nbytes_of(telemetry)
+    return (
+        step,
+        time_text(telemetry.created_s),
+        str(telemetry.world),
+        f"{telemetry.seconds:.2f} s",
+        size_text(nbytes),
+        rate_text(nbytes, telemetry.seconds),
+        f"{max((record.fenced_s for record in records), default=0.0):.3f} s",
+        str(sum(map(retries_of, records))),
+        f"rank {found[0].rank}, {found[0].stage}: {found[0].cause}" if found else "",
+    )

@@ -1,0 +1,73 @@
+"""The words and figures of a report, for a terminal and for a page alike.
+
+Scope: pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ...core.units import size_text
+from ...storage.format.save_telemetry import SaveTelemetry
+from ...storage.operations.findings import Cause, Straggler, retries_of
+from ..text import one_of, time_text
+
+__all__ = ["NONE", "facts", "nbytes_of", "rate_text", "recurring", "words"]
+
+NONE = "-"
+"""Where there is no figure."""
+_RECURRING_SHOWN = 8
+
+
+def words(slow: Straggler) -> str:
+    """One straggler in a sentence."""
+    if slow.cause is Cause.LATE:
+        return f"rank {slow.rank}: {slow.cause}: {slow.detail}"
+    if slow.factor is None:
+        times = f"{slow.excess_s:.2f} s longer than is typical"
+    else:
+        times = f"{slow.factor:.1f} times the typical {slow.typical_s:.2f} s"
+    text = f"rank {slow.rank}: {slow.cause}: {slow.stage} took {slow.seconds:.2f} s, {times}"
+    if slow.also:
+        text += f"; also {', '.join(slow.also)}"
+    if slow.detail:
+        text += f"; {slow.detail}"
+    return text
+
+
+def recurring(found: Sequence[Sequence[Straggler]], saves: int) -> list[str]:
+    """Which rank stood out in how many of ``saves``, the most frequent first. ``found``: the
+    stragglers of each save."""
+    often = Counter(f"rank {slow.rank}: {slow.cause}" for each in found for slow in each)
+    return [
+        f"{name}, in {count} of {one_of(saves, 'save')}"
+        for name, count in often.most_common(_RECURRING_SHOWN)
+    ]
+
+
+def facts(save: SaveTelemetry) -> dict[str, str]:
+    """What is to be said of a save first, by name."""
+    nbytes = nbytes_of(save)
+    ranks = f"{save.world}"
+    if len(save.ranks) != save.world:
+        ranks += f", of which {len(save.ranks)} recorded"
+    return {
+        "step": NONE if save.step is None else str(save.step),
+        "saved": time_text(save.created_s),
+        "ranks": ranks,
+        "took": f"{save.seconds:.2f} s, {size_text(nbytes)}, {rate_text(nbytes, save.seconds)}",
+        "retries": str(sum(map(retries_of, save.ranks.values()))),
+    }
+
+
+def nbytes_of(save: SaveTelemetry) -> int:
+    """The bytes of all images."""
+    return sum(record.nbytes for record in save.ranks.values())
+
+
+def rate_text(nbytes: float, seconds: float) -> str:
+    """Of one rank, where seconds are of all ranks together."""
+    if not nbytes or seconds <= 0:
+        return NONE
+    return f"{size_text(int(nbytes / seconds))}/s"

@@ -1,0 +1,114 @@
+"""The page of ``holdfast report --html`` in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from support.browser import Browser, browsing, find_chromium
+from support.recorded import NBYTES, listed, save_of, stage
+
+from holdfast.cli.report.html import report_page
+from holdfast.storage.format.save_telemetry import SaveTelemetry
+from holdfast.storage.operations.report_saves import RecordedSave
+
+pytestmark = pytest.mark.skipif(
+    find_chromium() is None, reason="Chromium is not installed: make test-servers"
+)
+
+ASK = """(() => {
+  const inner = document.documentElement.clientWidth;
+  const drawn = [...document.querySelectorAll('details[open] svg, main > svg, figure svg')];
+  const words = [...document.querySelectorAll('main > * , main > details[open] *')]
+    .filter(e => e.textContent.trim() && e.getClientRects().length);
+  const box = e => e.getBoundingClientRect();
+  const legible = e => parseFloat(getComputedStyle(e).fontSize) >= 9.5;
+  return {
+    wide: document.documentElement.scrollWidth - inner,
+    drawn: drawn.length,
+    empty: drawn.filter(e => !e.childElementCount || box(e).height < 15).length,
+    outside: drawn.flatMap(svg => [...svg.querySelectorAll('rect, text')].filter(
+      e => box(e).right > box(svg).right + 1 || box(e).left < box(svg).left - 1)).length,
+    small: words.filter(e => !legible(e)).length,
+    ground: getComputedStyle(document.body).backgroundColor,
+    ink: getComputedStyle(document.body).color,
+  };
+})()"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One for all tests of this file."""
+    with browsing(tmp_path_factory.mktemp("chromium")) as running:
+        yield running
+
+
+def luminance(colour: str) -> float:
+    """The relative luminance of ``rgb(…)``, from 0 to 1, as WCAG 2 defines it."""
+    parts = [int(part) / 255 for part in colour[4:-1].split(",")]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(first: str, second: str) -> float:
+    """Of two colours, from 1 to 21."""
+    dark, light = sorted([luminance(first), luminance(second)])
+    return (light + 0.05) / (dark + 0.05)
+
+
+def pages() -> dict[str, list[SaveTelemetry]]:
+    """Saves of one rank, of some, of a thousand, and a run."""
+    slow = {5: {"write": stage(9.0, NBYTES), "open": stage(1.0, retries=3)}}
+    return {
+        "one rank": [save_of({}, world=1)],
+        "eight ranks": [save_of(slow)],
+        "a thousand ranks": [save_of(slow, world=1000)],
+        "a run": [
+            replace(save_of(slow), step=500 * n, seconds=6.0 + n % 3, created_s=1e9 + 60 * n)
+            for n in range(1, 40)
+        ],
+    }
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("name", pages())
+def test_a_browser_shows_the_page(browser: Browser, name: str, dark: bool, tmp_path: Path) -> None:
+    """In a window of 1,280 pixels nothing sticks out of the page or of a picture, no picture is
+    empty, no letter is too small, and text can be told from its ground. The browser has nothing to
+    complain of, and is asked for nothing but the file."""
+    saves = [RecordedSave(listed(save.step), save) for save in pages()[name]]
+    path = tmp_path / "report.html"
+    path.write_text(report_page("s3://bucket/run", saves), encoding="utf-8")
+    seen = browser.look(path, ASK, dark=dark, picture=tmp_path / "seen.png")
+    assert seen.complaints == []
+    assert seen.requested == [path.as_uri()]
+    answer: dict[str, Any] = seen.answer
+    assert contrast(answer.pop("ground"), answer.pop("ink")) > 10
+    assert answer.pop("drawn") >= 4
+    assert answer == {"wide": 0, "empty": 0, "outside": 0, "small": 0}
+    assert_drawn(tmp_path / "seen.png", dark)
+
+
+def assert_drawn(picture: Path, dark: bool) -> None:
+    """Something is on the picture, and most of it is the ground."""
+    pixels = imread(picture)[..., :3].mean(axis=-1)
+    ground = np.median(pixels)
+    assert (ground < 0.2) == dark
+    assert 0.01 < np.mean(np.abs(pixels - ground) > 0.1) < 0.6
+
+
+def test_a_script_in_a_page_does_not_run(browser: Browser, tmp_path: Path) -> None:
+    """What got past the escaping would be stopped by the policy of the page."""
+    saves = [RecordedSave(listed(1), save_of({}))]
+    page = report_page("s3://bucket/run", saves)
+    hostile = "<script>document.title = 'run'</script><img src='http://127.0.0.1:9/x'>"
+    path = tmp_path / "report.html"
+    path.write_text(page.replace("<main>", "<main>" + hostile), encoding="utf-8")
+    seen = browser.look(path, "document.title", picture=tmp_path / "seen.png")
+    assert seen.answer == "Saves of s3://bucket/run"
+    assert len(seen.complaints) == 2  # so complaints are heard

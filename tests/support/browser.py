@@ -1,0 +1,162 @@
+"""Opens pages in Chromium, without a window, and says what it saw.
+
+Chromium is spoken to in its DevTools protocol, of which a handful of calls are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from support.servers.daemon import INSTALLED, Daemon
+from support.servers.ports import free_port
+
+__all__ = ["Browser", "Seen", "browsing", "find_chromium"]
+
+HERE = INSTALLED / "chromium"
+DEADLINE_S = 60.0
+_OPTIONS = (
+    "--headless=shell",
+    "--no-sandbox",  # its sandbox wants privileges that a container does not have
+    "--no-zygote",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--disable-background-networking",
+    "--disable-component-update",
+)
+
+
+def find_chromium() -> Path | None:
+    """The program, if it is installed."""
+    program = HERE / "chromium"
+    return program if program.exists() else None
+
+
+@dataclass
+class Seen:
+    """What a page did. ``answer``: of the script that it was asked. ``complaints``: what it wrote
+    to the console, and what the browser said of it. ``requested``: every address that it asked
+    for."""
+
+    answer: Any = None
+    complaints: list[str] = field(default_factory=list)
+    requested: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Browser:
+    """A running Chromium, which is listening on ``port``."""
+
+    port: int
+
+    def look(
+        self, page: Path, ask: str, *, width: int = 1280, dark: bool = False, picture: Path
+    ) -> Seen:
+        """Open the file ``page`` in a window of that width; return what it did, and what the
+        JavaScript expression ``ask`` is there. ``picture``: a PNG of all of it."""
+        return asyncio.run(self._look(page, ask, width, dark, picture))
+
+    async def _look(self, page: Path, ask: str, width: int, dark: bool, picture: Path) -> Seen:
+        async with asyncio.timeout(DEADLINE_S), self._tab() as tab:
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                await tab.call(f"{domain}.enable")
+            scheme = "dark" if dark else "light"
+            wanted = [{"name": "prefers-color-scheme", "value": scheme}]
+            await tab.call("Emulation.setEmulatedMedia", features=wanted)
+            window = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            await tab.call("Emulation.setDeviceMetricsOverride", **window)
+            await tab.call("Page.navigate", url=page.as_uri())
+            await tab.until("Page.loadEventFired")
+            found = await tab.call("Runtime.evaluate", expression=ask, returnByValue=True)
+            sizes = await tab.call("Page.getLayoutMetrics")
+            whole = {"x": 0, "y": 0, "scale": 1, **_size(sizes["cssContentSize"])}
+            shot = await tab.call("Page.captureScreenshot", captureBeyondViewport=True, clip=whole)
+        picture.write_bytes(base64.b64decode(shot["data"]))
+        tab.seen.answer = found["result"].get("value", found)
+        return tab.seen
+
+    @contextlib.asynccontextmanager
+    async def _tab(self) -> AsyncIterator[_Tab]:
+        async with aiohttp.ClientSession() as session:
+            new = f"http://127.0.0.1:{self.port}/json/new?about:blank"
+            async with session.put(new) as answer:
+                address = (await answer.json(content_type=None))["webSocketDebuggerUrl"]
+            async with session.ws_connect(address, max_msg_size=1 << 28) as line:
+                yield _Tab(line)
+
+
+def _size(found: dict[str, float]) -> dict[str, float]:
+    return {"width": found["width"], "height": found["height"]}
+
+
+class _Tab:
+    """The conversation with one tab."""
+
+    def __init__(self, line: aiohttp.ClientWebSocketResponse) -> None:
+        self.seen = Seen()
+        self._line = line
+        self._calls = 0
+        self._happened: set[str] = set()
+
+    async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Call it; return its result. Raises RuntimeError where the browser refuses it."""
+        self._calls += 1
+        await self._line.send_json({"id": self._calls, "method": method, "params": arguments})
+        while True:
+            message = await self._next()
+            if message.get("id") == self._calls:
+                break
+        if "error" in message:
+            raise RuntimeError(f"{method}: {message['error']}")
+        result: dict[str, Any] = message["result"]
+        return result
+
+    async def until(self, event: str) -> None:
+        """Return once ``event`` has happened."""
+        while event not in self._happened:
+            await self._next()
+
+    async def _next(self) -> dict[str, Any]:
+        message: dict[str, Any] = await self._line.receive_json()
+        method = message.get("method", "")
+        self._happened.add(method)
+        if method == "Network.requestWillBeSent":
+            self.seen.requested.append(message["params"]["request"]["url"])
+        elif method in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
+            self.seen.complaints.append(str(message["params"]))
+        return message
+
+
+@contextlib.contextmanager
+def browsing(folder: Path) -> Iterator[Browser]:
+    """A browser for the time of the body; what it keeps, and its log, lie in ``folder``."""
+    program = find_chromium()
+    if program is None:
+        raise RuntimeError("Chromium is not installed: make test-servers")
+    port = free_port()
+    command = [
+        program,
+        *_OPTIONS,
+        f"--remote-debugging-port={port}",
+        f"--user-data-dir={folder / 'profile'}",
+        "about:blank",
+    ]
+    environment = {
+        "LD_LIBRARY_PATH": str(HERE / "al2023/lib"),
+        "FONTCONFIG_PATH": str(HERE / "fonts"),
+        "HOME": str(folder),
+    }
+    daemon = Daemon(command, port=port, log=folder / "chromium.log", environment=environment)
+    daemon.start()
+    try:
+        yield Browser(port)
+    finally:
+        daemon.stop()
