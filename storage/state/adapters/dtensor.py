@@ -26,7 +26,15 @@ from ....planner.placement import (
 from ...ranks.process_group import acting_name, current_numbers
 from .transparent import seen_through
 
-__all__ = ["DTensorAdapter", "MeshLayouts", "check_layout", "hooked", "layouts_on", "mesh_layout"]
+__all__ = [
+    "DTensorAdapter",
+    "MeshLayouts",
+    "check_layout",
+    "hooked",
+    "layout_on_mesh",
+    "layouts_on",
+    "mesh_layout",
+]
 
 
 V = TypeVar("V")
@@ -207,11 +215,20 @@ def mesh_layout(
 ) -> MeshLayout:
     """What this rank holds of a tensor of ``shape`` on ``mesh``. Raises StateError for a placement
     that is no layout."""
+    if _coordinate(mesh) is None:  # no placement needs to be known
+        placements = ()
+    return layout_on_mesh(mesh, shape, tuple(_placement(p, path) for p in placements))
+
+
+def layout_on_mesh(
+    mesh: DeviceMesh, shape: tuple[int, ...], splits: Sequence[Placement]
+) -> MeshLayout:
+    """The same, of placements that are known. ``mesh``: torch's, or one that has the same
+    methods."""
     coordinate = _coordinate(mesh)
-    if coordinate is None:
-        return MeshLayout(shape, (), (0,) * len(shape), (), mesh.size())
-    splits = tuple(_placement(p, path) for p in placements)
     ranks = mesh.mesh.numpy()
+    if coordinate is None:
+        return MeshLayout(shape, (), (0,) * len(shape), (), ranks.size)
     return MeshLayout(
         shape,
         tuple(local_pieces(shape, ranks.shape, coordinate, splits)),

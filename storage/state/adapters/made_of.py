@@ -25,6 +25,7 @@ from ..compat import stored_local
 from .block_scaled import inner_of_blocks, is_block_scaled
 from .shards import Shard
 from .tensors import TensorLike, local_of
+from .vescale import is_vescale
 
 __all__ = [
     "DESCRIPTION",
@@ -46,6 +47,7 @@ def is_made_of(value: object) -> TypeGuard[torch.Tensor]:
         isinstance(value, torch.Tensor)
         and hasattr(type(value), "__tensor_flatten__")
         and not isinstance(value, DTensor)
+        and not is_vescale(type(value))
         and not hasattr(value, "wait")  # a result that is not there yet
         and value.layout is torch.strided
         and not value.is_nested

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ....planner.layout import Layout, local_layout
 from .dtensor import DTensorAdapter
 from .shards import Shard, ShardAdapter
+from .vescale import VescaleAdapter, is_vescale
 
 __all__ = [
     "ADAPTERS",
@@ -87,11 +88,17 @@ class Adapters:
         kind = type(tensor)
         adapter = self._by_type.get(kind)
         if adapter is None:
-            known = (ADAPTERS[base] for base in kind.__mro__ if base in ADAPTERS)
             # It is asked of tensors of this type alone.
-            adapter = cast(TensorAdapter[TensorLike], next(known, _PlainAdapter)())
+            adapter = cast(TensorAdapter[TensorLike], _adapter_of(kind)())
             self._by_type[kind] = adapter
         return adapter
+
+
+def _adapter_of(kind: type) -> Callable[[], TensorAdapter[Never]]:
+    known = (ADAPTERS[base] for base in kind.__mro__ if base in ADAPTERS)
+    if is_vescale(kind):  # not imported, so not in a table of types
+        return next(known, VescaleAdapter)
+    return next(known, _PlainAdapter)
 
 
 def local_of(tensor: TensorLike) -> torch.Tensor:
