@@ -36,10 +36,19 @@ class Contestant:
     after: Callable[[], None] = _nothing
 
 
-def contest(contestants: Sequence[Contestant], rounds: int, settle_s: float) -> list[Series]:
+def _print(line: str) -> None:
+    print(f"  {line}", flush=True)
+
+
+def contest(
+    contestants: Sequence[Contestant],
+    rounds: int,
+    settle_s: float,
+    say: Callable[[str], None] = _print,
+) -> list[Series]:
     """Let them run in turn, ``rounds`` times, and in the reverse order in every second round: what
     a run leaves behind must not always fall to the same one. Between two runs the storage is
-    flushed and left alone for a moment."""
+    flushed and left alone for a moment. ``say`` is told of each run."""
     found = [Series(c.name) for c in contestants]
     in_order = list(zip(contestants, found, strict=True))
     for number in range(rounds):
@@ -49,9 +58,7 @@ def contest(contestants: Sequence[Contestant], rounds: int, settle_s: float) -> 
             time.sleep(settle_s)
             series.peak_nbytes.append(_timed(contestant, series))
             contestant.after()
-            print(
-                f"  round {number + 1}: {contestant.name}: {series.seconds[-1]:.3f} s", flush=True
-            )
+            say(f"round {number + 1}: {contestant.name}: {series.seconds[-1]:.3f} s")
     return found
 
 

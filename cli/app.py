@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_import,
         _add_prune,
         _add_report,
+        _add_bench,
         _add_drivers,
         _add_demo,
     ):
@@ -336,6 +337,43 @@ def _add_report(commands: Parsers) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", help="write a trace as well, which ui.perfetto.dev opens"
     )
+    _with_json(parser)
+
+
+def _add_bench(commands: Parsers) -> None:
+    def bench(**arguments: Any) -> int:
+        from .bench import run
+
+        return run(**arguments)
+
+    parser = _command(
+        commands,
+        bench,
+        "measure what a storage gives checkpoints, beside what it gives its driver alone",
+        "`holdfast bench compare A.json B.json` holds two results against each other. Exits with 1 "
+        "where a result is not to be believed, and where B is slower than A.",
+    )
+    parser.add_argument(
+        "targets",
+        metavar="URI",
+        nargs="+",
+        help="a folder or bucket to measure in; what is written there is deleted again. Or: "
+        "compare A.json B.json",
+    )
+    parser.add_argument(
+        "--size", default="1GiB", help="about the size of the state (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=5, metavar="N", help="rounds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--slower",
+        default="5%",
+        metavar="PART",
+        help="of compare: so much slower may B be (default: %(default)s)",
+    )
+    parser.add_argument("--csv", metavar="FILE", help="write a line for each round of each phase")
+    parser.add_argument("--html", metavar="FILE", help="write it as a page for a browser as well")
     _with_json(parser)
 
 

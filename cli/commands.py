@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import HoldfastError
+from ..errors import HoldfastError, UsageError
 from .text import printable
 
-__all__ = ["complain", "ended", "print_json"]
+__all__ = ["complain", "ended", "print_json", "write_text"]
 
 
 def ended(command: Callable[[], int]) -> int:
@@ -41,6 +41,15 @@ def ended(command: Callable[[], int]) -> int:
 def complain(message: str) -> None:
     """One message on stderr."""
     print("holdfast: " + "\n".join(map(printable, message.splitlines())), file=sys.stderr)
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file that the user has named. Raises UsageError where that cannot be."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def print_json(document: Any) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from ...drivers.uri import parse
-from ...errors import UsageError
 from ...storage.operations.report_saves import RecordedSave, recorded_saves
-from ..commands import complain, print_json
+from ..commands import complain, print_json, write_text
 
 __all__ = ["run"]
 
@@ -25,7 +23,7 @@ def run(uri: str, *, json_output: bool, trace: str | None, html: str | None) -> 
     if known and html is not None:
         from .html import report_page
 
-        _write(html, report_page(redacted, saves))
+        write_text(html, report_page(redacted, saves))
     _print(redacted, saves, json_output=json_output)
     if not saves:
         complain(f"no checkpoint at or below {redacted}")
@@ -50,11 +48,4 @@ def _write_trace(path: str, saves: Sequence[RecordedSave]) -> None:
     from ...storage.operations.trace import chrome_trace
 
     known = [save.telemetry for save in saves if save.telemetry is not None]
-    _write(path, json.dumps(chrome_trace(known)))
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    write_text(path, json.dumps(chrome_trace(known)))

@@ -13,6 +13,8 @@ from matplotlib.image import imread
 from support.browser import Browser, browsing, find_chromium
 from support.recorded import NBYTES, listed, save_of, stage
 
+from holdfast.bench.measured.result import PHASES, Measurement, Phase
+from holdfast.cli.bench.page import measurement_page
 from holdfast.cli.report.html import report_page
 from holdfast.storage.format.save_telemetry import SaveTelemetry
 from holdfast.storage.operations.report_saves import RecordedSave
@@ -84,14 +86,31 @@ def test_a_browser_shows_the_page(browser: Browser, name: str, dark: bool, tmp_p
     saves = [RecordedSave(listed(save.step), save) for save in pages()[name]]
     path = tmp_path / "report.html"
     path.write_text(report_page("s3://bucket/run", saves), encoding="utf-8")
-    seen = browser.look(path, ASK, dark=dark, picture=tmp_path / "seen.png")
+    assert_shown(browser, path, dark, tmp_path / "seen.png")
+
+
+def assert_shown(browser: Browser, path: Path, dark: bool, picture: Path) -> None:
+    """As the test above says."""
+    seen = browser.look(path, ASK, dark=dark, picture=picture)
     assert seen.complaints == []
     assert seen.requested == [path.as_uri()]
     answer: dict[str, Any] = seen.answer
     assert contrast(answer.pop("ground"), answer.pop("ink")) > 10
     assert answer.pop("drawn") >= 4
     assert answer == {"wide": 0, "empty": 0, "outside": 0, "small": 0}
-    assert_drawn(tmp_path / "seen.png", dark)
+    assert_drawn(picture, dark)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_browser_shows_a_measurement(browser: Browser, dark: bool, tmp_path: Path) -> None:
+    """The page of ``holdfast bench``, as that of a report."""
+    seconds = (1.0, 1.1, 1.05, 1.2, 1.1)
+    phases = tuple(Phase(name, 10**9, seconds) for name in PHASES)
+    machine = {"cpu": "2 × Intel(R) Xeon(R) Processor @ 2.80GHz", "file system": "ext4"}
+    found = Measurement("s3://bucket/x", 1.9e9, {"nbytes": 10**9, "runs": 5}, machine, phases)
+    path = tmp_path / "bench.html"
+    path.write_text(measurement_page(found), encoding="utf-8")
+    assert_shown(browser, path, dark, tmp_path / "seen.png")
 
 
 def assert_drawn(picture: Path, dark: bool) -> None:

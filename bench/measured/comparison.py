@@ -1,0 +1,67 @@
+"""One result of ``holdfast bench`` held against another.
+
+Scope: pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .result import PHASES, Measurement, Phase
+
+__all__ = ["Compared", "compare"]
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Compared:
+    """``ratio``: how many times as fast B is as A, by medians; ``low`` and ``high``: its confidence
+    interval of 95 %, by the percentile bootstrap (Efron 1979)."""
+
+    name: str
+    a: Phase
+    b: Phase
+    ratio: float
+    low: float
+    high: float
+
+    def is_slower(self, part: float) -> bool:
+        """Whether B is slower by more than ``part``, with confidence."""
+        return self.high < 1 - part
+
+    @property
+    def verdict(self) -> str:
+        """In a word."""
+        if self.low > 1:
+            return "faster"
+        if self.high < 1:
+            return "slower"
+        return "no difference shown"
+
+
+def compare(a: Measurement, b: Measurement) -> list[Compared]:
+    """The phases that both have. Resampling is seeded: the same files give the same figures."""
+    return [
+        _compared(a.by_name[name], b.by_name[name])
+        for name in PHASES
+        if name in a.by_name and name in b.by_name
+    ]
+
+
+def _compared(a: Phase, b: Phase) -> Compared:
+    random = np.random.default_rng(0)
+    ratios = _medians(a.seconds, random) / _medians(b.seconds, random) * (b.nbytes / a.nbytes)
+    low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    ratio = a.median_s / b.median_s * b.nbytes / a.nbytes
+    return Compared(a.name, a, b, ratio, float(low), float(high))
+
+
+def _medians(seconds: Sequence[float], random: np.random.Generator) -> np.ndarray:
+    drawn = random.choice(np.asarray(seconds), (RESAMPLES, len(seconds)))
+    medians: np.ndarray = np.median(drawn, axis=1)
+    return medians

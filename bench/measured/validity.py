@@ -1,0 +1,60 @@
+"""Whether figures may be believed.
+
+Scope: pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+from .result import Phase
+
+__all__ = ["reasons_against"]
+
+LEAST_S = 0.1
+"""Shorter rounds measure what surrounds the storage."""
+SPREAD = 1.5
+"""So many times as long as the shortest may the longest round of a phase take."""
+DRIFT = 1.25
+"""So many times as long may the second half of the rounds take, or the first."""
+BUSY = 0.2
+"""Such a part of its processors may a machine be busy with before."""
+COLD = 0.9
+"""Such a part of what a load reads has to come from the device."""
+
+
+UNJUDGED = ("delete",)
+"""A checkpoint is deleted once, at the end, in no time."""
+
+
+def reasons_against(
+    phases: Sequence[Phase], *, busy_before: float, cold_shares: Mapping[str, float]
+) -> dict[str, tuple[str, ...]]:
+    """By phase, why its figures are not to be believed; of all of them under ``""``.
+
+    ``busy_before``: the part of all processors that were busy before it began. ``cold_shares``: of
+    phases that read, the smallest part that came from the device in a round, where that is known.
+    """
+    found = {phase.name: tuple(_of_phase(phase)) for phase in phases if phase.name not in UNJUDGED}
+    for name, share in cold_shares.items():
+        if share < COLD:
+            found[name] = (*found[name], f"{1 - share:.0%} of it came from a cache")
+    if busy_before > BUSY:
+        found[""] = (f"{busy_before:.0%} of the processors were busy before it began",)
+    return {name: reasons for name, reasons in found.items() if reasons}
+
+
+def _of_phase(phase: Phase) -> Iterator[str]:
+    seconds = phase.seconds
+    if phase.median_s < LEAST_S:
+        yield f"too short: {phase.median_s:.3f} s; give a larger --size"
+    if len(seconds) < 3:
+        yield f"only {len(seconds)} rounds"
+        return
+    if max(seconds) > SPREAD * min(seconds):
+        yield f"rounds took from {min(seconds):.2f} to {max(seconds):.2f} s"
+    half = len(seconds) // 2
+    first, last = median(seconds[:half]), median(seconds[-half:])
+    if max(first, last) > DRIFT * min(first, last) and len(seconds) >= 4:
+        yield f"it drifts: {first:.2f} s in the first half, {last:.2f} s in the second"

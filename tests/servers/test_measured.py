@@ -1,0 +1,41 @@
+"""``holdfast bench`` on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from holdfast.cli import app
+from holdfast.drivers.registry import open_driver
+
+
+async def _keys(uri: str) -> list[str]:
+    driver = open_driver(uri)
+    try:
+        return [info.key async for info in driver.list("")]
+    finally:
+        await driver.close()
+
+
+@pytest.mark.parametrize("kind", ["s3", "hdfs", "az"])
+def test_a_server_is_measured(
+    kind: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each phase has a time, those of checkpoints a share of their limit, and nothing is left."""
+    uri: str = request.getfixturevalue(f"{kind}_url")
+    assert app.run(["bench", uri, "--size", "16MiB", "--runs", "1", "--json"]) == 1
+    phases = json.loads(capsys.readouterr().out)["phases"]
+    assert len(phases) == 7
+    assert all(phase["seconds"][0] > 0 for phase in phases)
+    assert [phase["share"] is not None for phase in phases] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert asyncio.run(_keys(uri)) == []

@@ -1,0 +1,239 @@
+"""``holdfast bench``: what figures mean, when they are not to be believed, and how two results are
+held against each other."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.bench.measured.comparison import compare
+from holdfast.bench.measured.plan import Plan, check
+from holdfast.bench.measured.result import Measurement, Phase, decoded, encoded
+from holdfast.bench.measured.validity import reasons_against
+from holdfast.cli import app
+from holdfast.cli.bench.page import measurement_page
+from holdfast.cli.bench.tables import csv_text
+from holdfast.errors import HoldfastError, UsageError
+
+GB = 10**9
+LIMIT = Phase("write alone", GB, (1.0, 2.0, 1.0, 1.0, 1.0))
+SAVE = Phase("save", GB, (2.0, 4.0, 2.0, 2.0, 2.0), (1.0,) * 5, (1 << 20,) * 5, retries=2)
+
+
+def measurement(*phases: Phase) -> Measurement:
+    """A result of these phases."""
+    config = {"nbytes": GB, "runs": 5, "settle_s": 1.0}
+    return Measurement("file:///x", 1.9e9, config, {"cpu": "2 × x"}, phases or (LIMIT, SAVE))
+
+
+def test_rates_are_of_all_rounds_together() -> None:
+    """Total bytes by total time, which no fast round can raise as it raises a mean of rates."""
+    phase = Phase("save", GB, (1.0, 3.0))
+    assert phase.rate == GB / 2
+    assert phase.mean_rate == pytest.approx(GB * (1 + 1 / 3) / 2)
+    assert Phase("save", 1 << 30, (1.0,), (3.0,)).cpu_s_per_gib == 3.0
+
+
+def test_a_phase_is_held_against_its_limit_round_by_round() -> None:
+    """A slow round of both says nothing against either; a limit has none, nor has a phase whose
+    limit was not measured."""
+    found = measurement()
+    assert found.share("save") == 0.5
+    assert found.share("write alone") is None
+    assert measurement(SAVE).share("save") is None
+
+
+def test_json_comes_back() -> None:
+    """And names what was asked for, so that like is compared with like."""
+    found = replace(measurement(), invalid={"save": ("too short",)})
+    text = encoded(found)
+    assert decoded(text, "x") == found
+    document = json.loads(text)
+    assert document["phases"][1]["share"] == 0.5
+    other = replace(found, config={**found.config, "runs": 6})
+    assert other.config_hash != found.config_hash == document["config_hash"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"version": 2}', encoded(measurement()).replace("2.0", "0.0")],
+    ids=["empty", "list", "object", "version", "no time"],
+)
+def test_other_files_are_refused_by_name(text: str) -> None:
+    """Not with a traceback."""
+    with pytest.raises(UsageError, match=r"^here\.json is no result"):
+        decoded(text, "here.json")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ((1.0, 1.1, 1.0, 1.2, 1.1), None),
+        ((0.05,) * 5, "too short"),
+        ((1.0, 1.0), "only 2 rounds"),
+        ((1.0, 1.0, 1.6), "from 1.00 to 1.60 s"),
+        ((1.0, 1.05, 1.2, 1.35, 1.4), "it drifts"),
+        ((1.4, 1.35, 1.2, 1.05, 1.0), "it drifts"),
+    ],
+)
+def test_what_speaks_against_a_phase(seconds: tuple[float, ...], said: str | None) -> None:
+    """Each reason is said, and nothing is said against a steady one."""
+    found = reasons_against([Phase("save", GB, seconds)], busy_before=0.0, cold_shares={})
+    if said is None:
+        assert found == {}
+    else:
+        assert said in "; ".join(found["save"])
+
+
+def test_reads_from_a_cache_and_a_busy_machine_are_said() -> None:
+    """The latter against all of it."""
+    load = Phase("load", GB, (1.0,) * 5)
+    shares: Mapping[str, float] = {"load": 0.25}
+    found = reasons_against([load], busy_before=0.5, cold_shares=shares)
+    assert found == {
+        "load": ("75% of it came from a cache",),
+        "": ("50% of the processors were busy before it began",),
+    }
+    assert reasons_against([load], busy_before=0.1, cold_shares={"load": 1.01}) == {}
+
+
+def slower(found: Measurement, times: float) -> Measurement:
+    """The same, with every round of every phase that much longer."""
+    phases = [replace(p, seconds=tuple(s * times for s in p.seconds)) for p in found.phases]
+    return replace(found, phases=tuple(phases))
+
+
+def test_two_results_are_compared_with_their_confidence() -> None:
+    """Half as fast is shown; what rounds of the same phase differ by is not."""
+    steady = measurement(Phase("save", GB, (1.0, 1.02, 0.98, 1.01, 0.99)))
+    noisy = measurement(Phase("save", GB, (1.0, 1.5, 0.7, 1.3, 0.8)))
+    (half,) = compare(steady, slower(steady, 2))
+    assert half.ratio == pytest.approx(0.5)
+    assert half.low <= half.ratio <= half.high
+    assert (half.verdict, half.is_slower(0.05)) == ("slower", True)
+    (same,) = compare(noisy, slower(noisy, 1.1))
+    assert (same.verdict, same.is_slower(0.05)) == ("no difference shown", False)
+    (faster,) = compare(slower(steady, 2), steady)
+    assert faster.verdict == "faster"
+    assert compare(steady, slower(steady, 2)) == [half]
+    assert compare(steady, measurement(LIMIT)) == []
+
+
+@pytest.mark.parametrize(("times", "status"), [(1.0, 0), (2.0, 1)])
+def test_compare_ends_with_its_verdict(
+    times: float, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1 where B is slower: for a gate of CI."""
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    found = measurement(Phase("save", GB, (1.0, 1.02, 0.98, 1.01, 0.99)))
+    a.write_text(encoded(found))
+    b.write_text(encoded(slower(found, times)))
+    assert app.run(["bench", "compare", str(a), str(b), "--json"]) == status
+    document = json.loads(capsys.readouterr().out)
+    assert document["slower"] == (["save"] if status else [])
+    assert app.run(["bench", "compare", str(a), str(b)]) == status
+    assert ("slower by more than 5%" in capsys.readouterr().out) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["compare", "a.json"], "two results"),
+        (["compare", "none.json", "none.json"], "cannot be read"),
+        (["one", "two"], "at a time"),
+        (["x", "--size", "much"], "no size"),
+        (["x", "--size", "1KiB"], "too few"),
+        (["x", "--runs", "0"], "measure nothing"),
+        (["x", "--size", "900TiB"], "host memory"),
+        (["compare", "a", "b", "--slower", "120%"], "no part"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_written(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With status 2."""
+    monkeypatch.chdir(tmp_path)
+    assert app.run(["bench", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_is_not_filled(tmp_path: Path) -> None:
+    """What would not fit is refused, with what is free."""
+    with pytest.raises(UsageError, match="would be stored at a time"):
+        check(Plan(f"file://{tmp_path}", 1 << 20, 1), free=lambda folder: 4 << 20)
+    check(Plan(f"file://{tmp_path}", 1 << 20, 1), free=lambda folder: 6 << 20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_nothing_can_be_written_is_said_at_once(tmp_path: Path) -> None:
+    """By the storage's own error."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HoldfastError):
+        check(Plan(f"file://{tmp_path}/file/below", 1 << 20, 1))
+
+
+def test_a_storage_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All phases, in a document, as lines and as a page; nothing is left. So few bytes in one round
+    are not to be believed, which the status says."""
+    page, lines = tmp_path / "page.html", tmp_path / "lines.csv"
+    arguments = ["bench", str(tmp_path / "s"), "--size", "4MiB", "--runs", "1"]
+    assert app.run([*arguments, "--json", "--html", str(page), "--csv", str(lines)]) == 1
+    captured = capsys.readouterr()
+    assert "round 1: save: " in captured.err
+    found = decoded(captured.out, "x")
+    assert [phase.name for phase in found.phases] == [
+        "write alone",
+        "save",
+        "overwrite",
+        "read alone",
+        "load",
+        "verify",
+        "delete",
+    ]
+    assert all(found.invalid[name] for name in ("save", "load"))
+    assert (tmp_path / "s").exists()
+    assert list((tmp_path / "s").iterdir()) == []
+    assert "INVALID" in page.read_text()
+    rows = list(csv.DictReader(lines.read_text().splitlines()))
+    assert [row["phase"] for row in rows] == [phase.name for phase in found.phases]
+    assert float(rows[1]["seconds"]) == found.by_name["save"].seconds[0]
+
+
+def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a round."""
+    program = Path(sys.executable).parent / "holdfast"
+    command = [program, "bench", tmp_path, "--size", "16MiB", "--runs", "1000"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "round 1" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_and_page_of_a_result() -> None:
+    """A line a round; the page says what speaks against it."""
+    found = replace(measurement(), invalid={"save": ("it drifts",), "": ("busy",)})
+    rows = list(csv.reader(io.StringIO(csv_text(found))))
+    assert len(rows) == 1 + 10
+    assert rows[1] == ["write alone", "1", str(GB), "1.0", "", ""]
+    page = measurement_page(found)
+    assert "INVALID: save: it drifts" in page
+    assert "INVALID: all of it: busy" in page
+    assert "<script" not in page
