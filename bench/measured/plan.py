@@ -21,18 +21,26 @@ COPIES_HELD = 2.5
 COPIES_STORED = 5
 """How many times it is in storage at most: a checkpoint for loads, one that is being replaced and
 its replacement, and an object for each of the two limits."""
+SETTLE_S = 1.0
+SETTLE_NBYTES = 64 << 20
+"""The storage rests so long before each phase, if the state is so large."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """``uri``: below which a folder of its own is measured in, and deleted again. ``nbytes``: about
-    the size of the state. ``runs``: rounds. ``settle_s``: how long the storage rests before each
-    phase."""
+    the size of the state. ``runs``: rounds."""
 
     uri: str
     nbytes: int
     runs: int
-    settle_s: float = 1.0
+
+    @property
+    def settle_s(self) -> float:
+        """How long the storage rests before each phase: after a few bytes it needs no rest."""
+        if self.nbytes < SETTLE_NBYTES:
+            return 0.0
+        return SETTLE_S
 
     @property
     def parsed(self) -> Uri:
