@@ -17,8 +17,8 @@ MUTANTS = [
     Mutant(
         says="old checkpoints are pruned also after a save that failed",
         file="storage/training/follower.py",
-        old=("        return\n    log_safely(stats.saved, handle.report)\n"),
-        new=("    else:\n        log_safely(stats.saved, handle.report)\n"),
+        old=("        return\n    log_safely(stats.saved, step, handle.report)\n"),
+        new=("    else:\n        log_safely(stats.saved, step, handle.report)\n"),
         tests="tests/unit/test_checkpointer_background.py::test_nothing_is_deleted_after_a_save_that_failed",
     ),
     Mutant(
