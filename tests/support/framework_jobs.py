@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["SIGKILLED", "documented", "losses", "run_job"]
+__all__ = ["SIGKILLED", "documented", "killed_in_clean_up", "losses", "run_job"]
 
 SIGKILLED = -9
 _DOCS = Path(__file__).parents[2] / "docs" / "how-to"
@@ -55,6 +55,17 @@ def losses(folder: Path, rank: int = 0) -> dict[int, float]:
         step, loss = json.loads(line)
         assert found.setdefault(step, loss) == loss, f"step {step} of rank {rank}"
     return found
+
+
+def killed_in_clean_up(checkpoints: Path) -> set[str]:
+    """The checkpoints below ``checkpoints``, by path, whose save was killed after its commit and
+    before it had cleaned up: for others it may be under way, so nobody deletes them until their
+    grace period is over."""
+    return {
+        manifest.parent.name
+        for manifest in checkpoints.glob("*/manifest.safetensors")
+        if any(manifest.parent.glob("data/*/attempt.json"))
+    }
 
 
 def documented(page: str) -> list[str]:
