@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
         pytest.param(2, "zero2", marks=pytest.mark.long),
         pytest.param(2, "zero3", marks=pytest.mark.long),
         pytest.param(2, "fsdp1", marks=pytest.mark.long),
-        (2, "fsdp2"),
+        pytest.param(2, "fsdp2", marks=pytest.mark.long),
     ],
 )
 def test_a_killed_job_goes_on_as_if_it_had_never_stopped(

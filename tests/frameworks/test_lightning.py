@@ -90,7 +90,7 @@ def test_two_ranks_under_ddp_go_on_as_if_they_had_never_stopped(
     [
         ((2, "fsdp2"), "fsdp2", "sync"),
         pytest.param((2, "tp"), "tp", "async", marks=pytest.mark.long),
-        ((2, "fsdp1"), "fsdp1", "lazy"),
+        pytest.param((2, "fsdp1"), "fsdp1", "lazy", marks=pytest.mark.long),
     ],
     indirect=["uninterrupted"],
 )

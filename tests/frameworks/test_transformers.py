@@ -54,10 +54,10 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     [
         pytest.param(1, (), marks=pytest.mark.long),
         pytest.param(2, (), marks=pytest.mark.long),
-        (1, ("--lora",)),
+        pytest.param(1, ("--lora",), marks=pytest.mark.long),
         (1, ("--asynchronous", "yes")),
-        (2, ("--asynchronous", "lazy")),
-        (2, ("--sharded", "zero3")),
+        pytest.param(2, ("--asynchronous", "lazy"), marks=pytest.mark.long),
+        pytest.param(2, ("--sharded", "zero3"), marks=pytest.mark.long),
         pytest.param(2, ("--sharded", "fsdp2"), marks=pytest.mark.long),
     ],
 )
