@@ -215,8 +215,13 @@ def test_a_storage_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
     """Ctrl-C in the middle of a round."""
-    program = Path(sys.executable).parent / "holdfast"
-    command = [program, "bench", tmp_path, "--size", "16MiB", "--runs", "1000"]
+    # A shell's background jobs, and what they start, ignore the signal unless they are told.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from holdfast.cli import main; main()"
+    )
+    command = [sys.executable, "-c", program, "bench", tmp_path, "--size", "16MiB"]
+    command += ["--runs", "1000"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert "round 1" in process.stderr.readline()
