@@ -12,7 +12,6 @@ PROGRAM=objects`` starts a server first, which then shares this machine with its
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import uuid
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ from pathlib import Path
 
 import holdfast
 
-from ..drivers.registry import open_driver
 from ..drivers.uri import Uri, join, parse
+from .clearing import clear
 from .content import Checked, StateBytes
 from .contest import CHECKED, NO_TENSORS, Contestant, busy, contest, header, rows, shares
 from .machine import describe
@@ -35,20 +34,8 @@ from .states import State, build, digests, nbytes_of, zero
 __all__: list[str] = []
 
 
-def _clear(uri: Uri) -> None:
-    """Delete all that lies at ``uri``."""
-
-    async def clear() -> None:
-        root, _, name = uri.location.rpartition("/")
-        driver = open_driver(Uri(uri.scheme, root, uri.options))
-        await driver.delete_all(name)
-        await driver.close()
-
-    asyncio.run(clear())
-
-
 def _saving(peer: Peer, uri: Uri, state: State) -> Contestant:
-    return Contestant(peer.name, lambda: peer.save(uri, state), after=lambda: _clear(uri))
+    return Contestant(peer.name, lambda: peer.save(uri, state), after=lambda: clear(uri))
 
 
 def _loading(peer: Peer, uri: Uri, state: State, expected: dict[str, bytes]) -> Contestant:
@@ -85,7 +72,7 @@ def _moving(
     found = contest(made, given.runs, given.settle_s)
     bare.remove()
     for peer in others:
-        _clear(below(uri, peer.name))
+        clear(below(uri, peer.name))
     return found, nbytes
 
 
@@ -136,7 +123,7 @@ def _able(uri: Uri, alone: bool) -> tuple[list[Peer], list[str]]:
             notes.append(f"not measured: {peer.name}: {str(error).strip().splitlines()[-1]}")
         else:
             able.append(peer)
-        _clear(below(uri, "warm-" + peer.name))
+        clear(below(uri, "warm-" + peer.name))
     return able, notes
 
 

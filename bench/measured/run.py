@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import holdfast
 
-from ...drivers.registry import open_driver
 from ...drivers.uri import Uri, join
+from ..clearing import clear
 from ..contest import Contestant, contest
 from ..machine import describe, drop_caches, processor_s, read_from_device_nbytes
 from ..report import Series
@@ -47,7 +46,7 @@ def measured(plan: Plan, say: Say = lambda line: None) -> Measurement:
         run = _Run(place, state, plan, say)
         phases = [*run.writing(), *run.reading(), run.deleting()]
     finally:
-        _delete(place)
+        clear(place)
         holdfast.release_memory()
     reasons = reasons_against(phases, busy_before=busy_before, cold_shares=run.cold_shares)
     return Measurement(
@@ -84,7 +83,7 @@ class _Run:
                 Contestant(
                     "save",
                     lambda: self._save("save", SAVED),
-                    after=lambda: _delete_below(self._place, SAVED),
+                    after=lambda: clear(join(self._place, SAVED)),
                 ),
                 Contestant("overwrite", lambda: self._save("overwrite", STORED)),
             ]
@@ -103,7 +102,7 @@ class _Run:
     def deleting(self) -> Phase:
         """The end: a checkpoint is deleted, once."""
         began_s = time.perf_counter()
-        _delete_below(self._place, STORED)
+        clear(join(self._place, STORED))
         return Phase("delete", self._nbytes, (max(time.perf_counter() - began_s, 1e-9),))
 
     def _uri(self, name: str) -> str:
@@ -164,22 +163,6 @@ def _verify(uri: str) -> None:
         found = checkpoint.verify()
     if not found.ok:
         raise AssertionError(f"{uri} is damaged: {found.damages}")
-
-
-def _delete(place: Uri) -> None:
-    root, _, name = place.location.rpartition("/")
-    _delete_below(Uri(place.scheme, root, place.options), name)
-
-
-def _delete_below(root: Uri, name: str) -> None:
-    async def delete() -> None:
-        driver = open_driver(root)
-        try:
-            await driver.delete_all(name)
-        finally:
-            await driver.close()
-
-    asyncio.run(delete())
 
 
 def _busy() -> float:

@@ -33,6 +33,7 @@ __all__ = [
     "hooked",
     "layout_on_mesh",
     "layouts_on",
+    "local_part",
     "mesh_layout",
 ]
 
@@ -78,13 +79,7 @@ class DTensorAdapter:
 
     def local(self, tensor: DTensor) -> torch.Tensor:
         """This rank's local tensor, without a node in the autograd graph."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.local(tensor)
-        local = tensor.to_local()
-        if hasattr(local, "wait"):
-            return local.wait()  # type: ignore[no-any-return]
-        return seen_through(local)
+        return local_part(tensor)
 
     def layout(self, tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> MeshLayout:
         """What ``local`` is of the whole. Raises StateError for a placement that is not a layout
@@ -113,6 +108,18 @@ class DTensorAdapter:
             "R" if isinstance(placement, Replicate) else f"S{getattr(placement, 'dim', 0)}"
             for placement in tensor.placements
         )
+
+
+def local_part(tensor: DTensor) -> torch.Tensor:
+    """What ``tensor.to_local()`` returns, without a node in the autograd graph. ``tensor``:
+    torch's, or one that has the same method."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return local_part(tensor)
+    local = tensor.to_local()
+    if hasattr(local, "wait"):
+        return local.wait()  # type: ignore[no-any-return]
+    return seen_through(local)
 
 
 def _make_room(known: dict[Hashable, V]) -> None:

@@ -16,8 +16,7 @@ import torch
 from ....errors import StateError
 from ....planner.layout import MeshLayout
 from ....planner.placement import Placement, Replicated, Split
-from .dtensor import layout_on_mesh
-from .transparent import seen_through
+from .dtensor import layout_on_mesh, local_part
 
 __all__ = ["VescaleAdapter", "is_vescale"]
 
@@ -35,11 +34,7 @@ class VescaleAdapter:
 
     def local(self, tensor: Any) -> torch.Tensor:
         """This rank's local tensor, without a node in the autograd graph."""
-        with torch.no_grad():
-            local = tensor.to_local()
-        if hasattr(local, "wait"):
-            return local.wait()  # type: ignore[no-any-return]
-        return seen_through(local)
+        return local_part(tensor)
 
     def layout(self, tensor: Any, local: torch.Tensor, path: Callable[[], str]) -> MeshLayout:
         """What ``local`` is of the whole. Raises StateError for a placement that is not a layout
