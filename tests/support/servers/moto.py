@@ -26,5 +26,5 @@ class Moto(S3Program):
         if python is None:
             raise RuntimeError("moto is not installed: make test-servers")
         port = free_port()
-        command = [python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        command = [python, "-P", Path(__file__).with_name("moto_in_turn.py"), str(port)]
         super().__init__(Daemon(command, port=port, log=folder / "moto.log"))
