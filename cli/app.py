@@ -341,8 +341,10 @@ def _add_report(commands: Parsers) -> None:
 
 
 def _add_bench(commands: Parsers) -> None:
+    from .bench.arguments import add_arguments
+
     def bench(**arguments: Any) -> int:
-        from .bench import run
+        from .bench.command import run
 
         return run(**arguments)
 
@@ -353,27 +355,7 @@ def _add_bench(commands: Parsers) -> None:
         "`holdfast bench compare A.json B.json` holds two results against each other. Exits with 1 "
         "where a result is not to be believed, and where B is slower than A.",
     )
-    parser.add_argument(
-        "targets",
-        metavar="URI",
-        nargs="+",
-        help="a folder or bucket to measure in; what is written there is deleted again. Or: "
-        "compare A.json B.json",
-    )
-    parser.add_argument(
-        "--size", default="1GiB", help="about the size of the state (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--runs", type=int, default=5, metavar="N", help="rounds (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--slower",
-        default="5%",
-        metavar="PART",
-        help="of compare: so much slower may B be (default: %(default)s)",
-    )
-    parser.add_argument("--csv", metavar="FILE", help="write a line for each round of each phase")
-    parser.add_argument("--html", metavar="FILE", help="write it as a page for a browser as well")
+    add_arguments(parser)
     _with_json(parser)
 
 
