@@ -45,10 +45,13 @@ def contest(
     rounds: int,
     settle_s: float,
     say: Callable[[str], None] = _print,
+    meet: Callable[[], None] = _nothing,
+    may_go_on: Callable[[], bool] = lambda: True,
 ) -> list[Series]:
     """Let them run in turn, ``rounds`` times, and in the reverse order in every second round: what
     a run leaves behind must not always fall to the same one. Between two runs the storage is
-    flushed and left alone for a moment. ``say`` is told of each run."""
+    flushed and left alone for a moment. ``say`` is told of each run. ``meet`` is called right
+    before a run: ranks wait for each other there. ``may_go_on`` is asked after each round."""
     found = [Series(c.name) for c in contestants]
     in_order = list(zip(contestants, found, strict=True))
     for number in range(rounds):
@@ -56,14 +59,17 @@ def contest(
             contestant.before()
             flush()
             time.sleep(settle_s)
-            series.peak_nbytes.append(_timed(contestant, series))
+            series.peak_nbytes.append(_timed(contestant, series, meet))
             contestant.after()
             say(f"round {number + 1}: {contestant.name}: {series.seconds[-1]:.3f} s")
+        if not may_go_on():
+            break
     return found
 
 
-def _timed(contestant: Contestant, series: Series) -> int:
+def _timed(contestant: Contestant, series: Series, meet: Callable[[], None]) -> int:
     with PeakMemory() as memory:
+        meet()
         (own_s, all_s), began_s = processor_s(), time.perf_counter()
         contestant.run()
         series.seconds.append(time.perf_counter() - began_s)

@@ -18,14 +18,15 @@ from ...storage.runtime.buffers import HostBuffer
 
 __all__ = ["Alone"]
 
-KEY = "alone"
 PART_NBYTES_MAX = 64 << 20
 
 
 class Alone:
-    """Writes and reads one object of ``nbytes``, rounded up to 4096, below ``place``."""
+    """Writes and reads one object of ``nbytes``, rounded up to 4096, below ``place``: that of
+    ``rank``."""
 
-    def __init__(self, place: Uri, nbytes: int) -> None:
+    def __init__(self, place: Uri, nbytes: int, rank: int = 0) -> None:
+        self._key = f"alone-{rank}"
         self._place = place
         self.nbytes = round_up(nbytes, 4096)
         self._buffers: list[memoryview] = []
@@ -46,7 +47,7 @@ class Alone:
             await driver.close()
 
     async def _write(self, driver: Driver) -> None:
-        upload = await driver.create(KEY, self.nbytes)
+        upload = await driver.create(self._key, self.nbytes)
         try:
             await at_most(self._width(driver), self._writes(driver, upload))
         except BaseException:
@@ -64,9 +65,9 @@ class Alone:
     def _reads(self, driver: Driver) -> Iterator[Coroutine[Any, Any, None]]:
         for number, (start, nbytes) in enumerate(self._parts(driver)):
             if driver.traits.piece_nbytes:
-                yield driver.read_pieces(KEY, start, nbytes, _drop)
+                yield driver.read_pieces(self._key, start, nbytes, _drop)
             else:
-                yield driver.read(KEY, start, self._buffer(driver, number)[:nbytes])
+                yield driver.read(self._key, start, self._buffer(driver, number)[:nbytes])
 
     def _width(self, driver: Driver) -> int:
         if driver.traits.part_order == "serial":

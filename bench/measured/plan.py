@@ -7,6 +7,7 @@ import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from ...core.units import size_text
 from ...drivers.registry import open_driver
@@ -20,7 +21,9 @@ COPIES_HELD = 2.5
 """How many times a state is in memory: itself, what a phase needs beside it, and some room."""
 COPIES_STORED = 5
 """How many times it is in storage at most: a checkpoint for loads, one that is being replaced and
-its replacement, and an object for each of the two limits."""
+its replacement, one that comes and goes, and the object of the limit."""
+RANKS_MAX = 256
+"""Of one host."""
 SETTLE_S = 1.0
 SETTLE_NBYTES = 64 << 20
 """The storage rests so long before each phase, if the state is so large."""
@@ -29,11 +32,16 @@ SETTLE_NBYTES = 64 << 20
 @dataclass(frozen=True)
 class Plan:
     """``uri``: below which a folder of its own is measured in, and deleted again. ``nbytes``: about
-    the size of the state. ``runs``: rounds."""
+    the size of the state, of all ranks together. ``runs``: rounds; no more are begun once
+    ``limit_s`` have passed. ``warm_ups``: rounds before that do not count. ``compression``: of
+    saves, as :func:`holdfast.save` takes it."""
 
     uri: str
     nbytes: int
     runs: int
+    warm_ups: int = 0
+    limit_s: float | None = None
+    compression: Literal["lz4"] | None = None
 
     @property
     def settle_s(self) -> float:
@@ -56,16 +64,21 @@ def _free_nbytes(folder: str) -> int:
     return shutil.disk_usage(folder).free
 
 
-def check(plan: Plan, free: Callable[[str], int] = _free_nbytes) -> None:
+def check(plan: Plan, ranks: int = 1, free: Callable[[str], int] = _free_nbytes) -> None:
     """Raises UsageError where the size or the number of rounds cannot be, or there is too little
-    room for it, and what the storage raises where nothing can be written. ``free``: how many bytes
-    there is room for in a folder of this host."""
+    room for it, and what the storage raises where nothing can be written. ``ranks``: of this host,
+    which hold the state together. ``free``: how many bytes there is room for in a folder of this
+    host."""
     if plan.nbytes < 1 << 20:
         raise UsageError(
             f"{size_text(plan.nbytes)} are too few to measure", advice="Give 1 MiB or more."
         )
     if plan.runs < 1:
         raise UsageError(f"{plan.runs} rounds measure nothing", advice="Give --runs 5.")
+    if plan.warm_ups < 0:
+        raise UsageError(f"{plan.warm_ups} rounds to warm up", advice="Give --warm-ups 1.")
+    if not 1 <= ranks <= RANKS_MAX:
+        raise UsageError(f"{ranks} ranks cannot measure", advice=f"Give 1 to {RANKS_MAX}.")
     needed = int(COPIES_HELD * plan.nbytes)
     available = available_nbytes()
     if needed > available:

@@ -13,24 +13,46 @@ from statistics import mean, median
 from typing import Any
 
 from ...errors import UsageError
+from .observed import Operations
 
-__all__ = ["LIMITS", "PHASES", "Measurement", "Phase", "decoded", "encoded"]
+__all__ = ["DELETING", "LIMITS", "PHASES", "Measurement", "Phase", "decoded", "encoded"]
 
 VERSION = 1
 LIMITS = {
     "save": "write alone",
+    "async save": "write alone",
     "overwrite": "write alone",
     "load": "read alone",
+    "reshard": "read alone",
     "verify": "read alone",
 }
 """The phases of checkpoints, and what each is held against."""
-PHASES = ("write alone", "save", "overwrite", "read alone", "load", "verify", "delete")
+PHASES = (
+    "write alone",
+    "save",
+    "async save",
+    "overwrite",
+    "read alone",
+    "load",
+    "reshard",
+    "verify",
+    "prune",
+    "delete",
+)
+BY_ONE_RANK = ("verify", "prune", "delete")
+"""Phases that rank 0 runs for all."""
+DELETING = ("prune", "delete")
+"""Phases that move no bytes, and are measured once: their times are all that they have."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase, of ``nbytes`` each time. ``seconds``: of each round, in order. ``cpu_s``:
-    processor time of this process; ``peak_nbytes``: how far its memory rose, both by round."""
+    """One phase, in which all ranks together move ``nbytes`` each time.
+
+    By round, in order: ``seconds``, until the last rank was done; ``ranks_s``, of each rank;
+    ``cpu_s``, processor time of all ranks; ``peak_nbytes``, how far the memory of a rank rose, of
+    the one where it rose most; ``stall_s``, how long training would have stood still, of the rank
+    where that was longest. ``operations``: what was asked of the storage, in all rounds."""
 
     name: str
     nbytes: int
@@ -38,6 +60,24 @@ class Phase:
     cpu_s: tuple[float, ...] = ()
     peak_nbytes: tuple[int, ...] = ()
     retries: int = 0
+    ranks_s: tuple[tuple[float, ...], ...] = ()
+    stall_s: tuple[float, ...] = ()
+    operations: Mapping[str, Operations] = field(default_factory=dict)
+
+    @property
+    def first_s(self) -> float:
+        """Until the first rank was done that had something to do: the median of the rounds."""
+        if self.name in BY_ONE_RANK:
+            return self.median_s
+        return median(min(ranks) for ranks in self.ranks_s or [(s,) for s in self.seconds])
+
+    @property
+    def read_amplification(self) -> float | None:
+        """How many bytes were read for each that was wanted; None where nothing was read."""
+        read = self.operations.get("read")
+        if read is None:
+            return None
+        return read.nbytes / (self.nbytes * len(self.seconds))
 
     @property
     def median_s(self) -> float:
@@ -104,6 +144,8 @@ def encoded(found: Measurement) -> str:
         phase["rate"] = made.rate
         phase["mean_rate"] = made.mean_rate
         phase["share"] = found.share(made.name)
+        phase["first_s"] = made.first_s
+        phase["read_amplification"] = made.read_amplification
     return json.dumps({"version": VERSION, "config_hash": found.config_hash, **fields}, indent=1)
 
 
@@ -138,4 +180,7 @@ def _phase(fields: Mapping[str, Any]) -> Phase:
         cpu_s=tuple(map(float, fields["cpu_s"])),
         peak_nbytes=tuple(map(int, fields["peak_nbytes"])),
         retries=int(fields["retries"]),
+        ranks_s=tuple(tuple(map(float, ranks)) for ranks in fields["ranks_s"]),
+        stall_s=tuple(map(float, fields["stall_s"])),
+        operations={str(n): Operations(**o) for n, o in fields["operations"].items()},
     )

@@ -1,22 +1,25 @@
-"""Measures: phases in turn, round after round, each beside its limit."""
+"""Measures: phases in turn, round after round, each beside its limit, on all ranks at once."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import holdfast
 
-from ...drivers.uri import Uri, join
+from ...drivers.uri import Uri
 from ..clearing import clear
-from ..contest import Contestant, contest
-from ..machine import describe, drop_caches, processor_s, read_from_device_nbytes
-from ..report import Series
-from ..states import State, build, nbytes_of, zero
-from .alone import Alone
+from ..machine import describe, processor_s
+from ..states import State, build
+from .course import Course
+from .layouts import local_nbytes
+from .phases import Phases
 from .plan import Plan, local_folder
+from .ranks import Ranks
 from .result import Measurement, Phase
 from .validity import reasons_against
 
@@ -24,145 +27,102 @@ __all__ = ["measured"]
 
 LOOK_S = 0.5
 """How long the machine is watched before, to see what else it does."""
-SAVED = "saved"
-STORED = "stored"
-"""Checkpoints below the place: one that comes and goes, and one that is replaced and read."""
 _GIB = 1 << 30
 
 Say = Callable[[str], None]
 
 
-def measured(plan: Plan, say: Say = lambda line: None) -> Measurement:
-    """Measure a storage, for which :func:`.plan.check` has found nothing against it; ``say`` is
-    told of each round.
+def measured(
+    plan: Plan, say: Say = lambda line: None, ranks: Ranks | None = None, place: Uri | None = None
+) -> Measurement:
+    """Measure a storage, for which :func:`.plan.check` has found nothing against it, by ``ranks``,
+    each of which calls this; ``say`` is told of each round, on rank 0.
 
-    All is written to a folder of its own below the URI, which is deleted again, also when it is
-    interrupted. Raises what saves and loads raise."""
-    busy_before = _busy()
-    place = plan.new_place()
+    All is written to ``place``, a folder of its own below the URI, which is deleted again, also
+    when it is interrupted. Raises what saves and loads raise."""
+    if ranks is None:
+        ranks = Ranks()
+    if place is None:
+        place = plan.new_place()
+    place = _counting(place)
     began_s = time.time()
     try:
-        state = build(plan.nbytes / _GIB)
-        run = _Run(place, state, plan, say)
-        phases = [*run.writing(), *run.reading(), run.deleting()]
+        busy_before = max(ranks.gather(_busy()))
+        state = _state(plan, ranks)
+        course = Course(plan, ranks, say)
+        rank_phases = Phases(place, state, local_nbytes(state), plan, ranks, course)
+        phases = _run(rank_phases, course, ranks)
     finally:
-        clear(place)
+        ranks.leave()
+        if ranks.rank == 0:
+            clear(place)
         holdfast.release_memory()
-    reasons = reasons_against(phases, busy_before=busy_before, cold_shares=run.cold_shares)
     return Measurement(
         uri=plan.parsed.redacted,
         created_s=began_s,
-        config={"nbytes": nbytes_of(state), "runs": plan.runs, "settle_s": plan.settle_s},
+        config=_config(plan, ranks, phases),
         machine=describe(Path(local_folder(plan.parsed) or ".")),
         phases=tuple(phases),
-        invalid=reasons,
+        invalid=reasons_against(
+            phases,
+            busy_before=busy_before,
+            cold_shares=rank_phases.cold_shares,
+        ),
     )
 
 
-class _Run:
-    """``cold_shares``: of phases that read from a file system of this host, the smallest part that
-    came from the device in any round."""
-
-    def __init__(self, place: Uri, state: State, plan: Plan, say: Say) -> None:
-        self.cold_shares: dict[str, float] = {}
-        self._place = place
-        self._state = state
-        self._plan = plan
-        self._say = say
-        self._nbytes = nbytes_of(state)
-        self._alone = Alone(place, self._nbytes)
-        self._folder = local_folder(place)
-        self._retries: dict[str, int] = {}
-
-    def writing(self) -> list[Phase]:
-        """The phases that write."""
-        holdfast.save(self._uri(STORED), self._state)  # and what is imported and started once
-        return self._contest(
-            [
-                Contestant("write alone", self._alone.write),
-                Contestant(
-                    "save",
-                    lambda: self._save("save", SAVED),
-                    after=lambda: clear(join(self._place, SAVED)),
-                ),
-                Contestant("overwrite", lambda: self._save("overwrite", STORED)),
-            ]
-        )
-
-    def reading(self) -> list[Phase]:
-        """The phases that read what those have written."""
-        return self._contest(
-            [
-                self._cold("read alone", self._alone.read),
-                self._cold("load", self._load),
-                self._cold("verify", lambda: _verify(self._uri(STORED))),
-            ]
-        )
-
-    def deleting(self) -> Phase:
-        """The end: a checkpoint is deleted, once."""
-        began_s = time.perf_counter()
-        clear(join(self._place, STORED))
-        return Phase("delete", self._nbytes, (max(time.perf_counter() - began_s, 1e-9),))
-
-    def _uri(self, name: str) -> str:
-        return str(join(self._place, name))
-
-    def _save(self, phase: str, name: str) -> None:
-        self._count(phase, holdfast.save(self._uri(name), self._state))
-
-    def _load(self) -> None:
-        holdfast.load(
-            self._uri(STORED),
-            into=self._state,
-            on_report=lambda report: self._count("load", report),
-        )
-
-    def _count(self, phase: str, report: holdfast.SaveReport | holdfast.LoadReport) -> None:
-        again = sum(stage.retries + stage.hedges for stage in report.stages.values())
-        self._retries[phase] = self._retries.get(phase, 0) + again
-
-    def _cold(self, name: str, run: Callable[[], None]) -> Contestant:
-        """Reads from the device, where this host can see to that; how far it did is noted."""
-        folder = self._folder
-        if folder is None:
-            return Contestant(name, run)
-        before_nbytes = 0
-
-        def before() -> None:
-            nonlocal before_nbytes
-            if name == "load":
-                zero(self._state)
-            drop_caches(Path(folder))
-            before_nbytes = read_from_device_nbytes()
-
-        def after() -> None:
-            share = (read_from_device_nbytes() - before_nbytes) / self._nbytes
-            self.cold_shares[name] = min(share, self.cold_shares.get(name, share))
-
-        return Contestant(name, run, before, after)
-
-    def _contest(self, contestants: Sequence[Contestant]) -> list[Phase]:
-        found = contest(contestants, self._plan.runs, self._plan.settle_s, self._say)
-        return [self._phase(series) for series in found]
-
-    def _phase(self, series: Series) -> Phase:
-        alone = series.name.endswith("alone")
-        return Phase(
-            name=series.name,
-            nbytes=self._alone.nbytes if alone else self._nbytes,
-            seconds=tuple(series.seconds),
-            cpu_s=tuple(series.own_processor_s),
-            peak_nbytes=tuple(series.peak_nbytes),
-            retries=self._retries.get(series.name, 0),
-        )
+def _run(phases: Phases, course: Course, ranks: Ranks) -> list[Phase]:
+    nbytes_of = _nbytes_of_phases(ranks, phases)
+    phases.prepare()
+    written = course.run(list(phases.writing()), nbytes_of)
+    read = course.run(list(phases.reading()), nbytes_of)
+    phases.save_another()
+    pruned = course.once("prune", nbytes_of("prune"), phases.prune)
+    deleted = course.once("delete", nbytes_of("delete"), phases.delete)
+    return [*written, *read, pruned, deleted]
 
 
-def _verify(uri: str) -> None:
-    with holdfast.open(uri) as checkpoint:
-        found = checkpoint.verify()
-    if not found.ok:
-        raise AssertionError(f"{uri} is damaged: {found.damages}")
+def _nbytes_of_phases(ranks: Ranks, phases: Phases) -> Callable[[str], int]:
+    """What all ranks together move in a phase, by its name."""
+    told = ranks.gather([phases.nbytes, phases.alone.nbytes])
+    checkpoint_nbytes: int = sum(nbytes for nbytes, _ in told)
+    alone_nbytes: int = sum(nbytes for _, nbytes in told)
+
+    def nbytes_of(name: str) -> int:
+        if name.endswith("alone"):
+            return alone_nbytes
+        return checkpoint_nbytes
+
+    return nbytes_of
+
+
+def _state(plan: Plan, ranks: Ranks) -> State:
+    """What this rank holds: an equal share of the rows of every tensor."""
+    share = build(plan.nbytes / _GIB, seed=ranks.rank, share=ranks.world)
+    if ranks.world == 1:
+        return share
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from ..meshes import split_evenly
+
+    return split_evenly(share, init_device_mesh("cpu", (ranks.world,)))
+
+
+def _counting(place: Uri) -> Uri:
+    """With the layer that counts what is asked of the storage."""
+    return replace(place, options={**place.options, "metrics": "true"})
+
+
+def _config(plan: Plan, ranks: Ranks, phases: list[Phase]) -> Mapping[str, Any]:
+    nbytes = next(phase.nbytes for phase in phases if phase.name == "save")
+    return {
+        "nbytes": nbytes,
+        "runs": plan.runs,
+        "settle_s": plan.settle_s,
+        "ranks": ranks.world,
+        "hosts": ranks.hosts,
+        "compression": plan.compression,
+    }
 
 
 def _busy() -> float:

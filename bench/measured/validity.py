@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from .result import Phase
+from .result import DELETING, Phase
 
 __all__ = ["reasons_against"]
 
@@ -24,10 +24,6 @@ COLD = 0.9
 """Such a part of what a load reads has to come from the device."""
 
 
-UNJUDGED = ("delete",)
-"""A checkpoint is deleted once, at the end, in no time."""
-
-
 def reasons_against(
     phases: Sequence[Phase], *, busy_before: float, cold_shares: Mapping[str, float]
 ) -> dict[str, tuple[str, ...]]:
@@ -36,7 +32,7 @@ def reasons_against(
     ``busy_before``: the part of all processors that were busy before it began. ``cold_shares``: of
     phases that read, the smallest part that came from the device in a round, where that is known.
     """
-    found = {phase.name: tuple(_of_phase(phase)) for phase in phases if phase.name not in UNJUDGED}
+    found = {phase.name: tuple(_of_phase(phase)) for phase in phases if phase.name not in DELETING}
     for name, share in cold_shares.items():
         if share < COLD:
             found[name] = (*found[name], f"{1 - share:.0%} of it came from a cache")

@@ -34,6 +34,27 @@ def _add_course(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--runs", type=int, default=5, metavar="N", help="rounds (default: %(default)s)"
     )
+    group.add_argument(
+        "--warm-ups",
+        type=int,
+        default=0,
+        metavar="N",
+        help="rounds before those, which do not count (default: %(default)s)",
+    )
+    group.add_argument(
+        "--time-limit",
+        metavar="TIME",
+        help="begin no further round after so long, such as 90s or 10min",
+    )
+    group.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="measure with so many processes of this host (default: %(default)s); under torchrun "
+        "or mpirun the ranks of the job measure",
+    )
+    group.add_argument("--compression", choices=("lz4",), help="of saves (default: none)")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-from ...core.units import parse_size
-from ...errors import UsageError
+from ...core.units import parse_duration, parse_size
+from ...drivers.uri import parse
+from ...errors import HoldfastError, UsageError
 from ..commands import complain, write_text
 from ..text import printable
+
+if TYPE_CHECKING:
+    from ...bench.measured.plan import Plan
+    from ...bench.measured.result import Measurement
 
 __all__ = ["run"]
 
@@ -18,12 +26,11 @@ COMPARE = "compare"
 def run(
     targets: Sequence[str],
     *,
-    size: str,
-    runs: int,
     slower: str,
     csv: str | None,
     html: str | None,
     json_output: bool,
+    **asked: Any,
 ) -> int:
     """Measure, or compare; the exit status."""
     if targets[0] == COMPARE:
@@ -34,23 +41,72 @@ def run(
             advice="Measure one after the other, and hold the results against each other: "
             "holdfast bench compare A.json B.json.",
         )
-    return _measure(targets[0], size, runs, csv=csv, html=html, json_output=json_output)
+    found = _measured(targets[0], **asked)
+    if found is None:
+        return 0
+    return _say_what_was_found(found, csv=csv, html=html, json_output=json_output)
 
 
-def _measure(
-    uri: str, size: str, runs: int, *, csv: str | None, html: str | None, json_output: bool
-) -> int:
+def _measured(
+    uri: str,
+    *,
+    size: str,
+    runs: int,
+    warm_ups: int,
+    time_limit: str | None,
+    ranks: int,
+    compression: Literal["lz4"] | None,
+) -> Measurement | None:
+    """None on ranks other than 0."""
     from ...bench.measured.plan import Plan, check
+    from ...bench.measured.ranks import job_of
 
-    plan = Plan(uri, _size(size), runs)
-    check(plan)  # before torch is imported, which takes seconds
+    plan = Plan(uri, _size(size), runs, warm_ups, _seconds(time_limit), compression)
+    _, world = job_of()
+    if world > 1 and ranks > 1:
+        raise UsageError(
+            f"--ranks {ranks} in a job that has {world} ranks", advice="Leave --ranks out."
+        )
+    if world > 1:
+        return _measured_by_job(plan)
+    check(plan, ranks)  # before torch is imported, which takes seconds
+    if ranks > 1:
+        from ...bench.measured.launch import launched
 
-    from ...bench.measured.result import encoded
+        return launched(plan, ranks, _say)
+
     from ...bench.measured.run import measured
+
+    return measured(plan, _say)
+
+
+def _measured_by_job(plan: Plan) -> Measurement | None:
+    from ...bench.measured.plan import check
+    from ...bench.measured.ranks import joined
+    from ...bench.measured.run import measured
+
+    with joined() as ranks, _interrupted_by_sigterm():
+        place = parse(ranks.agree(str(plan.new_place())))
+        error = None
+        try:
+            if ranks.rank == 0:
+                check(plan, ranks.world)
+        except HoldfastError as caught:
+            error = caught
+        ranks.all_or_none(error)
+        found = measured(plan, _say, ranks, place)
+    if ranks.rank:
+        return None
+    return found
+
+
+def _say_what_was_found(
+    found: Measurement, *, csv: str | None, html: str | None, json_output: bool
+) -> int:
+    from ...bench.measured.result import encoded
     from .page import measurement_page
     from .tables import csv_text, print_measurement
 
-    found = measured(plan, _say)
     if csv is not None:
         write_text(csv, csv_text(found))
     if html is not None:
@@ -64,7 +120,7 @@ def _measure(
 
 def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
     from ...bench.measured.comparison import compare
-    from ...bench.measured.result import Measurement, decoded
+    from ...bench.measured.result import decoded
     from .tables import print_comparison, print_comparison_json
 
     if len(files) != 2:
@@ -100,6 +156,29 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise UsageError(f"--size {text!r} is no size: {error}", advice="Such as 4GiB.") from error
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return parse_duration(text, needs_unit=True)
+    except ValueError as error:
+        raise UsageError(f"--time-limit is no time: {error}", advice="Such as 90s.") from error
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Launchers end ranks by SIGTERM: it is a Ctrl-C, then, after which nothing is left behind."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _part(text: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...bench.measured.result import LIMITS, Measurement
+from ...bench.measured.result import DELETING, LIMITS, Measurement
 from ...core.units import size_text
 from ..page.charts import bars, curve
 from ..page.elements import Element, element, page, table
@@ -55,7 +55,7 @@ def _rates(found: Measurement) -> Iterator[Element]:
     )
     values = []
     for phase in found.phases:
-        if phase.name == "delete":
+        if phase.name in DELETING:
             continue
         share = found.share(phase.name)
         tip = f"{phase.name}: {phase.rate / 1e9:.3f} GB/s"

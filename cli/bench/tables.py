@@ -5,18 +5,21 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from ...bench.measured.comparison import Compared
-from ...bench.measured.result import LIMITS, Measurement, Phase
+from ...bench.measured.result import DELETING, LIMITS, Measurement, Phase
 from ...core.units import size_text
 from ..commands import print_json
 from ..tables import print_table
 from ..text import paint, printable
 
 __all__ = [
+    "OPERATION_TITLES",
     "PHASE_TITLES",
     "csv_text",
     "invalid_lines",
+    "operation_rows",
     "phase_rows",
     "print_comparison",
     "print_comparison_json",
@@ -29,22 +32,40 @@ PHASE_TITLES = (
     "median",
     "from",
     "to",
+    "first rank",
+    "stall",
     "rate",
     "of the limit",
     "CPU per GiB",
     "memory",
+    "requests",
     "again",
 )
+DATA_OPERATIONS = ("write", "read")
+LEAST_PART = 0.01
+"""What moved less is not worth a row."""
+OPERATION_TITLES = ("phase", "operation", "a round", "bytes a round", "p50", "p90", "p99")
 
 
 def print_measurement(found: Measurement) -> None:
     """On a terminal: what was measured on, the phases, and why they are not to be believed."""
-    print(f"{printable(found.uri)}: {size_text(found.config['nbytes'])} in each phase")
+    print(f"{printable(found.uri)}: {_what(found)} in each phase")
     print(paint(", ".join(f"{name}: {what}" for name, what in found.machine.items()), "dim"))
     print()
     print_table("phases", PHASE_TITLES, list(phase_rows(found)), ("phase",))
+    print()
+    operations = list(operation_rows(found))
+    print_table("parts and ranges", OPERATION_TITLES, operations, ("phase", "operation"))
     for line in invalid_lines(found):
         print(paint(line, "red"))
+
+
+def _what(found: Measurement) -> str:
+    size = size_text(found.config["nbytes"])
+    ranks = found.config["ranks"]
+    if ranks == 1:
+        return size
+    return f"{size} of {ranks} ranks"
 
 
 def phase_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
@@ -56,12 +77,46 @@ def phase_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
             f"{phase.median_s:.3f} s",
             f"{min(phase.seconds):.3f} s",
             f"{max(phase.seconds):.3f} s",
-            _NONE if phase.name == "delete" else f"{phase.rate / 1e9:.3f} GB/s",
+            f"{phase.first_s:.3f} s",
+            f"{median(phase.stall_s):.3f} s" if phase.stall_s else _NONE,
+            _NONE if phase.name in DELETING else f"{phase.rate / 1e9:.3f} GB/s",
             _NONE if share is None else f"{share:.0%}",
             _cpu(phase),
             size_text(max(phase.peak_nbytes)) if phase.peak_nbytes else _NONE,
+            _requests(phase),
             str(phase.retries) if phase.name in LIMITS else _NONE,
         )
+
+
+def _requests(phase: Phase) -> str:
+    """Of a round."""
+    if not phase.operations:
+        return _NONE
+    count = sum(operations.count for operations in phase.operations.values())
+    return f"{count / len(phase.seconds):.0f}"
+
+
+def operation_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
+    """A row for what moved bytes in each phase: parts that were written, ranges that were read."""
+    for phase in found.phases:
+        rounds = len(phase.seconds)
+        for name in DATA_OPERATIONS:
+            operations = phase.operations.get(name)
+            if operations is None or operations.nbytes < LEAST_PART * phase.nbytes * rounds:
+                continue
+            yield (
+                phase.name,
+                name,
+                f"{operations.count / rounds:g}",
+                size_text(round(operations.nbytes / rounds)) if operations.nbytes else _NONE,
+                _latency(operations.p50_s),
+                _latency(operations.p90_s),
+                _latency(operations.p99_s),
+            )
+
+
+def _latency(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
 
 
 def _cpu(phase: Phase) -> str:

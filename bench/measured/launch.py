@@ -1,0 +1,130 @@
+"""Starts the ranks of a measurement on this host, as a launcher does: processes of their own, which
+meet through a store that this process holds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+from ...drivers.uri import Uri
+from ...errors import RankFailedError
+from ..clearing import clear
+from .plan import Plan
+from .ranks import LEAVE_S
+from .result import Measurement, decoded
+
+__all__ = ["launched"]
+
+_POLL_S = 0.05
+_WORKER = "holdfast.bench.measured.worker"
+Say = Callable[[str], None]
+
+
+def launched(plan: Plan, ranks: int, say: Say) -> Measurement:
+    """Measure by ``ranks`` processes of this host.
+
+    However it ends, none of them is left, and nothing that they wrote. Raises RankFailedError with
+    the message of the first that failed."""
+    place = plan.new_place()
+    try:
+        with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
+            with _workers(plan, place, ranks, Path(folder)) as workers:
+                _await(workers, Path(folder), say)
+            return decoded((Path(folder) / "result").read_text("utf-8"), "what rank 0 found")
+    finally:
+        clear(place)
+
+
+@contextlib.contextmanager
+def _workers(
+    plan: Plan, place: Uri, ranks: int, folder: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """They get a signal of their own where this process is interrupted, some seconds to clean up,
+    and are then killed."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
+    }
+    order = json.dumps({"plan": asdict(plan), "place": str(place), "folder": str(folder)})
+    command = [sys.executable, "-m", _WORKER, order]
+    workers = list[subprocess.Popen[bytes]]()
+    try:
+        for rank in range(ranks):
+            with _file(folder, "said", rank) as said, _file(folder, "log", rank) as log:
+                workers.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment | {"RANK": str(rank)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=said,
+                        stderr=log,
+                        start_new_session=True,  # a Ctrl-C is passed on once, by this process
+                    )
+                )
+        yield workers
+    finally:
+        _end(workers)
+        del store
+
+
+def _file(folder: Path, name: str, rank: int) -> BinaryIO:
+    return open(folder / f"{name}-{rank}", "wb")
+
+
+def _await(workers: Sequence[subprocess.Popen[bytes]], folder: Path, say: Say) -> None:
+    """Wait for all of them, and say what rank 0 says meanwhile. Raises RankFailedError."""
+    with open(folder / "said-0", encoding="utf-8", errors="replace") as said:
+        while True:
+            ended = [worker.poll() for worker in workers]
+            for line in said:
+                say(line.rstrip("\n"))
+            failed = [rank for rank, status in enumerate(ended) if status]
+            if failed:
+                raise _failure(failed, workers, folder)
+            if None not in ended:
+                return
+            time.sleep(_POLL_S)
+
+
+def _failure(
+    failed: Sequence[int], workers: Sequence[subprocess.Popen[bytes]], folder: Path
+) -> RankFailedError:
+    """Those that only tell that another has gone come after it: they are no cause."""
+    deadline_s = time.monotonic() + LEAVE_S
+    while time.monotonic() < deadline_s and any(worker.poll() is None for worker in workers):
+        time.sleep(_POLL_S)
+    for rank in range(len(workers)):
+        with contextlib.suppress(OSError):
+            return RankFailedError((folder / f"error-{rank}").read_text("utf-8"), rank=rank)
+    rank = failed[0]
+    log = (folder / f"log-{rank}").read_text("utf-8", errors="replace")
+    return RankFailedError(f"it ended with {workers[rank].returncode}:\n{log[-2000:]}", rank=rank)
+
+
+def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    for worker in workers:
+        if worker.poll() is None:
+            worker.send_signal(signal.SIGINT)
+    deadline_s = time.monotonic() + 2 * LEAVE_S
+    for worker in workers:
+        try:
+            worker.wait(max(0.1, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()

@@ -1,0 +1,142 @@
+"""The phases of checkpoints: what each does, on each rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import holdfast
+
+from ...drivers.uri import Uri, join
+from ..clearing import clear
+from ..contest import Contestant
+from ..machine import drop_caches, read_from_device_nbytes
+from ..states import State, zero
+from .alone import Alone
+from .course import Course, Noted
+from .layouts import in_another_layout
+from .plan import Plan, local_folder
+from .ranks import Ranks
+
+__all__ = ["Phases"]
+
+RUN = "run"
+STORED = f"{RUN}/first"
+SAVED = f"{RUN}/second"
+"""Checkpoints below the place: one that is replaced and read, and one that comes and goes."""
+
+
+class Phases:
+    """Those of one rank, which holds ``nbytes`` of ``state``. ``cold_shares``: of phases that read
+    from a file system of this host, the smallest part that came from the device in any round."""
+
+    def __init__(
+        self, place: Uri, state: State, nbytes: int, plan: Plan, ranks: Ranks, course: Course
+    ) -> None:
+        self.cold_shares: dict[str, float] = {}
+        self.alone = Alone(place, nbytes, ranks.rank)
+        self._place = place
+        self._state = state
+        self.nbytes = nbytes
+        self._plan = plan
+        self._ranks = ranks
+        self._course = course
+        self._folder = local_folder(place)
+
+    def prepare(self) -> None:
+        """Save a checkpoint for the phases that replace and read it; what is imported and started
+        once is no part of any phase, then."""
+        holdfast.save(self._uri(STORED), self._state, compression=self._plan.compression)
+
+    def writing(self) -> Iterator[Contestant]:
+        """The phases that write."""
+        yield Contestant("write alone", self.alone.write)
+        yield Contestant("save", lambda: self._save("save", SAVED), after=self._clear_saved)
+        yield Contestant("async save", self._save_in_background, after=self._clear_saved)
+        yield Contestant("overwrite", lambda: self._save("overwrite", STORED))
+
+    def reading(self) -> Iterator[Contestant]:
+        """The phases that read what those have written."""
+        yield self._cold("read alone", self.alone.read)
+        yield self._cold("load", lambda: self._load("load", self._state))
+        if self._ranks.world > 1:
+            other = in_another_layout(self._state)
+            yield self._cold("reshard", lambda: self._load("reshard", other))
+        yield self._cold("verify", self._verify)
+
+    def save_another(self) -> None:
+        """Save a later step beside the checkpoint, for which that may be pruned."""
+        step = int(self._state.get("step", 0)) + 1
+        holdfast.save(self._uri(SAVED), self._state, step=step, compression=self._plan.compression)
+
+    def prune(self) -> None:
+        """Delete all steps but the last."""
+        found = holdfast.prune(self._uri(RUN), keep_last=1, idle_s=0)
+        if len(found.checkpoints) != 1:
+            raise AssertionError(f"{len(found.checkpoints)} checkpoints were pruned, not one")
+
+    def delete(self) -> None:
+        """Delete a checkpoint."""
+        clear(join(self._place, SAVED))
+
+    def _uri(self, name: str) -> str:
+        return str(join(self._place, name))
+
+    def _save(self, phase: str, name: str) -> None:
+        report = holdfast.save(self._uri(name), self._state, compression=self._plan.compression)
+        _count(self._course.note(phase), report)
+
+    def _save_in_background(self) -> None:
+        noted = self._course.note("async save")
+        began_s = time.perf_counter()
+        handle = holdfast.async_save(
+            self._uri(SAVED), self._state, compression=self._plan.compression
+        )
+        noted.stall_s.append(time.perf_counter() - began_s)
+        handle.wait()
+        assert handle.report is not None
+        _count(noted, handle.report)
+
+    def _clear_saved(self) -> None:
+        self._ranks.meet()  # no rank may be at it still
+        if self._ranks.rank == 0:
+            clear(join(self._place, SAVED))
+
+    def _load(self, phase: str, into: State) -> None:
+        noted = self._course.note(phase)
+        holdfast.load(self._uri(STORED), into=into, on_report=lambda report: _count(noted, report))
+
+    def _verify(self) -> None:
+        if self._ranks.rank:
+            return  # one process verifies all of it
+        with holdfast.open(self._uri(STORED)) as checkpoint:
+            found = checkpoint.verify()
+        if not found.ok:
+            raise AssertionError(f"{self._uri(STORED)} is damaged: {found.damages}")
+
+    def _cold(self, name: str, run: Callable[[], None]) -> Contestant:
+        """Reads from the device, where this host can see to that; how far it did is noted."""
+        folder = self._folder
+        if folder is None:
+            return Contestant(name, run)
+        before_nbytes = 0
+
+        def before() -> None:
+            nonlocal before_nbytes
+            if name in ("load", "reshard"):
+                zero(self._state)
+            drop_caches(Path(folder))
+            before_nbytes = read_from_device_nbytes()
+
+        def after() -> None:
+            read_nbytes = read_from_device_nbytes() - before_nbytes
+            told = self._ranks.gather([read_nbytes, self.nbytes])
+            share = sum(read for read, _ in told) / sum(nbytes for _, nbytes in told)
+            self.cold_shares[name] = min(share, self.cold_shares.get(name, share))
+
+        return Contestant(name, run, before, after)
+
+
+def _count(noted: Noted, report: holdfast.SaveReport | holdfast.LoadReport) -> None:
+    noted.retries += sum(stage.retries + stage.hedges for stage in report.stages.values())

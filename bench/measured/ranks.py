@@ -1,0 +1,173 @@
+"""The processes that measure together: this one alone, or the ranks of a job.
+
+They meet before each run, so that all of them load the storage at the same time, and tell each
+other what they found, as JSON, through the store of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...errors import CoordinationError, RankFailedError, UsageError
+
+__all__ = ["Ranks", "job_of", "joined"]
+
+JOIN_S = 60.0
+"""So long may the other ranks take to come."""
+MEET_S = 1800.0
+"""So long may a rank wait for one that is slower in a run."""
+LEAVE_S = 10.0
+"""So long are ranks waited for that should stop writing before all is deleted."""
+_KEYS = "holdfast/bench"
+
+# Open MPI and what follows MPICH say so who a process is; torchrun and most launchers as torch
+# wants it.
+_VARIABLES = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+class Ranks:
+    """This process alone."""
+
+    rank = 0
+    world = 1
+    hosts = 1
+
+    def meet(self) -> None:
+        """Wait until all ranks are here. Raises CoordinationError where one has gone."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gave, by rank, on all of them. A value is what JSON can say. Raises as
+        :meth:`meet`."""
+        return [value]
+
+    def agree(self, value: Any) -> Any:
+        """What rank 0 gave, on all ranks."""
+        return self.gather(value)[0]
+
+    def all_or_none(self, error: Exception | None) -> None:
+        """Raise ``error`` where there is one; on the other ranks a RankFailedError with its
+        message."""
+        if error is not None:
+            raise error
+
+    def leave(self) -> None:
+        """Called when a rank has stopped writing, for whatever reason. Rank 0 waits until all have,
+        or for some seconds."""
+
+
+class _Job(Ranks):
+    """One rank of several."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        import torch.distributed as dist
+
+        self.rank = rank
+        self.world = world
+        self._dist = dist
+        self._store = dist.PrefixStore(_KEYS, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+        self._store.set_timeout(datetime.timedelta(seconds=MEET_S))
+        self._calls = 0
+        self.hosts = len(set(self.gather(socket.gethostname())))
+
+    def meet(self) -> None:
+        try:
+            self._dist.barrier()
+        except RuntimeError as error:
+            raise self._gone() from error
+
+    def _gone(self) -> CoordinationError:
+        return CoordinationError("a rank has gone while others waited for it", rank=self.rank)
+
+    def gather(self, value: Any) -> list[Any]:
+        self._calls += 1
+        keys = [f"{self._calls}/{rank}" for rank in range(self.world)]
+        try:
+            self._store.set(keys[self.rank], json.dumps(value))
+            return [json.loads(self._store.get(key)) for key in keys]
+        except RuntimeError as error:
+            raise self._gone() from error
+
+    def all_or_none(self, error: Exception | None) -> None:
+        said = self.gather(None if error is None else str(error))
+        if error is not None:
+            raise error
+        for rank, message in enumerate(said):
+            if message is not None:
+                raise RankFailedError(message, rank=rank)
+
+    def leave(self) -> None:
+        # The store may have gone with the rank that held it: then there is nobody to tell.
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"left/{self.rank}", "")
+            if self.rank == 0:
+                names = [f"left/{rank}" for rank in range(self.world)]
+                self._store.wait(names, datetime.timedelta(seconds=LEAVE_S))
+
+
+def job_of(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """The rank that this process has in a job, and how many ranks there are; (0, 1) outside of
+    one. Raises UsageError where the variables make no sense, or do not say where rank 0 is."""
+    for rank_name, world_name in _VARIABLES:
+        if rank_name in environment and world_name in environment:
+            rank = _number(environment, rank_name)
+            world = _number(environment, world_name)
+            if not 0 <= rank < world:
+                raise UsageError(f"{rank_name}={rank} and {world_name}={world} make no sense")
+            if world > 1:
+                _check_address(environment)
+            return rank, world
+    return 0, 1
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except ValueError as error:
+        raise UsageError(f"{name}={environment[name]!r} is no number") from error
+
+
+def _check_address(environment: Mapping[str, str]) -> None:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if missing:
+        raise UsageError(
+            f"this process is one of several, and {' and '.join(missing)} do not say where rank 0 "
+            "is",
+            advice="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29400 holdfast bench …, or torchrun. "
+            "On one host: holdfast bench --ranks N.",
+        )
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Ranks]:
+    """The ranks that measure together, as the environment says. Raises UsageError as
+    :func:`job_of`, and CoordinationError where the others do not come."""
+    rank, world = job_of()
+    if world == 1:
+        yield Ranks()
+        return
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    try:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=JOIN_S))
+    except (RuntimeError, ValueError) as error:
+        raise CoordinationError(
+            f"the other {world - 1} ranks did not come within {JOIN_S:.0f} s",
+            rank=rank,
+            advice="To measure with this process alone, unset RANK and WORLD_SIZE.",
+        ) from error
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=MEET_S))
+    try:
+        yield _Job(rank, world)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,48 @@
+"""One rank of a measurement that :mod:`.launch` has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from ...drivers.uri import parse
+from ...errors import CoordinationError, HoldfastError
+from .plan import Plan
+from .ranks import joined
+from .result import encoded
+from .run import measured
+
+__all__: list[str] = []
+
+
+def main() -> int:
+    """Measure as the one argument says. What is found, or the error of this rank, is left in a
+    file."""
+    # Whoever starts a command in the background of a shell has it ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    order = json.loads(sys.argv[1])
+    folder = Path(order["folder"])
+    try:
+        with joined() as ranks:
+            found = measured(Plan(**order["plan"]), _say, ranks, parse(order["place"]))
+    except HoldfastError as error:
+        # One that only tells that another rank has gone explains nothing.
+        if type(error) is not CoordinationError:
+            (folder / f"error-{os.environ['RANK']}").write_text(str(error), "utf-8")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if ranks.rank == 0:
+        (folder / "result").write_text(encoded(found), "utf-8")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
