@@ -9,7 +9,7 @@ from ...core.units import size_text
 from ..page.charts import bars, curve
 from ..page.elements import Element, element, page, table
 from ..text import time_text
-from .tables import PHASE_TITLES, invalid_lines, phase_rows
+from .tables import COST_TITLES, PHASE_TITLES, cost_rows, invalid_lines, phase_rows
 
 __all__ = ["measurement_page"]
 
@@ -25,6 +25,8 @@ def measurement_page(found: Measurement) -> str:
         *_rates(found),
         element("h2", "Phases"),
         table(PHASE_TITLES, list(phase_rows(found)), ("phase",)),
+        element("h2", "What they took"),
+        table(COST_TITLES, list(cost_rows(found)), ("phase",)),
         *_rounds(found),
     )
 

@@ -15,11 +15,11 @@ from ..tables import print_table
 from ..text import paint, printable
 
 __all__ = [
-    "OPERATION_TITLES",
+    "COST_TITLES",
     "PHASE_TITLES",
+    "cost_rows",
     "csv_text",
     "invalid_lines",
-    "operation_rows",
     "phase_rows",
     "print_comparison",
     "print_comparison_json",
@@ -27,24 +27,9 @@ __all__ = [
 ]
 
 _NONE = "-"
-PHASE_TITLES = (
-    "phase",
-    "median",
-    "from",
-    "to",
-    "first rank",
-    "stall",
-    "rate",
-    "of the limit",
-    "CPU per GiB",
-    "memory",
-    "requests",
-    "again",
-)
+PHASE_TITLES = ("phase", "median", "from", "to", "first rank", "rate", "of the limit")
+COST_TITLES = ("phase", "stall", "CPU/GiB", "memory", "requests", "again", "p50", "p90", "p99")
 DATA_OPERATIONS = ("write", "read")
-LEAST_PART = 0.01
-"""What moved less is not worth a row."""
-OPERATION_TITLES = ("phase", "operation", "a round", "bytes a round", "p50", "p90", "p99")
 
 
 def print_measurement(found: Measurement) -> None:
@@ -53,9 +38,7 @@ def print_measurement(found: Measurement) -> None:
     print(paint(", ".join(f"{name}: {what}" for name, what in found.machine.items()), "dim"))
     print()
     print_table("phases", PHASE_TITLES, list(phase_rows(found)), ("phase",))
-    print()
-    operations = list(operation_rows(found))
-    print_table("parts and ranges", OPERATION_TITLES, operations, ("phase", "operation"))
+    print_table("what they took", COST_TITLES, list(cost_rows(found)), ("phase",))
     for line in invalid_lines(found):
         print(paint(line, "red"))
 
@@ -69,7 +52,7 @@ def _what(found: Measurement) -> str:
 
 
 def phase_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
-    """A row for each phase."""
+    """A row for each phase: how long it took, and how fast that is."""
     for phase in found.phases:
         share = found.share(phase.name)
         yield (
@@ -78,13 +61,23 @@ def phase_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
             f"{min(phase.seconds):.3f} s",
             f"{max(phase.seconds):.3f} s",
             f"{phase.first_s:.3f} s",
-            f"{median(phase.stall_s):.3f} s" if phase.stall_s else _NONE,
             _NONE if phase.name in DELETING else f"{phase.rate / 1e9:.3f} GB/s",
             _NONE if share is None else f"{share:.0%}",
+        )
+
+
+def cost_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
+    """A row for each phase: what it took of the machine and of the storage. The quantiles are those
+    of parts that were written, or of ranges that were read."""
+    for phase in found.phases:
+        yield (
+            phase.name,
+            f"{median(phase.stall_s):.3f} s" if phase.stall_s else _NONE,
             _cpu(phase),
             size_text(max(phase.peak_nbytes)) if phase.peak_nbytes else _NONE,
             _requests(phase),
             str(phase.retries) if phase.name in LIMITS else _NONE,
+            *_latencies(phase),
         )
 
 
@@ -96,27 +89,16 @@ def _requests(phase: Phase) -> str:
     return f"{count / len(phase.seconds):.0f}"
 
 
-def operation_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
-    """A row for what moved bytes in each phase: parts that were written, ranges that were read."""
-    for phase in found.phases:
-        rounds = len(phase.seconds)
-        for name in DATA_OPERATIONS:
-            operations = phase.operations.get(name)
-            if operations is None or operations.nbytes < LEAST_PART * phase.nbytes * rounds:
-                continue
-            yield (
-                phase.name,
-                name,
-                f"{operations.count / rounds:g}",
-                size_text(round(operations.nbytes / rounds)) if operations.nbytes else _NONE,
-                _latency(operations.p50_s),
-                _latency(operations.p90_s),
-                _latency(operations.p99_s),
-            )
+def _latencies(phase: Phase) -> tuple[str, str, str]:
+    moved = [phase.operations[name] for name in DATA_OPERATIONS if name in phase.operations]
+    if not moved:
+        return (_NONE, _NONE, _NONE)
+    most = max(moved, key=lambda operations: operations.nbytes)
+    return (_latency(most.p50_s), _latency(most.p90_s), _latency(most.p99_s))
 
 
 def _latency(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e3:.3g} ms"
 
 
 def _cpu(phase: Phase) -> str:

@@ -17,7 +17,9 @@ import pytest
 
 from holdfast.bench.measured.comparison import compare
 from holdfast.bench.measured.plan import Plan, check
+from holdfast.bench.measured.ranks import job_of
 from holdfast.bench.measured.result import Measurement, Phase, decoded, encoded
+from holdfast.bench.measured.run import measured
 from holdfast.bench.measured.validity import reasons_against
 from holdfast.cli import app
 from holdfast.cli.bench.page import measurement_page
@@ -25,13 +27,14 @@ from holdfast.cli.bench.tables import csv_text
 from holdfast.errors import HoldfastError, UsageError
 
 GB = 10**9
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 LIMIT = Phase("write alone", GB, (1.0, 2.0, 1.0, 1.0, 1.0))
 SAVE = Phase("save", GB, (2.0, 4.0, 2.0, 2.0, 2.0), (1.0,) * 5, (1 << 20,) * 5, retries=2)
 
 
 def measurement(*phases: Phase) -> Measurement:
     """A result of these phases."""
-    config = {"nbytes": GB, "runs": 5, "settle_s": 1.0}
+    config = {"nbytes": GB, "runs": 5, "settle_s": 1.0, "ranks": 1}
     return Measurement("file:///x", 1.9e9, config, {"cpu": "2 × x"}, phases or (LIMIT, SAVE))
 
 
@@ -154,6 +157,9 @@ def test_compare_ends_with_its_verdict(
         (["x", "--size", "1KiB"], "too few"),
         (["x", "--runs", "0"], "measure nothing"),
         (["x", "--size", "900TiB"], "host memory"),
+        (["x", "--ranks", "0"], "0 ranks"),
+        (["x", "--warm-ups", "-1"], "to warm up"),
+        (["x", "--time-limit", "90"], "no time"),
         (["compare", "a", "b", "--slower", "120%"], "no part"),
     ],
 )
@@ -198,12 +204,19 @@ def test_a_storage_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [phase.name for phase in found.phases] == [
         "write alone",
         "save",
+        "async save",
         "overwrite",
         "read alone",
         "load",
         "verify",
+        "prune",
         "delete",
     ]
+    save, load = found.by_name["save"], found.by_name["load"]
+    assert save.operations["write"].nbytes >= save.nbytes
+    assert 0 < save.operations["write"].p50_s <= save.operations["write"].p99_s
+    assert load.read_amplification == pytest.approx(1, rel=0.05)
+    assert 0 < found.by_name["async save"].stall_s[0] < found.by_name["async save"].seconds[0]
     assert all(found.invalid[name] for name in ("save", "load"))
     assert (tmp_path / "s").exists()
     assert list((tmp_path / "s").iterdir()) == []
@@ -242,3 +255,51 @@ def test_lines_and_page_of_a_result() -> None:
     assert "INVALID: save: it drifts" in page
     assert "INVALID: all of it: busy" in page
     assert "<script" not in page
+
+
+def test_ranks_of_a_phase_are_one_job() -> None:
+    """It has ended when the last rank has; the first one is named beside it."""
+    ranks_s = ((1.0, 3.0), (2.0, 2.5))
+    phase = Phase("save", GB, (3.0, 2.5), ranks_s=ranks_s)
+    assert phase.first_s == 1.5
+    assert phase.rate == 2 * GB / 5.5
+    assert Phase("verify", GB, (3.0,), ranks_s=((3.0, 0.0),)).first_s == 3.0
+
+
+@pytest.mark.parametrize(
+    ("variables", "job"),
+    [
+        ({}, (0, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4", **ADDRESS}, (3, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", **ADDRESS}, (1, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", **ADDRESS}, (1, 2)),
+    ],
+)
+def test_launchers_say_who_a_process_is(variables: Mapping[str, str], job: tuple[int, int]) -> None:
+    """torchrun, Open MPI and what follows MPICH, each by variables of its own."""
+    assert job_of(variables) == job
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT do not say"),
+        ({"RANK": "2", "WORLD_SIZE": "2", **ADDRESS}, "make no sense"),
+        ({"PMI_RANK": "x", "PMI_SIZE": "2", **ADDRESS}, "no number"),
+    ],
+)
+def test_a_job_that_cannot_meet_is_refused(variables: Mapping[str, str], said: str) -> None:
+    """Before any rank waits for another."""
+    with pytest.raises(UsageError, match=said):
+        job_of(variables)
+
+
+def test_rounds_that_warm_up_do_not_count_and_time_has_a_limit(tmp_path: Path) -> None:
+    """A round that has begun is finished; no other one is begun."""
+    said: list[str] = []
+    plan = Plan(f"file://{tmp_path}", 1 << 20, runs=50, warm_ups=1, limit_s=1e-6)
+    found = measured(plan, said.append)
+    assert all(len(phase.seconds) == 1 for phase in found.phases)
+    assert sum(line.startswith("round 1: save") for line in said) == 2
+    assert sum(line.startswith("round 2") for line in said) == 0

@@ -1,0 +1,85 @@
+"""``holdfast bench`` with several ranks of this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from support.bench_job import bench_by_torchrun
+
+SIZE = ["--size", "4MiB", "--runs", "1"]
+# A shell's background jobs, and what they start, ignore the signal unless they are told.
+HOLDFAST = [
+    sys.executable,
+    "-c",
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from holdfast.cli import main; main()",
+]
+
+
+def by_name(document: dict[str, Any]) -> dict[str, Any]:
+    """The phases of a result."""
+    return {phase["name"]: phase for phase in document["phases"]}
+
+
+def test_four_ranks_under_torchrun(tmp_path: Path) -> None:
+    """Each has a time in every round, they reshard, and nothing is left."""
+    document = bench_by_torchrun(tmp_path.as_uri(), 4)
+    phases = by_name(document)
+    assert document["config"]["ranks"] == 4
+    assert all(len(phases[name]["ranks_s"][0]) == 4 for name in ("save", "load", "reshard"))
+    assert phases["save"]["first_s"] <= phases["save"]["seconds"][0]
+    assert phases["reshard"]["operations"]["read"]["nbytes"] >= phases["reshard"]["nbytes"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_of_this_host_need_no_launcher(tmp_path: Path) -> None:
+    """``--ranks`` starts them; all save different parts of one state."""
+    command = [*HOLDFAST, "bench", tmp_path, *SIZE, "--ranks", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1, done.stderr
+    document = json.loads(done.stdout)
+    save = by_name(document)["save"]
+    assert document["config"]["ranks"] == 2
+    assert save["operations"]["write"]["nbytes"] >= save["nbytes"]
+    assert save["nbytes"] == document["config"]["nbytes"]
+    assert "round 1: save: " in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_fails_ends_all_of_them(tmp_path: Path) -> None:
+    """With its own message, not with that of the ranks that waited for it; nothing is left."""
+    environment = os.environ | {"HOLDFAST_FILE_MAX_CONCURRENCY": "none"}
+    command = [*HOLDFAST, "bench", tmp_path, *SIZE, "--ranks", "2"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 2
+    assert "MAX_CONCURRENCY" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_ranks_leave_nothing(tmp_path: Path) -> None:
+    """Neither files nor processes, after a Ctrl-C in the middle of a round."""
+    command = [*HOLDFAST, "bench", tmp_path, "--size", "16MiB", "--runs", "1000", "--ranks", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "round 1" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+    assert str(tmp_path) not in _commands()
+
+
+def _commands() -> str:
+    """The command lines of all processes of this host."""
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    return b"\n".join(lines).decode(errors="replace")
