@@ -337,6 +337,11 @@ def _add_report(commands: Parsers) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", help="write a trace as well, which ui.perfetto.dev opens"
     )
+    parser.add_argument(
+        "--bench",
+        metavar="FILE",
+        help="hold rates against a result of `holdfast bench --json` for the same storage",
+    )
     _with_json(parser)
 
 

@@ -120,7 +120,7 @@ def _say_what_was_found(
 
 def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
     from ...bench.measured.comparison import compare
-    from ...bench.measured.result import decoded
+    from .results import read_measurement
     from .tables import print_comparison, print_comparison_json
 
     if len(files) != 2:
@@ -129,15 +129,7 @@ def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
             advice=f"holdfast bench {COMPARE} A.json B.json",
         )
     part = _part(slower)
-
-    def read(path: str) -> Measurement:
-        try:
-            with open(path, encoding="utf-8") as file:
-                return decoded(file.read(), path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} cannot be read: {error}") from error
-
-    a, b = map(read, files)
+    a, b = map(read_measurement, files)
     found = compare(a, b)
     for path, measurement in zip(files, (a, b), strict=True):
         if measurement.invalid:

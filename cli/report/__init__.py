@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ...drivers.uri import parse
+from ...errors import UsageError
 from ...storage.operations.report_saves import RecordedSave, recorded_saves
 from ..commands import complain, print_json, write_text
+
+if TYPE_CHECKING:
+    from .against import Against
 
 __all__ = ["run"]
 
 
-def run(uri: str, *, json_output: bool, trace: str | None, html: str | None) -> int:
+def run(
+    uri: str, *, json_output: bool, trace: str | None, html: str | None, bench: str | None
+) -> int:
     """Print it; 0 if anything was recorded, 1 if not. ``trace``: a file for Perfetto. ``html``: a
-    file for a browser."""
+    file for a browser. ``bench``: a file with a result of ``holdfast bench``, to hold rates
+    against."""
+    against = None if bench is None else _against(bench)
     saves = recorded_saves(uri)
     redacted = parse(uri).redacted
     known = any(save.telemetry is not None for save in saves)
@@ -23,8 +32,8 @@ def run(uri: str, *, json_output: bool, trace: str | None, html: str | None) -> 
     if known and html is not None:
         from .html import report_page
 
-        write_text(html, report_page(redacted, saves))
-    _print(redacted, saves, json_output=json_output)
+        write_text(html, report_page(redacted, saves, against))
+    _print(redacted, saves, against, json_output=json_output)
     if not saves:
         complain(f"no checkpoint at or below {redacted}")
     elif not known:
@@ -32,16 +41,28 @@ def run(uri: str, *, json_output: bool, trace: str | None, html: str | None) -> 
     return int(not known)
 
 
-def _print(redacted: str, saves: Sequence[RecordedSave], *, json_output: bool) -> None:
+def _against(path: str) -> Against:
+    from ..bench.results import read_measurement
+    from .against import Against
+
+    measured = read_measurement(path)
+    if "save" not in measured.by_name:
+        raise UsageError(f"{path} has no saves to hold rates against")
+    return Against(measured)
+
+
+def _print(
+    redacted: str, saves: Sequence[RecordedSave], against: Against | None, *, json_output: bool
+) -> None:
     from .document import document
     from .printed import print_history, print_save
 
     if json_output:
-        print_json(document(redacted, saves))
+        print_json(document(redacted, saves, against))
     elif len(saves) > 1:
-        print_history(saves)
+        print_history(saves, against)
     elif saves and saves[0].telemetry is not None:
-        print_save(saves[0].telemetry)
+        print_save(saves[0].telemetry, against)
 
 
 def _write_trace(path: str, saves: Sequence[RecordedSave]) -> None:

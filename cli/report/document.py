@@ -8,23 +8,27 @@ from typing import Any
 
 from ...storage.operations.findings import stragglers
 from ...storage.operations.report_saves import RecordedSave
+from .against import Against
 from .words import words
 
 __all__ = ["document"]
 
 
-def document(redacted: str, saves: Sequence[RecordedSave]) -> dict[str, Any]:
+def document(
+    redacted: str, saves: Sequence[RecordedSave], against: Against | None = None
+) -> dict[str, Any]:
     """What ``--json`` prints."""
-    return {"uri": redacted, "saves": [_entry(save) for save in saves]}
+    return {"uri": redacted, "saves": [_entry(save, against) for save in saves]}
 
 
-def _entry(save: RecordedSave) -> dict[str, Any]:
+def _entry(save: RecordedSave, against: Against | None) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "path": save.checkpoint.path,
         "step": save.checkpoint.step,
         "problem": save.problem,
         "telemetry": None,
         "stragglers": [],
+        "bench": None,
     }
     telemetry = save.telemetry
     if telemetry is None:
@@ -46,4 +50,9 @@ def _entry(save: RecordedSave) -> dict[str, Any]:
         {**asdict(slow), "excess_s": slow.excess_s, "factor": slow.factor, "text": words(slow)}
         for slow in stragglers(telemetry)
     ]
+    if against is not None:
+        entry["bench"] = {
+            "share": against.share(telemetry),
+            "share_of_limit": against.share_of_limit(telemetry),
+        }
     return {**entry, "telemetry": fields, "stragglers": slow_ranks}

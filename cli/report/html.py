@@ -13,6 +13,7 @@ from ...storage.operations.findings import Straggler, retries_of, stragglers
 from ...storage.operations.report_saves import RecordedSave
 from ..page.charts import curve, legend
 from ..page.elements import Element, element, page, table
+from .against import Against, all_facts
 from .pictures import COLOURS, bytes_by_rank, heat, ranks_over_time, write_latencies
 from .rows import Table, history_table, operations_table, ranks_table, stages_table
 from .words import facts, nbytes_of, recurring, words
@@ -28,13 +29,16 @@ _OF_BARS = (
 _OF_LATENCIES = "Writes of all ranks, by the upper end of the time they took."
 
 
-def report_page(redacted: str, saves: Sequence[RecordedSave]) -> str:
-    """The page of one save, or of a run of them. At least one has telemetry."""
+def report_page(
+    redacted: str, saves: Sequence[RecordedSave], against: Against | None = None
+) -> str:
+    """The page of one save, or of a run of them. At least one has telemetry. ``against``: what
+    their rates are held against."""
     known = [save.telemetry for save in saves if save.telemetry is not None]
     if len(saves) == 1:
-        content = list(_of_save(known[0]))
+        content = list(_of_save(known[0], against))
     else:
-        content = [*_of_run(saves), *_one_by_one(known)]
+        content = [*_of_run(saves, against), *_one_by_one(known, against)]
     return page(
         f"Saves of {redacted}",
         element("h1", redacted),
@@ -43,14 +47,14 @@ def report_page(redacted: str, saves: Sequence[RecordedSave]) -> str:
     )
 
 
-def _of_run(saves: Sequence[RecordedSave]) -> Iterator[Element]:
+def _of_run(saves: Sequence[RecordedSave], against: Against | None) -> Iterator[Element]:
     found = [stragglers(save.telemetry) if save.telemetry else [] for save in saves]
     known = [save.telemetry for save in saves if save.telemetry is not None]
     yield _said(recurring(found, len(known)), nobody="No rank stands out in any save.")
     if len(known) > 1:
         yield element("h2", "Over time")
         yield element("div", *_curves(known), class_="charts")
-    yield from _table(history_table(saves, found))
+    yield from _table(history_table(saves, found, against))
 
 
 def _curves(known: Sequence[SaveTelemetry]) -> Iterator[Element]:
@@ -82,7 +86,7 @@ def _curves(known: Sequence[SaveTelemetry]) -> Iterator[Element]:
         yield element("figure", caption, curve(sorted(points), unit))
 
 
-def _one_by_one(known: Sequence[SaveTelemetry]) -> Iterator[Element]:
+def _one_by_one(known: Sequence[SaveTelemetry], against: Against | None) -> Iterator[Element]:
     newest = sorted(known, key=lambda save: -save.created_s)[:_DETAILED]
     title = "Save by save"
     if len(newest) < len(known):
@@ -91,19 +95,19 @@ def _one_by_one(known: Sequence[SaveTelemetry]) -> Iterator[Element]:
     for number, save in enumerate(newest):
         said = facts(save)
         summary = element("summary", f"step {said['step']}, {said['saved']}: {said['took']}")
-        details = element("details", summary, *_of_save(save))
+        details = element("details", summary, *_of_save(save, against))
         if number == 0:
             details.set("open", "open")
         yield details
 
 
-def _of_save(save: SaveTelemetry) -> Iterator[Element]:
+def _of_save(save: SaveTelemetry, against: Against | None) -> Iterator[Element]:
     found = stragglers(save)
     yield element(
         "dl",
         *[
             element("div", element("dt", name), element("dd", fact))
-            for name, fact in facts(save).items()
+            for name, fact in all_facts(save, against).items()
         ],
     )
     if len(save.ranks) > 1:

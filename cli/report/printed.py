@@ -9,15 +9,17 @@ from ...storage.operations.findings import stragglers
 from ...storage.operations.report_saves import RecordedSave
 from ..tables import print_table
 from ..text import paint, printable
+from .against import Against, all_facts
 from .rows import Table, history_table, operations_table, ranks_table, stages_table
-from .words import facts, recurring, words
+from .words import recurring, words
 
 __all__ = ["print_history", "print_save"]
 
 
-def print_save(save: SaveTelemetry) -> None:
+def print_save(save: SaveTelemetry, against: Against | None) -> None:
     """One save: its stragglers, then stages, ranks and operations."""
-    lines = [f"{paint(f'{name:<9}', 'dim')}{fact}" for name, fact in facts(save).items()]
+    said = all_facts(save, against)
+    lines = [f"{paint(f'{name:<9}', 'dim')}{fact}" for name, fact in said.items()]
     print("\n".join(lines) + "\n")
     _print_stragglers(save)
     for table in (stages_table(save), ranks_table(save), operations_table(save)):
@@ -38,10 +40,10 @@ def _print(table: Table) -> None:
     print_table(table.title, table.titles, table.rows, table.left)
 
 
-def print_history(saves: Sequence[RecordedSave]) -> None:
+def print_history(saves: Sequence[RecordedSave], against: Against | None) -> None:
     """A line for each save, and who stood out more than once."""
     found = [stragglers(save.telemetry) if save.telemetry else [] for save in saves]
-    _print(history_table(saves, found))
+    _print(history_table(saves, found, against))
     recorded = sum(save.telemetry is not None for save in saves)
     for line in recurring(found, recorded):
         print(paint(line, "red"))

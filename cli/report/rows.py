@@ -14,6 +14,7 @@ from ...storage.format.save_telemetry import RankTelemetry, SaveTelemetry
 from ...storage.operations.findings import Straggler, retries_of, typical
 from ...storage.operations.report_saves import RecordedSave
 from ..text import time_text
+from .against import Against
 from .words import NONE, nbytes_of, rate_text
 
 __all__ = [
@@ -141,11 +142,26 @@ def _operation_rows(save: SaveTelemetry) -> Iterator[tuple[str, ...]]:
         )
 
 
-def history_table(saves: Sequence[RecordedSave], found: Sequence[Sequence[Straggler]]) -> Table:
-    """A row for each save of a run. ``found``: the stragglers of each."""
-    titles = ("step", "saved", "ranks", "took", "bytes", "rate", "stalled", "again", "slowest")
+def history_table(
+    saves: Sequence[RecordedSave],
+    found: Sequence[Sequence[Straggler]],
+    against: Against | None = None,
+) -> Table:
+    """A row for each save of a run. ``found``: the stragglers of each. ``against``: what their
+    rates are held against."""
+    titles: tuple[str, ...] = (
+        "step", "saved", "ranks", "took", "bytes", "rate", "stalled", "again", "slowest",
+    )  # fmt: skip
     rows = [_history_row(save, slow) for save, slow in zip(saves, found, strict=True)]
+    if against is not None:
+        titles = ("of bench", *titles)
+        rows = [(_share(save, against), *row) for save, row in zip(saves, rows, strict=True)]
     return Table("saves", titles, rows, ("saved", "slowest"))
+
+
+def _share(save: RecordedSave, against: Against) -> str:
+    share = None if save.telemetry is None else against.share(save.telemetry)
+    return NONE if share is None else f"{share:.0%}"
 
 
 def _history_row(save: RecordedSave, found: Sequence[Straggler]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.bench.measured.result import Measurement, Phase, encoded
 from holdfast.cli import app
 from holdfast.storage.format.save_telemetry import (
     SaveTelemetry,
@@ -128,3 +129,38 @@ def test_a_trace_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert {"process_name", "write", "manifest"} <= names
     assert app.run(["report", str(tmp_path / "c"), "--trace", str(tmp_path / "no/t")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_rates_are_held_against_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a part of the rate of saves in ``holdfast bench``, and of its limit; what makes the two
+    hard to compare is said."""
+    uri = tmp_path / "run"
+    for step in (1, 2):
+        holdfast.save(uri / str(step), STATE, step=step)
+        with_slow_rank(uri / str(step))
+    phases = (
+        Phase("write alone", 1200, (1.0, 1.0)),
+        Phase("save", 1200, (2.0, 2.0)),
+    )
+    result = tmp_path / "bench.json"
+    found = Measurement("x", 1.0, {"nbytes": 1, "ranks": 1}, {}, phases, {"save": ("short",)})
+    result.write_text(encoded(found))
+    first = str(uri / "1")
+    (save,) = document(capsys, first, "--bench", str(result))["saves"]
+    rate = save["telemetry"]["nbytes"] / 6.0
+    assert save["bench"] == {
+        "share": pytest.approx(rate / 600),
+        "share_of_limit": pytest.approx(rate / 1200),
+    }
+    (save,) = document(capsys, first)["saves"]
+    assert save["bench"] is None
+    assert app.run(["report", first, "--bench", str(result)]) == 0
+    out = capsys.readouterr().out
+    assert f"{rate / 600:.0%} of the 0.00 GB/s of save" in out
+    assert "measured with 1 rank; the measurement is marked as INVALID" in out
+    assert app.run(["report", str(uri), "--bench", str(result)]) == 0
+    assert "of bench" in capsys.readouterr().out
+    assert app.run(["report", first, "--bench", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
