@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 from ..core.units import size_text
+from .text import printable
 
-__all__ = ["progress_bar"]
+__all__ = ["last_line", "progress_bar"]
 
 LINE_EVERY_S = 10.0
 
@@ -48,6 +49,20 @@ def progress_bar(
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def last_line() -> Iterator[Callable[[str], None]]:
+    """Yields a function that is told what is going on, line by line. On a terminal each line takes
+    the place of the one before, elsewhere all of them are printed."""
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        yield lambda line: print(printable(line), file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    with Console(stderr=True).status("") as status:
+        yield lambda line: status.update(escape(printable(line)))
 
 
 def _lines(title: str, every_s: float) -> Callable[[int, int], None]:

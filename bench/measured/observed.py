@@ -16,14 +16,17 @@ Counts = dict[str, tuple[int, int, list[int]]]
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of one kind, of all ranks and rounds: such as parts that were written. The
-    quantiles are at most twice too large: the histogram's buckets are powers of two."""
+    """Operations of one kind, of all ranks and rounds: such as parts that were written.
+    ``histogram[i]`` counts those that took up to ``2**i`` microseconds (of 2⁻²⁰ s each)."""
 
     count: int
     nbytes: int
-    p50_s: float
-    p90_s: float
-    p99_s: float
+    histogram: tuple[int, ...]
+
+    def quantile_s(self, part: float) -> float:
+        """So long took ``part`` (0 to 1) of them, or less: the end of its bucket, so at most twice
+        too much."""
+        return quantile_s(self.histogram, part)
 
 
 def count_now() -> Counts:
@@ -62,6 +65,6 @@ def operations_of(counts: Iterable[Counts]) -> Mapping[str, Operations]:
         for name, (count, nbytes, histogram) in each.items():
             together[name] = _sum(together.get(name), (count, nbytes, list(histogram)))
     return {
-        name: Operations(count, nbytes, quantile_s(h, 0.5), quantile_s(h, 0.9), quantile_s(h, 0.99))
-        for name, (count, nbytes, h) in sorted(together.items())
+        name: Operations(count, nbytes, tuple(histogram))
+        for name, (count, nbytes, histogram) in sorted(together.items())
     }

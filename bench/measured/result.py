@@ -15,7 +15,7 @@ from typing import Any
 from ...errors import UsageError
 from .observed import Operations
 
-__all__ = ["DELETING", "LIMITS", "PHASES", "Measurement", "Phase", "decoded", "encoded"]
+__all__ = ["DELETING", "LIMITS", "PERCENTS", "PHASES", "Measurement", "Phase", "decoded", "encoded"]
 
 VERSION = 1
 LIMITS = {
@@ -39,6 +39,8 @@ PHASES = (
     "prune",
     "delete",
 )
+PERCENTS = (50, 90, 99)
+"""The quantiles of how long operations took that are said."""
 BY_ONE_RANK = ("verify", "prune", "delete")
 """Phases that rank 0 runs for all."""
 DELETING = ("prune", "delete")
@@ -70,6 +72,12 @@ class Phase:
         if self.name in BY_ONE_RANK:
             return self.median_s
         return median(min(ranks) for ranks in self.ranks_s or [(s,) for s in self.seconds])
+
+    @property
+    def data_operations(self) -> Operations | None:
+        """Those that moved most of the bytes: writes of parts, or reads of ranges."""
+        moved = (self.operations.get("write"), self.operations.get("read"))
+        return max(filter(None, moved), key=lambda operations: operations.nbytes, default=None)
 
     @property
     def read_amplification(self) -> float | None:
@@ -145,6 +153,10 @@ def encoded(found: Measurement) -> str:
         phase["mean_rate"] = made.mean_rate
         phase["share"] = found.share(made.name)
         phase["first_s"] = made.first_s
+        for name, operations in made.operations.items():
+            phase["operations"][name] |= {
+                f"p{percent}_s": operations.quantile_s(percent / 100) for percent in PERCENTS
+            }
         phase["read_amplification"] = made.read_amplification
     return json.dumps({"version": VERSION, "config_hash": found.config_hash, **fields}, indent=1)
 
@@ -182,5 +194,11 @@ def _phase(fields: Mapping[str, Any]) -> Phase:
         retries=int(fields["retries"]),
         ranks_s=tuple(tuple(map(float, ranks)) for ranks in fields["ranks_s"]),
         stall_s=tuple(map(float, fields["stall_s"])),
-        operations={str(n): Operations(**o) for n, o in fields["operations"].items()},
+        operations={str(name): _operations(of) for name, of in fields["operations"].items()},
+    )
+
+
+def _operations(fields: Mapping[str, Any]) -> Operations:
+    return Operations(
+        int(fields["count"]), int(fields["nbytes"]), tuple(map(int, fields["histogram"]))
     )

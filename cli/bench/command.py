@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +11,7 @@ from ...core.units import parse_duration, parse_size
 from ...drivers.uri import parse
 from ...errors import HoldfastError, UsageError
 from ..commands import complain, write_text
-from ..text import printable
+from ..progress import last_line
 
 if TYPE_CHECKING:
     from ...bench.measured.plan import Plan
@@ -73,11 +72,13 @@ def _measured(
     if ranks > 1:
         from ...bench.measured.launch import launched
 
-        return launched(plan, ranks, _say)
+        with last_line() as say:
+            return launched(plan, ranks, say)
 
     from ...bench.measured.run import measured
 
-    return measured(plan, _say)
+    with last_line() as say:
+        return measured(plan, say)
 
 
 def _measured_by_job(plan: Plan) -> Measurement | None:
@@ -85,7 +86,7 @@ def _measured_by_job(plan: Plan) -> Measurement | None:
     from ...bench.measured.ranks import joined
     from ...bench.measured.run import measured
 
-    with joined() as ranks, _interrupted_by_sigterm():
+    with joined() as ranks, _interrupted_by_sigterm(), last_line() as say:
         place = parse(ranks.agree(str(plan.new_place())))
         error = None
         try:
@@ -94,7 +95,7 @@ def _measured_by_job(plan: Plan) -> Measurement | None:
         except HoldfastError as caught:
             error = caught
         ranks.all_or_none(error)
-        found = measured(plan, _say, ranks, place)
+        found = measured(plan, say, ranks, place)
     if ranks.rank:
         return None
     return found
@@ -181,7 +182,3 @@ def _part(text: str) -> float:
     if not 0 <= part < 1:
         raise UsageError(f"--slower {text!r} is no part", advice="Such as 5%.")
     return part
-
-
-def _say(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)

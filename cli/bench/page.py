@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from statistics import median
 
-from ...bench.measured.result import DELETING, LIMITS, Measurement
+from ...bench.measured.result import BY_ONE_RANK, DELETING, LIMITS, Measurement, Phase
 from ...core.units import size_text
 from ..page.charts import bars, curve
 from ..page.elements import Element, element, page, table
+from ..page.spread import by_rank, histogram_bars
 from ..text import time_text
 from .tables import COST_TITLES, PHASE_TITLES, cost_rows, invalid_lines, phase_rows
 
@@ -28,6 +30,8 @@ def measurement_page(found: Measurement) -> str:
         element("h2", "What they took"),
         table(COST_TITLES, list(cost_rows(found)), ("phase",)),
         *_rounds(found),
+        *_latencies(found),
+        *_ranks(found),
     )
 
 
@@ -68,15 +72,61 @@ def _rates(found: Measurement) -> Iterator[Element]:
 
 
 def _rounds(found: Measurement) -> Iterator[Element]:
+    yield from _charts(
+        "Rounds",
+        "GB/s, round by round: what all ranks moved until the last one was done.",
+        [(phase.name, _rates_over_time(phase)) for phase in found.phases],
+    )
+
+
+def _rates_over_time(phase: Phase) -> Element | None:
+    if len(phase.seconds) == 1:
+        return None
+    rates = [phase.nbytes / seconds / 1e9 for seconds in phase.seconds]
+    points = [(n, rate, f"round {n}: {rate:.3f} GB/s") for n, rate in enumerate(rates, 1)]
+    return curve(points, "GB/s")
+
+
+def _latencies(found: Measurement) -> Iterator[Element]:
+    yield from _charts(
+        "How long parts and ranges took",
+        "Writes of parts, and reads of ranges, of all ranks and rounds, by the upper end of the "
+        "time that they took.",
+        [(phase.name, _histogram(phase)) for phase in found.phases],
+    )
+
+
+def _histogram(phase: Phase) -> Element | None:
+    operations = phase.data_operations
+    if operations is None:
+        return None
+    return histogram_bars(operations.histogram, "operations", width=560, colour="storage")
+
+
+def _ranks(found: Measurement) -> Iterator[Element]:
+    yield from _charts(
+        "Ranks",
+        "When each rank was done, the median of the rounds.",
+        [(phase.name, _by_rank(phase)) for phase in found.phases],
+    )
+
+
+def _by_rank(phase: Phase) -> Element | None:
+    if phase.name in BY_ONE_RANK or not phase.ranks_s or len(phase.ranks_s[0]) == 1:
+        return None
+    seconds = {rank: median(of) for rank, of in enumerate(zip(*phase.ranks_s, strict=True))}
+    return by_rank(seconds, "s", lambda rank: f"{seconds[rank]:.3f} s", width=560, colour="ranks")
+
+
+def _charts(
+    title: str, note: str, drawn: Iterable[tuple[str, Element | None]]
+) -> Iterator[Element]:
     figures = [
-        element(
-            "figure",
-            element("figcaption", f"{phase.name}: seconds, round by round"),
-            curve([(n, s, f"round {n}: {s:.3f} s") for n, s in enumerate(phase.seconds, 1)], "s"),
-        )
-        for phase in found.phases
-        if len(phase.seconds) > 1
+        element("figure", element("figcaption", name), chart)
+        for name, chart in drawn
+        if chart is not None
     ]
     if figures:
-        yield element("h2", "Rounds")
+        yield element("h2", title)
+        yield element("p", note, class_="soft")
         yield element("div", *figures, class_="charts")

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from ...bench.measured.comparison import Compared
-from ...bench.measured.result import DELETING, LIMITS, Measurement, Phase
+from ...bench.measured.result import DELETING, LIMITS, PERCENTS, Measurement, Phase
 from ...core.units import size_text
 from ..commands import print_json
+from ..page.spread import seconds_text
 from ..tables import print_table
 from ..text import paint, printable
 
@@ -28,8 +29,15 @@ __all__ = [
 
 _NONE = "-"
 PHASE_TITLES = ("phase", "median", "from", "to", "first rank", "rate", "of the limit")
-COST_TITLES = ("phase", "stall", "CPU/GiB", "memory", "requests", "again", "p50", "p90", "p99")
-DATA_OPERATIONS = ("write", "read")
+COST_TITLES = (
+    "phase",
+    "stall",
+    "CPU/GiB",
+    "memory",
+    "requests",
+    "again",
+    *(f"p{percent}" for percent in PERCENTS),
+)
 
 
 def print_measurement(found: Measurement) -> None:
@@ -89,16 +97,11 @@ def _requests(phase: Phase) -> str:
     return f"{count / len(phase.seconds):.0f}"
 
 
-def _latencies(phase: Phase) -> tuple[str, str, str]:
-    moved = [phase.operations[name] for name in DATA_OPERATIONS if name in phase.operations]
-    if not moved:
-        return (_NONE, _NONE, _NONE)
-    most = max(moved, key=lambda operations: operations.nbytes)
-    return (_latency(most.p50_s), _latency(most.p90_s), _latency(most.p99_s))
-
-
-def _latency(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+def _latencies(phase: Phase) -> tuple[str, ...]:
+    operations = phase.data_operations
+    if operations is None:
+        return (_NONE,) * len(PERCENTS)
+    return tuple(seconds_text(operations.quantile_s(percent / 100)) for percent in PERCENTS)
 
 
 def _cpu(phase: Phase) -> str:

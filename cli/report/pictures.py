@@ -6,16 +6,15 @@ Scope: pure.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
-from ...core.histogram import BUCKET_MIN_S
 from ...core.spans import StageReport
 from ...core.units import size_text
 from ...storage.format.save_telemetry import RankTelemetry, SaveTelemetry
 from ...storage.operations.findings import CALL, Straggler
-from ..page.charts import Bar, Cell, Lane, bars, heat_map, timeline
+from ..page.charts import Bar, Cell, Lane, heat_map, timeline
 from ..page.elements import Element
+from ..page.spread import by_rank, histogram_bars, in_groups_of_ranks
 from .rows import stage_names
 
 __all__ = ["COLOURS", "bytes_by_rank", "heat", "ranks_over_time", "write_latencies"]
@@ -42,7 +41,6 @@ _COLOUR_OF = {
 _WAITING = 0.1
 _LANES = 24
 _HEAT_ROWS = 64
-_BARS = 128
 _LEAST_PART = 0.002
 """Of a save. Stages that took less on every rank have no column in the heat map."""
 
@@ -122,7 +120,7 @@ def heat(save: SaveTelemetry, found: Sequence[Straggler]) -> Element:
     hottest_s = max((max(busy_s[name].values()) for name in names), default=0.0)
     marked = {(slow.rank, stage) for slow in found for stage in (slow.stage, *slow.also)}
     rows = []
-    for group in _groups(list(save.ranks), _HEAT_ROWS):
+    for group in in_groups_of_ranks(list(save.ranks), _HEAT_ROWS):
         cells = [_cell(name, busy_s[name], group, hottest_s, marked) for name in names]
         rows.append((_group_name(group, {r for r, stage in marked if stage == CALL}), cells))
     return heat_map(names, rows, names_nchars=max(map(len, names), default=0))
@@ -147,11 +145,6 @@ def _cell(
     )
 
 
-def _groups(ranks: Sequence[int], most: int) -> list[Sequence[int]]:
-    size = math.ceil(len(ranks) / most) or 1
-    return [ranks[first : first + size] for first in range(0, len(ranks), size)]
-
-
 def _group_name(group: Sequence[int], late: set[int]) -> str:
     name = f"rank {group[0]}"
     if len(group) > 1:
@@ -164,14 +157,9 @@ def _group_name(group: Sequence[int], late: set[int]) -> str:
 def bytes_by_rank(save: SaveTelemetry) -> Element:
     """A bar for each rank; of many, one for several, as high as the largest of them."""
     images = {rank: record.nbytes for rank, record in save.ranks.items()}
-    greatest = max(images.values(), default=0)
-    unit, divisor = _unit(greatest)
-    values = []
-    for group in _groups(list(images), _BARS):
-        largest = max(group, key=images.__getitem__)
-        tip = f"rank {largest}: {size_text(images[largest])}"
-        values.append((str(group[0]), images[largest] / divisor, tip))
-    return bars(values, unit, colour="storage")
+    unit, divisor = _unit(max(images.values(), default=0))
+    values = {rank: nbytes / divisor for rank, nbytes in images.items()}
+    return by_rank(values, unit, lambda rank: size_text(images[rank]), colour="storage")
 
 
 def _unit(nbytes: int) -> tuple[str, float]:
@@ -186,18 +174,4 @@ def write_latencies(save: SaveTelemetry) -> Element | None:
     stages = (record.stages.get("write") for record in save.ranks.values())
     histograms = [stage.histogram for stage in stages if stage is not None and stage.histogram]
     counts = [sum(column) for column in zip(*histograms, strict=True)]
-    counted = [number for number, count in enumerate(counts) if count]
-    if not counted:
-        return None
-    values = []
-    for number in range(counted[0], counted[-1] + 1):
-        upper = _seconds_text(BUCKET_MIN_S * 2.0**number)
-        values.append((upper, float(counts[number]), f"{counts[number]:,} writes up to {upper}"))
-    return bars(values, "", width=720, colour="storage")
-
-
-def _seconds_text(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+    return histogram_bars(counts, "writes", width=720, colour="storage")

@@ -13,9 +13,11 @@ from matplotlib.image import imread
 from support.browser import Browser, browsing, find_chromium
 from support.recorded import NBYTES, listed, save_of, stage
 
+from holdfast.bench.measured.observed import Operations
 from holdfast.bench.measured.result import PHASES, Measurement, Phase
 from holdfast.cli.bench.page import measurement_page
 from holdfast.cli.report.html import report_page
+from holdfast.core.histogram import BUCKETS
 from holdfast.storage.format.save_telemetry import SaveTelemetry
 from holdfast.storage.operations.report_saves import RecordedSave
 
@@ -55,6 +57,9 @@ def luminance(colour: str) -> float:
     parts = [int(part) / 255 for part in colour[4:-1].split(",")]
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+CONFIG = {"nbytes": 10**9, "runs": 5, "ranks": 4}
 
 
 def contrast(first: str, second: str) -> float:
@@ -104,10 +109,14 @@ def assert_shown(browser: Browser, path: Path, dark: bool, picture: Path) -> Non
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_browser_shows_a_measurement(browser: Browser, dark: bool, tmp_path: Path) -> None:
     """The page of ``holdfast bench``, as that of a report."""
-    seconds = (1.0, 1.1, 1.05, 1.2, 1.1)
-    phases = tuple(Phase(name, 10**9, seconds) for name in PHASES)
+    rounds = tuple((1.0 + n / 20, 0.7, 0.9, 0.8) for n in range(5))
+    seconds = tuple(map(max, rounds))
+    writes = Operations(80, 5 * 10**9, tuple(n % 7 if 15 < n < 22 else 0 for n in range(BUCKETS)))
+    phases = tuple(
+        Phase(name, 10**9, seconds, ranks_s=rounds, operations={"write": writes}) for name in PHASES
+    )
     machine = {"cpu": "2 × Intel(R) Xeon(R) Processor @ 2.80GHz", "file system": "ext4"}
-    found = Measurement("s3://bucket/x", 1.9e9, {"nbytes": 10**9, "runs": 5}, machine, phases)
+    found = Measurement("s3://bucket/x", 1.9e9, CONFIG, machine, phases)
     path = tmp_path / "bench.html"
     path.write_text(measurement_page(found), encoding="utf-8")
     assert_shown(browser, path, dark, tmp_path / "seen.png")
