@@ -63,7 +63,7 @@ MANUAL: Mapping[str, Manual] = {
     "export": Manual(
         (
             (
-                "holdfast export /run/step-500 /models/new --only 'model.*' --rename 'model.*=*'",
+                "holdfast export run/step-500 /models/new --only 'model.*' --rename 'model.*=*'",
                 "the weights, for Hugging Face's libraries",
             ),
             (
