@@ -21,7 +21,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo unit test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server soak torch-old frameworks clean
+.PHONY: help setup demo unit test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server soak torch-old frameworks docs docs-serve clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -124,6 +124,12 @@ lint: $(READY)  ## style, format, types, and the arrows between the rooms
 
 format: $(READY)  ## mend style and format where a machine can
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+docs: $(READY)  ## the documentation as a site, in build/docs/html; a link that leads nowhere is an error
+	@$(BIN)/python docs/site/build.py
+
+docs-serve: docs  ## the same, served on this host: make docs-serve [PORT=8000]
+	@$(BIN)/python -m http.server $(or $(PORT),8000) --bind 127.0.0.1 --directory build/docs/html
 
 bench:  ## how to run the benchmarks
 	@echo "All of them, as one table:   $(BIN)/python -m holdfast.bench --markdown FILE"

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from .commands import complain, ended
+from .manual import MANUAL, HelpFormatter, closing_words
 
-__all__ = ["run"]
+__all__ = ["command_parser", "run"]
 
 Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What commands are added to."""
@@ -19,7 +20,7 @@ Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; return its exit status. Raises SystemExit where argparse has answered
     already."""
-    parser = _parser()
+    parser = command_parser()
     args = vars(parser.parse_args(arguments))
     command: Callable[..., int] | None = args.pop("run", None)
     if args.pop("version", False):
@@ -30,14 +31,16 @@ def run(arguments: Sequence[str]) -> int:
     return ended(lambda: command(**args))
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """What parses the command line; the documentation is generated from it, too."""
     parser = argparse.ArgumentParser(
         prog="holdfast",
         description=(
             "Save and load the state of a distributed training job: any layout, any "
             "storage, never torn."
         ),
-        epilog="holdfast COMMAND --help tells more.",
+        epilog="holdfast COMMAND --help tells more, with examples.",
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
@@ -66,7 +69,12 @@ def _command(
     """A command, named after its function. Its arguments become the function's keywords."""
     name = run.__name__.lstrip("_")
     parser = commands.add_parser(
-        name, help=summary, description=f"{summary}. {more}".strip(), allow_abbrev=False
+        name,
+        help=summary,
+        description=f"{summary}. {more}".strip(),
+        epilog=closing_words(MANUAL[name]),
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     return parser
@@ -84,9 +92,7 @@ def _add_ls(commands: Parsers) -> None:
 
         return run(**arguments)
 
-    parser = _command(
-        commands, ls, "list the checkpoints at and below URI", "Exits with 1 if there is none."
-    )
+    parser = _command(commands, ls, "list the checkpoints at and below URI")
     parser.add_argument(
         "uri", metavar="URI", help="a checkpoint, or a folder with checkpoints below it"
     )
@@ -123,12 +129,7 @@ def _add_verify(commands: Parsers) -> None:
 
         return run(**arguments)
 
-    parser = _command(
-        commands,
-        verify,
-        "read every byte of a checkpoint and check it",
-        "Exits with 1 if any is damaged, 2 if it cannot be read.",
-    )
+    parser = _command(commands, verify, "read every byte of a checkpoint and check it")
     parser.add_argument("uri", metavar="URI", help="a checkpoint")
     _with_json(parser)
 
@@ -143,7 +144,6 @@ def _add_diff(commands: Parsers) -> None:
         commands,
         diff,
         "compare two checkpoints: names, shapes, dtypes and values, whatever their layouts",
-        "Exits with 0 if both hold the same state, 1 if not.",
     )
     parser.add_argument("a", metavar="A", help="a checkpoint")
     parser.add_argument("b", metavar="B", help="another one")
@@ -160,11 +160,7 @@ def _add_cp(commands: Parsers) -> None:
         commands,
         cp,
         "copy a checkpoint to another URI, verified on the way",
-        (
-            "Interrupted, the same command goes on where it stopped. Exits with 1 if a "
-            "checkpoint is "
-            "damaged."
-        ),
+        "Interrupted, the same command goes on where it stopped.",
     )
     parser.add_argument(
         "src",
@@ -325,8 +321,7 @@ def _add_report(commands: Parsers) -> None:
         commands,
         report,
         "show where the time of a save went, and which ranks kept the others waiting",
-        "Of a folder of checkpoints, their saves one after the other. Exits with 1 if nothing was "
-        "recorded.",
+        "Of a folder of checkpoints, their saves one after the other.",
     )
     parser.add_argument(
         "uri", metavar="URI", help="a checkpoint, or a folder with checkpoints below it"
@@ -357,8 +352,7 @@ def _add_bench(commands: Parsers) -> None:
         commands,
         bench,
         "measure what a storage gives checkpoints, beside what it gives its driver alone",
-        "`holdfast bench compare A.json B.json` holds two results against each other. Exits with 1 "
-        "where a result is not to be believed, and where B is slower than A.",
+        "`holdfast bench compare A.json B.json` holds two results against each other.",
     )
     add_arguments(parser)
     _with_json(parser)
@@ -381,7 +375,6 @@ def _add_drivers(commands: Parsers) -> None:
             "list the storages that can be used, or show one's traits and options, and where each "
             "comes from"
         ),
-        "Exits with 1 if SCHEME cannot be used here, or if --check found a problem.",
     )
     parser.add_argument("scheme", metavar="SCHEME", nargs="?", help="a scheme such as s3, or a URI")
     parser.add_argument(

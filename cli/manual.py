@@ -1,0 +1,155 @@
+"""What ends the help of each command: examples, and what its exit status says.
+
+Scope: read at every start of the command, so it is data, and imports nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import NamedTuple
+
+__all__ = ["MANUAL", "HelpFormatter", "Manual", "closing_words"]
+
+WIDTH = 80
+"""Columns of a help, at most: a terminal of any size shows it."""
+
+
+class Manual(NamedTuple):
+    """``examples``: command lines, each with what it does. ``statuses``: what 0 and 1 say; the
+    others are the same for all commands."""
+
+    examples: tuple[tuple[str, str], ...]
+    statuses: Mapping[int, str]
+
+
+_COMMON = {
+    2: "the call was wrong, or could not be carried out; stderr says why",
+    3: "a fault of Holdfast itself, with a traceback",
+    130: "interrupted",
+    141: "what read the output has closed it, as head does",
+}
+
+MANUAL: Mapping[str, Manual] = {
+    "ls": Manual(
+        (
+            ("holdfast ls s3://bucket/run", "all checkpoints of a run"),
+            ("holdfast ls /checkpoints --json", "the same for a program, as one document"),
+        ),
+        {0: "there are checkpoints", 1: "there are none"},
+    ),
+    "show": Manual(
+        (
+            ("holdfast show /checkpoints/step-500", "every tensor, and where it lies"),
+            ("holdfast show s3://bucket/run/step-500 --depth 2", "a summary of two levels"),
+        ),
+        {0: "the checkpoint was shown"},
+    ),
+    "verify": Manual(
+        (("holdfast verify s3://bucket/run/step-500", "read and check every byte"),),
+        {0: "every byte is what was written", 1: "something is damaged"},
+    ),
+    "diff": Manual(
+        (("holdfast diff /run/step-500 s3://bucket/run/step-500", "is a copy the same?"),),
+        {0: "both hold the same state", 1: "they differ"},
+    ),
+    "cp": Manual(
+        (
+            ("holdfast cp /nvme/run/step-500 s3://bucket/run/step-500", "one checkpoint"),
+            ("holdfast cp --recursive /nvme/run s3://bucket/run", "all that are missing there"),
+        ),
+        {0: "everything was copied", 1: "with --recursive: a checkpoint was damaged"},
+    ),
+    "export": Manual(
+        (
+            (
+                "holdfast export run/step-500 /models/new --only 'model.*' --rename 'model.*=*'",
+                "the weights, for Hugging Face's libraries",
+            ),
+            (
+                "holdfast export /run/step-500 /models/new.pt --format torch --dtype bf16",
+                "one file for torch.load",
+            ),
+        ),
+        {0: "the files were written"},
+    ),
+    "import": Manual(
+        (
+            ("holdfast import /models/base s3://bucket/base", "a folder of safetensors files"),
+            (
+                "holdfast import old.pt /run/step-0 --only 'model.*' --step 0",
+                "the weights in a file of torch.save",
+            ),
+        ),
+        {0: "the checkpoint was written"},
+    ),
+    "prune": Manual(
+        (
+            ("holdfast prune /run --keep-last 3 --dry-run", "what would be deleted?"),
+            (
+                "holdfast prune /run --keep-last 3 --keep-every 1000 --yes",
+                "keep the newest three, and every thousandth step",
+            ),
+        ),
+        {0: "it was done, or there was nothing to do", 1: "you answered no"},
+    ),
+    "report": Manual(
+        (
+            ("holdfast report s3://bucket/run/step-500", "which rank was slow, and why"),
+            ("holdfast report s3://bucket/run --html report.html", "all saves, with pictures"),
+        ),
+        {0: "the saves were shown", 1: "nothing was recorded"},
+    ),
+    "bench": Manual(
+        (
+            ("holdfast bench /scratch/bench --size 8GiB", "what this file system gives"),
+            ("holdfast bench compare before.json after.json", "did it become slower?"),
+        ),
+        {
+            0: "the result is valid; of compare: nothing became slower",
+            1: "a result is not to be believed; of compare: something became slower",
+        },
+    ),
+    "drivers": Manual(
+        (
+            ("holdfast drivers", "what can be used here"),
+            ("holdfast drivers s3://bucket/run", "its options, and where each comes from"),
+            ("holdfast drivers --check s3://bucket/run", "is it fit for checkpoints?"),
+        ),
+        {
+            0: "the storage can be used",
+            1: "SCHEME cannot be used here, or --check found a problem",
+        },
+    ),
+    "demo": Manual(
+        (
+            ("holdfast demo", "four ranks, then two"),
+            ("holdfast demo s3://bucket/demo --ranks-after 1", "on a storage of yours"),
+        ),
+        {0: "training went on as if nothing had happened", 1: "the loss is another one"},
+    ),
+}
+
+
+def closing_words(manual: Manual) -> str:
+    """The end of a help, in lines of at most 80 columns."""
+    lines = ["examples:"]
+    for command, purpose in manual.examples:
+        lines += [f"  # {purpose}", f"  {command}"]
+    lines += ["", "exit status:"]
+    for status, meaning in {**manual.statuses, **_COMMON}.items():
+        lines.append(f"  {status:<5}{meaning}")
+    return "\n".join(lines)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps at 80 columns at most, and leaves text alone that has lines of its own."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self._width = min(self._width, WIDTH - 2)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return "\n".join(indent + line for line in text.splitlines())
+        return super()._fill_text(text, width, indent)

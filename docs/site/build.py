@@ -1,0 +1,116 @@
+"""Builds the documentation as a site: ``python docs/site/build.py``.
+
+The pages are copied to ``build/docs/source``, with their links as the site needs them, beside those
+that are made from the code. Sphinx turns them into ``build/docs/html``. Whatever it warns of is an
+error: links and anchors that lead nowhere, and pages that are not in the navigation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from holdfast_site.api import api_page
+from holdfast_site.commands import commands_page
+from holdfast_site.navigation import contents_of, sections_of, table_of_contents
+from holdfast_site.options import options_page
+from holdfast_site.pages import find_pages, on_site, shown_markers
+from sphinx.cmd.build import main as sphinx
+
+ROOT = Path(__file__).resolve().parents[2]
+
+GENERATED = {
+    "reference/code/api.md": (api_page, "reference/api.md"),
+    "reference/code/commands.md": (commands_page, "reference/cli.md"),
+    "reference/code/options.md": (options_page, "reference/configuration.md"),
+}
+"""The pages that are made from the code: what makes each, and the page that says more."""
+
+
+def main() -> int:
+    """Build it; return 0 if nothing was wrong."""
+    parser = argparse.ArgumentParser(description="build the documentation as a site")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "build/docs",
+        help="where it is built; source and html in it are emptied",
+    )
+    args = parser.parse_args()
+    source, site = args.out / "source", args.out / "html"
+    # All of it is made anew: Sphinx repeats no warning of a page that it has read before, and
+    # keeps pages of documents that are gone.
+    for folder in (source, site):
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        write_source(args.root, source)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    options = ["--fresh-env", "--fail-on-warning", "--keep-going", "--quiet", "--jobs", "2"]
+    folders = ["--conf-dir", str(ROOT / "docs/site"), "-d", str(args.out / "doctrees")]
+    status = sphinx([*options, *folders, str(source), str(site)])
+    if status == 0:
+        print(site / "index.html")
+    return status
+
+
+def write_source(root: Path, source: Path) -> None:
+    """Write what Sphinx reads. Raises ValueError where a link leads to nothing."""
+    pages = find_pages(root)
+    texts: dict[Path, str] = {}
+    copies: set[Path] = set()
+    for document, page in pages.items():
+        text = (root / document).read_text(encoding="utf-8")
+        text, linked = on_site(text, document, root, pages)
+        texts[page] = shown_markers(text)
+        copies |= linked
+    for name, (make, _) in GENERATED.items():
+        texts[Path(name)] = make()
+    _add_navigation(texts)
+    _add_references(texts)
+    _write(source, texts)
+    for file in copies:
+        target = source / "files" / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / file, target)
+
+
+def _add_navigation(texts: dict[Path, str]) -> None:
+    index, decisions = Path("index.md"), Path("decisions/README.md")
+    for heading, pages in sections_of(texts[index]).items():
+        texts[index] += table_of_contents(heading, pages)
+        if heading == "Reference":
+            texts[index] += table_of_contents("Reference, made from the code", GENERATED)
+    texts[decisions] += table_of_contents("", contents_of(texts[decisions]))
+
+
+def _add_references(texts: dict[Path, str]) -> None:
+    """Pages written by hand and pages made from the code name each other."""
+    for name, (_, by_hand) in GENERATED.items():
+        made, written = Path(name), Path(by_hand)
+        titles = {page: texts[page].partition("\n")[0].lstrip("# ") for page in (made, written)}
+        explained = f"[{titles[written]}](../{written.name}) explains what is listed here."
+        listed = f"See also, made from the code: [{titles[made]}](code/{made.name})."
+        texts[made] = _below_title(texts[made], explained)
+        texts[written] = _below_title(texts[written], listed)
+
+
+def _below_title(text: str, line: str) -> str:
+    title, _, rest = text.partition("\n")
+    return f"{title}\n\n{line}\n{rest}"
+
+
+def _write(source: Path, texts: Mapping[Path, str]) -> None:
+    for page, text in texts.items():
+        path = source / page
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

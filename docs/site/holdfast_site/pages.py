@@ -1,0 +1,100 @@
+"""Where each document of the repository lies on the site, and where its links lead there.
+
+The documents link to each other as files of the repository, which is what code hosts follow. The
+site has the folder ``docs`` at its root, and the documents beside it in ``project``. A link to
+another file of the repository leads to a copy of that file, and one to a folder to the folder's
+README, or nowhere.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+__all__ = ["LINK", "PROJECT_PAGES", "find_pages", "links_in", "on_site", "shown_markers"]
+
+PROJECT_PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+"""Documents outside ``docs`` that are pages, too."""
+
+LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(<?([^)\s>]+)>?\)")
+"""``[text](target)``; the text may go on in the next line."""
+
+_CODE = re.compile(
+    r"^(?P<fence>```|~~~).*?^(?P=fence)[ \t]*$|(?P<ticks>`+)(?:[^`]|(?!(?P=ticks))`)+(?P=ticks)",
+    re.MULTILINE | re.DOTALL,
+)
+_MARKER = re.compile(r"^<!-- not run: (.+?) -->$", re.MULTILINE)
+
+
+def find_pages(root: Path) -> dict[Path, Path]:
+    """Every document that is a page: from its path in the repository ``root`` to its path on the
+    site."""
+    documents = sorted(path.relative_to(root) for path in (root / "docs").rglob("*.md"))
+    found = {path: path.relative_to("docs") for path in documents}
+    found[Path("docs/README.md")] = Path("index.md")
+    found.update({Path(name): Path("project", name) for name in PROJECT_PAGES})
+    return found
+
+
+def links_in(text: str) -> Iterator[str]:
+    """The targets of the links of a document, in their order; what is code has none."""
+    bare = _CODE.sub(lambda code: "`" * len(code[0]), text)
+    yield from (match[2] for match in LINK.finditer(bare))
+
+
+def on_site(
+    text: str, document: Path, root: Path, pages: Mapping[Path, Path]
+) -> tuple[str, set[Path]]:
+    """A document with its links as the site needs them, and the other files of the repository that
+    it links to, which the site needs copies of.
+
+    Raises ValueError where a link leads to nothing.
+    """
+    copies: set[Path] = set()
+    here = pages[document].parent
+
+    def rewrite(match: re.Match[str]) -> str:
+        label, link = match.groups()
+        path, hash_sign, anchor = link.partition("#")
+        if re.match(r"[a-z][a-z0-9+.-]*:", link) or not path:
+            return match[0]
+        target = Path(os.path.normpath(document.parent / path))
+        if (root / target).is_dir():
+            target /= "README.md"
+            if not (root / target).exists():
+                return label[1:-1]
+        if not (root / target).is_file():
+            raise ValueError(f"{document}: the link {link} leads to nothing")
+        if target not in pages:
+            copies.add(target)
+        placed = pages.get(target, Path("files", target))
+        return f"{label}({os.path.relpath(placed, here)}{hash_sign}{anchor})"
+
+    return _outside_code(text, lambda prose: LINK.sub(rewrite, prose)), copies
+
+
+def shown_markers(text: str) -> str:
+    """A document that says beside each block that the tests do not run why they do not."""
+
+    def show(match: re.Match[str]) -> str:
+        reason = html.escape(match[1])
+        return f'<p class="not-run">The tests do not run this block: {reason}.</p>\n'
+
+    return _outside_code(text, lambda prose: _MARKER.sub(show, prose))
+
+
+def _outside_code(text: str, change: Callable[[str], str]) -> str:
+    """``text`` with ``change`` applied to what is not code.
+
+    Code within the text of a link is put aside first, so that the link is seen as a whole."""
+    kept: list[str] = []
+
+    def put_aside(match: re.Match[str]) -> str:
+        kept.append(match[0])
+        return f"\0{len(kept) - 1}\0"
+
+    changed = change(_CODE.sub(put_aside, text))
+    return re.sub("\0(\\d+)\0", lambda number: kept[int(number[1])], changed)

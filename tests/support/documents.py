@@ -1,0 +1,106 @@
+"""The blocks of code in the documents.
+
+A block of Python that cannot run on any machine has the reason on the line before it:
+``<!-- not run: needs a GPU -->``, which the site shows as a note. ``<!-- run twice -->`` is for a
+block that the reader is told to run twice.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "EXCERPT",
+    "ROOT",
+    "Block",
+    "commands_in",
+    "documents",
+    "holdfast_calls",
+    "python_blocks",
+]
+
+ROOT = Path(__file__).parents[2]
+EXCERPT = "an excerpt of "
+"""How a reason begins where the block is part of a file that tests run; the file's folder follows."""
+
+_BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]+?) -->\n\n?)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_CALL = re.compile(r"^(?:\$ )?(?:\.venv/bin/)?holdfast [a-z-]")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of Python. ``line``: of its first line in the document. ``reason``: why it does not
+    run, or None."""
+
+    line: int
+    code: str
+    reason: str | None = None
+    times: int = 1
+
+
+def documents() -> list[str]:
+    """Every document that has readers of code: from the root, without records of decisions."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    names = [page.relative_to(ROOT).as_posix() for page in pages]
+    return sorted(name for name in names if not name.startswith("docs/decisions/"))
+
+
+def python_blocks(text: str) -> list[Block]:
+    """The blocks of Python of a document, in their order. Raises ValueError for a mark that is not
+    known."""
+    return [_block(text, match) for match in _BLOCK.finditer(text)]
+
+
+def _block(text: str, match: re.Match[str]) -> Block:
+    line = text.count("\n", 0, match.start("code")) + 1
+    mark = match["mark"]
+    if mark is None:
+        return Block(line, match["code"])
+    if mark == "run twice":
+        return Block(line, match["code"], times=2)
+    if mark.startswith("not run: "):
+        return Block(line, match["code"], mark.removeprefix("not run: "))
+    raise ValueError(f"line {line}: the mark {mark!r} is not known")
+
+
+def commands_in(text: str) -> Iterator[tuple[int, str]]:
+    """The lines of a document's blocks that call ``holdfast``, each with its number."""
+    python = {
+        number
+        for match in _FENCED.finditer(text)
+        if match[1] in ("python", "yaml", "toml")
+        for number in _lines_of(text, match)
+    }
+    fenced = {number for match in _FENCED.finditer(text) for number in _lines_of(text, match)}
+    for number, line in enumerate(text.splitlines(), 1):
+        is_code = number in fenced or line.startswith("    ")
+        if is_code and number not in python and _CALL.match(line.strip()):
+            yield number, line.strip()
+
+
+def _lines_of(text: str, match: re.Match[str]) -> range:
+    first = text.count("\n", 0, match.start(2)) + 1
+    return range(first, first + match[2].count("\n"))
+
+
+def holdfast_calls(line: str) -> Iterator[list[str]]:
+    """The arguments of each call of ``holdfast`` in a line of a shell: pipes, redirections and
+    comments are left out."""
+    lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="|&;<>")
+    lexer.commenters = "#"
+    lexer.whitespace_split = True
+    call: list[str] = []
+    for word in [*lexer, ";"]:
+        if set(word) <= set("|&;<>"):
+            if call and Path(call[0]).name == "holdfast":
+                yield call[1:]
+            call = []
+        else:
+            call.append(word)

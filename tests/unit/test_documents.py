@@ -1,0 +1,213 @@
+"""The code in the documents: blocks of Python run, and calls of the command are parsed."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.documents import (
+    EXCERPT,
+    ROOT,
+    Block,
+    commands_in,
+    documents,
+    holdfast_calls,
+    python_blocks,
+)
+
+from holdfast.cli.app import command_parser
+from holdfast.cli.manual import MANUAL
+
+TEXTS = {page: (ROOT / page).read_text() for page in documents()}
+BLOCKS = {page: found for page, text in TEXTS.items() if (found := python_blocks(text))}
+
+RUN_ELSEWHERE = {
+    "docs/how-to/use-with-accelerate.md": "tests/frameworks/test_accelerate.py",
+    "docs/how-to/use-with-hugging-face.md": "tests/frameworks/test_transformers.py",
+    "docs/how-to/use-with-lightning.md": "tests/frameworks/test_lightning.py",
+    "docs/how-to/use-with-megatron.md": "tests/frameworks/test_megatron.py",
+    "docs/how-to/use-with-ray-train.md": "tests/frameworks/test_ray.py",
+    "docs/how-to/use-with-torch-checkpointing.md": "tests/frameworks/test_torch_checkpointing.py",
+    "docs/how-to/use-with-torchtitan.md": "tests/frameworks/test_torchtitan.py",
+}
+"""Pages whose blocks run under the framework that they are about, and the tests that run them."""
+
+NOT_RUN = {
+    "docs/how-to/checkpoint-a-training-loop.md": 1,
+    "docs/how-to/open-a-checkpoint-with-pandas.md": 1,
+    "docs/how-to/read-one-tensor.md": 1,
+    "docs/how-to/resume-in-another-layout.md": 1,
+    "docs/how-to/run-on-slurm.md": 1,
+    "docs/how-to/use-fsdp1-and-deepspeed.md": 1,
+    "docs/how-to/write-a-driver.md": 5,
+}
+"""How many blocks of each page are marked as not run: a new one is seen in a review."""
+
+HERE = sorted(BLOCKS.keys() - RUN_ELSEWHERE)
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What went wrong in the session of each page, and of one that is wrong, which is named
+    ``wrong``. They share a process: torch takes seconds to import."""
+    folder = tmp_path_factory.mktemp("documents")
+    page = folder / "page.md"
+    page.write_text(WRONG)
+    wrong = os.path.relpath(page, ROOT)
+    found = run_sessions(folder / "sessions", [*HERE, wrong])
+    return {**found, "wrong": found[wrong]}
+
+
+WRONG = """# Page
+
+```python
+report = holdfast.save(uri, state)
+```
+
+<!-- run twice -->
+```python
+assert report.nbytes == 0
+```
+"""
+
+
+def run_sessions(folder: Path, pages: list[str]) -> dict[str, str]:
+    """Run pages in a process of its own; what went wrong in each."""
+    program = ROOT / "tests/support/document_sessions.py"
+    done = subprocess.run(
+        [sys.executable, "-P", program, folder, *pages],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("page", HERE)
+def test_blocks_of_python_run(page: str, problems: dict[str, str]) -> None:
+    """Each page is one session, in an empty folder, with its blocks in their order."""
+    assert problems[page] == ""
+
+
+def test_a_wrong_block_fails(problems: dict[str, str]) -> None:
+    """A block that assumes a wrong result fails its page, with the line of the document."""
+    assert "AssertionError" in problems["wrong"]
+    assert 'page.md.py", line 9' in problems["wrong"]
+
+
+def test_blocks_that_do_not_run_are_counted() -> None:
+    """Each has its reason in the document, and each page has as many as it is known to have."""
+    marked = {
+        page: len(reasons)
+        for page, blocks in BLOCKS.items()
+        if (reasons := [block.reason for block in blocks if block.reason is not None])
+    }
+    assert marked == NOT_RUN
+
+
+@pytest.mark.parametrize("page", sorted(RUN_ELSEWHERE))
+def test_pages_about_frameworks_run_there(page: str) -> None:
+    """The test that is named for a page takes its blocks from the page."""
+    assert f'documented("{Path(page).name}")' in (ROOT / RUN_ELSEWHERE[page]).read_text()
+
+
+@pytest.mark.parametrize("page", sorted(BLOCKS))
+def test_blocks_of_python_are_python(page: str) -> None:
+    """Also those that do not run."""
+    for block in BLOCKS[page]:
+        ast.parse(block.code)
+
+
+def excerpts() -> list[tuple[str, Block]]:
+    """The blocks that are said to be part of a file."""
+    return [
+        (page, block)
+        for page, blocks in BLOCKS.items()
+        for block in blocks
+        if (block.reason or "").startswith(EXCERPT)
+    ]
+
+
+@pytest.mark.parametrize(("page", "block"), excerpts(), ids=lambda value: str(value)[:40])
+def test_excerpts_are_in_their_files(page: str, block: Block) -> None:
+    """Line by line, whatever their formatting; ``...`` stands for what is left out."""
+    folder = ROOT / (block.reason or "").removeprefix(EXCERPT)
+    files = sorted(folder.rglob("*.py"))
+    assert files
+    known = {line.strip() for file in files for line in unparsed(file.read_text())}
+    lines = [line.strip() for line in unparsed(block.code) if "..." not in line]
+    assert [line for line in lines if line not in known] == []
+
+
+def unparsed(code: str) -> list[str]:
+    """Code in one form, without its comments and docstrings."""
+    return ast.unparse(ast.parse(code)).splitlines()
+
+
+@pytest.mark.parametrize("page", sorted(page for page in TEXTS if any(commands_in(TEXTS[page]))))
+def test_calls_of_the_command_are_parsed(page: str) -> None:
+    """Each ``holdfast …`` in a block of a document is a call that the command takes."""
+    faults = [
+        f"{page}:{number}: {line}: {fault}"
+        for number, line in commands_in(TEXTS[page])
+        for call in holdfast_calls(line)
+        if (fault := fault_of(call))
+    ]
+    assert faults == []
+
+
+def fault_of(call: list[str]) -> str:
+    """What the command's parser says against a call; "" where it takes it."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            command_parser().parse_args(call)
+        except SystemExit:
+            return said.getvalue() or "it answers without doing anything"
+    return ""
+
+
+def test_calls_are_found_and_refused() -> None:
+    """A call that the command does not take is seen, behind a pipe and in a prompt, too."""
+    text = "    $ holdfast ls run | head && holdfast ls --wrong run > out  # twice\n\nholdfast is\n"
+    ((number, line),) = commands_in(text)
+    first, second = holdfast_calls(line)
+    assert number == 1
+    assert fault_of(first) == ""
+    assert "--wrong" in fault_of(second)
+
+
+@pytest.mark.parametrize("command", sorted(MANUAL))
+def test_every_help_has_examples(command: str) -> None:
+    """The help of each command ends with examples, which it takes, and with what its exit status
+    says; its lines have at most 80 columns."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit):
+            command_parser().parse_args([command, "--help"])
+    text = out.getvalue()
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    _, _, ending = text.partition("\nexamples:\n")
+    examples, _, statuses = ending.partition("\nexit status:\n")
+    calls = [line.strip() for line in examples.splitlines() if line.startswith("  holdfast ")]
+    assert calls
+    assert [line for line in calls for call in holdfast_calls(line) if fault_of(call)] == []
+    assert {line.split()[0] for line in statuses.splitlines()} >= {"0", "2", "3"}
+
+
+def test_the_manual_has_every_command() -> None:
+    """And no other one."""
+    from holdfast_site.commands import subcommands
+
+    assert set(MANUAL) == set(subcommands(command_parser()))

@@ -1,0 +1,151 @@
+"""The reference that is written by hand says what the code declares."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from holdfast_site.commands import subcommands
+from prometheus_client import CollectorRegistry
+
+import holdfast
+from holdfast import errors
+from holdfast.cli.app import command_parser
+from holdfast.drivers.layers.stack import common_options
+from holdfast.drivers.registry import driver_class
+from holdfast.drivers.schemes import SCHEMES
+from holdfast.storage.integrations.prometheus import export_metrics
+
+REFERENCE = Path(__file__).parents[2] / "docs/reference"
+
+
+def text_of(page: str) -> str:
+    """A page of the reference."""
+    return (REFERENCE / page).read_text()
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of every row of the tables in a text."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def tree_in(text: str) -> list[tuple[int, str]]:
+    """The names in a drawing of the tree of errors, each with its depth."""
+    lines = re.findall(r"^    ([│ ├└─]*)(\w+Error)\b(?: \((\w+)\))?", text, re.MULTILINE)
+    return [(len(rule) // 4, f"{name} {builtin}".strip()) for rule, name, builtin in lines]
+
+
+def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
+    """In the reference, in the docstring, and in the classes: names, parents and builtin errors."""
+    drawn = tree_in(text_of("errors.md"))
+    assert drawn == tree_in(errors.__doc__ or "")
+    path: list[str] = []
+    for depth, entry in drawn:
+        name, _, builtin = entry.partition(" ")
+        bases = [base.__name__ for base in getattr(errors, name).__bases__]
+        parent = path[depth - 1] if depth else "Exception"
+        assert bases == [parent, *([builtin] if builtin else [])]
+        path[depth:] = [name]
+    assert {entry.split()[0] for _, entry in drawn} == set(errors.__all__)
+
+
+def test_every_metric_is_in_the_table() -> None:
+    """With its labels, and none besides: what a save and a load leave in the registry."""
+    registry = CollectorRegistry()
+    uri = f"memory://{uuid.uuid4().hex}/step-1"
+    state = {"w": torch.ones(4), "step": 1}
+    stop = export_metrics(registry)
+    try:
+        holdfast.save(uri, state)
+        holdfast.load(uri, into=state)
+        found = {
+            family.name + ("_total" if family.type == "counter" else ""): {
+                label for sample in family.samples for label in sample.labels if label != "le"
+            }
+            for family in registry.collect()
+        }
+    finally:
+        stop()
+    listed = {
+        name.strip("`"): set(re.findall(r"`(\w+)`", labels))
+        for name, labels, *_ in rows(text_of("metrics.md"))
+        if name.startswith("`holdfast_")
+    }
+    assert listed == found
+
+
+@pytest.mark.parametrize("command", sorted(subcommands(command_parser())))
+def test_every_option_of_a_command_is_explained(command: str) -> None:
+    """And no page explains an option that the command does not have. ``--json`` is explained once,
+    for all."""
+    parser = subcommands(command_parser())[command]
+    options = {o for a in parser._actions for o in a.option_strings if o.startswith("--")}
+    options -= {"--help", "--json"}
+    sections = re.split(r"^## ", text_of("cli.md"), flags=re.MULTILINE)
+    text = "".join(s for s in sections if s.startswith(f"`holdfast {command}")) or ""
+    if command == "bench":
+        text += text_of("bench.md")
+    listed = {
+        option
+        for row in rows(text)
+        for code in re.findall(r"`([^`]*)`", row[0])
+        for option in re.findall(r"--[a-z][\w-]*", code)
+    }
+    mentioned = set(re.findall(r"--[a-z][\w-]*", text))
+    assert listed - options - {"--json"} == set()
+    assert options - mentioned == set()
+
+
+def declared_options() -> set[str]:
+    """The names of all options that drivers and layers declare."""
+    names = {*common_options(remote=True), *common_options(remote=False)}
+    for scheme in SCHEMES:
+        cls = driver_class("fsspec+memory" if scheme == "fsspec" else scheme)
+        names |= set(cls.OPTIONS)
+    return names
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "http", "hdfs", "file", "lustre"])
+def test_every_option_of_a_scheme_is_explained(scheme: str) -> None:
+    """Some page tells what each option of a driver is for, and calls it by its name."""
+    pages = [*REFERENCE.glob("*.md"), *(REFERENCE.parent / "how-to").glob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    names = driver_class(scheme).OPTIONS
+    missing = [n for n in names if not re.search(rf"[`?&]{n}[`=]", text)]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "docs/reference/layers.md",
+        "docs/how-to/use-hdfs.md",
+        "docs/how-to/use-lustre.md",
+        "docs/how-to/use-object-storage.md",
+    ],
+)
+def test_no_page_explains_an_option_that_is_gone(page: str) -> None:
+    """Each option in the first column of a table of options is declared by a driver or a layer."""
+    text = (REFERENCE.parents[1] / page).read_text()
+    tables = re.findall(r"^\| option .*\n(?:\|.*\n)+", text, re.MULTILINE)
+    named = {
+        name
+        for table in tables
+        for row in rows(table)[1:]
+        for name in re.findall(r"`([a-z_]+)(?:=[^`]*)?`", row[0])
+    }
+    assert named
+    assert named - declared_options() == set()
+
+
+def test_the_api_page_names_everything() -> None:
+    """Each public name is explained on the page of the API, or on that of errors."""
+    text = (
+        text_of("api.md") + text_of("errors.md") + text_of("telemetry.md") + text_of("metrics.md")
+    )
+    words = set(re.findall(r"\w+", text))
+    assert sorted(set(holdfast.__all__) - words) == []

@@ -1,0 +1,142 @@
+"""The documentation as a site: links, navigation, and the pages that are made from the code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from holdfast_site.commands import commands_page, subcommands
+from holdfast_site.navigation import contents_of, sections_of
+from holdfast_site.options import options_page
+from holdfast_site.pages import find_pages, links_in, on_site, shown_markers
+
+from holdfast.cli.app import command_parser
+from holdfast.drivers.registry import driver_class
+
+ROOT = Path(__file__).parents[2]
+
+
+def moved(text: str, document: str = "docs/how-to/page.md") -> str:
+    """The text of a document, as the site has it."""
+    pages = find_pages(ROOT) | {Path(document): Path(document).relative_to("docs")}
+    return on_site(text, Path(document), ROOT, pages)[0]
+
+
+@pytest.mark.parametrize(
+    ("link", "expected"),
+    [
+        ("../reference/cli.md#exit-status", "../reference/cli.md#exit-status"),
+        ("../README.md", "../index.md"),
+        ("../../README.md", "../project/README.md"),
+        ("../../ARCHITECTURE.md", "../project/ARCHITECTURE.md"),
+        ("../../storage/api.py", "../files/storage/api.py"),
+        ("../examples/holdfast-sqlite", "../examples/holdfast-sqlite/README.md"),
+        ("https://example.org/x.md", "https://example.org/x.md"),
+        ("#below", "#below"),
+    ],
+)
+def test_links_lead_where_they_led(link: str, expected: str) -> None:
+    """To pages of the site, to copies of other files, or out of it; also around code, and over the
+    end of a line."""
+    assert moved(f"See [a\n`b`]({link}).") == f"See [a\n`b`]({expected})."
+
+
+def test_a_folder_without_a_readme_is_no_link() -> None:
+    """Its text stays."""
+    assert moved("In [the engine](../../storage).") == "In the engine."
+
+
+def test_a_link_to_nothing_is_an_error() -> None:
+    """It names the document and the link."""
+    with pytest.raises(ValueError, match=r"docs/how-to/page\.md: the link \.\./gone\.md"):
+        moved("[gone](../gone.md)")
+
+
+def test_code_has_no_links() -> None:
+    """What looks like one in a block or in a line of code stays as it is."""
+    text = "`[a](b.md)`\n\n```\n[a](b.md)\n```\n"
+    assert moved(text) == text
+    assert list(links_in(text)) == []
+
+
+def test_files_that_are_linked_come_along() -> None:
+    """The site has copies of files that are no pages."""
+    pages = find_pages(ROOT)
+    text = "[x](../cli/demo/train.py) [y](reference/cli.md)"
+    assert on_site(text, Path("docs/README.md"), ROOT, pages)[1] == {Path("cli/demo/train.py")}
+
+
+def test_blocks_that_do_not_run_say_so() -> None:
+    """What is a comment in the document is a note on the site."""
+    assert "does not" not in shown_markers("text")
+    shown = shown_markers("<!-- not run: needs a <GPU> -->\n```python\n1\n```\n")
+    assert "The tests do not run this block: needs a &lt;GPU&gt;." in shown
+
+
+def test_the_navigation_has_every_page() -> None:
+    """By the kinds of documentation; what has no place there would be an error of the build."""
+    sections = sections_of(moved((ROOT / "docs/README.md").read_text(), "docs/README.md"))
+    assert [*sections] == [
+        "Tutorial",
+        "How-to guides",
+        "Reference",
+        "Explanation",
+        "The project",
+        "Decisions",
+    ]
+    records = contents_of((ROOT / "docs/decisions/README.md").read_text())
+    named = {page for pages in sections.values() for page in pages}
+    named |= {"index.md", *(f"decisions/{record}" for record in records)}
+    assert {page.as_posix() for page in find_pages(ROOT).values()} - named == set()
+
+
+def test_every_option_of_every_command_has_a_row() -> None:
+    """The tables are those of the parser."""
+    page = commands_page()
+    for name, parser in subcommands(command_parser()).items():
+        _, _, section = page.partition(f"\n## holdfast {name}\n")
+        section = section.partition("\n## ")[0]
+        for action in parser._actions:
+            if action.option_strings and action.dest != "help":
+                (row,) = [
+                    line
+                    for line in section.splitlines()
+                    if line.startswith(f"| `{', '.join(action.option_strings)}")
+                ]
+                assert row.count("|") - row.count("\\|") == 4
+
+
+def test_every_option_of_a_driver_has_a_row() -> None:
+    """With its default and what it means."""
+    page = options_page()
+    for name, option in driver_class("s3").OPTIONS.items():
+        assert f"| `{name}` |" in page
+        assert " ".join(option.help.split())[:20].split("`")[0] in page
+
+
+def test_sphinx_refuses_what_leads_nowhere(tmp_path: Path) -> None:
+    """An anchor that no heading has, and a page that is not in the navigation, fail the build."""
+    source = tmp_path / "source"
+    source.mkdir()
+    contents = "```{toctree}\nhere\n```\n"
+    (source / "index.md").write_text(
+        f"# Index\n\n[x](here.md#nowhere) [y](here.md#there)\n\n{contents}"
+    )
+    (source / "here.md").write_text("# Here\n\n## There\n")
+    (source / "lost.md").write_text("# Lost\n")
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "--conf-dir", ROOT / "docs/site"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options, source, tmp_path / "html"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    warnings = [line for line in done.stderr.splitlines() if "WARNING:" in line]
+    assert done.returncode == 1
+    assert len(warnings) == 2
+    assert "nowhere" in done.stderr
+    assert "lost.md" in done.stderr
