@@ -13,14 +13,15 @@ from ...drivers.registry import open_driver
 from ...drivers.uri import Uri, join, parse
 from ...errors import UsageError
 from ..machine import available_nbytes
+from ..peers.choice import chosen
 
 __all__ = ["Plan", "check", "local_folder"]
 
 COPIES_HELD = 2.5
 """How many times a state is in memory: itself, what a phase needs beside it, and some room."""
-COPIES_STORED = 5
+COPIES_STORED = 4
 """How many times it is in storage at most: a checkpoint for loads, one that is being replaced and
-its replacement, and an object for each of the two limits."""
+its replacement, one that comes and goes, and what its limit reads."""
 SETTLE_S = 1.0
 SETTLE_NBYTES = 64 << 20
 """The storage rests so long before each phase, if the state is so large."""
@@ -29,11 +30,15 @@ SETTLE_NBYTES = 64 << 20
 @dataclass(frozen=True)
 class Plan:
     """``uri``: below which a folder of its own is measured in, and deleted again. ``nbytes``: about
-    the size of the state. ``runs``: rounds."""
+    the size of the state. ``runs``: rounds. ``peers``: whom else to measure, as
+    :func:`..peers.choice.chosen` takes them. ``driver_alone``: whether to measure our driver
+    without the engine, too."""
 
     uri: str
     nbytes: int
     runs: int
+    peers: str = ""
+    driver_alone: bool = False
 
     @property
     def settle_s(self) -> float:
@@ -58,12 +63,14 @@ def _free_nbytes(folder: str) -> int:
 
 def check(plan: Plan, free: Callable[[str], int] = _free_nbytes) -> None:
     """Raises UsageError where the size or the number of rounds cannot be, or there is too little
-    room for it, and what the storage raises where nothing can be written. ``free``: how many bytes
+    room for it, or a peer cannot be measured, and what the storage raises where nothing can be
+    written. ``free``: how many bytes
     there is room for in a folder of this host."""
     if plan.nbytes < 1 << 20:
         raise UsageError(
             f"{size_text(plan.nbytes)} are too few to measure", advice="Give 1 MiB or more."
         )
+    chosen(plan.peers, plan.parsed)
     if plan.runs < 1:
         raise UsageError(f"{plan.runs} rounds measure nothing", advice="Give --runs 5.")
     needed = int(COPIES_HELD * plan.nbytes)
@@ -77,7 +84,12 @@ def check(plan: Plan, free: Callable[[str], int] = _free_nbytes) -> None:
     asyncio.run(_write_something(plan.parsed))
     folder = local_folder(plan.parsed)
     if folder is not None:
-        _check_room(folder, COPIES_STORED * plan.nbytes, free(folder))
+        _check_room(folder, _copies_stored(plan) * plan.nbytes, free(folder))
+
+
+def _copies_stored(plan: Plan) -> int:
+    """Our own, what our driver alone reads, and a checkpoint of each peer, to be loaded."""
+    return COPIES_STORED + plan.driver_alone + len(chosen(plan.peers, plan.parsed))
 
 
 def local_folder(uri: Uri) -> str | None:

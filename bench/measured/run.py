@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import holdfast
@@ -15,10 +16,10 @@ from ..contest import Contestant, contest
 from ..machine import describe, drop_caches, processor_s, read_from_device_nbytes
 from ..report import Series
 from ..states import State, build, nbytes_of, zero
-from .alone import Alone
+from .beside import Beside
 from .plan import Plan, local_folder
 from .result import Measurement, Phase
-from .validity import reasons_against
+from .validity import joined, reasons_against
 
 __all__ = ["measured"]
 
@@ -43,7 +44,8 @@ def measured(plan: Plan, say: Say = lambda line: None) -> Measurement:
     began_s = time.time()
     try:
         state = build(plan.nbytes / _GIB)
-        run = _Run(place, state, plan, say)
+        beside = Beside(plan, place, state, say)
+        run = _Run(place, state, plan, beside, say)
         phases = [*run.writing(), *run.reading(), run.deleting()]
     finally:
         clear(place)
@@ -52,10 +54,17 @@ def measured(plan: Plan, say: Say = lambda line: None) -> Measurement:
     return Measurement(
         uri=plan.parsed.redacted,
         created_s=began_s,
-        config={"nbytes": nbytes_of(state), "runs": plan.runs, "settle_s": plan.settle_s},
+        config={
+            "nbytes": nbytes_of(state),
+            "runs": plan.runs,
+            "settle_s": plan.settle_s,
+            "peers": plan.peers,
+            "driver_alone": plan.driver_alone,
+        },
         machine=describe(Path(local_folder(plan.parsed) or ".")),
         phases=tuple(phases),
-        invalid=reasons,
+        limits=beside.limits,
+        invalid=joined(reasons, beside.invalid),
     )
 
 
@@ -63,41 +72,37 @@ class _Run:
     """``cold_shares``: of phases that read from a file system of this host, the smallest part that
     came from the device in any round."""
 
-    def __init__(self, place: Uri, state: State, plan: Plan, say: Say) -> None:
+    def __init__(self, place: Uri, state: State, plan: Plan, beside: Beside, say: Say) -> None:
         self.cold_shares: dict[str, float] = {}
         self._place = place
         self._state = state
         self._plan = plan
         self._say = say
         self._nbytes = nbytes_of(state)
-        self._alone = Alone(place, self._nbytes)
+        self._beside = beside
         self._folder = local_folder(place)
         self._retries: dict[str, int] = {}
 
     def writing(self) -> list[Phase]:
         """The phases that write."""
         holdfast.save(self._uri(STORED), self._state)  # and what is imported and started once
-        return self._contest(
-            [
-                Contestant("write alone", self._alone.write),
-                Contestant(
-                    "save",
-                    lambda: self._save("save", SAVED),
-                    after=lambda: clear(join(self._place, SAVED)),
-                ),
-                Contestant("overwrite", lambda: self._save("overwrite", STORED)),
-            ]
-        )
+        ours = [
+            Contestant(
+                "save",
+                lambda: self._save("save", SAVED),
+                after=lambda: clear(join(self._place, SAVED)),
+            ),
+            Contestant("overwrite", lambda: self._save("overwrite", STORED)),
+        ]
+        return self._contest(self._beside.writing(ours))
 
     def reading(self) -> list[Phase]:
         """The phases that read what those have written."""
-        return self._contest(
-            [
-                self._cold("read alone", self._alone.read),
-                self._cold("load", self._load),
-                self._cold("verify", lambda: _verify(self._uri(STORED))),
-            ]
-        )
+        ours = [
+            Contestant("load", self._load, before=lambda: zero(self._state)),
+            Contestant("verify", lambda: _verify(self._uri(STORED))),
+        ]
+        return self._contest([self._cold(each) for each in self._beside.reading(ours)])
 
     def deleting(self) -> Phase:
         """The end: a checkpoint is deleted, once."""
@@ -122,35 +127,35 @@ class _Run:
         again = sum(stage.retries + stage.hedges for stage in report.stages.values())
         self._retries[phase] = self._retries.get(phase, 0) + again
 
-    def _cold(self, name: str, run: Callable[[], None]) -> Contestant:
+    def _cold(self, contestant: Contestant) -> Contestant:
         """Reads from the device, where this host can see to that; how far it did is noted."""
         folder = self._folder
         if folder is None:
-            return Contestant(name, run)
+            return contestant
+        name = contestant.name
         before_nbytes = 0
 
         def before() -> None:
             nonlocal before_nbytes
-            if name == "load":
-                zero(self._state)
+            contestant.before()
             drop_caches(Path(folder))
             before_nbytes = read_from_device_nbytes()
 
         def after() -> None:
             share = (read_from_device_nbytes() - before_nbytes) / self._nbytes
             self.cold_shares[name] = min(share, self.cold_shares.get(name, share))
+            contestant.after()
 
-        return Contestant(name, run, before, after)
+        return replace(contestant, before=before, after=after)
 
     def _contest(self, contestants: Sequence[Contestant]) -> list[Phase]:
         found = contest(contestants, self._plan.runs, self._plan.settle_s, self._say)
         return [self._phase(series) for series in found]
 
     def _phase(self, series: Series) -> Phase:
-        alone = series.name.endswith("alone")
         return Phase(
             name=series.name,
-            nbytes=self._alone.nbytes if alone else self._nbytes,
+            nbytes=self._beside.nbytes.get(series.name, self._nbytes),
             seconds=tuple(series.seconds),
             cpu_s=tuple(series.own_processor_s),
             peak_nbytes=tuple(series.peak_nbytes),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ...core.units import parse_size
 from ...errors import UsageError
 from ..commands import complain, write_text
 from ..text import printable
+
+if TYPE_CHECKING:
+    from ...bench.measured.plan import Plan
 
 __all__ = ["run"]
 
@@ -20,6 +24,8 @@ def run(
     *,
     size: str,
     runs: int,
+    peer: str,
+    driver_alone: bool,
     slower: str,
     csv: str | None,
     html: str | None,
@@ -34,17 +40,14 @@ def run(
             advice="Measure one after the other, and hold the results against each other: "
             "holdfast bench compare A.json B.json.",
         )
-    return _measure(targets[0], size, runs, csv=csv, html=html, json_output=json_output)
-
-
-def _measure(
-    uri: str, size: str, runs: int, *, csv: str | None, html: str | None, json_output: bool
-) -> int:
     from ...bench.measured.plan import Plan, check
 
-    plan = Plan(uri, _size(size), runs)
+    plan = Plan(targets[0], _size(size), runs, peer, driver_alone)
     check(plan)  # before torch is imported, which takes seconds
+    return _measure(plan, csv=csv, html=html, json_output=json_output)
 
+
+def _measure(plan: Plan, *, csv: str | None, html: str | None, json_output: bool) -> int:
     from ...bench.measured.result import encoded
     from ...bench.measured.run import measured
     from .page import measurement_page

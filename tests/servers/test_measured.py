@@ -23,10 +23,17 @@ async def _keys(uri: str) -> list[str]:
 def test_a_server_is_measured(
     kind: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each phase has a time, those of checkpoints a share of their limit, and nothing is left."""
+    """Each phase has a time, those of checkpoints a share of their limit, which is that of a client
+    that is not ours; and nothing is left."""
     uri: str = request.getfixturevalue(f"{kind}_url")
     assert app.run(["bench", uri, "--size", "16MiB", "--runs", "1", "--json"]) == 1
-    phases = json.loads(capsys.readouterr().out)["phases"]
+    found = json.loads(capsys.readouterr().out)
+    client = "hdfs-native" if kind == "hdfs" else "obstore"
+    assert {name: each.split(",")[0] for name, each in found["limits"].items()} == {
+        "write limit": client,
+        "read limit": client,
+    }
+    phases = found["phases"]
     assert len(phases) == 7
     assert all(phase["seconds"][0] > 0 for phase in phases)
     assert [phase["share"] is not None for phase in phases] == [
