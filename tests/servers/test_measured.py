@@ -46,3 +46,18 @@ def test_a_server_is_measured(
         False,
     ]
     assert asyncio.run(_keys(uri)) == []
+
+
+def test_a_peer_saves_to_a_server_and_is_checked(
+    s3_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DCP through s3fs, beside our own phases, with its share of the client's rate."""
+    pytest.importorskip("s3fs")
+    arguments = ["bench", s3_url, "--size", "4MiB", "--runs", "1", "--json", "--peer", "dcp"]
+    assert app.run(arguments) == 1
+    found = json.loads(capsys.readouterr().out)
+    shares = {phase["name"]: phase["share"] for phase in found["phases"]}
+    assert shares["save: DCP, s3fs"] > 0
+    assert shares["load: DCP, s3fs"] > 0
+    assert found["invalid"]["load: DCP, s3fs"] == ["only 1 rounds"]
+    assert asyncio.run(_keys(s3_url)) == []
