@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..core.units import ceil_div, round_up
-from .limits import RawFile
+from .limit.raw_file import RawFile
 from .states import State, flat_tensors, nbytes_of
 
 __all__ = ["BareReplicas"]

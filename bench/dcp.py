@@ -18,7 +18,7 @@ from . import load, save
 from .contest import Contestant, contest, header, rows
 from .machine import describe
 from .options import TINY_GIB, Options, parse, work_folder
-from .peers import through_dcp
+from .peers.choice import through_dcp
 from .report import Report, Series, Target, ratio
 from .states import build, digests, nbytes_of
 

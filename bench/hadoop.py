@@ -14,95 +14,33 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import holdfast
 
-from ..core.units import ceil_div
-from ..drivers.hdfs.client import whole_reader
 from ..drivers.uri import Uri, join, parse
-from .content import Checked, Content, Noise, StateBytes
+from .clearing import clear
+from .content import Checked, StateBytes
 from .contest import CHECKED, NO_TENSORS, Contestant, busy, contest, header, rows, shares
+from .limit.streams import connected_streams
 from .machine import describe
 from .many import many_objects
 from .options import TINY_GIB, Options, options, parser
 from .report import LIMIT, OURS, Report, Series, Target, ratio
 from .states import State, build, digests, nbytes_of, zero
 
-if TYPE_CHECKING:
-    from hdfs_native import Client
-
 __all__: list[str] = []
 
 STREAMS = 4
-PIECE_NBYTES = 4 << 20
 DELETED_S = 6.0
 """How long a save waits for its turn. DataNodes hear of what the one before has replaced every
 three seconds, and are busy deleting it then."""
 
 
-class _Streams:
-    """Four files, each written and read by a thread, with hdfs-native alone: no format, no joining.
-
-    ``content`` gives what is sent, and takes what is received; anew for each run, because a save
-    and a load look their tensors up, too. hdfs-native verifies HDFS's own checksums here, too.
-    """
-
-    def __init__(
-        self, client: Client, folder: str, nbytes: int, content: Callable[[], Content]
-    ) -> None:
-        self._client = client
-        self._folder = folder
-        self._nbytes = nbytes
-        self._content = content
-
-    def write(self) -> None:
-        self._each(self._write)
-
-    def read(self) -> None:
-        self._each(self._read)
-
-    def _each(self, work: Callable[[Content, int, int, int], None]) -> None:
-        content = self._content()
-        part_nbytes = ceil_div(self._nbytes, STREAMS)
-        starts = range(0, self._nbytes, part_nbytes)
-        with ThreadPoolExecutor(STREAMS) as threads:
-            running = [
-                threads.submit(work, content, number, start, min(start + part_nbytes, self._nbytes))
-                for number, start in enumerate(starts)
-            ]
-        for future in running:
-            future.result()
-
-    def _write(self, content: Content, number: int, start: int, stop: int) -> None:
-        from hdfs_native import WriteOptions
-
-        options = WriteOptions(overwrite=True, create_parent=True)
-        with self._client.create(f"{self._folder}/{number}", options) as file:
-            for begin in range(start, stop, PIECE_NBYTES):
-                data = content.take(begin, min(begin + PIECE_NBYTES, stop))
-                if not isinstance(data, bytes):
-                    data = bytes(data)  # another buffer would be read byte by byte
-                file.write(data)
-
-    def _read(self, content: Content, number: int, start: int, stop: int) -> None:
-        at = start
-        reader = whole_reader(self._client, f"{self._folder}/{number}", stop - start)
-        for piece in reader.read_range_stream(0, stop - start):
-            content.place(at, piece)
-            at += len(piece)
-
-
 def _measure(uri: Uri, given: Options) -> tuple[int, list[Series], list[Series], str]:
     """The size of the state, the times of saving and of loading it, and a sentence about many small
     objects."""
-    from hdfs_native import Client
-
-    authority, _, path = uri.location.partition("/")
-    client = Client(f"hdfs://{authority}")
     saved = str(join(uri, "saved"))
     try:
         # The first saves import what is needed, and have the servers compile their code.
@@ -111,11 +49,11 @@ def _measure(uri: Uri, given: Options) -> tuple[int, list[Series], list[Series],
         holdfast.save(saved, state)
         nbytes = nbytes_of(state)
         expected = digests(state)
-        folder = f"/{path}/limit"
+        bare = replace(connected_streams(join(uri, "limit"), nbytes), streams=STREAMS)
         ways = {
-            LIMIT: _Streams(client, folder, nbytes, lambda: StateBytes(state)),
-            NO_TENSORS: _Streams(client, folder, nbytes, lambda: Noise(PIECE_NBYTES)),
-            CHECKED: _Streams(client, folder, nbytes, lambda: Checked(StateBytes(state))),
+            LIMIT: replace(bare, content=lambda: StateBytes(state)),
+            NO_TENSORS: bare,
+            CHECKED: replace(bare, content=lambda: Checked(StateBytes(state))),
         }
         ways[LIMIT].write()
         saving = [
@@ -144,7 +82,7 @@ def _measure(uri: Uri, given: Options) -> tuple[int, list[Series], list[Series],
         read = contest(loading, given.runs, given.settle_s)
         return nbytes, written, read, many_objects(join(uri, "many"), tiny=given.tiny)
     finally:
-        client.delete(f"/{path}", recursive=True)
+        clear(uri)
 
 
 def _save(uri: str, state: State) -> None:

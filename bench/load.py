@@ -13,11 +13,14 @@ from pathlib import Path
 
 import holdfast
 
+from ..drivers.uri import parse
 from .contest import Contestant, contest, header, rows
 from .limits import best_setting
 from .machine import describe, drop_caches, sync_tree
-from .options import TINY_GIB, Options, parse, work_folder
-from .peers import Peer, peers
+from .options import TINY_GIB, Options, work_folder
+from .options import parse as parse_options
+from .peers.choice import beside_ours
+from .peers.peer import Peer
 from .report import Report
 from .save import targets
 from .states import State, build, digests, nbytes_of, zero
@@ -27,7 +30,8 @@ __all__ = ["contestant"]
 
 def contestant(peer: Peer, path: Path, state: State, expected: dict[str, bytes]) -> Contestant:
     """Saves at once; loads when its turn comes."""
-    peer.save(path, state)
+    uri = parse(path)
+    peer.save(uri, state)
     sync_tree(path)
 
     def before() -> None:
@@ -38,15 +42,15 @@ def contestant(peer: Peer, path: Path, state: State, expected: dict[str, bytes])
         if digests(state) != expected:
             raise AssertionError(f"{peer.name}: what was loaded is not what was saved")
 
-    return Contestant(peer.name, lambda: peer.load(path, state), before, after)
+    return Contestant(peer.name, lambda: peer.load(uri, state), before, after)
 
 
 def _contestants(folder: Path, state: State, options: Options) -> list[Contestant]:
     expected = digests(state)
     others = [
         contestant(peer, folder / peer.name.replace(" ", ""), state, expected)
-        for peer in peers(alone=options.alone)
-        if peer.name != "DCP, 4 threads"  # that is a matter of saving only
+        for peer in beside_ours(parse(folder), alone=options.alone)
+        if peer.loads
     ]
     holdfast.release_memory()  # or the first load would find, uncounted, what the save has kept
     raw = best_setting(folder / "raw", nbytes_of(state), reading=True, settle_s=options.settle_s)
@@ -57,7 +61,7 @@ def _warm_up(folder: Path, alone: bool) -> None:
     small = build(TINY_GIB)
     folder.mkdir()
     expected = digests(small)
-    for peer in peers(alone=alone):
+    for peer in beside_ours(parse(folder), alone=alone):
         entered = contestant(peer, folder / peer.name.replace(" ", ""), small, expected)
         entered.before()
         entered.run()
@@ -67,7 +71,7 @@ def _warm_up(folder: Path, alone: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; raises AssertionError where a state does not come back as it was."""
-    options = parse("load", __doc__, argv)
+    options = parse_options("load", __doc__, argv)
     with work_folder(options.folder) as folder:
         _warm_up(folder / "small", options.alone)
         state = build(options.gib)

@@ -24,10 +24,13 @@ from ..drivers.uri import Uri, join, parse
 from .clearing import clear
 from .content import Checked, StateBytes
 from .contest import CHECKED, NO_TENSORS, Contestant, busy, contest, header, rows, shares
+from .limit.objects import Bare, settings
+from .limit.sweep import fastest_reader, fastest_writer
 from .machine import describe
 from .many import many_objects
-from .objectpeers import SETTINGS, Bare, Peer, below, best, peers
 from .options import TINY_GIB, Options, options, parser
+from .peers.choice import beside_ours
+from .peers.peer import Peer
 from .report import LIMIT, Report, Series, Target, ratio
 from .states import State, build, digests, nbytes_of, zero
 
@@ -57,23 +60,37 @@ def _moving(
     nbytes = nbytes_of(state)
     expected = digests(state)
     reading = kind == "load"
-    bare = best(
-        below(uri, "bare"),
-        nbytes,
-        reading=reading,
-        settings=((5 << 20, 4),) if given.tiny else SETTINGS,
-    )
+    bare = _fastest(_below(uri, "bare"), nbytes, given, reading=reading)
     made = _clients(bare, state, expected, reading=reading)
     if reading:
-        made += [_loading(peer, below(uri, peer.name), state, expected) for peer in others]
+        made += [_loading(peer, _below(uri, peer.name), state, expected) for peer in others]
         holdfast.release_memory()  # or the first load would find, uncounted, what the save has kept
     else:
-        made += [_saving(peer, below(uri, peer.name), state) for peer in others]
+        made += [_saving(peer, _below(uri, peer.name), state) for peer in others]
     found = contest(made, given.runs, given.settle_s)
     bare.remove()
     for peer in others:
-        clear(below(uri, peer.name))
+        clear(_below(uri, peer.name))
     return found, nbytes
+
+
+def _fastest(uri: Uri, nbytes: int, given: Options, *, reading: bool) -> Bare:
+    """The client alone, as it is fastest here."""
+    tried = settings(uri, nbytes)
+    if given.tiny:
+        tried = tried[:1]
+    if reading:
+        return fastest_reader(tried, settle_s=given.settle_s, make_cold=lambda: None, say=_say)
+    return fastest_writer(tried, settle_s=given.settle_s, say=_say)
+
+
+def _say(line: str) -> None:
+    print(f"  {line}", flush=True)
+
+
+def _below(uri: Uri, name: str) -> Uri:
+    """A root of its own for each contestant."""
+    return join(uri, name.replace(" ", "").replace(",", "-"))
 
 
 def _clients(
@@ -111,9 +128,9 @@ def _able(uri: Uri, alone: bool) -> tuple[list[Peer], list[str]]:
     expected = digests(state)
     able = []
     notes = []
-    for peer in peers(alone=alone):
+    for peer in beside_ours(uri, alone=alone):
         try:
-            contestant = _loading(peer, below(uri, "warm-" + peer.name), state, expected)
+            contestant = _loading(peer, _below(uri, "warm-" + peer.name), state, expected)
             contestant.before()
             contestant.run()
             contestant.after()
@@ -123,7 +140,7 @@ def _able(uri: Uri, alone: bool) -> tuple[list[Peer], list[str]]:
             notes.append(f"not measured: {peer.name}: {str(error).strip().splitlines()[-1]}")
         else:
             able.append(peer)
-        clear(below(uri, "warm-" + peer.name))
+        clear(_below(uri, "warm-" + peer.name))
     return able, notes
 
 

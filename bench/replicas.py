@@ -24,7 +24,7 @@ import holdfast
 
 from .bare import BareReplicas
 from .contest import header, rows
-from .limits import RawFile
+from .limit.raw_file import RawFile
 from .machine import PeakMemory, describe, drop_caches, flush, read_from_device_nbytes
 from .options import Options, options, parser, work_folder
 from .report import LIMIT, OURS, Report, Series, Target, ratio

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from .ratios import median_ratio
+
 __all__ = ["Report", "Series", "Target", "aligned", "markdown", "ratio", "read_report"]
 
 LIMIT = "limit"
@@ -113,7 +115,7 @@ def ratio(of: Series, to: Series) -> float:
     storage."""
     if len(of.seconds) != len(to.seconds):
         return of.median / to.median
-    return statistics.median(a / b for a, b in zip(of.seconds, to.seconds, strict=True))
+    return median_ratio(of.seconds, to.seconds)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

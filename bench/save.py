@@ -14,11 +14,14 @@ from pathlib import Path
 
 import holdfast
 
+from ..drivers.uri import parse
 from .contest import Contestant, contest, header, rows
 from .limits import best_setting
 from .machine import describe, sync_tree
-from .options import TINY_GIB, Options, parse, work_folder
-from .peers import Peer, peers
+from .options import TINY_GIB, Options, work_folder
+from .options import parse as parse_options
+from .peers.choice import beside_ours
+from .peers.peer import Peer
 from .report import Report, Series, Target, ratio
 from .states import State, build, digests, nbytes_of, zero
 
@@ -31,9 +34,10 @@ def _remove(path: Path) -> None:
 
 def contestant(peer: Peer, path: Path, state: State, *, check: bool) -> Contestant:
     """Saves when its turn comes; what was saved is removed after it."""
+    uri = parse(path)
 
     def run() -> None:
-        peer.save(path, state)
+        peer.save(uri, state)
         if not peer.durable:
             sync_tree(path)
 
@@ -41,7 +45,7 @@ def contestant(peer: Peer, path: Path, state: State, *, check: bool) -> Contesta
         if check:
             expected = digests(state)
             zero(state)
-            peer.load(path, state)
+            peer.load(uri, state)
             if digests(state) != expected:
                 raise AssertionError(f"{peer.name}: what was loaded is not what was saved")
         _remove(path)
@@ -49,10 +53,14 @@ def contestant(peer: Peer, path: Path, state: State, *, check: bool) -> Contesta
     return Contestant(peer.name, run, after=after)
 
 
+def _saving(folder: Path, alone: bool) -> list[Peer]:
+    return [peer for peer in beside_ours(parse(folder), alone=alone) if peer.saves]
+
+
 def _warm_up(folder: Path, alone: bool) -> None:
     """Everybody imports what they need, and starts their threads, outside the measured time."""
     small = build(TINY_GIB)
-    for peer in peers(alone=alone):
+    for peer in _saving(folder, alone):
         entered = contestant(peer, folder / "small", small, check=True)
         entered.run()
         entered.after()
@@ -63,7 +71,7 @@ def _contestants(folder: Path, state: State, options: Options) -> list[Contestan
     raw = best_setting(folder / "raw", nbytes_of(state), reading=False, settle_s=options.settle_s)
     others = [
         contestant(peer, folder / "saved", state, check=options.tiny)
-        for peer in peers(alone=options.alone)
+        for peer in _saving(folder, options.alone)
     ]
     return [Contestant("limit", raw.write, after=raw.path.unlink), *others]
 
@@ -86,7 +94,7 @@ def targets(found: Sequence[Series], of_limit: float, of_dcp: float) -> list[Tar
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; raises AssertionError where a state does not come back as it was."""
-    options = parse("save", __doc__, argv)
+    options = parse_options("save", __doc__, argv)
     with work_folder(options.folder) as folder:
         _warm_up(folder, options.alone)
         state = build(options.gib)

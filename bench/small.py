@@ -15,9 +15,12 @@ import torch
 
 import holdfast
 
+from ..drivers.uri import parse
 from .machine import PeakMemory, describe, drop_caches, sync_tree
-from .options import Options, parse, work_folder
-from .peers import Peer, peers
+from .options import Options, work_folder
+from .options import parse as parse_options
+from .peers.choice import beside_ours
+from .peers.peer import Peer
 from .report import Report, Series, Target
 from .states import digests, zero
 
@@ -71,7 +74,7 @@ def _measure(peer: Peer, names: str, count: int, runs: int, path: Path) -> _Meas
         found.metadata_nbytes = (_size(path) - count * TENSOR_NBYTES) / count
         zero(state)
         drop_caches(path)
-        _timed(found, "load (into)", lambda: peer.load(path, state))
+        _timed(found, "load (into)", lambda: peer.load(parse(path), state))
         _check(digests(state) == expected, peer.name)
         if peer.name == "holdfast":
             drop_caches(path)
@@ -100,7 +103,7 @@ def _timed(found: _Measured, operation: str, run: Callable[[], object]) -> None:
 
 
 def _durably(peer: Peer, path: Path, state: dict[str, Any]) -> None:
-    peer.save(path, state)
+    peer.save(parse(path), state)
     if not peer.durable:
         sync_tree(path)
 
@@ -127,7 +130,7 @@ def _targets(found: Sequence[_Measured]) -> list[Target]:
 
 
 def _all(options: Options, folder: Path, count: int) -> list[_Measured]:
-    ours, *others = peers(alone=options.alone)
+    ours, *others = beside_ours(parse(folder), alone=options.alone)
     found = [_measure(ours, names, count, options.runs, folder / "saved") for names in NAMES]
     for peer in others:
         if peer.name == "DCP":  # slow: once
@@ -137,7 +140,7 @@ def _all(options: Options, folder: Path, count: int) -> list[_Measured]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; raises AssertionError where a state does not come back as it was."""
-    options = parse("small", __doc__, argv)
+    options = parse_options("small", __doc__, argv)
     if options.tiny:
         count = COUNT // 100
     else:

@@ -351,7 +351,7 @@ def _add_bench(commands: Parsers) -> None:
     parser = _command(
         commands,
         bench,
-        "measure what a storage gives checkpoints, beside what it gives its driver alone",
+        "measure what a storage gives checkpoints, beside what it gives a bare client",
         "`holdfast bench compare A.json B.json` holds two results against each other.",
     )
     add_arguments(parser)

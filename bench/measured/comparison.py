@@ -5,17 +5,12 @@ Scope: pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from .result import PHASES, Measurement, Phase
+from ..ratios import of_medians
+from .result import Measurement, Phase
 
 __all__ = ["Compared", "compare"]
-
-RESAMPLES = 10_000
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -45,23 +40,13 @@ class Compared:
 
 
 def compare(a: Measurement, b: Measurement) -> list[Compared]:
-    """The phases that both have. Resampling is seeded: the same files give the same figures."""
+    """The phases that both have, in the order of ``a``."""
     return [
-        _compared(a.by_name[name], b.by_name[name])
-        for name in PHASES
-        if name in a.by_name and name in b.by_name
+        _compared(phase, b.by_name[phase.name]) for phase in a.phases if phase.name in b.by_name
     ]
 
 
 def _compared(a: Phase, b: Phase) -> Compared:
-    random = np.random.default_rng(0)
-    ratios = _medians(a.seconds, random) / _medians(b.seconds, random) * (b.nbytes / a.nbytes)
-    low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    ratio = a.median_s / b.median_s * b.nbytes / a.nbytes
-    return Compared(a.name, a, b, ratio, float(low), float(high))
-
-
-def _medians(seconds: Sequence[float], random: np.random.Generator) -> np.ndarray:
-    drawn = random.choice(np.asarray(seconds), (RESAMPLES, len(seconds)))
-    medians: np.ndarray = np.median(drawn, axis=1)
-    return medians
+    found = of_medians(a.seconds, b.seconds)
+    larger = b.nbytes / a.nbytes
+    return Compared(a.name, a, b, found.ratio * larger, found.low * larger, found.high * larger)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import holdfast
@@ -13,7 +14,6 @@ from ..clearing import clear
 from ..contest import Contestant
 from ..machine import drop_caches, read_from_device_nbytes
 from ..states import State, zero
-from .alone import Alone
 from .course import Course, Noted
 from .layouts import in_another_layout
 from .plan import Plan, local_folder
@@ -35,7 +35,6 @@ class Phases:
         self, place: Uri, state: State, nbytes: int, plan: Plan, ranks: Ranks, course: Course
     ) -> None:
         self.cold_shares: dict[str, float] = {}
-        self.alone = Alone(place, nbytes, ranks.rank)
         self._place = place
         self._state = state
         self.nbytes = nbytes
@@ -51,19 +50,16 @@ class Phases:
 
     def writing(self) -> Iterator[Contestant]:
         """The phases that write."""
-        yield Contestant("write alone", self.alone.write)
         yield Contestant("save", lambda: self._save("save", SAVED), after=self._clear_saved)
         yield Contestant("async save", self._save_in_background, after=self._clear_saved)
         yield Contestant("overwrite", lambda: self._save("overwrite", STORED))
 
     def reading(self) -> Iterator[Contestant]:
         """The phases that read what those have written."""
-        yield self._cold("read alone", self.alone.read)
-        yield self._cold("load", lambda: self._load("load", self._state))
+        yield self._loading("load", self._state)
         if self._ranks.world > 1:
-            other = in_another_layout(self._state)
-            yield self._cold("reshard", lambda: self._load("reshard", other))
-        yield self._cold("verify", self._verify)
+            yield self._loading("reshard", in_another_layout(self._state))
+        yield Contestant("verify", self._verify)
 
     def save_another(self) -> None:
         """Save a later step beside the checkpoint, for which that may be pruned."""
@@ -103,9 +99,14 @@ class Phases:
         if self._ranks.rank == 0:
             clear(join(self._place, SAVED))
 
-    def _load(self, phase: str, into: State) -> None:
-        noted = self._course.note(phase)
-        holdfast.load(self._uri(STORED), into=into, on_report=lambda report: _count(noted, report))
+    def _loading(self, phase: str, into: State) -> Contestant:
+        def load() -> None:
+            noted = self._course.note(phase)
+            holdfast.load(
+                self._uri(STORED), into=into, on_report=lambda report: _count(noted, report)
+            )
+
+        return Contestant(phase, load, before=lambda: zero(self._state))
 
     def _verify(self) -> None:
         if self._ranks.rank:
@@ -115,17 +116,18 @@ class Phases:
         if not found.ok:
             raise AssertionError(f"{self._uri(STORED)} is damaged: {found.damages}")
 
-    def _cold(self, name: str, run: Callable[[], None]) -> Contestant:
-        """Reads from the device, where this host can see to that; how far it did is noted."""
+    def cold(self, contestant: Contestant) -> Contestant:
+        """The same, which reads from the device, where this host can see to that; how far it did is
+        noted."""
         folder = self._folder
         if folder is None:
-            return Contestant(name, run)
+            return contestant
+        name = contestant.name
         before_nbytes = 0
 
         def before() -> None:
             nonlocal before_nbytes
-            if name in ("load", "reshard"):
-                zero(self._state)
+            contestant.before()
             drop_caches(Path(folder))
             before_nbytes = read_from_device_nbytes()
 
@@ -134,8 +136,9 @@ class Phases:
             told = self._ranks.gather([read_nbytes, self.nbytes])
             share = sum(read for read, _ in told) / sum(nbytes for _, nbytes in told)
             self.cold_shares[name] = min(share, self.cold_shares.get(name, share))
+            contestant.after()
 
-        return Contestant(name, run, before, after)
+        return replace(contestant, before=before, after=after)
 
 
 def _count(noted: Noted, report: holdfast.SaveReport | holdfast.LoadReport) -> None:

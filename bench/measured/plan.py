@@ -14,6 +14,7 @@ from ...drivers.registry import open_driver
 from ...drivers.uri import Uri, join, parse
 from ...errors import UsageError
 from ..machine import available_nbytes
+from ..peers.choice import chosen
 
 __all__ = ["Plan", "check", "local_folder"]
 
@@ -21,7 +22,7 @@ COPIES_HELD = 2.5
 """How many times a state is in memory: itself, what a phase needs beside it, and some room."""
 COPIES_STORED = 5
 """How many times it is in storage at most: a checkpoint for loads, one that is being replaced and
-its replacement, one that comes and goes, and the object of the limit."""
+its replacement, one that comes and goes, and what its limit reads."""
 RANKS_MAX = 256
 """Of one host."""
 SETTLE_S = 1.0
@@ -34,7 +35,9 @@ class Plan:
     """``uri``: below which a folder of its own is measured in, and deleted again. ``nbytes``: about
     the size of the state, of all ranks together. ``runs``: rounds; no more are begun once
     ``limit_s`` have passed. ``warm_ups``: rounds before that do not count. ``compression``: of
-    saves, as :func:`holdfast.save` takes it."""
+    saves, as :func:`holdfast.save` takes it. ``peers``: whom else to measure, as
+    :func:`..peers.choice.chosen` takes them. ``driver_alone``: whether to measure our driver
+    without the engine, too."""
 
     uri: str
     nbytes: int
@@ -42,6 +45,8 @@ class Plan:
     warm_ups: int = 0
     limit_s: float | None = None
     compression: Literal["lz4"] | None = None
+    peers: str = ""
+    driver_alone: bool = False
 
     @property
     def settle_s(self) -> float:
@@ -66,13 +71,18 @@ def _free_nbytes(folder: str) -> int:
 
 def check(plan: Plan, ranks: int = 1, free: Callable[[str], int] = _free_nbytes) -> None:
     """Raises UsageError where the size or the number of rounds cannot be, or there is too little
-    room for it, and what the storage raises where nothing can be written. ``ranks``: of this host,
-    which hold the state together. ``free``: how many bytes there is room for in a folder of this
-    host."""
+    room for it, or a peer cannot be measured, and what the storage raises where nothing can be
+    written. ``ranks``: of this host, which hold the state together. ``free``: how many bytes there
+    is room for in a folder of this host."""
     if plan.nbytes < 1 << 20:
         raise UsageError(
             f"{size_text(plan.nbytes)} are too few to measure", advice="Give 1 MiB or more."
         )
+    if ranks > 1 and plan.peers:
+        raise UsageError(
+            f"peers are measured by one process, not by {ranks}", advice="Leave --peer out."
+        )
+    chosen(plan.peers, plan.parsed)
     if plan.runs < 1:
         raise UsageError(f"{plan.runs} rounds measure nothing", advice="Give --runs 5.")
     if plan.warm_ups < 0:
@@ -90,7 +100,12 @@ def check(plan: Plan, ranks: int = 1, free: Callable[[str], int] = _free_nbytes)
     asyncio.run(_write_something(plan.parsed))
     folder = local_folder(plan.parsed)
     if folder is not None:
-        _check_room(folder, COPIES_STORED * plan.nbytes, free(folder))
+        _check_room(folder, _copies_stored(plan) * plan.nbytes, free(folder))
+
+
+def _copies_stored(plan: Plan) -> int:
+    """Our own, what our driver alone reads, and a checkpoint of each peer, to be loaded."""
+    return COPIES_STORED + plan.driver_alone + len(chosen(plan.peers, plan.parsed))
 
 
 def local_folder(uri: Uri) -> str | None:

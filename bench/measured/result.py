@@ -13,38 +13,55 @@ from statistics import mean, median
 from typing import Any
 
 from ...errors import UsageError
+from ..ratios import median_ratio
 from .observed import Operations
 
-__all__ = ["DELETING", "LIMITS", "PERCENTS", "PHASES", "Measurement", "Phase", "decoded", "encoded"]
+__all__ = [
+    "BY_ONE_RANK",
+    "DELETING",
+    "LIMITS",
+    "PERCENTS",
+    "READ_ALONE",
+    "READ_LIMIT",
+    "WRITE_ALONE",
+    "WRITE_LIMIT",
+    "Measurement",
+    "Phase",
+    "decoded",
+    "encoded",
+    "limit_of_phase",
+]
 
 VERSION = 1
+WRITE_LIMIT = "write limit"
+READ_LIMIT = "read limit"
+"""What a client that is not ours does."""
+WRITE_ALONE = "write alone"
+READ_ALONE = "read alone"
+"""What our driver does without the engine."""
 LIMITS = {
-    "save": "write alone",
-    "async save": "write alone",
-    "overwrite": "write alone",
-    "load": "read alone",
-    "reshard": "read alone",
-    "verify": "read alone",
+    "save": WRITE_LIMIT,
+    "async save": WRITE_LIMIT,
+    "overwrite": WRITE_LIMIT,
+    "load": READ_LIMIT,
+    "reshard": READ_LIMIT,
+    "verify": READ_LIMIT,
 }
 """The phases of checkpoints, and what each is held against."""
-PHASES = (
-    "write alone",
-    "save",
-    "async save",
-    "overwrite",
-    "read alone",
-    "load",
-    "reshard",
-    "verify",
-    "prune",
-    "delete",
-)
 PERCENTS = (50, 90, 99)
 """The quantiles of how long operations took that are said."""
 BY_ONE_RANK = ("verify", "prune", "delete")
 """Phases that rank 0 runs for all."""
 DELETING = ("prune", "delete")
 """Phases that move no bytes, and are measured once: their times are all that they have."""
+_OF_ALONE = {WRITE_ALONE: WRITE_LIMIT, READ_ALONE: READ_LIMIT}
+
+
+def limit_of_phase(name: str) -> str | None:
+    """The phase that ``name`` is held against: also that of a peer, as "save: DCP", and of our
+    driver alone. None where there is none."""
+    verb = name.partition(": ")[0]
+    return LIMITS.get(verb) or _OF_ALONE.get(name)
 
 
 @dataclass(frozen=True)
@@ -114,6 +131,7 @@ class Phase:
 @dataclass(frozen=True)
 class Measurement:
     """``uri`` without secrets. ``config``: what was asked for; ``machine``: what it ran on;
+    ``limits``: which client each limit was measured by, and how it was set, by phase;
     ``invalid``: why the figures are not to be believed, by phase, or of all under ``""``."""
 
     uri: str
@@ -121,6 +139,7 @@ class Measurement:
     config: Mapping[str, Any]
     machine: Mapping[str, str]
     phases: tuple[Phase, ...]
+    limits: Mapping[str, str] = field(default_factory=dict)
     invalid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -137,12 +156,11 @@ class Measurement:
     def share(self, name: str) -> float | None:
         """The rate of a phase, as a share of that of its limit: the median of the ratios within
         each round. None where it has no limit, or that was not measured."""
-        limit = self.by_name.get(LIMITS.get(name, ""))
+        limit = self.by_name.get(limit_of_phase(name) or "")
         if limit is None:
             return None
         phase = self.by_name[name]
-        pairs = zip(limit.seconds, phase.seconds, strict=False)
-        return median(of / took for of, took in pairs) * phase.nbytes / limit.nbytes
+        return median_ratio(limit.seconds, phase.seconds) * phase.nbytes / limit.nbytes
 
 
 def encoded(found: Measurement) -> str:
@@ -173,6 +191,7 @@ def decoded(text: str, name: str) -> Measurement:
             config=dict(fields["config"]),
             machine={key: str(value) for key, value in dict(fields["machine"]).items()},
             phases=tuple(map(_phase, fields["phases"])),
+            limits={key: str(value) for key, value in dict(fields["limits"]).items()},
             invalid={key: tuple(map(str, why)) for key, why in dict(fields["invalid"]).items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:

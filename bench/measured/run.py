@@ -15,13 +15,14 @@ from ...drivers.uri import Uri
 from ..clearing import clear
 from ..machine import describe, processor_s
 from ..states import State, build
+from .beside import Beside
 from .course import Course
 from .layouts import local_nbytes
 from .phases import Phases
 from .plan import Plan, local_folder
 from .ranks import Ranks
 from .result import Measurement, Phase
-from .validity import reasons_against
+from .validity import joined, reasons_against
 
 __all__ = ["measured"]
 
@@ -49,9 +50,11 @@ def measured(
     try:
         busy_before = max(ranks.gather(_busy()))
         state = _state(plan, ranks)
+        nbytes = local_nbytes(state)
         course = Course(plan, ranks, say)
-        rank_phases = Phases(place, state, local_nbytes(state), plan, ranks, course)
-        phases = _run(rank_phases, course, ranks)
+        beside = Beside(plan, place, state, nbytes, ranks, say)
+        own = Phases(place, state, nbytes, plan, ranks, course)
+        phases = _run(own, beside, course, ranks)
     finally:
         ranks.leave()
         if ranks.rank == 0:
@@ -63,35 +66,33 @@ def measured(
         config=_config(plan, ranks, phases),
         machine=describe(Path(local_folder(plan.parsed) or ".")),
         phases=tuple(phases),
-        invalid=reasons_against(
-            phases,
-            busy_before=busy_before,
-            cold_shares=rank_phases.cold_shares,
+        limits=beside.limits,
+        invalid=joined(
+            reasons_against(phases, busy_before=busy_before, cold_shares=own.cold_shares),
+            beside.invalid,
         ),
     )
 
 
-def _run(phases: Phases, course: Course, ranks: Ranks) -> list[Phase]:
-    nbytes_of = _nbytes_of_phases(ranks, phases)
-    phases.prepare()
-    written = course.run(list(phases.writing()), nbytes_of)
-    read = course.run(list(phases.reading()), nbytes_of)
-    phases.save_another()
-    pruned = course.once("prune", nbytes_of("prune"), phases.prune)
-    deleted = course.once("delete", nbytes_of("delete"), phases.delete)
+def _run(own: Phases, beside: Beside, course: Course, ranks: Ranks) -> list[Phase]:
+    nbytes_of = _nbytes_of_phases(ranks, own, beside)
+    own.prepare()
+    written = course.run(beside.writing(list(own.writing())), nbytes_of)
+    reading = [own.cold(each) for each in beside.reading(list(own.reading()))]
+    read = course.run(reading, nbytes_of)
+    own.save_another()
+    pruned = course.once("prune", nbytes_of("prune"), own.prune)
+    deleted = course.once("delete", nbytes_of("delete"), own.delete)
     return [*written, *read, pruned, deleted]
 
 
-def _nbytes_of_phases(ranks: Ranks, phases: Phases) -> Callable[[str], int]:
+def _nbytes_of_phases(ranks: Ranks, own: Phases, beside: Beside) -> Callable[[str], int]:
     """What all ranks together move in a phase, by its name."""
-    told = ranks.gather([phases.nbytes, phases.alone.nbytes])
-    checkpoint_nbytes: int = sum(nbytes for nbytes, _ in told)
-    alone_nbytes: int = sum(nbytes for _, nbytes in told)
+    told = ranks.gather([own.nbytes, dict(beside.nbytes)])
+    state_nbytes = sum(nbytes for nbytes, _ in told)
 
     def nbytes_of(name: str) -> int:
-        if name.endswith("alone"):
-            return alone_nbytes
-        return checkpoint_nbytes
+        return sum(nbytes[name] for _, nbytes in told if name in nbytes) or state_nbytes
 
     return nbytes_of
 
@@ -122,6 +123,8 @@ def _config(plan: Plan, ranks: Ranks, phases: list[Phase]) -> Mapping[str, Any]:
         "ranks": ranks.world,
         "hosts": ranks.hosts,
         "compression": plan.compression,
+        "peers": plan.peers,
+        "driver_alone": plan.driver_alone,
     }
 
 

@@ -10,7 +10,7 @@ from statistics import median
 
 from .result import DELETING, Phase
 
-__all__ = ["reasons_against"]
+__all__ = ["joined", "reasons_against"]
 
 LEAST_S = 0.1
 """Shorter rounds measure what surrounds the storage."""
@@ -39,6 +39,12 @@ def reasons_against(
     if busy_before > BUSY:
         found[""] = (f"{busy_before:.0%} of the processors were busy before it began",)
     return {name: reasons for name, reasons in found.items() if reasons}
+
+
+def joined(*found: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The reasons of several examinations, by phase."""
+    names = dict.fromkeys(name for each in found for name in each)
+    return {name: tuple(why for each in found for why in each.get(name, ())) for name in names}
 
 
 def _of_phase(phase: Phase) -> Iterator[str]:

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_workload(parser.add_argument_group("what is saved and loaded"))
     _add_course(parser.add_argument_group("how it is measured"))
+    _add_beside(parser.add_argument_group("what it is held against"))
     _add_output(parser.add_argument_group("what is said"))
 
 
@@ -55,6 +56,22 @@ def _add_course(group: argparse._ArgumentGroup) -> None:
         "or mpirun the ranks of the job measure",
     )
     group.add_argument("--compression", choices=("lz4",), help="of saves (default: none)")
+
+
+def _add_beside(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--peer",
+        default="",
+        metavar="NAMES",
+        help="save and load with these libraries, too: dcp, dcp4, torchsave, safetensors, "
+        "torchsnapshot, tensorizer, runai, fastsafetensors, s3torchconnector, with commas between "
+        "them; or all that are installed and can do this storage: all",
+    )
+    group.add_argument(
+        "--driver-alone",
+        action="store_true",
+        help="measure Holdfast's driver without its engine, too: which of the two costs",
+    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

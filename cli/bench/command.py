@@ -55,12 +55,23 @@ def _measured(
     time_limit: str | None,
     ranks: int,
     compression: Literal["lz4"] | None,
+    peer: str,
+    driver_alone: bool,
 ) -> Measurement | None:
     """None on ranks other than 0."""
     from ...bench.measured.plan import Plan, check
     from ...bench.measured.ranks import job_of
 
-    plan = Plan(uri, _size(size), runs, warm_ups, _seconds(time_limit), compression)
+    plan = Plan(
+        uri=uri,
+        nbytes=_size(size),
+        runs=runs,
+        warm_ups=warm_ups,
+        limit_s=_seconds(time_limit),
+        compression=compression,
+        peers=peer,
+        driver_alone=driver_alone,
+    )
     _, world = job_of()
     if world > 1 and ranks > 1:
         raise UsageError(

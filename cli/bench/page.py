@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from statistics import median
 
-from ...bench.measured.result import BY_ONE_RANK, DELETING, LIMITS, Measurement, Phase
+from ...bench.measured.result import BY_ONE_RANK, DELETING, Measurement, Phase, limit_of_phase
 from ...core.units import size_text
 from ..page.charts import bars, curve
 from ..page.elements import Element, element, page, table
@@ -41,6 +41,7 @@ def _facts(found: Measurement) -> Iterator[Element]:
         "size": size_text(found.config["nbytes"]),
         "rounds": str(found.config["runs"]),
         **found.machine,
+        **found.limits,
     }
     pairs = [element("div", element("dt", n), element("dd", fact)) for n, fact in facts.items()]
     yield element("dl", *pairs)
@@ -56,7 +57,8 @@ def _rates(found: Measurement) -> Iterator[Element]:
     yield element("h2", "Rates")
     yield element(
         "p",
-        "Bytes of all rounds by the time of all rounds. Alone: the driver, without checkpoints.",
+        "Bytes of all rounds by the time of all rounds. The limit is that of a bare client; alone "
+        "is our driver, without checkpoints.",
         class_="soft",
     )
     values = []
@@ -66,7 +68,7 @@ def _rates(found: Measurement) -> Iterator[Element]:
         share = found.share(phase.name)
         tip = f"{phase.name}: {phase.rate / 1e9:.3f} GB/s"
         if share is not None:
-            tip += f", {share:.0%} of {LIMITS[phase.name]}"
+            tip += f", {share:.0%} of the {limit_of_phase(phase.name)}"
         values.append((phase.name, phase.rate / 1e9, tip))
     yield bars(values, "GB/s", colour="storage")
 

@@ -44,6 +44,8 @@ def print_measurement(found: Measurement) -> None:
     """On a terminal: what was measured on, the phases, and why they are not to be believed."""
     print(f"{printable(found.uri)}: {_what(found)} in each phase")
     print(paint(", ".join(f"{name}: {what}" for name, what in found.machine.items()), "dim"))
+    for name, client in found.limits.items():
+        print(paint(f"{name}: {client}", "dim"))
     print()
     print_table("phases", PHASE_TITLES, list(phase_rows(found)), ("phase",))
     print_table("what they took", COST_TITLES, list(cost_rows(found)), ("phase",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from support.bench_job import bench_by_torchrun
@@ -21,20 +22,50 @@ async def _keys(uri: str) -> list[str]:
 
 
 def test_a_server_is_measured(az_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each phase has a time, those of checkpoints a share of their limit, and nothing is left."""
-    assert app.run(["bench", az_url, "--size", "16MiB", "--runs", "1", "--json"]) == 1
-    phases = {phase["name"]: phase for phase in json.loads(capsys.readouterr().out)["phases"]}
+    """Each phase has a time, those of checkpoints a share of their limit, which is that of a client
+    that is not ours; and nothing is left."""
+    assert app.run(["bench", az_url, "--size", "4MiB", "--runs", "1", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert_limits(found, "obstore")
+    phases = {phase["name"]: phase for phase in found["phases"]}
     assert all(phase["seconds"][0] > 0 for phase in phases.values())
     held = {name for name, phase in phases.items() if phase["share"] is not None}
     assert held == {"save", "async save", "overwrite", "load", "verify"}
     assert asyncio.run(_keys(az_url)) == []
 
 
-@pytest.mark.parametrize("kind", ["s3", "hdfs"])
-def test_four_ranks_measure_a_server(kind: str, request: pytest.FixtureRequest) -> None:
+def assert_limits(found: Any, client: str) -> None:
+    """Both limits are those of ``client``."""
+    assert {name: each.split(",")[0] for name, each in found["limits"].items()} == {
+        "write limit": client,
+        "read limit": client,
+    }
+
+
+@pytest.mark.parametrize(("kind", "client"), [("s3", "obstore"), ("hdfs", "hdfs-native")])
+def test_four_ranks_measure_a_server(
+    kind: str, client: str, request: pytest.FixtureRequest
+) -> None:
     """Under torchrun. Nothing is left."""
     uri: str = request.getfixturevalue(f"{kind}_url")
-    phases = {phase["name"]: phase for phase in bench_by_torchrun(uri, 4)["phases"]}
+    found = bench_by_torchrun(uri, 4)
+    assert_limits(found, client)
+    phases = {phase["name"]: phase for phase in found["phases"]}
     assert all(len(phases[name]["ranks_s"][0]) == 4 for name in ("save", "load", "reshard"))
     assert all(phases[name]["share"] > 0 for name in ("save", "load", "reshard"))
     assert asyncio.run(_keys(uri)) == []
+
+
+def test_a_peer_saves_to_a_server_and_is_checked(
+    s3_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DCP through s3fs, beside our own phases, with its share of the client's rate."""
+    pytest.importorskip("s3fs")
+    arguments = ["bench", s3_url, "--size", "4MiB", "--runs", "1", "--json", "--peer", "dcp"]
+    assert app.run(arguments) == 1
+    found = json.loads(capsys.readouterr().out)
+    shares = {phase["name"]: phase["share"] for phase in found["phases"]}
+    assert shares["save: DCP, s3fs"] > 0
+    assert shares["load: DCP, s3fs"] > 0
+    assert found["invalid"]["load: DCP, s3fs"] == ["only 1 rounds"]
+    assert asyncio.run(_keys(s3_url)) == []

@@ -141,7 +141,7 @@ def test_rates_are_held_against_what_was_measured(
         holdfast.save(uri / str(step), STATE, step=step)
         with_slow_rank(uri / str(step))
     phases = (
-        Phase("write alone", 1200, (1.0, 1.0)),
+        Phase("write limit", 1200, (1.0, 1.0)),
         Phase("save", 1200, (2.0, 2.0)),
     )
     result = tmp_path / "bench.json"

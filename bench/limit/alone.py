@@ -1,5 +1,9 @@
-"""The limit: what a driver does alone, with as many bytes in parts of its preferred size, as many
-at a time as it says are useful. No format, no checksum, no tensor."""
+"""What our driver does without the engine: as many bytes in parts of its preferred size, as many at
+a time as it says are useful. No format, no checksum, no tensor.
+
+Beside the limit it says whether the driver or the engine costs; where no other client speaks to a
+storage, it is the limit.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,23 @@ from ...storage.runtime.buffers import HostBuffer
 
 __all__ = ["Alone"]
 
+KEY = "alone"
 PART_NBYTES_MAX = 64 << 20
 
 
 class Alone:
-    """Writes and reads one object of ``nbytes``, rounded up to 4096, below ``place``: that of
-    ``rank``."""
+    """Writes and reads one object of ``nbytes``, rounded up to 4096, below ``place``."""
 
-    def __init__(self, place: Uri, nbytes: int, rank: int = 0) -> None:
-        self._key = f"alone-{rank}"
+    def __init__(self, place: Uri, nbytes: int) -> None:
         self._place = place
         self.nbytes = round_up(nbytes, 4096)
         self._buffers: list[memoryview] = []
+        asyncio.run(self._with_driver(self._allocate))
+
+    @property
+    def name(self) -> str:
+        """Says that it is ours."""
+        return f"our driver of {self._place.scheme}:// alone"
 
     def write(self) -> None:
         """Write it anew, durably."""
@@ -39,6 +48,14 @@ class Alone:
         """Read all of it, into memory that is there."""
         asyncio.run(self._with_driver(self._read))
 
+    def remove(self) -> None:
+        """Delete it."""
+
+        async def delete(driver: Driver) -> None:
+            await driver.delete(KEY)
+
+        asyncio.run(self._with_driver(delete))
+
     async def _with_driver(self, work: Any) -> None:
         driver = open_driver(self._place)
         try:
@@ -47,7 +64,7 @@ class Alone:
             await driver.close()
 
     async def _write(self, driver: Driver) -> None:
-        upload = await driver.create(self._key, self.nbytes)
+        upload = await driver.create(KEY, self.nbytes)
         try:
             await at_most(self._width(driver), self._writes(driver, upload))
         except BaseException:
@@ -57,7 +74,7 @@ class Alone:
 
     def _writes(self, driver: Driver, upload: Upload) -> Iterator[Coroutine[Any, Any, None]]:
         for number, (start, nbytes) in enumerate(self._parts(driver)):
-            yield upload.write(start, self._buffer(driver, number)[:nbytes])
+            yield upload.write(start, self._buffer(number)[:nbytes])
 
     async def _read(self, driver: Driver) -> None:
         await at_most(self._width(driver), self._reads(driver))
@@ -65,9 +82,9 @@ class Alone:
     def _reads(self, driver: Driver) -> Iterator[Coroutine[Any, Any, None]]:
         for number, (start, nbytes) in enumerate(self._parts(driver)):
             if driver.traits.piece_nbytes:
-                yield driver.read_pieces(self._key, start, nbytes, _drop)
+                yield driver.read_pieces(KEY, start, nbytes, _drop)
             else:
-                yield driver.read(self._key, start, self._buffer(driver, number)[:nbytes])
+                yield driver.read(KEY, start, self._buffer(number)[:nbytes])
 
     def _width(self, driver: Driver) -> int:
         if driver.traits.part_order == "serial":
@@ -79,15 +96,16 @@ class Alone:
         starts = range(0, self.nbytes, part_nbytes)
         return [(start, min(part_nbytes, self.nbytes - start)) for start in starts]
 
-    def _buffer(self, driver: Driver, number: int) -> memoryview:
-        """Random bytes in pages of their own; used again by a part that comes much later."""
-        if not self._buffers:
-            nbytes = _part_nbytes(driver)
-            random = np.random.default_rng(0)
-            for _ in range(min(driver.traits.concurrency, len(self._parts(driver)))):
-                view = HostBuffer.allocate(nbytes).view
-                view[:] = random.bytes(nbytes)
-                self._buffers.append(view)
+    async def _allocate(self, driver: Driver) -> None:
+        """Random bytes in pages of their own, before any time is taken."""
+        random = np.random.default_rng(0)
+        for _ in range(min(driver.traits.concurrency, len(self._parts(driver)))):
+            view = HostBuffer.allocate(_part_nbytes(driver)).view
+            view[:] = random.bytes(len(view))
+            self._buffers.append(view)
+
+    def _buffer(self, number: int) -> memoryview:
+        """Used again by a part that comes much later."""
         return self._buffers[number % len(self._buffers)]
 
 

@@ -1,0 +1,115 @@
+"""The limit of an object store: obstore alone, one object in parts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...drivers.objects.options import Requests
+from ...drivers.uri import Uri
+from ..content import Content, Noise
+from .bare_drivers import bare_driver
+
+__all__ = ["Bare", "settings"]
+
+PARTS_NBYTES = (16 << 20, 8 << 20)
+CONCURRENCIES = (8, 16, 4)
+
+
+@dataclass(frozen=True)
+class Bare:
+    """The client alone: one object in parts, no format.
+
+    ``content`` gives what it sends, and takes what it receives; anew for each run, because a save
+    and a load look their tensors up, too. Without it, it moves noise. Connected as this library
+    connects, so both send and sign alike.
+    """
+
+    uri: Uri
+    nbytes: int
+    part_nbytes: int = 16 << 20
+    concurrency: int = 16
+    content: Callable[[], Content] | None = None
+
+    @property
+    def name(self) -> str:
+        """Such as "obstore, 16 MiB × 8"."""
+        return f"obstore, {self.part_nbytes >> 20} MiB × {self.concurrency}"
+
+    @property
+    def stored(self) -> object:
+        """See :class:`.client.Setting`."""
+        return self.uri
+
+    def at_size(self, nbytes: int) -> Bare:
+        """See :class:`.client.Setting`."""
+        return replace(self, nbytes=nbytes)
+
+    def write(self) -> None:
+        """Store the object."""
+        asyncio.run(self._write(self._content()))
+
+    async def _write(self, content: Content) -> None:
+        import obstore
+
+        async def parts() -> AsyncIterator[Any]:
+            for start, stop in self._ranges():
+                yield await asyncio.to_thread(content.take, start, stop)
+
+        store, path = self._connected()
+        how = {"chunk_size": self.part_nbytes, "max_concurrency": self.concurrency}
+        await obstore.put_async(store, path, parts(), use_multipart=True, **how)  # type: ignore[arg-type]
+
+    def read(self) -> None:
+        """Get all of it, in ranges."""
+        asyncio.run(self._read(self._content()))
+
+    async def _read(self, content: Content) -> None:
+        import obstore
+
+        store, path = self._connected()
+        ranges = self._ranges()
+
+        async def reader() -> None:
+            for start, stop in ranges:
+                data = await obstore.get_range_async(store, path, start=start, end=stop)
+                await asyncio.to_thread(content.place, start, data)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.concurrency):
+                group.create_task(reader())
+
+    def remove(self) -> None:
+        """Delete the object."""
+        import obstore
+
+        store, path = self._connected()
+        try:
+            obstore.delete(store, path)
+        except FileNotFoundError:
+            return
+
+    def _content(self) -> Content:
+        if self.content is None:
+            return Noise(self.part_nbytes)
+        return self.content()
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.nbytes, self.part_nbytes):
+            yield start, min(start + self.part_nbytes, self.nbytes)
+
+    def _connected(self) -> tuple[Any, str]:
+        """obstore's store, and the object's name in it."""
+        driver = bare_driver(self.uri)
+        return driver._connect(Requests.SENDING), driver._root
+
+
+def settings(uri: Uri, nbytes: int) -> list[Bare]:
+    """What is tried, for writing and for reading."""
+    return [
+        Bare(uri, nbytes, part_nbytes, concurrency)
+        for part_nbytes, concurrency in itertools.product(PARTS_NBYTES, CONCURRENCIES)
+    ]

@@ -1,0 +1,155 @@
+"""The limit of a file system: one file, written and read past the page cache by some threads.
+
+No format, no checksum, no metadata: threads that write (or read) chunks of 16 MiB at their places,
+then fsync of file and folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ...core.units import ceil_div, round_up
+from ...storage.runtime.buffers import HostBuffer
+from ..machine import sync_tree
+
+__all__ = ["RawFile", "reading_settings", "writing_settings"]
+
+CHUNK_NBYTES = 16 << 20
+THREADS = (8, 4, 16)
+_ALIGN_NBYTES = 4096
+_SOURCES = 16
+
+
+@dataclass(frozen=True)
+class RawFile:
+    """A file of ``nbytes`` (rounded up to 4096), written and read as fast as the storage goes."""
+
+    path: Path
+    nbytes: int
+    threads: int = 8
+    preallocate: bool = False
+
+    @property
+    def name(self) -> str:
+        """Such as "O_DIRECT, 8 threads"."""
+        way = "O_DIRECT" if _takes_direct(self.path.parent) else "page cache"
+        threads = f"{way}, {self.threads} threads"
+        if self.preallocate:
+            return f"{threads}, preallocated"
+        return threads
+
+    @property
+    def stored(self) -> object:
+        """See :class:`.client.Setting`."""
+        return self.path
+
+    def at_size(self, nbytes: int) -> RawFile:
+        """See :class:`.client.Setting`."""
+        return replace(self, nbytes=nbytes)
+
+    def write(self) -> None:
+        """Write it anew, durably."""
+        fd = self.open(os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            nbytes = round_up(self.nbytes, _ALIGN_NBYTES)
+            if self.preallocate:
+                os.posix_fallocate(fd, 0, nbytes)
+            else:
+                os.ftruncate(fd, nbytes)
+            self._all(lambda buffer, start: os.pwrite(fd, buffer, start))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        sync_tree(self.path)
+
+    def read(self) -> None:
+        """Read all of it into memory that is already there."""
+        fd = self.open(os.O_RDONLY)
+        try:
+            self._all(lambda buffer, start: os.preadv(fd, [buffer], start))
+        finally:
+            os.close(fd)
+
+    def remove(self) -> None:
+        """Delete the file."""
+        self.path.unlink(missing_ok=True)
+
+    def open(self, flags: int) -> int:
+        """A descriptor of it, past the page cache where that can be."""
+        try:
+            return os.open(self.path, flags | os.O_DIRECT, 0o666)
+        except OSError:  # refused here (tmpfs, overlay): the page cache is all there is
+            return os.open(self.path, flags, 0o666)
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Start and length of each chunk."""
+        return [
+            (start, min(CHUNK_NBYTES, round_up(self.nbytes - start, _ALIGN_NBYTES)))
+            for start in range(0, self.nbytes, CHUNK_NBYTES)
+        ]
+
+    def _all(self, call: Callable[[memoryview, int], int]) -> None:
+        ranges = self._ranges()
+        count = min(_SOURCES, len(ranges))
+        buffers = _random_chunks(count)
+
+        def one(number: int, start: int, nbytes: int) -> None:
+            if call(buffers[number % count][:nbytes], start) != nbytes:
+                raise OSError(f"the device did not take, or give, {nbytes} bytes at once")
+
+        with ThreadPoolExecutor(self.threads) as pool:
+            list(pool.map(lambda job: one(job[0], *job[1]), enumerate(ranges)))
+
+
+def writing_settings(path: Path, nbytes: int) -> list[RawFile]:
+    """What is tried for writing. The bytes that are written are made here, before any time is
+    taken."""
+    _random_chunks(min(_SOURCES, ceil_div(nbytes, CHUNK_NBYTES)))
+    return [
+        RawFile(path, nbytes, threads, preallocate)
+        for threads, preallocate in itertools.product(THREADS, (False, True))
+    ]
+
+
+def reading_settings(path: Path, nbytes: int) -> list[RawFile]:
+    """What is tried for reading a file that lies in few pieces."""
+    return [RawFile(path, nbytes, threads, preallocate=True) for threads in THREADS]
+
+
+def _takes_direct(folder: Path) -> bool:
+    """Whether files in ``folder`` can be opened past the page cache."""
+    probe = folder / f".direct-{os.getpid()}"
+    try:
+        fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o666)
+    except OSError:
+        return False
+    else:
+        os.close(fd)
+        return True
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            probe.unlink()
+
+
+@functools.cache
+def _random_chunks(count: int) -> list[memoryview]:
+    """Page-aligned chunks of random normals, as many as threads at most: each thread has its own to
+    read into."""
+    return [_random_chunk(number) for number in range(count)]
+
+
+@functools.cache
+def _random_chunk(number: int) -> memoryview:
+    random = np.random.default_rng(number)
+    chunk = HostBuffer.allocate(CHUNK_NBYTES).view
+    np.frombuffer(chunk, np.float32)[:] = random.standard_normal(CHUNK_NBYTES // 4, np.float32)
+    return chunk

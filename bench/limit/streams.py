@@ -1,0 +1,115 @@
+"""The limit of HDFS: hdfs-native alone, some files that are written and read side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ...core.units import ceil_div
+from ...drivers.hdfs.client import whole_reader
+from ...drivers.uri import Uri
+from ..content import Content, Noise
+from .bare_drivers import bare_driver
+
+if TYPE_CHECKING:
+    from hdfs_native import Client, WriteOptions
+
+__all__ = ["PIECE_NBYTES", "Streams", "connected_streams", "settings"]
+
+STREAMS = (4, 8, 2)
+PIECE_NBYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Streams:
+    """``streams`` files in ``folder``, each written and read by a thread: no format, no joining.
+
+    ``content`` gives what is sent, and takes what is received; anew for each run, because a save
+    and a load look their tensors up, too. hdfs-native verifies HDFS's own checksums here, too.
+    """
+
+    client: Client
+    folder: str
+    nbytes: int
+    options: WriteOptions
+    streams: int = 4
+    content: Callable[[], Content] = lambda: Noise(PIECE_NBYTES)
+
+    @property
+    def name(self) -> str:
+        """Such as "hdfs-native, 4 streams"."""
+        return f"hdfs-native, {self.streams} streams"
+
+    @property
+    def stored(self) -> object:
+        """See :class:`.client.Setting`."""
+        return self.streams
+
+    def at_size(self, nbytes: int) -> Streams:
+        """See :class:`.client.Setting`."""
+        return replace(self, nbytes=nbytes)
+
+    def write(self) -> None:
+        """Write the files, side by side."""
+        self._each(self._write)
+
+    def read(self) -> None:
+        """Read the files, side by side."""
+        self._each(self._read)
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        self.client.delete(self.folder, recursive=True)
+
+    def _each(self, work: Callable[[Content, int, int, int], None]) -> None:
+        content = self.content()
+        part_nbytes = ceil_div(self.nbytes, self.streams)
+        starts = range(0, self.nbytes, part_nbytes)
+        with ThreadPoolExecutor(self.streams) as threads:
+            running = [
+                threads.submit(work, content, number, start, min(start + part_nbytes, self.nbytes))
+                for number, start in enumerate(starts)
+            ]
+        for future in running:
+            future.result()
+
+    def _write(self, content: Content, number: int, start: int, stop: int) -> None:
+        with self.client.create(f"{self.folder}/{number}", self.options) as file:
+            for begin in range(start, stop, PIECE_NBYTES):
+                data = content.take(begin, min(begin + PIECE_NBYTES, stop))
+                if not isinstance(data, bytes):
+                    data = bytes(data)  # another buffer would be read byte by byte
+                file.write(data)
+
+    def _read(self, content: Content, number: int, start: int, stop: int) -> None:
+        at = start
+        reader = whole_reader(self.client, f"{self.folder}/{number}", stop - start)
+        for piece in reader.read_range_stream(0, stop - start):
+            content.place(at, piece)
+            at += len(piece)
+        if at != stop:
+            raise OSError(f"{stop - at} bytes of stream {number} did not come")
+
+
+def connected_streams(uri: Uri, nbytes: int) -> Streams:
+    """Four streams into the folder ``uri``, connected as this library connects, and with its block
+    size and replication."""
+    from hdfs_native import WriteOptions
+
+    driver = bare_driver(uri)
+    files = driver._files
+    given = {"block_size": files.block_nbytes, "replication": files.replication}
+    options = WriteOptions(
+        overwrite=True,
+        create_parent=True,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    return Streams(driver._client.inner, driver._names.root, nbytes, options)
+
+
+def settings(uri: Uri, nbytes: int) -> list[Streams]:
+    """What is tried, for writing and for reading."""
+    connected = connected_streams(uri, nbytes)
+    return [replace(connected, streams=streams) for streams in STREAMS]

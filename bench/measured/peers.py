@@ -1,0 +1,121 @@
+"""The peers of this library in the same contest: each saves and loads the same state in turn with
+us, and what it gives back is held against what was saved."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...drivers.uri import Uri, join
+from ..clearing import clear
+from ..contest import Contestant
+from ..machine import sync_tree
+from ..options import TINY_GIB
+from ..peers.peer import Peer
+from ..states import State, build, digests, zero
+from .plan import local_folder
+
+__all__ = ["PeerContest"]
+
+NOT_EQUAL = "what it gave back is not what was saved"
+Say = Callable[[str], None]
+
+
+class PeerContest:
+    """``invalid``: by phase, what was found to be wrong with a peer."""
+
+    def __init__(self, peers: Sequence[Peer], place: Uri, state: State, say: Say) -> None:
+        self.invalid: dict[str, tuple[str, ...]] = {}
+        self._place = place
+        self._state = state
+        self._expected: dict[str, bytes] = {}
+        self._able = [peer for peer in peers if self._warm_up(peer, say)]
+
+    def saving(self) -> list[Contestant]:
+        """A contestant for each peer that saves: durable at the end of its time."""
+        return [self._saver(peer) for peer in self._able if peer.saves]
+
+    def prepare(self) -> None:
+        """Save what will be loaded. The state must still be what it was when it was made."""
+        if self._loading:
+            self._expected = digests(self._state)
+        for peer in self._loading:
+            _save(peer, self._at(peer), self._state)
+
+    def loading(self) -> list[Contestant]:
+        """A contestant for each peer that loads, into the zeroed tensors of the state."""
+        return [self._loader(peer) for peer in self._loading]
+
+    @property
+    def _loading(self) -> list[Peer]:
+        return [peer for peer in self._able if peer.loads]
+
+    def _saver(self, peer: Peer) -> Contestant:
+        uri = self._at(peer)
+        return Contestant(
+            f"save: {peer.name}",
+            lambda: _save(peer, uri, self._state),
+            after=lambda: _remove(uri),
+        )
+
+    def _loader(self, peer: Peer) -> Contestant:
+        checked = False
+
+        def check_once() -> None:
+            nonlocal checked
+            if not checked and digests(self._state) != self._expected:
+                self._reject(peer, NOT_EQUAL)
+            checked = True
+
+        return Contestant(
+            f"load: {peer.name}",
+            lambda: peer.load(self._at(peer), self._state),
+            before=lambda: zero(self._state),
+            after=check_once,
+        )
+
+    def _warm_up(self, peer: Peer, say: Say) -> bool:
+        """Whether a peer saves and loads a small state at all. It imports what it needs, and starts
+        its threads, outside of the time that is measured; why it fails is said, and kept."""
+        uri = self._at(peer, "warm-up")
+        small = build(TINY_GIB)
+        try:
+            _save(peer, uri, small)
+            peer.load(uri, small)
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            say(f"{peer.name} is left out: {reason}")
+            self._reject(peer, f"left out, since it failed: {reason}")
+            return False
+        finally:
+            _remove(uri)
+        return True
+
+    def _reject(self, peer: Peer, reason: str) -> None:
+        if peer.saves:
+            self.invalid[f"save: {peer.name}"] = (reason,)
+        if peer.loads:
+            self.invalid[f"load: {peer.name}"] = (reason,)
+
+    def _at(self, peer: Peer, what: str = "peer") -> Uri:
+        return join(self._place, f"{what}-{peer.key}")
+
+
+def _save(peer: Peer, uri: Uri, state: State) -> None:
+    """Save, durably: what a peer leaves in the page cache is fsynced."""
+    peer.save(uri, state)
+    folder = local_folder(uri)
+    if folder is not None and not peer.durable:
+        sync_tree(Path(folder))
+
+
+def _remove(uri: Uri) -> None:
+    """Delete what a peer has saved, also what has names that no driver of ours gives."""
+    folder = local_folder(uri)
+    if folder is None:
+        clear(uri)
+    elif Path(folder).is_dir():
+        shutil.rmtree(folder)
+    else:
+        Path(folder).unlink(missing_ok=True)

@@ -1,0 +1,281 @@
+"""What measuring costs: the phases of ``holdfast bench`` beside a bare loop that does the same by
+hand, and saves with telemetry beside saves without it.
+
+The two of a pair take turns, so both see the same machine; the figure is the median of the ratios
+within rounds, with its interval of 95 % confidence. A phase is timed by the harness, which also
+looks at memory and processor time; a bare loop by two looks at the clock. Beside it stands the same
+ratio of processor time of this process, which what else the machine does disturbs less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import holdfast
+
+from ..core.aio import at_most
+from ..core.units import round_up
+from ..drivers.contract import Traits
+from ..drivers.registry import open_driver
+from ..drivers.uri import Uri, join, parse
+from ..storage.runtime.buffers import HostBuffer
+from .clearing import clear
+from .contest import Contestant, contest
+from .limit.alone import Alone
+from .machine import describe, drop_caches, flush
+from .measured.plan import local_folder
+from .options import Options, options, parser
+from .ratios import Interval, of_pairs
+from .report import Report, Series, Target
+from .states import State, build, nbytes_of
+
+__all__ = ["BareLoop", "Pair", "alternated", "judged"]
+
+HARNESS_MAX = 1.03
+"""``holdfast bench`` may show a phase to take so many times what a bare loop takes."""
+TELEMETRY_MAX = 1.01
+"""A save with telemetry may take so many times what one without it takes."""
+KEY = "bare"
+
+
+class BareLoop:
+    """The least code that moves ``nbytes``, rounded up to 4096, through a driver: in parts of its
+    preferred size, as many at a time as it says are useful, which are the settings of
+    :class:`.limit.alone.Alone`."""
+
+    def __init__(self, place: Uri, nbytes: int) -> None:
+        self._place = place
+        self._nbytes = round_up(nbytes, 4096)
+        traits = asyncio.run(_traits(place))
+        self._part_nbytes = traits.part_nbytes
+        self._width = 1 if traits.part_order == "serial" else traits.concurrency
+        self._buffers = [HostBuffer.allocate(self._part_nbytes).view for _ in range(self._width)]
+        for buffer in self._buffers:
+            buffer[:] = bytes(range(256)) * (len(buffer) // 256)
+
+    def write(self) -> None:
+        """Write an object, durably."""
+        asyncio.run(self._write())
+
+    async def _write(self) -> None:
+        driver = open_driver(self._place)
+        upload = await driver.create(KEY, self._nbytes)
+        await at_most(
+            self._width,
+            (upload.write(start, self._part(start)) for start in self._starts()),
+        )
+        await upload.commit()
+        await driver.close()
+
+    def read(self) -> None:
+        """Read it."""
+        asyncio.run(self._read())
+
+    async def _read(self) -> None:
+        driver = open_driver(self._place)
+        if driver.traits.piece_nbytes:
+            reads = (
+                driver.read_pieces(KEY, start, len(self._part(start)), lambda piece: None)
+                for start in self._starts()
+            )
+        else:
+            reads = (driver.read(KEY, start, self._part(start)) for start in self._starts())
+        await at_most(self._width, reads)
+        await driver.close()
+
+    def remove(self) -> None:
+        """Delete it."""
+        clear(join(self._place, KEY))
+
+    def _starts(self) -> range:
+        return range(0, self._nbytes, self._part_nbytes)
+
+    def _part(self, start: int) -> memoryview:
+        number = start // self._part_nbytes
+        return self._buffers[number % self._width][: self._nbytes - start]
+
+
+async def _traits(place: Uri) -> Traits:
+    driver = open_driver(place)
+    await driver.close()
+    return driver.traits
+
+
+@dataclass(frozen=True)
+class Pair:
+    """``measured`` and ``bare`` give what they took: seconds, and seconds of processor time of this
+    process."""
+
+    name: str
+    measured: Callable[[], tuple[float, float]]
+    bare: Callable[[], tuple[float, float]]
+    ratio_max: float
+
+
+def alternated(pair: Pair, rounds: int) -> tuple[Series, Series]:
+    """Both in turn, and in the reverse order in every second round; after one round that does not
+    count, in which everything is started and imported."""
+    pair.measured()
+    pair.bare()
+    measured, bare = Series(f"{pair.name}: measured"), Series(f"{pair.name}: bare")
+    in_order = [(measured, pair.measured), (bare, pair.bare)]
+    for number in range(rounds):
+        for series, run in in_order[:: -1 if number % 2 else 1]:
+            took_s, processor_s = run()
+            series.seconds.append(took_s)
+            series.own_processor_s.append(processor_s)
+        print(
+            f"  {pair.name}: {measured.seconds[-1]:.3f} s, bare {bare.seconds[-1]:.3f} s",
+            flush=True,
+        )
+    return measured, bare
+
+
+def _by_harness(contestant: Contestant, settle_s: float) -> tuple[float, float]:
+    """What ``holdfast bench`` would show for one round of a phase."""
+    (series,) = contest([contestant], 1, settle_s, say=lambda line: None)
+    return series.seconds[0], series.own_processor_s[0]
+
+
+def _by_hand(contestant: Contestant, settle_s: float) -> tuple[float, float]:
+    contestant.before()
+    flush()
+    time.sleep(settle_s)
+    began_processor_s = time.process_time()
+    began_s = time.perf_counter()
+    contestant.run()
+    took_s = time.perf_counter() - began_s
+    processor_s = time.process_time() - began_processor_s
+    contestant.after()
+    return took_s, processor_s
+
+
+def _pair(name: str, phase: Contestant, bare: Contestant, settle_s: float) -> Pair:
+    return Pair(
+        name,
+        partial(_by_harness, phase, settle_s),
+        partial(_by_hand, bare, settle_s),
+        HARNESS_MAX,
+    )
+
+
+def _pairs(place: Uri, state: State, settle_s: float) -> list[Pair]:
+    """The phases that ``holdfast bench`` has, and telemetry. What is read is written here."""
+    alone = Alone(place, nbytes_of(state))
+    loop = BareLoop(place, nbytes_of(state))
+    alone.write()
+    loop.write()
+    stored, saved = join(place, "stored"), join(place, "saved")
+    holdfast.save(str(stored), state)
+    write = Contestant("write", alone.write)
+    bare_write = Contestant("write", loop.write)
+    make_cold = partial(_make_cold, place)
+    read = Contestant("read", alone.read, make_cold)
+    bare_read = Contestant("read", loop.read, make_cold)
+    save = Contestant("save", partial(_save, saved, state), after=partial(clear, saved))
+    load = Contestant("load", partial(_load, stored, state), make_cold)
+    silent = Contestant("save", partial(_save_silently, saved, state), after=partial(clear, saved))
+    return [
+        _pair("write alone", write, bare_write, settle_s),
+        _pair("read alone", read, bare_read, settle_s),
+        _pair("save", save, save, settle_s),
+        _pair("load", load, load, settle_s),
+        Pair(
+            "telemetry of a save",
+            partial(_by_hand, save, settle_s),
+            partial(_by_hand, silent, settle_s),
+            TELEMETRY_MAX,
+        ),
+    ]
+
+
+def _make_cold(place: Uri) -> None:
+    folder = local_folder(place)
+    if folder is not None:
+        drop_caches(Path(folder))
+
+
+def _save(uri: Uri, state: State) -> None:
+    holdfast.save(str(uri), state)
+
+
+def _save_silently(uri: Uri, state: State) -> None:
+    holdfast.save(str(uri), state, telemetry="off")
+
+
+def _load(uri: Uri, state: State) -> None:
+    holdfast.load(str(uri), into=state)
+
+
+def _row(pair: Pair, measured: Series, bare: Series) -> list[str]:
+    seconds = of_pairs(measured.seconds, bare.seconds)
+    processor = of_pairs(measured.own_processor_s, bare.own_processor_s)
+    return [
+        pair.name,
+        f"{measured.median:.3f}",
+        f"{bare.median:.3f}",
+        f"{seconds.ratio:.3f}",
+        f"{seconds.low:.3f} to {seconds.high:.3f}",
+        f"{processor.ratio:.3f}",
+        f"{processor.low:.3f} to {processor.high:.3f}",
+    ]
+
+
+def judged(pair: Pair, found: Interval) -> Target | str:
+    """The target, where the interval of confidence decides about it; else a sentence that says that
+    it does not."""
+    if found.low <= pair.ratio_max < found.high:
+        return (
+            f"{pair.name}: whether it takes at most {pair.ratio_max:g} times as long is not shown: "
+            f"{found.low:.3f} to {found.high:.3f}"
+        )
+    return Target(f"{pair.name}: times as long", found.ratio, pair.ratio_max, at_least=False)
+
+
+def _report(given: Options, place: Uri, only: str) -> Report:
+    state = build(given.gib)
+    pairs = [pair for pair in _pairs(place, state, given.settle_s) if only in pair.name]
+    found = [(pair, *alternated(pair, given.runs)) for pair in pairs]
+    verdicts = [
+        judged(pair, of_pairs(measured.seconds, bare.seconds)) for pair, measured, bare in found
+    ]
+    if given.tiny:
+        verdicts = []
+    return Report(
+        "overhead",
+        f"What measuring costs: {nbytes_of(state) / 1e9:.2f} GB, {given.runs} rounds",
+        describe(Path(local_folder(place) or ".")),
+        ["", "measured s", "bare s", "ratio", "95 %", "of processor time", "95 %"],
+        [_row(*each) for each in found],
+        [verdict for verdict in verdicts if isinstance(verdict, Target)],
+        [verdict for verdict in verdicts if isinstance(verdict, str)],
+        series=[series for _, *both in found for series in both],
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 if measuring is shown to cost more than it may."""
+    arguments = parser("overhead", __doc__, gib=1.0, runs=11)
+    arguments.add_argument("--uri", help="measure below this URI instead of --dir")
+    arguments.add_argument("--only", default="", help="pairs with this in their names")
+    parsed = arguments.parse_args(argv)
+    given = options(parsed)
+    place = join(parse(parsed.uri or given.folder), f"holdfast-bench-{uuid.uuid4().hex[:12]}")
+    try:
+        report = _report(given, place, parsed.only)
+    finally:
+        clear(place)
+        holdfast.release_memory()
+    report.emit(given.json, given.svg)
+    return int(any(not target.met for target in report.targets))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

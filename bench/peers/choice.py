@@ -1,0 +1,100 @@
+"""Which peers are measured: those that are asked for, or all that are installed and can do a
+storage.
+
+Scope: imports none of them, nor torch, so that what cannot be is said at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import holdfast
+
+from ...drivers.uri import Uri
+from ...errors import UsageError
+from .on_files import ON_FILES
+from .peer import Peer, State
+from .through_dcp import HOLDFAST_THROUGH_DCP, THROUGH_DCP
+
+__all__ = ["ALL", "OURS", "PEERS", "beside_ours", "chosen", "through_dcp"]
+
+ALL = "all"
+PEERS = (*THROUGH_DCP, *ON_FILES)
+
+
+def _save(uri: Uri, state: State) -> None:
+    holdfast.save(str(uri), state)
+
+
+def _load(uri: Uri, state: State) -> None:
+    holdfast.load(str(uri), into=state)
+
+
+OURS = Peer("holdfast", "holdfast", _save, _load, durable=True)
+
+
+def beside_ours(uri: Uri, *, alone: bool = False) -> list[Peer]:
+    """This library, then, unless it is to be ``alone``, the peers that are installed and can do
+    ``uri``."""
+    if alone:
+        return [OURS]
+    return [OURS, *_able(uri)]
+
+
+def through_dcp() -> list[Peer]:
+    """This library, the same as the storage of DCP, and DCP with storage of its own."""
+    return [OURS, HOLDFAST_THROUGH_DCP, THROUGH_DCP[0]]
+
+
+def chosen(text: str, uri: Uri) -> list[Peer]:
+    """The peers that a list of names, separated by commas, stands for on the storage of ``uri``, or
+    all that can be if it is "all". Empty for an empty text.
+
+    Raises UsageError for a name that is not known, and for a peer that is not installed or cannot
+    do this storage: it says which can."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if names == [ALL]:
+        found = _able(uri)
+        if not found:
+            raise UsageError(f"no peer can be measured on {uri.scheme}://", advice=_advice(uri))
+        return found
+    return [_named(name, uri) for name in dict.fromkeys(names)]
+
+
+def _named(name: str, uri: Uri) -> Peer:
+    known = [peer for peer in PEERS if peer.key == name]
+    if not known:
+        keys = ", ".join(dict.fromkeys(peer.key for peer in PEERS))
+        raise UsageError(f"no peer is called {name!r}", advice=f"There are {keys}, and {ALL}.")
+    serving = [peer for peer in known if peer.serves(uri)]
+    if not serving:
+        raise UsageError(
+            f"{name} cannot be measured on {uri.scheme}://",
+            advice=_advice(uri),
+        )
+    (peer,) = serving
+    if not peer.is_installed:
+        raise UsageError(
+            f"{name} is not installed",
+            advice=f"pip install {peer.packages}. {_advice(uri)}",
+        )
+    return peer
+
+
+def _able(uri: Uri) -> list[Peer]:
+    return [peer for peer in PEERS if peer.serves(uri) and peer.is_installed]
+
+
+def _advice(uri: Uri) -> str:
+    """What can be asked for."""
+    able = _keys(_able(uri))
+    if able:
+        return f"What can be measured here: {able}."
+    others = _keys(peer for peer in PEERS if peer.serves(uri))
+    if others:
+        return f"What could be, once it is installed: {others}."
+    return "Leave --peer out."
+
+
+def _keys(peers: Iterable[Peer]) -> str:
+    return ", ".join(dict.fromkeys(peer.key for peer in peers))

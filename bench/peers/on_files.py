@@ -1,0 +1,155 @@
+"""Peers that save to a path: torch.save, safetensors and what loads its files, tensorizer and
+torchsnapshot.
+
+All are called through their public names, and all write to a path of their own. Those that only
+build new tensors are followed by a copy into those of the state, as a user of theirs would do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...drivers.uri import Uri
+from .peer import Peer, State
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ON_FILES"]
+
+
+def _flat(state: State) -> dict[str, torch.Tensor]:
+    from ..states import flat_tensors  # imports torch, which the list of peers does not need
+
+    return flat_tensors(state)
+
+
+def _fill(state: State, loaded: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy each tensor to where it belongs. Raises KeyError for one that was not saved, and
+    AssertionError where one did not come."""
+    missing = _flat(state)
+    for name, tensor in loaded:
+        missing.pop(name).copy_(tensor)
+    if missing:
+        raise AssertionError(f"{len(missing)} tensors did not come back, {next(iter(missing))}, …")
+
+
+def _save_torch(uri: Uri, state: State) -> None:
+    import torch
+
+    torch.save(state, uri.location)
+
+
+def _load_torch(uri: Uri, state: State) -> None:
+    import torch
+
+    loaded = torch.load(uri.location, mmap=False, weights_only=True)
+    _fill(state, _flat(loaded).items())
+
+
+def _save_safetensors(uri: Uri, state: State) -> None:
+    from safetensors.torch import save_file
+
+    save_file(_flat(state), uri.location)
+
+
+def _load_safetensors(uri: Uri, state: State) -> None:
+    from safetensors.torch import load_file
+
+    _fill(state, load_file(uri.location).items())
+
+
+def _load_runai(uri: Uri, state: State) -> None:
+    streamer: Any = importlib.import_module("runai_model_streamer")
+    with streamer.SafetensorsStreamer() as stream:
+        stream.stream_file(uri.location)
+        _fill(state, stream.get_tensors())
+
+
+def _load_fastsafetensors(uri: Uri, state: State) -> None:
+    fastsafetensors: Any = importlib.import_module("fastsafetensors")
+    opened = fastsafetensors.fastsafe_open(filenames=[uri.location], nogds=True, device="cpu")
+    with opened as file:
+        _fill(state, ((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118 - no mapping
+
+
+def _save_tensorizer(uri: Uri, state: State) -> None:
+    tensorizer: Any = importlib.import_module("tensorizer")
+    serializer = tensorizer.TensorSerializer(uri.location)
+    serializer.write_state_dict(_flat(state))
+    serializer.close()
+
+
+def _load_tensorizer(uri: Uri, state: State) -> None:
+    tensorizer: Any = importlib.import_module("tensorizer")
+    with tensorizer.TensorDeserializer(uri.location, device="cpu") as found:
+        _fill(state, found.items())
+
+
+def _save_torchsnapshot(uri: Uri, state: State) -> None:
+    with _torchsnapshot(state) as (torchsnapshot, app_state):
+        torchsnapshot.Snapshot.take(uri.location, app_state)
+
+
+def _load_torchsnapshot(uri: Uri, state: State) -> None:
+    with _torchsnapshot(state) as (torchsnapshot, app_state):
+        torchsnapshot.Snapshot(uri.location).restore(app_state)
+
+
+@contextmanager
+def _torchsnapshot(state: State) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The module, and the state as it wants it. It warns of what torch has changed since."""
+    module: Any = importlib.import_module("torchsnapshot")
+    with warnings.catch_warnings(action="ignore"):
+        yield module, {"state": module.StateDict(**state)}
+
+
+ON_FILES = (
+    Peer("torchsave", "torch.save", _save_torch, _load_torch),
+    Peer(
+        "safetensors",
+        "safetensors",
+        _save_safetensors,
+        _load_safetensors,
+        modules=("safetensors",),
+        packages="safetensors",
+    ),
+    Peer(
+        "torchsnapshot",
+        "torchsnapshot",
+        _save_torchsnapshot,
+        _load_torchsnapshot,
+        modules=("torchsnapshot",),
+        packages="torchsnapshot",
+    ),
+    Peer(
+        "tensorizer",
+        "tensorizer",
+        _save_tensorizer,
+        _load_tensorizer,
+        modules=("tensorizer",),
+        packages="tensorizer",
+    ),
+    Peer(
+        "runai",
+        "runai-model-streamer",
+        _save_safetensors,
+        _load_runai,
+        saves=False,
+        modules=("runai_model_streamer", "safetensors"),
+        packages="runai-model-streamer safetensors",
+    ),
+    Peer(
+        "fastsafetensors",
+        "fastsafetensors",
+        _save_safetensors,
+        _load_fastsafetensors,
+        saves=False,
+        modules=("fastsafetensors", "safetensors"),
+        packages="fastsafetensors safetensors",
+    ),
+)
