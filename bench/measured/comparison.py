@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .result import PHASES, Measurement, Phase
+from .result import Measurement, Phase
 
 __all__ = ["Compared", "compare"]
 
@@ -45,11 +45,10 @@ class Compared:
 
 
 def compare(a: Measurement, b: Measurement) -> list[Compared]:
-    """The phases that both have. Resampling is seeded: the same files give the same figures."""
+    """The phases that both have, in the order of A. Resampling is seeded: the same files give the
+    same figures."""
     return [
-        _compared(a.by_name[name], b.by_name[name])
-        for name in PHASES
-        if name in a.by_name and name in b.by_name
+        _compared(phase, b.by_name[phase.name]) for phase in a.phases if phase.name in b.by_name
     ]
 
 

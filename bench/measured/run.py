@@ -76,6 +76,7 @@ class _Run:
 
     def writing(self) -> list[Phase]:
         """The phases that write."""
+        self._alone.prepare()
         holdfast.save(self._uri(STORED), self._state)  # and what is imported and started once
         return self._contest(
             [

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ...core.units import parse_size
 from ...errors import UsageError
 from ..commands import complain, write_text
 from ..text import printable
+from .driver_command import DRIVER_WORKLOADS, Output, run_driver_workload
+from .tuning_command import run_tuning
 
 __all__ = ["run"]
 
@@ -24,8 +27,10 @@ def run(
     csv: str | None,
     html: str | None,
     json_output: bool,
+    **others: Any,
 ) -> int:
-    """Measure, or compare; the exit status."""
+    """Measure, or compare; the exit status. ``others``: the arguments of a driver alone and of
+    tuning."""
     if targets[0] == COMPARE:
         return _compare(targets[1:], slower, json_output=json_output)
     if len(targets) > 1:
@@ -34,6 +39,12 @@ def run(
             advice="Measure one after the other, and hold the results against each other: "
             "holdfast bench compare A.json B.json.",
         )
+    more = {"size": size, "runs": runs, **others}
+    output = Output(csv, html, json_output)
+    if others["tune"] or others["forget"]:
+        return run_tuning(targets[0], more, output)
+    if others["workload"] in DRIVER_WORKLOADS:
+        return run_driver_workload(others["workload"], targets[0], more, output)
     return _measure(targets[0], size, runs, csv=csv, html=html, json_output=json_output)
 
 
@@ -63,6 +74,7 @@ def _measure(
 
 
 def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
+    from ...bench.alone import result as driver_result
     from ...bench.measured.comparison import compare
     from ...bench.measured.result import Measurement, decoded
     from .tables import print_comparison, print_comparison_json
@@ -74,14 +86,20 @@ def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
         )
     part = _part(slower)
 
-    def read(path: str) -> Measurement:
-        try:
-            with open(path, encoding="utf-8") as file:
-                return decoded(file.read(), path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} cannot be read: {error}") from error
+    texts = list(map(_read, files))
+    of_a, of_b = map(driver_result.workload_of, texts)
+    if of_a != of_b:
+        raise UsageError(
+            f"{files[0]} is of {of_a or 'checkpoints'}, {files[1]} of {of_b or 'checkpoints'}",
+            advice="Only results of the same workload can be held against each other.",
+        )
 
-    a, b = map(read, files)
+    def decode(text: str, path: str) -> Measurement:
+        if of_a in DRIVER_WORKLOADS:
+            return driver_result.decoded(text, path).as_measurement()
+        return decoded(text, path)
+
+    a, b = map(decode, texts, files)
     found = compare(a, b)
     for path, measurement in zip(files, (a, b), strict=True):
         if measurement.invalid:
@@ -93,6 +111,14 @@ def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
     else:
         print_comparison(found, part)
     return int(any(each.is_slower(part) for each in found))
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
 
 
 def _size(text: str) -> int:
