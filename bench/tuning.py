@@ -1,8 +1,9 @@
 """How good is what ``holdfast bench --tune`` finds? A sweep of every choice that it may make, at
 full size, and then the tuning, on the same storage.
 
-The choice is not judged by the times of the sweep, whose fastest is also its luckiest: both are
-measured again, in alternation. ``--uri`` names the storage; a folder is the default. ``make
+What is judged is the outcome: the choice if a gain is shown, else the defaults. It is not judged by
+the times of the sweep, whose fastest is also its luckiest: both are measured again, in
+alternation. ``--uri`` names the storage; a folder is the default. ``make
 bench-server PROGRAM=tuning SERVER=s3`` starts a server first.
 """
 
@@ -55,9 +56,9 @@ def _swept(plan: TuningPlan, space: Space, rounds: int) -> list[Series]:
     return found
 
 
-def _judged(plan: TuningPlan, best: Mapping[str, str], chosen: Mapping[str, str]) -> Gain:
-    """How many times as fast the chosen options are as the best ones of the sweep."""
-    if best == chosen:
+def _judged(plan: TuningPlan, best: Mapping[str, str], outcome: Mapping[str, str]) -> Gain:
+    """How many times as fast the outcome is as the best options of the sweep."""
+    if best == outcome:
         return Gain(1.0, 1.0, 1.0, 0)
     place = plan.new_place()
     trials = Trials(place, plan.nbytes)
@@ -65,7 +66,7 @@ def _judged(plan: TuningPlan, best: Mapping[str, str], chosen: Mapping[str, str]
         trials.run(best, plan.nbytes)
         now_s = time.perf_counter()
         ends = Ends(now_s + _JUDGED_S, now_s + 2 * _JUDGED_S)
-        pairs = compared(trials, (best, chosen), plan.nbytes, ends, _say)
+        pairs = compared(trials, (best, outcome), plan.nbytes, ends, _say)
     finally:
         clear(place)
     return gain_of([(a.seconds, b.seconds) for a, b in pairs])
@@ -84,10 +85,10 @@ def _report(given: Options, uri: str) -> Report:
     found = tuned(TuningPlan(uri, plan.nbytes, given.runs, time_limit_s=limit_s), space, _say)
     order = sorted(range(len(swept)), key=lambda number: swept[number].median)
     best = space.candidates[order[0]]
-    judged = _judged(plan, best, found.best)
+    judged = _judged(plan, best, found.outcome)
     targets = [
         Target(
-            "rate of the choice, of that of the sweep's best",
+            "rate of the outcome, of that of the sweep's best",
             judged.ratio,
             SHARE_OF_BEST,
             at_least=True,
@@ -134,7 +135,7 @@ def _notes(found: Tuning, best: Mapping[str, str], judged: Gain, sweep_s: float)
     ]
     if judged.pairs:
         notes.append(
-            f"the choice beside the best, measured again in {judged.pairs} pairs: "
+            f"the outcome beside the best, measured again in {judged.pairs} pairs: "
             f"{judged.ratio:.3f} × as fast (from {judged.low:.3f} to {judged.high:.3f})"
         )
     if found.gain is not None:

@@ -30,32 +30,36 @@ ROUNDS_MAX = 5
 @dataclass(frozen=True)
 class Rung:
     """``candidates``: how many are measured, the defaults among them; ``nbytes``: how much each of
-    them moves in a round; ``rounds``: how often."""
+    them moves in a round; ``rounds``: how often; ``seconds``: how long that may take."""
 
     candidates: int
     nbytes: int
     rounds: int
+    seconds: float = math.inf
 
 
 def ladder(
     candidates: int, *, budget_s: float, bytes_per_s: float, least_nbytes: int, most_nbytes: int
 ) -> list[Rung]:
-    """The rungs of a search among so many candidates, each of which takes an equal part of
-    ``budget_s`` if all moved ``bytes_per_s``.
+    """The rungs of a search among so many candidates, which take ``budget_s`` if all candidates
+    move ``bytes_per_s``.
 
-    A rung moves more bytes than the one before, from ``least_nbytes`` to ``most_nbytes``; what is
-    left of its time becomes more rounds.
+    Each takes an equal part of the time, but enough to measure all its candidates once, if that can
+    be. A rung moves more bytes than the one before, from ``least_nbytes`` to ``most_nbytes``; what
+    is left of its time becomes more rounds.
     """
     counts = [candidates]
     while counts[-1] > KEPT:
         counts.append(max(2, math.ceil(counts[-1] / KEPT)))
-    each_s = budget_s / len(counts)
+    equal_s = budget_s / len(counts)
+    wanted_s = [max(equal_s, count * least_nbytes / bytes_per_s) for count in counts]
+    part = budget_s / sum(wanted_s)
     rungs = []
-    for count in counts:
-        affordable = each_s * bytes_per_s / count
+    for count, rung_s in zip(counts, wanted_s, strict=True):
+        affordable = part * rung_s * bytes_per_s / count
         nbytes = int(min(max(affordable, least_nbytes), most_nbytes))
         rounds = int(min(max(affordable / nbytes, 1), ROUNDS_MAX))
-        rungs.append(Rung(count, nbytes, rounds))
+        rungs.append(Rung(count, nbytes, rounds, part * rung_s))
     return rungs
 
 

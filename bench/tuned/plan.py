@@ -30,9 +30,10 @@ _COPIES_STORED = 2
 @dataclass(frozen=True)
 class TuningPlan(Plan):
     """``nbytes``: of the largest state that is saved and loaded. ``time_limit_s``: about how long
-    it may take."""
+    it may take. ``pairs_max``: so often the best is compared with the defaults at most."""
 
     time_limit_s: float = 60.0
+    pairs_max: int = 20
 
     @property
     def least_nbytes(self) -> int:

@@ -20,9 +20,10 @@ from .trial import Taken, Trials
 
 __all__ = ["Ends", "Entry", "Tuning", "compared", "options_text", "tuned"]
 
-_SEARCHED = 0.5
+_SEARCHED = 0.6
 """Such a part of the time is for the search, the rest for the comparison with the defaults."""
-_PAIRS_MAX = 20
+_GIVEN_UP = 3
+"""After so many pairs, a choice that was slower in all of them is given up."""
 _OVERDUE = 1.5
 """After so many times the time limit, a comparison ends with the pairs that it has."""
 
@@ -62,6 +63,13 @@ class Tuning:
         """Whether the best options are faster than the defaults, with confidence."""
         return self.gain is not None and self.gain.is_shown
 
+    @property
+    def outcome(self) -> Mapping[str, str]:
+        """The options that drivers use from now on, if what is worth keeping is kept."""
+        if self.is_worth_keeping:
+            return self.best
+        return self.space.default
+
     def profile(self) -> TunedProfile:
         """What is kept of it. It is worth keeping. Options that are as they would be without it are
         left out."""
@@ -100,7 +108,12 @@ def tuned(plan: TuningPlan, space: Space, say: Say = lambda line: None) -> Tunin
         if best != 0:
             left_s = plan.time_limit_s - (time.perf_counter() - began_s)
             nbytes = _nbytes_for_pairs(plan, entries, space.candidates[best], left_s)
-            ends = Ends(began_s + plan.time_limit_s, began_s + _OVERDUE * plan.time_limit_s)
+            ends = Ends(
+                until_s=began_s + plan.time_limit_s,
+                overdue_s=began_s + _OVERDUE * plan.time_limit_s,
+                gives_up=True,
+                pairs_max=plan.pairs_max,
+            )
             pairs = compared(trials, (space.default, space.candidates[best]), nbytes, ends, say)
     finally:
         clear(place)
@@ -136,12 +149,11 @@ def _searched(plan: TuningPlan, space: Space, trials: Trials, say: Say) -> tuple
     halving = Halving(rungs)
     entries: list[Entry] = []
     number = -1
-    ends_s = 0.0
+    ends_s = time.perf_counter()
     while (candidate := halving.next()) is not None:
         if halving.number != number:
             number = halving.number
-            left_s = began_s + _SEARCHED * plan.time_limit_s - time.perf_counter()
-            ends_s = time.perf_counter() + max(0.0, left_s) / (len(rungs) - number)
+            ends_s += halving.rung.seconds
         options = space.candidates[candidate]
         taken = trials.run(options, halving.rung.nbytes)
         entries.append(Entry(number, options, taken))
@@ -168,10 +180,14 @@ def _nbytes_for_pairs(
 @dataclass(frozen=True)
 class Ends:
     """When a comparison ends, by :func:`time.perf_counter`: at ``until_s`` if there are enough
-    pairs to show a difference, at ``overdue_s`` anyway."""
+    pairs to show a difference, at ``overdue_s`` anyway. ``gives_up``: also if the second choice
+    was slower in all of the first few pairs, for then it will not be shown to be faster.
+    ``pairs_max``: after so many pairs."""
 
     until_s: float
     overdue_s: float
+    gives_up: bool = False
+    pairs_max: int = 20
 
 
 def compared(
@@ -184,10 +200,13 @@ def compared(
     """Pairs of trials of two choices, which take turns in being first."""
     pairs: list[tuple[Taken, Taken]] = []
     a, b = choices
-    while len(pairs) < _PAIRS_MAX:
+    while len(pairs) < ends.pairs_max:
         now_s = time.perf_counter()
         enough = len(pairs) >= PAIRS_MIN and now_s > ends.until_s
         if enough or (pairs and now_s > ends.overdue_s):
+            break
+        slower = all(of_b.seconds > of_a.seconds for of_a, of_b in pairs)
+        if ends.gives_up and slower and len(pairs) >= _GIVEN_UP:
             break
         if len(pairs) % 2:
             of_b = trials.run(b, nbytes)

@@ -126,6 +126,11 @@ def _verdict(found: Tuning) -> list[str]:
 
 
 def _gain_text(gain: Gain) -> str:
+    if gain.low == 0:
+        return (
+            f"{gain.ratio:.2f} × as fast as with the defaults (by {gain.pairs} pairs, which are "
+            f"too few to be sure)"
+        )
     return (
         f"{gain.ratio:.2f} × as fast as with the defaults (from {gain.low:.2f} to {gain.high:.2f} "
         f"with a confidence of 95 %, by {gain.pairs} pairs)"
