@@ -33,6 +33,7 @@ SHARE_OF_TIME = 0.1
 _SHOWN = 5
 _JUDGED_S = 30.0
 _LEAST_LIMIT_S = 1.0
+_PAIRS_MAX = 20
 
 
 def _say(line: str) -> None:
@@ -56,7 +57,9 @@ def _swept(plan: TuningPlan, space: Space, rounds: int) -> list[Series]:
     return found
 
 
-def _judged(plan: TuningPlan, best: Mapping[str, str], outcome: Mapping[str, str]) -> Gain:
+def _judged(
+    plan: TuningPlan, best: Mapping[str, str], outcome: Mapping[str, str], *, tiny: bool
+) -> Gain:
     """How many times as fast the outcome is as the best options of the sweep."""
     if best == outcome:
         return Gain(1.0, 1.0, 1.0, 0)
@@ -65,7 +68,8 @@ def _judged(plan: TuningPlan, best: Mapping[str, str], outcome: Mapping[str, str
     try:
         trials.run(best, plan.nbytes)
         now_s = time.perf_counter()
-        ends = Ends(now_s + _JUDGED_S, now_s + 2 * _JUDGED_S)
+        pairs_max = 1 if tiny else _PAIRS_MAX
+        ends = Ends(now_s + _JUDGED_S, now_s + 2 * _JUDGED_S, pairs_max=pairs_max)
         pairs = compared(trials, (best, outcome), plan.nbytes, ends, _say)
     finally:
         clear(place)
@@ -85,7 +89,7 @@ def _report(given: Options, uri: str) -> Report:
     found = tuned(TuningPlan(uri, plan.nbytes, given.runs, time_limit_s=limit_s), space, _say)
     order = sorted(range(len(swept)), key=lambda number: swept[number].median)
     best = space.candidates[order[0]]
-    judged = _judged(plan, best, found.outcome)
+    judged = _judged(plan, best, found.outcome, tiny=given.tiny)
     targets = [
         Target(
             "rate of the outcome, of that of the sweep's best",
@@ -103,7 +107,8 @@ def _report(given: Options, uri: str) -> Report:
     return Report(
         "tuning",
         f"Tuning: {size_text(plan.nbytes)}, {len(space.candidates)} choices, {given.runs} rounds",
-        describe(Path(local_folder(plan.parsed) or ".")),
+        describe(Path(local_folder(plan.parsed) or "."))
+        | {"page cache": "evicted file by file before each load"},
         ["", "median s", "min s", "of the best"],
         _rows(swept, order, found),
         [] if given.tiny else targets,
