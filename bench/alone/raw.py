@@ -4,9 +4,10 @@ random."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...core.units import ceil_div
 from ...drivers.contract import Traits
 from ...drivers.uri import Uri
 from ..contest import Contestant, contest
@@ -46,7 +47,20 @@ def measured_raw(
         found = run.all()
         return found, run.cold_shares
 
-    return measured_at(plan, RAW, config, work)
+    found = measured_at(plan, RAW, config, work)
+    return replace(found, invalid=_with_too_few_parts(found))
+
+
+def _with_too_few_parts(found: DriverMeasurement) -> dict[str, tuple[str, ...]]:
+    """What speaks against figures, and against those of points at which so much is never done at a
+    time."""
+    invalid = dict(found.invalid)
+    for name, point in found.points.items():
+        count = ceil_div(point.amount, point.part_nbytes)
+        if count < point.concurrency:
+            reason = f"the object has only {count} parts; give a larger --size"
+            invalid[name] = (*invalid.get(name, ()), reason)
+    return invalid
 
 
 @dataclass(frozen=True)

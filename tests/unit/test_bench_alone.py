@@ -285,6 +285,7 @@ def test_raw_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert list(found.points) == names
     assert [point.latency.count for point in found.points.values()] == [4, 4, 2, 2] * 4
     assert all(point.amount == 4 * MIB for point in found.points.values())
+    assert "the object has only 2 parts; give a larger --size" in found.invalid["read 2MiB × 3"]
     assert list((tmp_path / "s").iterdir()) == []
     rows = list(csv.DictReader(lines.read_text().splitlines()))
     assert [float(row["seconds"]) for row in rows] == [p.seconds[0] for p in found.points.values()]
