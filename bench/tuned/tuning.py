@@ -59,6 +59,11 @@ class Tuning:
     created_s: float
 
     @property
+    def tried(self) -> int:
+        """How many choices were tried."""
+        return len({tuple(entry.options.items()) for entry in self.entries})
+
+    @property
     def is_worth_keeping(self) -> bool:
         """Whether the best options are faster than the defaults, with confidence."""
         return self.gain is not None and self.gain.is_shown

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...bench.tuned.gain import Gain
     from ...bench.tuned.tuning import Tuning
 
-__all__ = ["run_tuning"]
+__all__ = ["run_tuning", "verdict_lines"]
 
 VERSION = 1
 
@@ -98,24 +98,27 @@ def _print(found: Tuning, kept: Path | None) -> None:
         print(paint(printable(f"not tried: {name}, which {source} sets"), "dim"))
     print(f"defaults  {options_text(found.space.default)}")
     print(f"best      {options_text(found.best)}")
-    for line in _verdict(found):
+    for line in verdict_lines(found):
         print(line)
     if kept is not None:
         print(f"kept in {printable(str(kept))}")
 
 
 def _tried(found: Tuning) -> str:
-    tried = len({tuple(entry.options.items()) for entry in found.entries})
     return (
-        f"{tried} of {len(found.space.candidates)} choices tried, in {found.seconds:.0f} s, with "
-        f"up to {size_text(max(entry.taken.nbytes for entry in found.entries))}"
+        f"{found.tried} of {len(found.space.candidates)} choices tried, in {found.seconds:.0f} s, "
+        f"with up to {size_text(max(entry.taken.nbytes for entry in found.entries))}"
     )
 
 
-def _verdict(found: Tuning) -> list[str]:
+def verdict_lines(found: Tuning) -> list[str]:
+    """What follows from it, in words."""
+    lines = []
+    if found.tried < len(found.space.candidates):
+        lines.append("There was no time for the others: give a larger --time-limit.")
     if found.gain is None or found.save is None or found.load is None:
-        return ["The defaults were the best of them: there is nothing to keep."]
-    lines = [
+        return [*lines, "The defaults were the best of those: there is nothing to keep."]
+    lines += [
         f"saves and loads of {size_text(found.nbytes)}: {_gain_text(found.gain)}",
         f"  saves alone: {_gain_text(found.save)}",
         f"  loads alone: {_gain_text(found.load)}",

@@ -257,6 +257,7 @@ def test_a_disk_is_not_filled(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.clocked
 @pytest.mark.parametrize("workload", ["raw", "meta"])
 def test_a_server_that_is_not_there_is_said_at_once(
     workload: str, monkeypatch: pytest.MonkeyPatch

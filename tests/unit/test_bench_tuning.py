@@ -15,6 +15,7 @@ from holdfast.bench.tuned.space import Space, choices
 from holdfast.bench.tuned.trial import Taken
 from holdfast.bench.tuned.tuning import Entry, Tuning, tuned
 from holdfast.cli import app
+from holdfast.cli.bench.tuning_command import verdict_lines
 from holdfast.drivers.configuration.keeping import keep_profile
 from holdfast.drivers.configuration.tuned import TUNABLE, Place
 from holdfast.drivers.hdfs.driver import HdfsDriver
@@ -115,21 +116,36 @@ def test_only_a_gain_that_is_shown_is_kept() -> None:
     assert shown.profile().options == {"threads": "32"}
 
 
+def test_what_is_said_follows_from_what_was_found() -> None:
+    """That there was too little time, that too few pairs show nothing, and how sure a gain is."""
+    space = Space(({"threads": "8"}, {"threads": "32"}), {})
+    defaults = verdict_lines(tuning(space, None))
+    assert defaults[0] == "There was no time for the others: give a larger --time-limit."
+    assert "nothing to keep" in defaults[1]
+    few = "\n".join(verdict_lines(tuning(space, Gain(2.0, 0.0, math.inf, 3))))
+    assert "2.00 × as fast as with the defaults (by 3 pairs, which are too few" in few
+    assert "nothing to keep" in few
+    shown = "\n".join(verdict_lines(tuning(space, Gain(1.3, 1.1, 1.5, 8))))
+    assert "(from 1.10 to 1.50 with a confidence of 95 %, by 8 pairs)" in shown
+    assert "nothing to keep" not in shown
+
+
+@pytest.mark.clocked
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_gain_is_found_and_shown(reverse: bool) -> None:
     """With real saves and loads, where one choice delays each operation: it is never chosen, and as
     the default it is shown to be slower. Nothing is left."""
-    held_back, free = {"faults": "delay:1,delay_s:0.005"}, {"faults": "off"}
+    held_back, free = {"faults": "delay:1,delay_s:0.01"}, {"faults": "off"}
     candidates = (free, held_back) if reverse else (held_back, free)
     uri = f"memory://tuning-{reverse}"
-    plan = TuningPlan(uri, MIB, 1, time_limit_s=60, pairs_max=6)
+    plan = TuningPlan(uri, MIB, 1, time_limit_s=60, pairs_max=9)
     found = tuned(plan, Space(candidates, {}))
     assert found.best == free
     assert found.is_worth_keeping == (not reverse)
     assert found.outcome == free
     if not reverse:
         assert found.gain is not None
-        assert found.gain.pairs == 6
+        assert found.gain.pairs == 9
     assert list(holdfast.list_checkpoints(uri)) == []
 
 
