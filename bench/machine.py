@@ -18,6 +18,7 @@ __all__ = [
     "available_nbytes",
     "describe",
     "drop_caches",
+    "evict",
     "flush",
     "map_large_blocks",
     "processor_s",
@@ -148,15 +149,22 @@ def drop_caches(path: Path) -> None:
     next one down, whose reads would go to the device page by page.
     """
     os.sync()
-    for entry in (path, *_below(path)):
-        if entry.is_file():
-            fd = os.open(entry, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+    evict(path)
     if _may_drop_caches():
         Path("/proc/sys/vm/drop_caches").write_text("1")
         with contextlib.suppress(OSError):  # not all systems can
             Path("/proc/sys/vm/compact_memory").write_text("1")
+
+
+def evict(path: Path) -> None:
+    """Drop the clean pages of what lies below ``path``, and nothing else of the machine's."""
+    for entry in (path, *_below(path)):
+        if entry.is_file():
+            fd = os.open(entry, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
 
 
 def flush() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..drivers.configuration.file import config_file, ignored_config_file
+from ..drivers.configuration.tuned import profile_for, read_profiles, tuned_file
 from ..drivers.contract import Driver
 from ..drivers.layers.layer import Layer
 from ..drivers.layers.stack import common_options
@@ -22,12 +23,13 @@ from ..drivers.registry import (
     resolved_options,
     schemes,
     serving,
+    tuned_place,
 )
 from ..drivers.schemes import scheme_of
 from ..drivers.uri import Uri, is_secret, parse, redact
 from ..errors import UsageError
 from .commands import print_json
-from .text import paint, printable
+from .text import paint, printable, time_text
 
 __all__ = ["run"]
 
@@ -49,6 +51,8 @@ class _Found:
     config_file: str | None = None
     config_ignored: str | None = None
     """A file of the working directory, which is not read."""
+    tuned: str | None = None
+    """What is known of profiles for this place, in words."""
 
 
 def run(scheme: str | None, *, json_output: bool) -> int:
@@ -110,6 +114,7 @@ def _look(scheme: str, uri: Uri, known: Mapping[str, str], served: Mapping[str, 
                     "common": name in common,
                 }
             )
+        found.tuned = _tuned(uri)
         driver = open_driver(uri)
     except UsageError as error:
         found.problem = error.message
@@ -120,6 +125,26 @@ def _look(scheme: str, uri: Uri, known: Mapping[str, str], served: Mapping[str, 
     found.traits = asdict(driver.traits)
     asyncio.run(driver.close())
     return found
+
+
+def _tuned(uri: Uri) -> str | None:
+    """The profile that applies to ``uri``, or those that do not because they were measured on
+    other machines; None where there is none for its place."""
+    file = tuned_file(os.environ)
+    if file is None:
+        return None
+    place = tuned_place(uri)
+    here = [profile for profile in read_profiles(file) if profile.place == place]
+    applying = profile_for(here, place)
+    if applying is not None:
+        return (
+            f"{file} [{place.uri}], of {time_text(applying.tuned_s)}: "
+            f"{applying.gain:.2f} × as fast as the defaults"
+        )
+    if here:
+        machines = ", ".join(profile.machine for profile in here)
+        return f"{file} [{place.uri}] is of other machines, and not used: {machines}"
+    return None
 
 
 def _text_of_path(path: Path | None) -> str | None:
@@ -183,6 +208,8 @@ def _details(found: _Found) -> list[str]:
     lines.append(("file", printable(found.config_file or "none")))
     if found.config_ignored is not None:
         lines.append(("not read", printable(found.config_ignored)))
+    if found.tuned is not None:
+        lines.append(("tuned", printable(found.tuned)))
     if found.problem is not None:
         lines.append(("problem", _problem_text(found)))
     if found.uri is not None:

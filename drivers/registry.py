@@ -14,9 +14,10 @@ from typing import ClassVar, Protocol, cast
 
 from ..errors import UriError
 from .configuration.resolution import Resolved, resolve
+from .configuration.tuned import Place, place_of
 from .contract import Driver
 from .layers.stack import common_options, stacked
-from .local.mounts import fs_type
+from .local.mounts import fs_type, mount_of
 from .options import Option
 from .schemes import SCHEMES, check_installed
 from .uri import Uri, parse, redact
@@ -30,6 +31,7 @@ __all__ = [
     "resolved_options",
     "schemes",
     "serving",
+    "tuned_place",
 ]
 
 GROUP = "holdfast.drivers"
@@ -55,10 +57,11 @@ def open_driver(
 ) -> Driver:
     """The driver for ``uri``, within the layers that its options ask for (:mod:`.layers`).
 
-    Options come from the URI, else from ``options``, the environment, or ``holdfast.toml``
-    (:mod:`.configuration`). Storage is not touched: that it cannot be reached is found out at the
-    first operation. Raises UriError for an unknown scheme or option, naming the known ones, and for
-    a driver that cannot be imported; UsageError for a broken ``holdfast.toml``.
+    Options come from the URI, else from ``options``, the environment, ``holdfast.toml``, or a
+    profile of ``tuned.toml`` (:mod:`.configuration`). Storage is not touched: that it cannot be
+    reached is found out at the first operation. Raises UriError for an unknown scheme or option,
+    naming the known ones, and for a driver that cannot be imported; UsageError for a broken
+    ``holdfast.toml`` or ``tuned.toml``.
 
     ``writers``: how many processes are going to write at the same time. A driver that has an option
     of this name is given it, unless the option is given elsewhere.
@@ -86,7 +89,22 @@ def resolved_options(uri: Uri, /, **options: object) -> dict[str, Resolved]:
 
 
 def _resolved(cls: DriverClass, uri: Uri, options: Mapping[str, object]) -> dict[str, Resolved]:
-    return resolve(uri, options, cls.OPTIONS, common_options(remote=cls.remote), schemes)
+    return resolve(
+        uri,
+        options,
+        cls.OPTIONS,
+        common_options(remote=cls.remote),
+        schemes,
+        mount_of=mount_of,
+    )
+
+
+def tuned_place(uri: Uri, /, **options: object) -> Place:
+    """The place that a profile of ``uri`` is for (:mod:`.configuration.tuned`). Raises as
+    open_driver."""
+    resolved = resolved_options(uri, **options)
+    texts = {name: found.text for name, found in resolved.items() if found.text is not None}
+    return place_of(uri, texts, os.environ, tuple(resolved), mount_of)
 
 
 def serving(uri: Uri, fs_type: Callable[[str], str] = fs_type) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import uuid
 from collections.abc import Callable
@@ -10,13 +11,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...core.units import size_text
-from ...drivers.registry import open_driver
+from ...drivers.registry import driver_class, open_driver, serving
 from ...drivers.uri import Uri, join, parse
 from ...errors import UsageError
 from ..machine import available_nbytes
 from ..peers.choice import chosen
 
-__all__ = ["Plan", "check", "local_folder"]
+__all__ = [
+    "COPIES_HELD",
+    "Plan",
+    "check",
+    "check_memory",
+    "check_room",
+    "free_nbytes",
+    "local_folder",
+    "write_something",
+]
 
 COPIES_HELD = 2.5
 """How many times a state is in memory: itself, what a phase needs beside it, and some room."""
@@ -25,6 +35,8 @@ COPIES_STORED = 5
 its replacement, one that comes and goes, and what its limit reads."""
 RANKS_MAX = 256
 """Of one host."""
+ANSWER_S = 15.0
+"""How long the first small object may take."""
 SETTLE_S = 1.0
 SETTLE_NBYTES = 64 << 20
 """The storage rests so long before each phase, if the state is so large."""
@@ -65,11 +77,14 @@ class Plan:
         return join(self.parsed, f"holdfast-bench-{uuid.uuid4().hex[:12]}")
 
 
-def _free_nbytes(folder: str) -> int:
+def free_nbytes(folder: str) -> int:
+    """How many bytes there is room for in a folder of this host, which need not exist yet."""
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
     return shutil.disk_usage(folder).free
 
 
-def check(plan: Plan, ranks: int = 1, free: Callable[[str], int] = _free_nbytes) -> None:
+def check(plan: Plan, ranks: int = 1, free: Callable[[str], int] = free_nbytes) -> None:
     """Raises UsageError where the size or the number of rounds cannot be, or there is too little
     room for it, or a peer cannot be measured, and what the storage raises where nothing can be
     written. ``ranks``: of this host, which hold the state together. ``free``: how many bytes there
@@ -89,18 +104,15 @@ def check(plan: Plan, ranks: int = 1, free: Callable[[str], int] = _free_nbytes)
         raise UsageError(f"{plan.warm_ups} rounds to warm up", advice="Give --warm-ups 1.")
     if not 1 <= ranks <= RANKS_MAX:
         raise UsageError(f"{ranks} ranks cannot measure", advice=f"Give 1 to {RANKS_MAX}.")
-    needed = int(COPIES_HELD * plan.nbytes)
-    available = available_nbytes()
-    if needed > available:
-        raise UsageError(
-            f"a state of {size_text(plan.nbytes)} needs {size_text(needed)} of host memory, and "
-            f"{size_text(available)} are free",
-            advice="Give a smaller --size.",
-        )
-    asyncio.run(_write_something(plan.parsed))
+    check_memory(
+        f"a state of {size_text(plan.nbytes)}",
+        int(COPIES_HELD * plan.nbytes),
+        advice="Give a smaller --size.",
+    )
+    asyncio.run(write_something(plan.parsed))
     folder = local_folder(plan.parsed)
     if folder is not None:
-        _check_room(folder, _copies_stored(plan) * plan.nbytes, free(folder))
+        check_room(folder, _copies_stored(plan) * plan.nbytes, free(folder))
 
 
 def _copies_stored(plan: Plan) -> int:
@@ -115,7 +127,18 @@ def local_folder(uri: Uri) -> str | None:
     return None
 
 
-def _check_room(folder: str, needed: int, free: int) -> None:
+def check_memory(what: str, needed: int, *, advice: str) -> None:
+    """Raise UsageError if ``what`` needs more memory than this host has free."""
+    available = available_nbytes()
+    if needed > available:
+        raise UsageError(
+            f"{what} needs {size_text(needed)} of host memory, and {size_text(available)} are free",
+            advice=advice,
+        )
+
+
+def check_room(folder: str, needed: int, free: int) -> None:
+    """Raise UsageError if more would be stored in a folder of this host than there is room for."""
     if needed > free:
         raise UsageError(
             f"{size_text(needed)} would be stored at a time in {folder}, and {size_text(free)} "
@@ -124,9 +147,17 @@ def _check_room(folder: str, needed: int, free: int) -> None:
         )
 
 
-async def _write_something(uri: Uri) -> None:
-    """Put a small object, and delete it: what cannot be written is known at once."""
-    driver = open_driver(uri)
+async def write_something(uri: Uri) -> None:
+    """Put a small object, and delete it: what cannot be written is known at once.
+
+    Nothing is tried again, since a server that restarts is not to be measured; and a server that
+    does not answer is waited for no longer than a few seconds, unless the URI says otherwise.
+    Raises what the storage raises.
+    """
+    impatient: dict[str, object] = {"retries": 0, "op_timeout_s": ANSWER_S}
+    if "deadline" in driver_class(serving(uri)).OPTIONS:
+        impatient["deadline"] = 0
+    driver = open_driver(uri, **impatient)
     key = f"holdfast-bench-{uuid.uuid4().hex[:12]}"
     try:
         await driver.put(key, b"holdfast bench")

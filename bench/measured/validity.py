@@ -10,7 +10,7 @@ from statistics import median
 
 from .result import DELETING, Phase
 
-__all__ = ["joined", "reasons_against"]
+__all__ = ["LEAST_S", "joined", "reasons_against"]
 
 LEAST_S = 0.1
 """Shorter rounds measure what surrounds the storage."""
@@ -25,14 +25,23 @@ COLD = 0.9
 
 
 def reasons_against(
-    phases: Sequence[Phase], *, busy_before: float, cold_shares: Mapping[str, float]
+    phases: Sequence[Phase],
+    *,
+    busy_before: float,
+    cold_shares: Mapping[str, float],
+    least_s: float = LEAST_S,
 ) -> dict[str, tuple[str, ...]]:
     """By phase, why its figures are not to be believed; of all of them under ``""``.
 
     ``busy_before``: the part of all processors that were busy before it began. ``cold_shares``: of
     phases that read, the smallest part that came from the device in a round, where that is known.
+    ``least_s``: shorter rounds than this are too short.
     """
-    found = {phase.name: tuple(_of_phase(phase)) for phase in phases if phase.name not in DELETING}
+    found = {
+        phase.name: tuple(_of_phase(phase, least_s))
+        for phase in phases
+        if phase.name not in DELETING
+    }
     for name, share in cold_shares.items():
         if share < COLD:
             found[name] = (*found[name], f"{1 - share:.0%} of it came from a cache")
@@ -47,9 +56,9 @@ def joined(*found: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(why for each in found for why in each.get(name, ())) for name in names}
 
 
-def _of_phase(phase: Phase) -> Iterator[str]:
+def _of_phase(phase: Phase, least_s: float) -> Iterator[str]:
     seconds = phase.seconds
-    if phase.median_s < LEAST_S:
+    if phase.median_s < least_s:
         yield f"too short: {phase.median_s:.3f} s; give a larger --size"
     if len(seconds) < 3:
         yield f"only {len(seconds)} rounds"

@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_course(parser.add_argument_group("how it is measured"))
     _add_beside(parser.add_argument_group("what it is held against"))
     _add_output(parser.add_argument_group("what is said"))
+    add_driver_arguments(parser.add_argument_group("the driver alone"))
+    add_tuning_arguments(parser.add_argument_group("tuning"))
 
 
 def _add_workload(group: argparse._ArgumentGroup) -> None:
@@ -83,3 +85,51 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--csv", metavar="FILE", help="write a line for each round of each phase")
     group.add_argument("--html", metavar="FILE", help="write it as a page for a browser as well")
+
+
+def add_driver_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add those of a driver alone, without checkpoints."""
+    group.add_argument(
+        "--workload",
+        choices=("raw", "meta"),
+        help="raw: one object, over a grid of part size × concurrency; meta: many small objects",
+    )
+    group.add_argument(
+        "--part-sizes",
+        metavar="SIZE,…",
+        help="of raw, such as 4MiB,16MiB (default: around what the driver prefers)",
+    )
+    group.add_argument(
+        "--concurrencies",
+        metavar="N,…",
+        help="of raw, such as 1,8,32 (default: around what the driver prefers)",
+    )
+    group.add_argument(
+        "--objects",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="of meta (default: %(default)s)",
+    )
+
+
+def add_tuning_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add those of the search for the best options."""
+    group.add_argument(
+        "--tune",
+        action="store_true",
+        help="find the options with which saves and loads are fastest, and keep them as a profile "
+        "in your configuration if they are faster than the defaults",
+    )
+    group.add_argument(
+        "--only-show", action="store_true", help="of --tune: keep nothing, only say what was found"
+    )
+    group.add_argument(
+        "--forget", action="store_true", help="remove the profile that --tune has kept"
+    )
+    group.add_argument(
+        "--time-limit",
+        default="60s",
+        metavar="TIME",
+        help="of --tune: about how long it may take (default: %(default)s)",
+    )

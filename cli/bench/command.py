@@ -12,6 +12,8 @@ from ...drivers.uri import parse
 from ...errors import HoldfastError, UsageError
 from ..commands import complain, write_text
 from ..progress import last_line
+from .driver_command import DRIVER_WORKLOADS, Output, run_driver_workload
+from .tuning_command import run_tuning
 
 if TYPE_CHECKING:
     from ...bench.measured.plan import Plan
@@ -31,7 +33,8 @@ def run(
     json_output: bool,
     **asked: Any,
 ) -> int:
-    """Measure, or compare; the exit status."""
+    """Measure, or compare; the exit status. ``others``: the arguments of a driver alone and of
+    tuning."""
     if targets[0] == COMPARE:
         return _compare(targets[1:], slower, json_output=json_output)
     if len(targets) > 1:
@@ -40,6 +43,11 @@ def run(
             advice="Measure one after the other, and hold the results against each other: "
             "holdfast bench compare A.json B.json.",
         )
+    output = Output(csv, html, json_output)
+    if asked["tune"] or asked["forget"]:
+        return run_tuning(targets[0], asked, output)
+    if asked["workload"] in DRIVER_WORKLOADS:
+        return run_driver_workload(asked["workload"], targets[0], asked, output)
     found = _measured(targets[0], **asked)
     if found is None:
         return 0
@@ -131,6 +139,7 @@ def _say_what_was_found(
 
 
 def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
+    from ...bench.alone import result as driver_result
     from ...bench.measured.comparison import compare
     from .results import read_measurement
     from .tables import print_comparison, print_comparison_json
@@ -141,7 +150,20 @@ def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
             advice=f"holdfast bench {COMPARE} A.json B.json",
         )
     part = _part(slower)
-    a, b = map(read_measurement, files)
+    texts = list(map(_read, files))
+    of_a, of_b = map(driver_result.workload_of, texts)
+    if of_a != of_b:
+        raise UsageError(
+            f"{files[0]} is of {of_a or 'checkpoints'}, {files[1]} of {of_b or 'checkpoints'}",
+            advice="Only results of the same workload can be held against each other.",
+        )
+
+    def decode(text: str, path: str) -> Measurement:
+        if of_a in DRIVER_WORKLOADS:
+            return driver_result.decoded(text, path).as_measurement()
+        return decoded(text, path)
+
+    a, b = map(decode, texts, files)
     found = compare(a, b)
     for path, measurement in zip(files, (a, b), strict=True):
         if measurement.invalid:
@@ -153,6 +175,14 @@ def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
     else:
         print_comparison(found, part)
     return int(any(each.is_slower(part) for each in found))
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
 
 
 def _size(text: str) -> int:

@@ -6,7 +6,9 @@
    ``HOLDFAST_RETRIES``
 4. ``holdfast.toml``: the tables of the chosen profile, then those outside of profiles
    (:mod:`.file`)
-5. the option's default
+5. ``tuned.toml``: a profile of the place, which ``holdfast bench --tune`` has measured
+   (:mod:`.tuned`)
+6. the option's default
 
 An unknown option is an error wherever it stands, and the error says where. Everything is
 read when a driver is opened, and nothing is kept. A secret may come from anywhere but the URI,
@@ -25,6 +27,7 @@ from ...errors import UriError
 from ..options import Option
 from ..uri import WHERE_SECRETS_GO, Uri, has_password, is_secret
 from .file import PROFILE_OPTION, Setting, file_settings, text_of
+from .tuned import MountOf, tuned_settings
 
 __all__ = ["PREFIX", "Resolved", "Setting", "resolve"]
 
@@ -51,14 +54,16 @@ def resolve(
     schemes: Callable[[], Collection[str]],
     *,
     environment: Mapping[str, str] | None = None,
+    mount_of: MountOf | None = None,
 ) -> dict[str, Resolved]:
     """The value of every option in ``own`` (the driver's) and ``common`` (every scheme's), and
     where each comes from.
 
     ``schemes`` tells which ones there are; it is asked only about what no option of this scheme
-    explains. Raises UriError for an option that is not known, for a value that it refuses, for one
+    explains. ``mount_of`` tells which mount holds a path; without it no profile is looked for.
+    Raises UriError for an option that is not known, for a value that it refuses, for one
     with a password before a host, and for a secret in the URI; UsageError for a ``holdfast.toml``
-    that cannot be used.
+    or a ``tuned.toml`` that cannot be used.
     """
     if environment is None:
         environment = os.environ
@@ -73,6 +78,8 @@ def resolve(
     profile = settings.pop(PROFILE_OPTION, None)
     settings = file_settings(uri, profile, environment, tuple(common), schemes) | settings
     known = {**common, **own}
+    if mount_of is not None:
+        settings = tuned_settings(uri, settings, environment, tuple(known), mount_of) | settings
     for name, setting in settings.items():
         if name not in known:
             raise _unknown(uri, name, setting.source, own, common)

@@ -1,0 +1,69 @@
+"""What both workloads of a driver alone have in common: a folder that is cleared at the end, and
+what is said of the machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...drivers.uri import Uri
+from ..clearing import clear
+from ..machine import describe, processor_s
+from ..measured.plan import Plan, local_folder
+from ..measured.validity import LEAST_S, reasons_against
+from .result import DriverMeasurement, PointResult
+
+__all__ = ["Say", "measured_at"]
+
+LOOK_S = 0.5
+"""How long the machine is watched before, to see what else it does."""
+
+Say = Callable[[str], None]
+
+
+def measured_at(
+    plan: Plan,
+    workload: str,
+    config: Mapping[str, Any],
+    work: Callable[[Uri], tuple[Mapping[str, PointResult], Mapping[str, float]]],
+    *,
+    least_s: float = LEAST_S,
+) -> DriverMeasurement:
+    """Have ``work`` measure in a folder of its own below the URI, which is deleted again, also
+    when it is interrupted.
+
+    ``work`` returns what it found by point, and of those that read from a file system of this host
+    the smallest part that came from the device. ``least_s``: shorter rounds are too short to
+    be believed. Raises what the driver raises.
+    """
+    busy_before = _busy()
+    place = plan.new_place()
+    began_s = time.time()
+    try:
+        points, cold_shares = work(place)
+    finally:
+        clear(place)
+    found = DriverMeasurement(
+        workload,
+        plan.parsed.redacted,
+        began_s,
+        config,
+        describe(Path(local_folder(plan.parsed) or ".")),
+        points,
+    )
+    invalid = reasons_against(
+        found.phases, busy_before=busy_before, cold_shares=cold_shares, least_s=least_s
+    )
+    return replace(found, invalid=invalid)
+
+
+def _busy() -> float:
+    """The part of all processors that is busy now."""
+    _, before_s = processor_s()
+    time.sleep(LOOK_S)
+    _, after_s = processor_s()
+    return (after_s - before_s) / (LOOK_S * (os.cpu_count() or 1))

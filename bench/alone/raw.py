@@ -1,0 +1,154 @@
+"""Measures a driver alone over a grid of part size × concurrency: writes and reads, in order and at
+random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...core.units import ceil_div
+from ...drivers.contract import Traits
+from ...drivers.uri import Uri
+from ..contest import Contestant, contest
+from ..machine import drop_caches, read_from_device_nbytes
+from ..measured.plan import local_folder
+from .course import Say, measured_at
+from .grid import Point
+from .plan import RawPlan, memory_nbytes, traits_of
+from .result import OPERATIONS, RAW, DriverMeasurement, PointResult, latency_of
+from .transfer import Memory, Transfer
+
+__all__ = ["measured_raw"]
+
+_WRITTEN = "written"
+_STORED = "stored"
+"""Objects below the place: one that is replaced by each write, and one that is read."""
+
+
+def measured_raw(
+    plan: RawPlan, points: Sequence[Point], say: Say = lambda line: None
+) -> DriverMeasurement:
+    """Measure at the points that :func:`.plan.check_raw` has found for ``plan``; ``say`` is told of
+    each round.
+
+    Every point has its turn in every round, in the reverse order in every second one: what the
+    machine does meanwhile hits all of them alike. Raises what the driver raises.
+    """
+    config = {
+        "nbytes": plan.object_nbytes,
+        "runs": plan.runs,
+        "settle_s": plan.settle_s,
+        "points": [point.name for point in points],
+    }
+
+    def work(place: Uri) -> tuple[Mapping[str, PointResult], Mapping[str, float]]:
+        run = _Run(place, plan, points, say)
+        found = run.all()
+        return found, run.cold_shares
+
+    found = measured_at(plan, RAW, config, work)
+    return replace(found, invalid=_with_too_few_parts(found))
+
+
+def _with_too_few_parts(found: DriverMeasurement) -> dict[str, tuple[str, ...]]:
+    """What speaks against figures, and against those of points at which so much is never done at a
+    time."""
+    invalid = dict(found.invalid)
+    for name, point in found.points.items():
+        count = ceil_div(point.amount, point.part_nbytes)
+        if count < point.concurrency:
+            reason = f"the object has only {count} parts; give a larger --size"
+            invalid[name] = (*invalid.get(name, ()), reason)
+    return invalid
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One operation at one point."""
+
+    operation: str
+    point: Point
+    transfer: Transfer
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation} {self.point.name}"
+
+
+class _Run:
+    """``cold_shares``: by the name of a point that reads, the smallest part that came from the
+    device in any round; only where that can be told."""
+
+    def __init__(self, place: Uri, plan: RawPlan, points: Sequence[Point], say: Say) -> None:
+        self.cold_shares: dict[str, float] = {}
+        self._place = place
+        self._plan = plan
+        self._points = points
+        self._say = say
+        self._memory = Memory(memory_nbytes(plan, points))
+        self._folder = local_folder(place)
+        self._traits = traits_of(place)
+
+    def all(self) -> dict[str, PointResult]:
+        """What was found, by the name of the point."""
+        writing = list(self._entries(OPERATIONS[:2], _WRITTEN))
+        reading = list(self._entries(OPERATIONS[2:], _STORED))
+        # First, so that no point pays for memory that is touched for the first time.
+        Transfer(self._place, _STORED, self._plan.object_nbytes, memory=self._memory).write()
+        found = self._contest(writing, [Contestant(e.name, e.transfer.write) for e in writing])
+        return found | self._contest(reading, [self._cold(entry) for entry in reading])
+
+    def _entries(self, operations: Sequence[str], key: str) -> Iterator[_Entry]:
+        for operation in operations:
+            if not _possible(operation, self._traits):
+                continue
+            for point in self._points:
+                transfer = Transfer(
+                    self._place,
+                    key,
+                    self._plan.object_nbytes,
+                    shape=point.shape(random=operation.startswith("random")),
+                    options=point.options,
+                    memory=self._memory,
+                )
+                yield _Entry(operation, point, transfer)
+
+    def _cold(self, entry: _Entry) -> Contestant:
+        """Reads from the device, where this host can see to that; how far it did is noted."""
+        folder = self._folder
+        if folder is None:
+            return Contestant(entry.name, entry.transfer.read)
+        before_nbytes = 0
+
+        def before() -> None:
+            nonlocal before_nbytes
+            drop_caches(Path(folder))
+            before_nbytes = read_from_device_nbytes()
+
+        def after() -> None:
+            share = (read_from_device_nbytes() - before_nbytes) / self._plan.object_nbytes
+            self.cold_shares[entry.name] = min(share, self.cold_shares.get(entry.name, share))
+
+        return Contestant(entry.name, entry.transfer.read, before, after)
+
+    def _contest(
+        self, entries: Sequence[_Entry], contestants: Sequence[Contestant]
+    ) -> dict[str, PointResult]:
+        series = contest(contestants, self._plan.runs, self._plan.settle_s, self._say)
+        return {
+            entry.name: PointResult(
+                operation=entry.operation,
+                part_nbytes=entry.point.part_nbytes,
+                concurrency=entry.point.concurrency,
+                amount=self._plan.object_nbytes,
+                seconds=tuple(timed.seconds),
+                latency=latency_of(entry.transfer.latencies_s),
+            )
+            for entry, timed in zip(entries, series, strict=True)
+        }
+
+
+def _possible(operation: str, traits: Traits) -> bool:
+    """Whether a driver can do this: most uploads take their parts in order only."""
+    return operation != "random write" or traits.part_order == "any"

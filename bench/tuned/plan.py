@@ -1,0 +1,66 @@
+"""What is to be tuned for, and whether it can be: asked before anything is written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...core.units import size_text
+from ...errors import UsageError
+from ..measured.plan import (
+    COPIES_HELD,
+    Plan,
+    check_memory,
+    check_room,
+    free_nbytes,
+    local_folder,
+    write_something,
+)
+from .space import Space, space_of
+
+__all__ = ["TuningPlan", "check_tuning"]
+
+LEAST_NBYTES = 64 << 20
+"""Below this a save measures what surrounds the storage, and large parts have no chance."""
+_LEAST_LIMIT_S = 1.0
+_COPIES_STORED = 2
+
+
+@dataclass(frozen=True)
+class TuningPlan(Plan):
+    """``nbytes``: of the largest state that is saved and loaded. ``time_limit_s``: about how long
+    it may take. ``pairs_max``: so often the best is compared with the defaults at most."""
+
+    time_limit_s: float = 60.0
+    pairs_max: int = 20
+
+    @property
+    def least_nbytes(self) -> int:
+        """The smallest state that is saved and loaded."""
+        return min(LEAST_NBYTES, self.nbytes)
+
+
+def check_tuning(plan: TuningPlan, free: Callable[[str], int] = free_nbytes) -> Space:
+    """What can be tried. Raises UsageError where that is nothing, where size or time cannot be, or
+    where there is too little memory or room, and what the storage raises where nothing can be
+    written. ``free``: how many bytes there is room for in a folder of this host."""
+    if plan.nbytes < 1 << 20:
+        raise UsageError(
+            f"{size_text(plan.nbytes)} are too few to measure", advice="Give 1 MiB or more."
+        )
+    if plan.time_limit_s < _LEAST_LIMIT_S:
+        raise UsageError(
+            f"in {plan.time_limit_s:g} s nothing can be found", advice="Give --time-limit 60s."
+        )
+    space = space_of(plan.parsed)
+    check_memory(
+        f"a state of {size_text(plan.nbytes)}",
+        int(COPIES_HELD * plan.nbytes),
+        advice="Give a smaller --size.",
+    )
+    folder = local_folder(plan.parsed)
+    if folder is not None:
+        check_room(folder, _COPIES_STORED * plan.nbytes, free(folder))
+    asyncio.run(write_something(plan.parsed))
+    return space

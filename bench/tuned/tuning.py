@@ -1,0 +1,227 @@
+"""Finds the options with which saves and loads at a URI are fastest, and says how sure that is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import holdfast
+
+from ...core.units import size_text
+from ...drivers.configuration.tuned import Place, TunedProfile, machine_kind
+from ...drivers.registry import tuned_place
+from ..clearing import clear
+from .gain import PAIRS_MIN, Gain, gain_of
+from .halving import Halving, ladder
+from .plan import TuningPlan
+from .space import Space
+from .trial import Taken, Trials
+
+__all__ = ["Ends", "Entry", "Tuning", "compared", "options_text", "tuned"]
+
+_SEARCHED = 0.6
+"""Such a part of the time is for the search, the rest for the comparison with the defaults."""
+_GIVEN_UP = 3
+"""After so many pairs, a choice that was slower in all of them is given up."""
+_OVERDUE = 1.5
+"""After so many times the time limit, a comparison ends with the pairs that it has."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One trial of the search: in which rung, of what, and how long it took."""
+
+    rung: int
+    options: Mapping[str, str]
+    taken: Taken
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was found. ``best``: the options that the search chose, which may be the defaults.
+
+    ``gain``: how many times as fast saves and loads are with them, by rounds that took no part in
+    the choice; ``save`` and ``load`` of each alone. None where the defaults were chosen."""
+
+    uri: str
+    place: Place
+    space: Space
+    entries: tuple[Entry, ...]
+    best: Mapping[str, str]
+    nbytes: int
+    gain: Gain | None
+    save: Gain | None
+    load: Gain | None
+    seconds: float
+    created_s: float
+
+    @property
+    def tried(self) -> int:
+        """How many choices were tried."""
+        return len({tuple(entry.options.items()) for entry in self.entries})
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether the best options are faster than the defaults, with confidence."""
+        return self.gain is not None and self.gain.is_shown
+
+    @property
+    def outcome(self) -> Mapping[str, str]:
+        """The options that drivers use from now on, if what is worth keeping is kept."""
+        if self.is_worth_keeping:
+            return self.best
+        return self.space.default
+
+    def profile(self) -> TunedProfile:
+        """What is kept of it. It is worth keeping. Options that are as they would be without it are
+        left out."""
+        assert self.gain is not None
+        changed = {n: text for n, text in self.best.items() if text != self.space.default[n]}
+        return TunedProfile(
+            self.place,
+            machine_kind(),
+            changed,
+            self.created_s,
+            self.gain.ratio,
+            self.gain.low,
+            self.gain.high,
+        )
+
+
+def options_text(options: Mapping[str, str]) -> str:
+    """Such as ``part_size=32MiB concurrency=64``."""
+    return " ".join(f"{name}={text}" for name, text in options.items())
+
+
+def tuned(plan: TuningPlan, space: Space, say: Say = lambda line: None) -> Tuning:
+    """Tune for a storage, for which :func:`.plan.check_tuning` has found nothing against it;
+    ``say`` is told of each trial.
+
+    All is written to a folder of its own below the URI, which is deleted again, also when it is
+    interrupted. Raises what saves and loads raise."""
+    created_s = time.time()
+    place = plan.new_place()
+    trials = Trials(place, plan.nbytes)
+    try:
+        trials.run(space.default, plan.least_nbytes)  # what is imported and started once
+        began_s = time.perf_counter()
+        entries, best = _searched(plan, space, trials, say)
+        pairs: list[tuple[Taken, Taken]] = []
+        if best != 0:
+            left_s = plan.time_limit_s - (time.perf_counter() - began_s)
+            nbytes = _nbytes_for_pairs(plan, entries, space.candidates[best], left_s)
+            ends = Ends(
+                until_s=began_s + plan.time_limit_s,
+                overdue_s=began_s + _OVERDUE * plan.time_limit_s,
+                gives_up=True,
+                pairs_max=plan.pairs_max,
+            )
+            pairs = compared(trials, (space.default, space.candidates[best]), nbytes, ends, say)
+    finally:
+        clear(place)
+        holdfast.release_memory()
+    return Tuning(
+        uri=plan.parsed.redacted,
+        place=tuned_place(plan.parsed),
+        space=space,
+        entries=tuple(entries),
+        best=space.candidates[best],
+        nbytes=pairs[0][0].nbytes if pairs else entries[-1].taken.nbytes,
+        gain=gain_of([(a.seconds, b.seconds) for a, b in pairs]) if pairs else None,
+        save=gain_of([(a.save_s, b.save_s) for a, b in pairs]) if pairs else None,
+        load=gain_of([(a.load_s, b.load_s) for a, b in pairs]) if pairs else None,
+        seconds=time.perf_counter() - began_s,
+        created_s=created_s,
+    )
+
+
+def _searched(plan: TuningPlan, space: Space, trials: Trials, say: Say) -> tuple[list[Entry], int]:
+    """All trials of the search, and the number of the candidate that it chose."""
+    began_s = time.perf_counter()
+    first = trials.run(space.default, plan.least_nbytes)
+    first_s = time.perf_counter() - began_s  # with all that is not timed
+    budget_s = max(0.0, _SEARCHED * plan.time_limit_s - (time.perf_counter() - began_s))
+    rungs = ladder(
+        len(space.candidates),
+        budget_s=budget_s,
+        bytes_per_s=first.nbytes / first_s,
+        least_nbytes=plan.least_nbytes,
+        most_nbytes=plan.nbytes,
+    )
+    halving = Halving(rungs)
+    entries: list[Entry] = []
+    number = -1
+    ends_s = time.perf_counter()
+    while (candidate := halving.next()) is not None:
+        if halving.number != number:
+            number = halving.number
+            ends_s += halving.rung.seconds
+        options = space.candidates[candidate]
+        taken = trials.run(options, halving.rung.nbytes)
+        entries.append(Entry(number, options, taken))
+        say(
+            f"rung {number + 1} of {len(rungs)}: {options_text(options)}: "
+            f"{size_text(taken.nbytes)} in {taken.save_s:.3f} + {taken.load_s:.3f} s"
+        )
+        halving.tell(taken.seconds)
+        if time.perf_counter() > ends_s and halving.number == number:
+            halving.hurry()
+    return entries, halving.ranking[0]
+
+
+def _nbytes_for_pairs(
+    plan: TuningPlan, entries: list[Entry], best: Mapping[str, str], left_s: float
+) -> int:
+    """So many bytes that the time which is left is enough for the fewest pairs that can show a
+    difference."""
+    last = next(entry.taken for entry in reversed(entries) if entry.options == best)
+    affordable = left_s * last.nbytes / last.seconds / (2.5 * PAIRS_MIN)
+    return int(min(max(affordable, plan.least_nbytes), plan.nbytes))
+
+
+@dataclass(frozen=True)
+class Ends:
+    """When a comparison ends, by :func:`time.perf_counter`: at ``until_s`` if there are enough
+    pairs to show a difference, at ``overdue_s`` anyway. ``gives_up``: also if the second choice
+    was slower in all of the first few pairs, for then it will not be shown to be faster.
+    ``pairs_max``: after so many pairs."""
+
+    until_s: float
+    overdue_s: float
+    gives_up: bool = False
+    pairs_max: int = 20
+
+
+def compared(
+    trials: Trials,
+    choices: tuple[Mapping[str, str], Mapping[str, str]],
+    nbytes: int,
+    ends: Ends,
+    say: Say = lambda line: None,
+) -> list[tuple[Taken, Taken]]:
+    """Pairs of trials of two choices, which take turns in being first."""
+    pairs: list[tuple[Taken, Taken]] = []
+    a, b = choices
+    while len(pairs) < ends.pairs_max:
+        now_s = time.perf_counter()
+        enough = len(pairs) >= PAIRS_MIN and now_s > ends.until_s
+        if enough or (pairs and now_s > ends.overdue_s):
+            break
+        slower = all(of_b.seconds > of_a.seconds for of_a, of_b in pairs)
+        if ends.gives_up and slower and len(pairs) >= _GIVEN_UP:
+            break
+        if len(pairs) % 2:
+            of_b = trials.run(b, nbytes)
+            of_a = trials.run(a, nbytes)
+        else:
+            of_a = trials.run(a, nbytes)
+            of_b = trials.run(b, nbytes)
+        pairs.append((of_a, of_b))
+        say(
+            f"pair {len(pairs)}: {options_text(a)}: {of_a.seconds:.3f} s, {options_text(b)}: "
+            f"{of_b.seconds:.3f} s"
+        )
+    return pairs

@@ -1,0 +1,112 @@
+"""Runs ``holdfast bench URI --workload raw`` and ``meta``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...core.units import parse_size
+from ...errors import UsageError
+from ..commands import write_text
+from ..text import printable
+
+if TYPE_CHECKING:
+    from ...bench.alone.result import DriverMeasurement
+
+__all__ = ["DRIVER_WORKLOADS", "Output", "run_driver_workload", "say", "size_of"]
+
+DRIVER_WORKLOADS = ("raw", "meta")
+OBJECT_NBYTES = 4096
+"""The size of the objects of ``meta``."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a result goes: files, and whether stdout gets a document in place of a table."""
+
+    csv: str | None
+    html: str | None
+    json: bool
+
+
+def run_driver_workload(workload: str, uri: str, given: Mapping[str, Any], output: Output) -> int:
+    """Measure the driver alone, as the arguments ``given`` on the command line ask for; the exit
+    status."""
+    if workload == "raw":
+        found = _raw(uri, given)
+    else:
+        found = _meta(uri, given)
+    return _end(found, output)
+
+
+def _raw(uri: str, given: Mapping[str, Any]) -> DriverMeasurement:
+    from ...bench.alone.plan import RawPlan, check_raw
+
+    plan = RawPlan(
+        uri,
+        size_of("--size", given["size"]),
+        given["runs"],
+        part_sizes=_list("--part-sizes", given["part_sizes"], size_of),
+        concurrencies=_list("--concurrencies", given["concurrencies"], _number),
+    )
+    points = check_raw(plan)  # before torch is imported, which takes seconds
+
+    from ...bench.alone.raw import measured_raw
+
+    return measured_raw(plan, points, say)
+
+
+def _meta(uri: str, given: Mapping[str, Any]) -> DriverMeasurement:
+    from ...bench.alone.plan import MetaPlan, check_meta
+
+    plan = MetaPlan(uri, OBJECT_NBYTES, given["runs"], objects=given["objects"])
+    check_meta(plan)
+
+    from ...bench.alone.meta import measured_meta
+
+    return measured_meta(plan, say)
+
+
+def _end(found: DriverMeasurement, output: Output) -> int:
+    from ...bench.alone.result import encoded
+    from .driver_page import driver_page
+    from .driver_tables import driver_csv, print_driver
+
+    if output.csv is not None:
+        write_text(output.csv, driver_csv(found))
+    if output.html is not None:
+        write_text(output.html, driver_page(found))
+    if output.json:
+        print(encoded(found))
+    else:
+        print_driver(found)
+    return int(bool(found.invalid))
+
+
+def size_of(argument: str, text: str) -> int:
+    """A size in bytes. Raises UsageError, which names ``argument``."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise UsageError(
+            f"{argument} {text!r} is no size: {error}", advice="Such as 4MiB."
+        ) from error
+
+
+def _number(argument: str, text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"{argument} {text!r} is no number", advice="Such as 8.")
+    return int(text)
+
+
+def _list(argument: str, text: str | None, parse: Callable[[str, str], int]) -> list[int] | None:
+    if text is None:
+        return None
+    return [parse(argument, each.strip()) for each in text.split(",")]
+
+
+def say(line: str) -> None:
+    """How far it is."""
+    print(printable(line), file=sys.stderr, flush=True)

@@ -1,0 +1,182 @@
+"""Runs ``holdfast bench URI --tune`` and ``--forget``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...core.units import parse_duration, size_text
+from ...errors import UsageError
+from ..commands import print_json
+from ..text import one_of, paint, printable
+from .driver_command import Output, say, size_of
+
+if TYPE_CHECKING:
+    from ...bench.tuned.gain import Gain
+    from ...bench.tuned.tuning import Tuning
+
+__all__ = ["run_tuning", "verdict_lines"]
+
+VERSION = 1
+
+
+def run_tuning(uri: str, given: Mapping[str, Any], output: Output) -> int:
+    """Tune, or forget a profile, as the arguments ``given`` on the command line ask for; the exit
+    status."""
+    if given["tune"] and given["forget"]:
+        raise UsageError(
+            "--tune and --forget contradict each other", advice="--tune replaces what is there."
+        )
+    if output.csv is not None or output.html is not None or given["workload"] is not None:
+        raise UsageError(
+            "--tune and --forget go with none of --csv, --html and --workload",
+            advice="--json prints all that was found.",
+        )
+    if given["forget"]:
+        return _forget(uri, output)
+    return _tune(uri, given, output)
+
+
+def _tune(uri: str, given: Mapping[str, Any], output: Output) -> int:
+    from ...bench.tuned.plan import TuningPlan, check_tuning
+    from ...drivers.configuration.keeping import check_keeping, keep_profile
+
+    plan = TuningPlan(
+        uri,
+        size_of("--size", given["size"]),
+        given["runs"],
+        time_limit_s=_duration(given["time_limit"]),
+    )
+    file = None if given["only_show"] else check_keeping(os.environ)
+    space = check_tuning(plan)  # before torch is imported, which takes seconds
+
+    from ...bench.tuned.tuning import tuned
+
+    found = tuned(plan, space, say)
+    kept = file is not None and found.is_worth_keeping
+    if file is not None and kept:
+        keep_profile(file, found.profile())
+    if output.json:
+        print_json(_document(found, file if kept else None))
+    else:
+        _print(found, file if kept else None)
+    return 0
+
+
+def _forget(uri: str, output: Output) -> int:
+    from ...drivers.configuration.keeping import forget_profiles
+    from ...drivers.configuration.tuned import tuned_file
+    from ...drivers.registry import tuned_place
+    from ...drivers.uri import parse
+
+    file = tuned_file(os.environ)
+    place = tuned_place(parse(uri))
+    count = 0 if file is None else forget_profiles(file, place)
+    if output.json:
+        print_json({"place": place.uri, "where": dict(place.where), "removed": count})
+    else:
+        print(f"{printable(place.uri)}: {one_of(count, 'profile')} removed")
+    return 0
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise UsageError(
+            f"--time-limit {text!r} is no time: {error}", advice="Such as 60s."
+        ) from error
+
+
+def _print(found: Tuning, kept: Path | None) -> None:
+    from ...bench.tuned.tuning import options_text
+
+    print(f"{printable(found.place.uri)}: {_tried(found)}")
+    for name, source in found.space.fixed.items():
+        print(paint(printable(f"not tried: {name}, which {source} sets"), "dim"))
+    print(f"defaults  {options_text(found.space.default)}")
+    print(f"best      {options_text(found.best)}")
+    for line in verdict_lines(found):
+        print(line)
+    if kept is not None:
+        print(f"kept in {printable(str(kept))}")
+
+
+def _tried(found: Tuning) -> str:
+    return (
+        f"{found.tried} of {len(found.space.candidates)} choices tried, in {found.seconds:.0f} s, "
+        f"with up to {size_text(max(entry.taken.nbytes for entry in found.entries))}"
+    )
+
+
+def verdict_lines(found: Tuning) -> list[str]:
+    """What follows from it, in words."""
+    lines = []
+    if found.tried < len(found.space.candidates):
+        lines.append("There was no time for the others: give a larger --time-limit.")
+    if found.gain is None or found.save is None or found.load is None:
+        return [*lines, "The defaults were the best of those: there is nothing to keep."]
+    lines += [
+        f"saves and loads of {size_text(found.nbytes)}: {_gain_text(found.gain)}",
+        f"  saves alone: {_gain_text(found.save)}",
+        f"  loads alone: {_gain_text(found.load)}",
+    ]
+    if not found.is_worth_keeping:
+        lines.append("No difference from the defaults is shown: there is nothing to keep.")
+    return lines
+
+
+def _gain_text(gain: Gain) -> str:
+    if gain.low == 0:
+        return (
+            f"{gain.ratio:.2f} × as fast as with the defaults (by {gain.pairs} pairs, which are "
+            f"too few to be sure)"
+        )
+    return (
+        f"{gain.ratio:.2f} × as fast as with the defaults (from {gain.low:.2f} to {gain.high:.2f} "
+        f"with a confidence of 95 %, by {gain.pairs} pairs)"
+    )
+
+
+def _document(found: Tuning, kept: Path | None) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "uri": found.uri,
+        "place": found.place.uri,
+        "where": dict(found.place.where),
+        "created_s": found.created_s,
+        "seconds": found.seconds,
+        "nbytes": found.nbytes,
+        "candidates": len(found.space.candidates),
+        "fixed": dict(found.space.fixed),
+        "default": dict(found.space.default),
+        "best": dict(found.best),
+        "gain": _gain_document(found.gain),
+        "save": _gain_document(found.save),
+        "load": _gain_document(found.load),
+        "kept": None if kept is None else str(kept),
+        "trials": [
+            {
+                "rung": entry.rung + 1,
+                "options": dict(entry.options),
+                "nbytes": entry.taken.nbytes,
+                "save_s": entry.taken.save_s,
+                "load_s": entry.taken.load_s,
+            }
+            for entry in found.entries
+        ],
+    }
+
+
+def _gain_document(gain: Gain | None) -> dict[str, float | None] | None:
+    if gain is None:
+        return None
+    bounded = gain.low > 0
+    return {
+        "ratio": gain.ratio,
+        "low": gain.low if bounded else None,
+        "high": gain.high if bounded else None,
+        "pairs": gain.pairs,
+    }

@@ -1,0 +1,252 @@
+"""Profiles that ``holdfast bench --tune`` keeps: where they apply, what wins over them, and which
+file is trusted."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import app
+from holdfast.drivers.configuration.keeping import (
+    check_keeping,
+    forget_profiles,
+    keep_profile,
+    text_of_profiles,
+)
+from holdfast.drivers.configuration.tuned import (
+    Place,
+    TunedProfile,
+    machine_kind,
+    place_of,
+    read_profiles,
+    tuned_file,
+)
+from holdfast.drivers.registry import open_driver, resolved_options, tuned_place
+from holdfast.drivers.uri import parse
+from holdfast.errors import UriError, UsageError
+
+S3 = "s3://bucket/run?endpoint=http://store:9000"
+
+
+@dataclass(frozen=True)
+class Mounted:
+    """A mount, as the system would tell."""
+
+    fs_type: str
+    point: str
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where profiles are kept, in a home of the test's own."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("XDG_CONFIG_HOME", "HOLDFAST_CONFIG", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "home").mkdir()
+    return check_keeping(os.environ)
+
+
+def profile(uri: str, **options: str) -> TunedProfile:
+    """One for the place of ``uri``, measured on this machine."""
+    return TunedProfile(tuned_place(parse(uri)), machine_kind(), options, 1.9e9, 1.31, 1.22, 1.4)
+
+
+def value(uri: str, name: str) -> tuple[object, str]:
+    """An option's value, and what said so."""
+    found = resolved_options(parse(uri))[name]
+    return found.value, found.source
+
+
+def test_a_profile_applies_below_its_place(file: Path, tmp_path: Path) -> None:
+    """In all of the bucket, and nowhere else: not in another one, nor at another endpoint."""
+    keep_profile(file, profile(S3, concurrency="64"))
+    source = f"{file} [s3://bucket]"
+    assert value(S3, "concurrency") == (64, source)
+    assert value("s3://bucket/b/c?endpoint=http://store:9000/", "concurrency") == (64, source)
+    assert value("s3://bucket2/run?endpoint=http://store:9000", "concurrency")[1] == "default"
+    assert value("s3://bucket/run?endpoint=http://other:9000", "concurrency")[1] == "default"
+    assert value("s3://bucket/run", "concurrency")[1] == "default"
+    assert value(f"file://{tmp_path}", "threads")[1] == "default"
+
+
+def test_an_endpoint_may_come_from_anywhere(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place is the same whether the URI, our variable or that of AWS names it."""
+    keep_profile(file, profile(S3, concurrency="64"))
+    for name in ("HOLDFAST_S3_ENDPOINT", "AWS_ENDPOINT_URL"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "http://store:9000")
+            assert value("s3://bucket/x", "concurrency")[0] == 64
+
+
+def test_the_user_wins(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """URI, keyword, environment and holdfast.toml: each alone wins over a profile, and what they
+    leave out still comes from it."""
+    keep_profile(file, profile(S3, concurrency="64", part_size="32MiB"))
+    assert value(S3 + "&concurrency=2", "concurrency") == (2, "the URI")
+    assert value(S3 + "&concurrency=2", "part_size")[0] == 32 << 20
+    found = resolved_options(parse(S3), concurrency=3)["concurrency"]
+    assert (found.value, found.source) == (3, "a keyword")
+    with monkeypatch.context() as patch:
+        patch.setenv("HOLDFAST_S3_CONCURRENCY", "4")
+        assert value(S3, "concurrency") == (4, "HOLDFAST_S3_CONCURRENCY")
+    own = file.with_name("holdfast.toml")
+    own.write_text("[s3]\nconcurrency = 5\n")
+    own.chmod(0o600)
+    assert value(S3, "concurrency") == (5, f"{own} [s3]")
+
+
+def test_drivers_are_opened_with_it(file: Path, tmp_path: Path) -> None:
+    """A profile changes what a driver does, not only what is shown."""
+    keep_profile(file, profile(f"file://{tmp_path}", threads="3"))
+    assert open_driver(f"file://{tmp_path}/below").traits.concurrency == 3
+
+
+def test_a_profile_is_for_one_kind_of_machine(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of another kind is not used, which is shown; both may be kept beside each other."""
+    foreign = replace(profile(S3, concurrency="64"), machine="2 × abacus")
+    keep_profile(file, foreign)
+    assert value(S3, "concurrency")[1] == "default"
+    assert app.run(["drivers", S3]) == 0
+    assert "of other machines, and not used: 2 × abacus" in capsys.readouterr().out
+    keep_profile(file, profile(S3, concurrency="32"))
+    assert value(S3, "concurrency")[0] == 32
+    assert len(read_profiles(file)) == 2
+    assert app.run(["drivers", S3]) == 0
+    assert "1.31 × as fast as the defaults" in capsys.readouterr().out
+
+
+def test_places_of_all_kinds() -> None:
+    """A mount point with its file system, a bucket with its endpoint, a name node."""
+
+    def place(uri: str, *known: str, **settings: str) -> Place:
+        return place_of(parse(uri), settings, {}, known, lambda path: Mounted("xfs", "/mnt/a"))
+
+    assert place("file:///mnt/a/b") == Place("file:///mnt/a", {"file system": "xfs"})
+    assert place("hdfs://node:8020/a/b", "namenodes") == Place("hdfs://node:8020")
+    assert place("s3://b/x", "endpoint", endpoint="http://h/") == Place(
+        "s3://b", {"endpoint": "http://h"}
+    )
+    assert place("memory://a/b", endpoint="not an option of it") == Place("memory://a")
+
+
+def test_profiles_come_back_from_the_file(file: Path) -> None:
+    """Whatever characters are in a name; a newer one replaces that of the same place and machine,
+    and the others stay as they are."""
+    strange = Place('s3://b"\\ü\x7f\x01', {"endpoint": "http://h"})
+    first = TunedProfile(strange, "1 × x", {"direct": "off"}, 1.9e9, 1.5, 1.25, 2.0)
+    keep_profile(file, first)
+    keep_profile(file, profile(S3, concurrency="64"))
+    assert read_profiles(file)[0] == first
+    newer = profile(S3, concurrency="32")
+    keep_profile(file, newer)
+    assert read_profiles(file) == [first, newer]
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert sorted(os.listdir(file.parent)) == [file.name]
+
+
+def test_a_profile_is_forgotten(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the place, for all machines; the others stay. Twice is no error."""
+    keep_profile(file, profile(S3, concurrency="64"))
+    keep_profile(file, profile("s3://other", concurrency="64"))
+    assert app.run(["bench", S3, "--forget"]) == 0
+    assert "1 profile removed" in capsys.readouterr().out
+    assert [kept.place.uri for kept in read_profiles(file)] == ["s3://other"]
+    assert forget_profiles(file, tuned_place(parse(S3))) == 0
+
+
+def test_what_the_user_wrote_stays(file: Path) -> None:
+    """holdfast.toml is not touched."""
+    own = file.with_name("holdfast.toml")
+    own.write_text("# mine\n[s3]\nretries = 3\n")
+    own.chmod(0o600)
+    keep_profile(file, profile(S3, concurrency="64"))
+    assert own.read_text() == "# mine\n[s3]\nretries = 3\n"
+
+
+def test_two_tunings_do_not_overwrite_each_other(file: Path) -> None:
+    """While one writes, the other is refused, and what is there stays."""
+    keep_profile(file, profile(S3, concurrency="64"))
+    before = file.read_text()
+    new = file.with_name("tuned.toml.new")
+    new.write_text("half a fi")
+    with pytest.raises(UsageError, match="another process"):
+        keep_profile(file, profile(S3, concurrency="32"))
+    assert file.read_text() == before
+
+
+def test_none_is_read_where_the_environment_names_the_configuration(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HOLDFAST_CONFIG names all that is read, also where it is empty; so nothing is kept there."""
+    keep_profile(file, profile(S3, concurrency="64"))
+    monkeypatch.setenv("HOLDFAST_CONFIG", "")
+    assert value(S3, "concurrency")[1] == "default"
+    assert tuned_file(os.environ) is None
+    with pytest.raises(UsageError, match="would not be read"):
+        check_keeping(os.environ)
+
+
+def test_none_is_read_from_the_working_directory(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be anybody's."""
+    (tmp_path / "tuned.toml").write_text(text_of_profiles([profile(S3, concurrency="64")]))
+    monkeypatch.chdir(tmp_path)
+    assert value(S3, "concurrency")[1] == "default"
+
+
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_a_file_that_others_may_write_is_refused(file: Path, which: str) -> None:
+    """By name, when a driver is opened and before anything is kept."""
+    keep_profile(file, profile(S3, concurrency="64"))
+    path = file if which == "file" else file.parent
+    path.chmod(path.stat().st_mode | 0o002)
+    with pytest.raises(UsageError, match="may be written to by others"):
+        open_driver(S3)
+    with pytest.raises(UsageError, match="may be written to by others"):
+        check_keeping(os.environ)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"concurrency"', '"endpoint"', "a profile cannot set endpoint"),
+        ("version = 1", "version = 2", "its version is 2"),
+        ("version = 1", "", "'version'"),
+        ('machine = "', "machine = 3 # ", "3 is no text"),
+        ("[[profile]]", "[[profile", "cannot be used"),
+        ('"64"', "64", "64 is no text"),
+        ("gain_low = 1.2200", "", "gain_low"),
+    ],
+)
+def test_a_file_that_means_nothing_is_an_error(file: Path, old: str, new: str, said: str) -> None:
+    """Which names it, and says how to get rid of it. No option but those of speed can be set: an
+    endpoint would get the user's credentials."""
+    keep_profile(file, profile(S3, concurrency="64"))
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(
+        UsageError, match=f"(?s){re.escape(str(file))}.*{re.escape(said)}"
+    ) as raised:
+        open_driver(S3)
+    assert "Delete the file" in str(raised.value)
+
+
+def test_a_value_that_the_driver_refuses_names_the_file(file: Path) -> None:
+    """As that of any source does."""
+    keep_profile(file, profile(S3, concurrency="64000"))
+    with pytest.raises(UriError, match=re.escape(f"{file} [s3://bucket]")):
+        open_driver(S3)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_refused_before(file: Path) -> None:
+    """Before anything is measured."""
+    file.parent.chmod(0o500)
+    with pytest.raises(UsageError, match="cannot be written"):
+        check_keeping(os.environ)
