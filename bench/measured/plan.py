@@ -13,8 +13,11 @@ from ...drivers.registry import open_driver
 from ...drivers.uri import Uri, join, parse
 from ...errors import UsageError
 from ..machine import available_nbytes
+from ..workloads.content import NORMAL, Content
+from ..workloads.sized import Sized
+from ..workloads.spec import Workload
 
-__all__ = ["Plan", "check", "local_folder"]
+__all__ = ["Plan", "check", "check_here", "local_folder"]
 
 COPIES_HELD = 2.5
 """How many times a state is in memory: itself, what a phase needs beside it, and some room."""
@@ -29,11 +32,29 @@ SETTLE_NBYTES = 64 << 20
 @dataclass(frozen=True)
 class Plan:
     """``uri``: below which a folder of its own is measured in, and deleted again. ``nbytes``: about
-    the size of the state. ``runs``: rounds."""
+    the size of the state. ``runs``: rounds. ``workload``: the state; None: one of that size in the
+    proportions of a Llama. ``content``: its bytes."""
 
     uri: str
     nbytes: int
     runs: int
+    workload: Workload | None = None
+    content: Content = NORMAL
+
+    @property
+    def saved(self) -> Workload:
+        """The state."""
+        return self.workload or Sized(self.nbytes)
+
+    @property
+    def memory_nbytes(self) -> int:
+        """About the host memory that is needed."""
+        return int(COPIES_HELD * self.nbytes)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """The most that is in storage at a time, about."""
+        return COPIES_STORED * self.nbytes
 
     @property
     def settle_s(self) -> float:
@@ -60,24 +81,28 @@ def check(plan: Plan, free: Callable[[str], int] = _free_nbytes) -> None:
     """Raises UsageError where the size or the number of rounds cannot be, or there is too little
     room for it, and what the storage raises where nothing can be written. ``free``: how many bytes
     there is room for in a folder of this host."""
+    check_here(plan)
+    asyncio.run(_write_something(plan.parsed))
+    folder = local_folder(plan.parsed)
+    if folder is not None:
+        _check_room(folder, plan.stored_nbytes, free(folder))
+
+
+def check_here(plan: Plan) -> None:
+    """What :func:`check` can find without the storage. Raises UsageError."""
     if plan.nbytes < 1 << 20:
         raise UsageError(
             f"{size_text(plan.nbytes)} are too few to measure", advice="Give 1 MiB or more."
         )
     if plan.runs < 1:
         raise UsageError(f"{plan.runs} rounds measure nothing", advice="Give --runs 5.")
-    needed = int(COPIES_HELD * plan.nbytes)
     available = available_nbytes()
-    if needed > available:
+    if plan.memory_nbytes > available:
         raise UsageError(
-            f"a state of {size_text(plan.nbytes)} needs {size_text(needed)} of host memory, and "
-            f"{size_text(available)} are free",
-            advice="Give a smaller --size.",
+            f"a state of {size_text(plan.nbytes)} needs {size_text(plan.memory_nbytes)} of host "
+            f"memory, and {size_text(available)} are free",
+            advice="Give a smaller --size, or fewer --layers of a model.",
         )
-    asyncio.run(_write_something(plan.parsed))
-    folder = local_folder(plan.parsed)
-    if folder is not None:
-        _check_room(folder, COPIES_STORED * plan.nbytes, free(folder))
 
 
 def local_folder(uri: Uri) -> str | None:

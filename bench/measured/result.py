@@ -66,7 +66,8 @@ class Phase:
 @dataclass(frozen=True)
 class Measurement:
     """``uri`` without secrets. ``config``: what was asked for; ``machine``: what it ran on;
-    ``invalid``: why the figures are not to be believed, by phase, or of all under ``""``."""
+    ``invalid``: why the figures are not to be believed, by phase, or of all under ``""``.
+    ``notes``: what they are not to be compared with, and why."""
 
     uri: str
     created_s: float
@@ -74,6 +75,7 @@ class Measurement:
     machine: Mapping[str, str]
     phases: tuple[Phase, ...]
     invalid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def by_name(self) -> dict[str, Phase]:
@@ -120,6 +122,7 @@ def decoded(text: str, name: str) -> Measurement:
             machine={key: str(value) for key, value in dict(fields["machine"]).items()},
             phases=tuple(map(_phase, fields["phases"])),
             invalid={key: tuple(map(str, why)) for key, why in dict(fields["invalid"]).items()},
+            notes=tuple(map(str, fields.get("notes", ()))),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(

@@ -14,8 +14,10 @@ from ..clearing import clear
 from ..contest import Contestant, contest
 from ..machine import describe, drop_caches, processor_s, read_from_device_nbytes
 from ..report import Series
-from ..states import State, build, nbytes_of, zero
+from ..states import State, nbytes_of, zero
+from ..workloads.materialised import materialise
 from .alone import Alone
+from .comparability import mlperf_notes
 from .plan import Plan, local_folder
 from .result import Measurement, Phase
 from .validity import reasons_against
@@ -27,7 +29,6 @@ LOOK_S = 0.5
 SAVED = "saved"
 STORED = "stored"
 """Checkpoints below the place: one that comes and goes, and one that is replaced and read."""
-_GIB = 1 << 30
 
 Say = Callable[[str], None]
 
@@ -42,7 +43,7 @@ def measured(plan: Plan, say: Say = lambda line: None) -> Measurement:
     place = plan.new_place()
     began_s = time.time()
     try:
-        state = build(plan.nbytes / _GIB)
+        state = materialise(plan.saved.specs(0, 1), 0, 1, content=plan.content)
         run = _Run(place, state, plan, say)
         phases = [*run.writing(), *run.reading(), run.deleting()]
     finally:
@@ -52,10 +53,17 @@ def measured(plan: Plan, say: Say = lambda line: None) -> Measurement:
     return Measurement(
         uri=plan.parsed.redacted,
         created_s=began_s,
-        config={"nbytes": nbytes_of(state), "runs": plan.runs, "settle_s": plan.settle_s},
+        config={
+            "workload": plan.saved.name,
+            "content": plan.content.name,
+            "nbytes": nbytes_of(state),
+            "runs": plan.runs,
+            "settle_s": plan.settle_s,
+        },
         machine=describe(Path(local_folder(plan.parsed) or ".")),
         phases=tuple(phases),
         invalid=reasons,
+        notes=mlperf_notes(plan),
     )
 
 

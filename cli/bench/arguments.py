@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import argparse
 
+from .simulation import add_simulation_arguments
+from .workload import DEFAULT_SIZE, add_workload_arguments
+
 __all__ = ["add_arguments"]
 
 
@@ -22,12 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_workload(parser.add_argument_group("what is saved and loaded"))
     _add_course(parser.add_argument_group("how it is measured"))
     _add_output(parser.add_argument_group("what is said"))
+    add_simulation_arguments(parser.add_argument_group("without measuring"))
 
 
 def _add_workload(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--size", default="1GiB", help="about the size of the state (default: %(default)s)"
-    )
+    group.add_argument("--size", help=f"about the size of the state (default: {DEFAULT_SIZE})")
+    add_workload_arguments(group)
 
 
 def _add_course(group: argparse._ArgumentGroup) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from ...core.units import parse_size
 from ...errors import UsageError
 from ..commands import complain, write_text
 from ..text import printable
+from .simulation import check_alone, run_dry, run_simulation
+from .workload import chosen_content, chosen_workload, planned_nbytes
+
+if TYPE_CHECKING:
+    from ...bench.measured.plan import Plan
 
 __all__ = ["run"]
 
@@ -18,14 +23,15 @@ COMPARE = "compare"
 def run(
     targets: Sequence[str],
     *,
-    size: str,
     runs: int,
     slower: str,
     csv: str | None,
     html: str | None,
     json_output: bool,
+    **asked: Any,
 ) -> int:
-    """Measure, or compare; the exit status."""
+    """Measure, simulate, or compare; the exit status. ``asked``: what is saved, and what is said of
+    it without measuring (:mod:`.workload`, :mod:`.simulation`)."""
     if targets[0] == COMPARE:
         return _compare(targets[1:], slower, json_output=json_output)
     if len(targets) > 1:
@@ -34,15 +40,23 @@ def run(
             advice="Measure one after the other, and hold the results against each other: "
             "holdfast bench compare A.json B.json.",
         )
-    return _measure(targets[0], size, runs, csv=csv, html=html, json_output=json_output)
+    check_alone(asked)
+    content = chosen_content(asked)
+    workload = chosen_workload(asked)
+    if asked["simulate"]:
+        return run_simulation(targets[0], workload, asked, json_output=json_output)
+
+    from ...bench.measured.plan import Plan
+
+    plan = Plan(targets[0], planned_nbytes(workload), runs, workload, content)
+    if asked["dry_run"]:
+        return run_dry(plan, asked, json_output=json_output)
+    return _measure(plan, csv=csv, html=html, json_output=json_output)
 
 
-def _measure(
-    uri: str, size: str, runs: int, *, csv: str | None, html: str | None, json_output: bool
-) -> int:
-    from ...bench.measured.plan import Plan, check
+def _measure(plan: Plan, *, csv: str | None, html: str | None, json_output: bool) -> int:
+    from ...bench.measured.plan import check
 
-    plan = Plan(uri, _size(size), runs)
     check(plan)  # before torch is imported, which takes seconds
 
     from ...bench.measured.result import encoded
@@ -93,13 +107,6 @@ def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
     else:
         print_comparison(found, part)
     return int(any(each.is_slower(part) for each in found))
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise UsageError(f"--size {text!r} is no size: {error}", advice="Such as 4GiB.") from error
 
 
 def _part(text: str) -> float:

@@ -40,11 +40,14 @@ PHASE_TITLES = (
 def print_measurement(found: Measurement) -> None:
     """On a terminal: what was measured on, the phases, and why they are not to be believed."""
     print(f"{printable(found.uri)}: {size_text(found.config['nbytes'])} in each phase")
+    print(paint(f"saved: {printable(str(found.config.get('workload', 'unknown')))}", "dim"))
     print(paint(", ".join(f"{name}: {what}" for name, what in found.machine.items()), "dim"))
     print()
     print_table("phases", PHASE_TITLES, list(phase_rows(found)), ("phase",))
     for line in invalid_lines(found):
         print(paint(line, "red"))
+    for note in found.notes:
+        print(f"NOTE: {printable(note)}")
 
 
 def phase_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
