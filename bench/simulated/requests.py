@@ -1,7 +1,7 @@
 """How a storage is asked for what is saved and loaded, in requests, and what they cost.
 
 Object stores charge for requests, and limit them. Counted are those of images and manifests; the
-protocol around them takes some fifteen more in a save, whatever its size. No storage
+protocol around them takes some twenty more in a save, whatever its size. No storage
 is touched.
 """
 

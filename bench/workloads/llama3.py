@@ -32,10 +32,11 @@ class Llama3:
 
     @property
     def name(self) -> str:
-        """Such as ``llama3-8b, 2 layers, adam``."""
+        """Such as ``llama3-8b, 2 of 32 layers, adam``."""
         text = self.title
-        if self.model != LLAMA3.get(self.title):
-            text += f", {self.model.layers} layers"
+        whole = LLAMA3.get(self.title, self.model)
+        if self.model != whole:
+            text += f", {self.model.layers} of {whole.layers} layers"
         if self.optimizer != "none":
             text += f", {self.optimizer}"
         return text

@@ -92,10 +92,11 @@ def _in_processes(definition: Mlperf, conduct: Conduct, rules: Rules) -> Iterato
     subset = subset_note(definition, conduct.world)
     if subset is not None:
         yield subset
-    if min(conduct.host_processes) < rules.host_processes_min:
+    fewest = min(conduct.host_processes)
+    if fewest < rules.host_processes_min:
         yield (
-            f"a host has {min(conduct.host_processes)} processes; the rules want "
-            f"{rules.host_processes_min} or more"
+            f"only {fewest} on a host, of {rules.host_processes_min} processes that the rules want "
+            f"at least"
         )
     if len(set(conduct.host_processes)) > 1:
         yield "hosts have different numbers of processes"

@@ -15,13 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.bench.measured.comparability import mlperf_notes
 from holdfast.bench.measured.comparison import compare
 from holdfast.bench.measured.plan import Plan, check
 from holdfast.bench.measured.result import Measurement, Phase, decoded, encoded
 from holdfast.bench.measured.validity import reasons_against
+from holdfast.bench.workloads.mlperf import mlperf
 from holdfast.cli import app
 from holdfast.cli.bench.page import measurement_page
-from holdfast.cli.bench.tables import csv_text
+from holdfast.cli.bench.tables import csv_text, print_measurement
 from holdfast.errors import HoldfastError, UsageError
 
 GB = 10**9
@@ -242,3 +244,22 @@ def test_lines_and_page_of_a_result() -> None:
     assert "INVALID: save: it drifts" in page
     assert "INVALID: all of it: busy" in page
     assert "<script" not in page
+
+
+def test_a_run_of_mlperfs_checkpoint_says_where_it_departs_from_the_rules(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Alone it always does; as notes, which a result keeps and shows. Other workloads have none."""
+    plan = Plan("file:///x", 13 << 30, 5, mlperf("llama3-8b"))
+    notes = mlperf_notes(plan)
+    assert "1 of 8 processes save a part of llama3-8b: not comparable" in notes[0]
+    assert "only 1 on a host, of 4 processes" in notes[1]
+    assert "5 checkpoints are written, not 10" in notes[2]
+    eight = mlperf_notes(replace(plan, runs=10), (8,))
+    assert eight == ("MLPerf Storage: 1 s pass between checkpoints, not 5 s",)
+    assert mlperf_notes(Plan("file:///x", 1 << 30, 5)) == ()
+    found = replace(measurement(), notes=notes)
+    assert decoded(encoded(found), "x") == found
+    print_measurement(found)
+    assert f"NOTE: {notes[0]}" in capsys.readouterr().out
+    assert "not comparable" in measurement_page(found)

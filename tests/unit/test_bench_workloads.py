@@ -58,7 +58,9 @@ def test_real_models_have_their_parameters_to_the_byte(name: str) -> None:
 
 def test_names_are_those_of_hugging_face() -> None:
     """And a model of its first layers has its ends too."""
-    specs = {spec.name: spec.shape for spec in llama3("llama3-8b", layers=1).specs(0, 1)}
+    workload = llama3("llama3-8b", layers=1)
+    assert workload.name == "llama3-8b, 1 of 32 layers"
+    specs = {spec.name: spec.shape for spec in workload.specs(0, 1)}
     assert len(specs) == 9 + 3
     assert specs["model.layers.0.self_attn.k_proj.weight"] == (1024, 4096)
     assert specs["model.layers.0.mlp.down_proj.weight"] == (4096, 14336)
@@ -142,7 +144,7 @@ AS_RULED = Conduct(
         ({"results_are_apart": None}, None),
         ({"host_processes": (4, 2)}, "different numbers of processes"),
         ({"host_processes": (2, 2)}, "not comparable"),
-        ({"host_processes": (2,) * 4}, "a host has 2 processes"),
+        ({"host_processes": (2,) * 4}, "only 2 on a host, of 4 processes"),
         ({"writes": 9}, "9 checkpoints are written, not 10"),
         ({"reads": 5}, "5 checkpoints are read, not 10"),
         ({"writes_come_first": False}, "before all of them"),
