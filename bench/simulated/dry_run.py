@@ -97,7 +97,7 @@ def dry_run(plan: Plan, rates: Rates, prices: Prices | None) -> DryRun:
         raise UsageError(f"{plan.runs} rounds measure nothing", advice="Give --runs 5.")
     uri = plan.parsed
     traits = traits_of(uri)
-    fleet = planned_fleet(plan.saved, 1, 1)
+    fleet = planned_fleet(plan.saved, 1, 1, traits.piece_nbytes)
     moves = _Moves(fleet.ranks[0], traits, upload_shape(uri, traits), rates)
     phases = tuple(_phases(plan.runs, moves))
     requests = sum((phase.requests for phase in phases), Requests(0, 0))

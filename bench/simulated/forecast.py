@@ -83,7 +83,7 @@ def forecast(
     if world < 1 or host_ranks < 1:
         raise UsageError(f"{world} ranks, {host_ranks} on each host", advice="Give 1 or more.")
     traits = traits_of(uri)
-    fleet = planned_fleet(workload, world, host_ranks)
+    fleet = planned_fleet(workload, world, host_ranks, traits.piece_nbytes)
     shape = upload_shape(uri, traits)
     saves = _save_requests(fleet, shape)
     loads = _load_requests(fleet, host_ranks)
