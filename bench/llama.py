@@ -1,16 +1,15 @@
 """Llama-3 405B in training, as each rank of a job holds it: names, shapes and placements, without a
 byte of it.
 
-Published dimensions: 126 layers, hidden 16384, feed-forward 53248, 128 heads, 8 of keys and values,
-a vocabulary of 128256. Beside the bf16 weights there are the fp32 master copy and two moments of
-Adam, a random state and the place in the data that differ from rank to rank. Memory for the tensors
-is asked for, and never touched: it costs address space alone.
+Beside the bf16 weights there are the fp32 master copy and two moments of Adam, a random state and
+the place in the data that differ from rank to rank. Memory for the tensors is asked for, and never
+touched: it costs address space alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,53 +20,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..planner.placement import Replicated, Split, local_shape
+from .workloads.llama_dimensions import LLAMA3, Llama
+from .workloads.sized import MASTER_AND_MOMENTS
 
-__all__ = ["KINDS", "RNG_NBYTES", "TINY", "Job", "Model", "placement_of"]
+__all__ = ["KINDS", "MODEL", "RNG_NBYTES", "TINY", "Job", "placement_of"]
 
 KINDS = ("ZeRO-1", "ZeRO-3", "HSDP")
-OPTIMIZER = ("master", "exp_avg", "exp_avg_sq")
 RNG_NBYTES = 5056
 """What a state of torch's generator takes."""
 SHARD_GROUP_MAX = 16
 """HSDP shards within groups of at most so many data-parallel ranks, and replicates beyond."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """A Llama by its dimensions."""
-
-    layers: int = 126
-    hidden: int = 16384
-    ffn: int = 53248
-    kv: int = 1024
-    vocab: int = 128256
-
-    def stage(self, index: int, stages: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the parameters of one of ``stages`` pipeline stages."""
-        h = self.hidden
-        f = self.ffn
-        kv = self.kv
-        if index == 0:
-            yield "tok_embeddings.weight", (self.vocab, h)
-        for layer in range(self.layers * index // stages, self.layers * (index + 1) // stages):
-            shapes = {"wq": (h, h), "wk": (kv, h), "wv": (kv, h), "wo": (h, h)}
-            yield from (
-                (f"layers.{layer}.attention.{name}.weight", shape) for name, shape in shapes.items()
-            )
-            shapes = {"w1": (f, h), "w2": (h, f), "w3": (f, h)}
-            yield from (
-                (f"layers.{layer}.feed_forward.{name}.weight", shape)
-                for name, shape in shapes.items()
-            )
-            yield from (
-                (f"layers.{layer}.{name}.weight", (h,)) for name in ("attention_norm", "ffn_norm")
-            )
-        if index == stages - 1:
-            yield "norm.weight", (h,)
-            yield "output.weight", (self.vocab, h)
-
-
-TINY = Model(layers=4, hidden=256, ffn=512, kv=64, vocab=1000)
+MODEL = LLAMA3["llama3-405b"]
+TINY = Llama(layers=4, hidden=256, ffn=512, kv=64, vocab=1000)
 
 
 @dataclass(frozen=True)
@@ -79,7 +45,7 @@ class Job:
     or all of it within groups of ranks, with the same in each group (HSDP).
     """
 
-    model: Model
+    model: Llama
     kind: str
     tp: int
     pp: int
@@ -117,7 +83,9 @@ class Job:
             placements = self._placements(name, split_weights)
             weights[name] = _part(mesh, shape, placements, torch.bfloat16)
             placements = self._placements(name, True)
-            moments[name] = {k: _part(mesh, shape, placements, torch.float32) for k in OPTIMIZER}
+            moments[name] = {
+                k: _part(mesh, shape, placements, torch.float32) for k in MASTER_AND_MOMENTS
+            }
         return {
             "model": weights,
             "optim": moments,

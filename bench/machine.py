@@ -21,6 +21,7 @@ __all__ = [
     "evict",
     "flush",
     "map_large_blocks",
+    "memory_nbytes",
     "processor_s",
     "read_from_device_nbytes",
     "share_heap",
@@ -63,6 +64,11 @@ def _field(path: str, name: str) -> str:
 def available_nbytes() -> int:
     """Bytes of memory that programs could still take without swapping."""
     return int(_field("/proc/meminfo", "MemAvailable").split()[0]) << 10
+
+
+def memory_nbytes() -> int:
+    """Bytes of memory that this host has."""
+    return int(_field("/proc/meminfo", "MemTotal").split()[0]) << 10
 
 
 def read_from_device_nbytes() -> int:

@@ -28,19 +28,18 @@ from ..storage.runtime.engine import start
 from ..storage.state.flatten import flatten
 from ..storage.state.plan import Agreed, plan_save
 from ..storage.state.targets import match
-from .llama import KINDS, TINY, Job, Model
+from .llama import KINDS, MODEL, TINY, Job
 from .machine import PeakMemory, describe, map_large_blocks
 from .options import bare_parser
 from .planning_found import HEADER, Found, draw, targets_of
 from .planning_ranks import (
     Beginning,
     agreed_by_mesh,
-    by_host,
-    fragment_told,
     fragments_by_twins,
     fragments_of,
 )
 from .report import Report, Series
+from .simulated.fragments import by_host, fragment_told
 
 __all__: list[str] = []
 
@@ -187,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.tiny:
         model, tp, pp = (TINY, 2, 2)
     else:
-        model, tp, pp = (Model(), 8, 16)
+        model, tp, pp = (MODEL, 8, 16)
     if given.tiny:
         sizes = (4, 16)
     else:

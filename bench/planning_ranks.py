@@ -3,7 +3,6 @@ commits."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -13,8 +12,7 @@ import numpy as np
 from ..planner.layout import MeshLayout
 from ..planner.placement import Replicated, Split, holders, local_pieces, local_shape
 from ..storage.format.digest import digest
-from ..storage.format.fragment import Fragment, Group, StateLayout, fragment_of, join
-from ..storage.format.tables import ImageTable
+from ..storage.format.fragment import Fragment, Group, StateLayout
 from ..storage.operations.global_plan import GlobalPlan, Route
 from ..storage.operations.held import Held
 from ..storage.operations.plan_leader import PlanLeader
@@ -22,30 +20,20 @@ from ..storage.operations.rounds import Findings, SaveStatement
 from ..storage.ranks.messages import codec
 from ..storage.state.flat_state import FlatState
 from ..storage.state.flatten import flatten
-from ..storage.state.plan import Agreed, ImagePlan, plan_image
+from ..storage.state.plan import Agreed, plan_image
 from .llama import RNG_NBYTES, Job, placement_of
+from .simulated.fragments import HEAD, HOST_RANKS, fragment_told
 
 __all__ = [
     "URI",
     "Beginning",
     "agreed_by_mesh",
-    "by_host",
-    "fragment_told",
     "fragments_by_twins",
     "fragments_of",
 ]
 
-HEAD = ("20260101T000000-00000000", 100, 0.0)
 URI = "s3://bucket/run/step-100"
-HOST_RANKS = 8
 _Kind = tuple[tuple[int, ...], tuple[Replicated | Split, ...]]
-
-
-def fragment_told(plan: ImagePlan, rank: int, flat: FlatState) -> Fragment:
-    """What ``rank`` tells at commit, but for data."""
-    digests = np.zeros((plan.layout.chunks, 16), np.uint8)
-    images = ImageTable(np.array([rank]), np.array([plan.layout.hashed_end]), digests)
-    return fragment_of(HEAD, rank, plan.reported, plan.shards, images, flat.tree)
 
 
 def agreed_by_mesh(flat: FlatState) -> Agreed:
@@ -194,9 +182,3 @@ def fragments_by_twins(job: Job) -> Iterator[Fragment]:
             yield Fragment(
                 HEAD, [replace(group, layout=one.layout, ranks=ranks, images=images, values=values)]
             )
-
-
-def by_host(fragments: Iterator[Fragment]) -> Iterator[Fragment]:
-    """Those of each host's ranks as one."""
-    while host := list(itertools.islice(fragments, HOST_RANKS)):
-        yield join(host)

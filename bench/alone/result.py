@@ -125,7 +125,7 @@ class DriverMeasurement:
             {"workload": self.workload, **self.config},
             self.machine,
             tuple(self.phases),
-            self.invalid,
+            invalid=self.invalid,
         )
 
 

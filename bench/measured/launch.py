@@ -11,34 +11,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ...drivers.uri import Uri
 from ...errors import RankFailedError
 from ..clearing import clear
-from .plan import Plan
 from .ranks import LEAVE_S
 from .result import Measurement, decoded
 
 __all__ = ["launched"]
 
 _POLL_S = 0.05
-_WORKER = "holdfast.bench.measured.worker"
 Say = Callable[[str], None]
 
 
-def launched(plan: Plan, ranks: int, say: Say) -> Measurement:
-    """Measure by ``ranks`` processes of this host.
+def launched(
+    module: str, order: Mapping[str, Any], place: Uri, ranks: int, say: Say
+) -> Measurement:
+    """Measure by ``ranks`` processes of this host, each of which runs ``module`` with one argument:
+    ``order`` as JSON, to which are added the ``place`` to write to and the ``folder`` in which it
+    leaves ``result``, if it is rank 0, or ``error-`` and its rank.
 
     However it ends, none of them is left, and nothing that they wrote. Raises RankFailedError with
     the message of the first that failed."""
-    place = plan.new_place()
     try:
         with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
-            with _workers(plan, place, ranks, Path(folder)) as workers:
+            text = json.dumps({**order, "place": str(place), "folder": folder})
+            command = [sys.executable, "-m", module, text]
+            with _workers(command, ranks, Path(folder)) as workers:
                 _await(workers, Path(folder), say)
             return decoded((Path(folder) / "result").read_text("utf-8"), "what rank 0 found")
     finally:
@@ -47,7 +49,7 @@ def launched(plan: Plan, ranks: int, say: Say) -> Measurement:
 
 @contextlib.contextmanager
 def _workers(
-    plan: Plan, place: Uri, ranks: int, folder: Path
+    command: Sequence[str], ranks: int, folder: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """They get a signal of their own where this process is interrupted, some seconds to clean up,
     and are then killed."""
@@ -61,8 +63,6 @@ def _workers(
         "WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
     }
-    order = json.dumps({"plan": asdict(plan), "place": str(place), "folder": str(folder)})
-    command = [sys.executable, "-m", _WORKER, order]
     workers = list[subprocess.Popen[bytes]]()
     try:
         for rank in range(ranks):

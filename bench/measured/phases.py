@@ -24,6 +24,7 @@ __all__ = ["Phases"]
 RUN = "run"
 STORED = f"{RUN}/first"
 SAVED = f"{RUN}/second"
+STEP = 1
 """Checkpoints below the place: one that is replaced and read, and one that comes and goes."""
 
 
@@ -46,13 +47,13 @@ class Phases:
     def prepare(self) -> None:
         """Save a checkpoint for the phases that replace and read it; what is imported and started
         once is no part of any phase, then."""
-        holdfast.save(self._uri(STORED), self._state, compression=self._plan.compression)
+        self._save(STORED)
 
     def writing(self) -> Iterator[Contestant]:
         """The phases that write."""
-        yield Contestant("save", lambda: self._save("save", SAVED), after=self._clear_saved)
+        yield Contestant("save", lambda: self._saving("save", SAVED), after=self._clear_saved)
         yield Contestant("async save", self._save_in_background, after=self._clear_saved)
-        yield Contestant("overwrite", lambda: self._save("overwrite", STORED))
+        yield Contestant("overwrite", lambda: self._saving("overwrite", STORED))
 
     def reading(self) -> Iterator[Contestant]:
         """The phases that read what those have written."""
@@ -63,8 +64,7 @@ class Phases:
 
     def save_another(self) -> None:
         """Save a later step beside the checkpoint, for which that may be pruned."""
-        step = int(self._state.get("step", 0)) + 1
-        holdfast.save(self._uri(SAVED), self._state, step=step, compression=self._plan.compression)
+        self._save(SAVED, STEP + 1)
 
     def prune(self) -> None:
         """Delete all steps but the last."""
@@ -79,15 +79,19 @@ class Phases:
     def _uri(self, name: str) -> str:
         return str(join(self._place, name))
 
-    def _save(self, phase: str, name: str) -> None:
-        report = holdfast.save(self._uri(name), self._state, compression=self._plan.compression)
-        _count(self._course.note(phase), report)
+    def _saving(self, phase: str, name: str) -> None:
+        _count(self._course.note(phase), self._save(name))
+
+    def _save(self, name: str, step: int = STEP) -> holdfast.SaveReport:
+        return holdfast.save(
+            self._uri(name), self._state, step=step, compression=self._plan.compression
+        )
 
     def _save_in_background(self) -> None:
         noted = self._course.note("async save")
         began_s = time.perf_counter()
         handle = holdfast.async_save(
-            self._uri(SAVED), self._state, compression=self._plan.compression
+            self._uri(SAVED), self._state, step=STEP, compression=self._plan.compression
         )
         noted.stall_s.append(time.perf_counter() - began_s)
         handle.wait()

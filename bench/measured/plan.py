@@ -16,11 +16,17 @@ from ...drivers.uri import Uri, join, parse
 from ...errors import UsageError
 from ..machine import available_nbytes
 from ..peers.choice import chosen
+from ..workloads.content import NORMAL, Content
+from ..workloads.mlperf import Mlperf
+from ..workloads.mlperf_rules import RULES
+from ..workloads.sized import Sized
+from ..workloads.spec import Workload
 
 __all__ = [
     "COPIES_HELD",
     "Plan",
     "check",
+    "check_here",
     "check_memory",
     "check_room",
     "free_nbytes",
@@ -46,14 +52,17 @@ SETTLE_NBYTES = 64 << 20
 class Plan:
     """``uri``: below which a folder of its own is measured in, and deleted again. ``nbytes``: about
     the size of the state, of all ranks together. ``runs``: rounds; no more are begun once
-    ``limit_s`` have passed. ``warm_ups``: rounds before that do not count. ``compression``: of
-    saves, as :func:`holdfast.save` takes it. ``peers``: whom else to measure, as
+    ``limit_s`` have passed. ``workload``: the state; None: one of that size in the proportions of a
+    Llama. ``content``: its bytes. ``warm_ups``: rounds before that do not count. ``compression``:
+    of saves, as :func:`holdfast.save` takes it. ``peers``: whom else to measure, as
     :func:`..peers.choice.chosen` takes them. ``driver_alone``: whether to measure our driver
     without the engine, too."""
 
     uri: str
     nbytes: int
     runs: int
+    workload: Workload | None = None
+    content: Content = NORMAL
     warm_ups: int = 0
     limit_s: float | None = None
     compression: Literal["lz4"] | None = None
@@ -61,8 +70,28 @@ class Plan:
     driver_alone: bool = False
 
     @property
+    def saved(self) -> Workload:
+        """The state."""
+        return self.workload or Sized(self.nbytes)
+
+    @property
+    def memory_nbytes(self) -> int:
+        """About the host memory that all ranks need together."""
+        return int(COPIES_HELD * self.nbytes)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """The most that is in storage at a time, about: our own, what our driver alone reads, and a
+        checkpoint of each peer, to be loaded."""
+        copies = COPIES_STORED + self.driver_alone + len(chosen(self.peers, self.parsed))
+        return copies * self.nbytes
+
+    @property
     def settle_s(self) -> float:
-        """How long the storage rests before each phase: after a few bytes it needs no rest."""
+        """How long the storage rests before each phase: as long as MLPerf's rules want it to for
+        a checkpoint of theirs; after a few bytes it needs no rest."""
+        if isinstance(self.workload, Mlperf):
+            return RULES.rest_s
         if self.nbytes < SETTLE_NBYTES:
             return 0.0
         return SETTLE_S
@@ -84,11 +113,22 @@ def free_nbytes(folder: str) -> int:
     return shutil.disk_usage(folder).free
 
 
-def check(plan: Plan, ranks: int = 1, free: Callable[[str], int] = free_nbytes) -> None:
+def check(
+    plan: Plan, ranks: int = 1, hosts: int = 1, free: Callable[[str], int] = free_nbytes
+) -> None:
     """Raises UsageError where the size or the number of rounds cannot be, or there is too little
     room for it, or a peer cannot be measured, and what the storage raises where nothing can be
-    written. ``ranks``: of this host, which hold the state together. ``free``: how many bytes there
-    is room for in a folder of this host."""
+    written. ``ranks``, on so many ``hosts``, hold the state together. ``free``: how many bytes
+    there is room for in a folder of this host."""
+    check_here(plan, ranks, hosts)
+    asyncio.run(write_something(plan.parsed))
+    folder = local_folder(plan.parsed)
+    if folder is not None:
+        check_room(folder, plan.stored_nbytes, free(folder))
+
+
+def check_here(plan: Plan, ranks: int = 1, hosts: int = 1) -> None:
+    """What :func:`check` can find without the storage. Raises UsageError."""
     if plan.nbytes < 1 << 20:
         raise UsageError(
             f"{size_text(plan.nbytes)} are too few to measure", advice="Give 1 MiB or more."
@@ -102,22 +142,13 @@ def check(plan: Plan, ranks: int = 1, free: Callable[[str], int] = free_nbytes) 
         raise UsageError(f"{plan.runs} rounds measure nothing", advice="Give --runs 5.")
     if plan.warm_ups < 0:
         raise UsageError(f"{plan.warm_ups} rounds to warm up", advice="Give --warm-ups 1.")
-    if not 1 <= ranks <= RANKS_MAX:
+    if not 1 <= ranks <= RANKS_MAX * hosts:
         raise UsageError(f"{ranks} ranks cannot measure", advice=f"Give 1 to {RANKS_MAX}.")
     check_memory(
         f"a state of {size_text(plan.nbytes)}",
-        int(COPIES_HELD * plan.nbytes),
-        advice="Give a smaller --size.",
+        plan.memory_nbytes // hosts,
+        advice="Give a smaller --size, or fewer --layers of a model.",
     )
-    asyncio.run(write_something(plan.parsed))
-    folder = local_folder(plan.parsed)
-    if folder is not None:
-        check_room(folder, _copies_stored(plan) * plan.nbytes, free(folder))
-
-
-def _copies_stored(plan: Plan) -> int:
-    """Our own, what our driver alone reads, and a checkpoint of each peer, to be loaded."""
-    return COPIES_STORED + plan.driver_alone + len(chosen(plan.peers, plan.parsed))
 
 
 def local_folder(uri: Uri) -> str | None:

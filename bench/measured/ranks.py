@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,11 +37,11 @@ _VARIABLES = (
 
 
 class Ranks:
-    """This process alone."""
+    """This process alone. ``host_ranks``: how many ranks each host has."""
 
     rank = 0
     world = 1
-    hosts = 1
+    host_ranks: tuple[int, ...] = (1,)
 
     def meet(self) -> None:
         """Wait until all ranks are here. Raises CoordinationError where one has gone."""
@@ -77,7 +78,7 @@ class _Job(Ranks):
         self._store = dist.PrefixStore(_KEYS, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
         self._store.set_timeout(datetime.timedelta(seconds=MEET_S))
         self._calls = 0
-        self.hosts = len(set(self.gather(socket.gethostname())))
+        self.host_ranks = tuple(Counter(self.gather(socket.gethostname())).values())
 
     def meet(self) -> None:
         try:

@@ -21,6 +21,7 @@ __all__ = [
     "DELETING",
     "LIMITS",
     "PERCENTS",
+    "PHASES",
     "READ_ALONE",
     "READ_LIMIT",
     "WRITE_ALONE",
@@ -48,6 +49,19 @@ LIMITS = {
     "verify": READ_LIMIT,
 }
 """The phases of checkpoints, and what each is held against."""
+PHASES = (
+    WRITE_LIMIT,
+    "save",
+    "async save",
+    "overwrite",
+    READ_LIMIT,
+    "load",
+    "reshard",
+    "verify",
+    "prune",
+    "delete",
+)
+"""Those of every measurement; that reshard only with several ranks."""
 PERCENTS = (50, 90, 99)
 """The quantiles of how long operations took that are said."""
 BY_ONE_RANK = ("verify", "prune", "delete")
@@ -132,7 +146,8 @@ class Phase:
 class Measurement:
     """``uri`` without secrets. ``config``: what was asked for; ``machine``: what it ran on;
     ``limits``: which client each limit was measured by, and how it was set, by phase;
-    ``invalid``: why the figures are not to be believed, by phase, or of all under ``""``."""
+    ``invalid``: why the figures are not to be believed, by phase, or of all under ``""``.
+    ``notes``: what they are not to be compared with, and why."""
 
     uri: str
     created_s: float
@@ -141,6 +156,7 @@ class Measurement:
     phases: tuple[Phase, ...]
     limits: Mapping[str, str] = field(default_factory=dict)
     invalid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def by_name(self) -> dict[str, Phase]:
@@ -193,6 +209,7 @@ def decoded(text: str, name: str) -> Measurement:
             phases=tuple(map(_phase, fields["phases"])),
             limits={key: str(value) for key, value in dict(fields["limits"]).items()},
             invalid={key: tuple(map(str, why)) for key, why in dict(fields["invalid"]).items()},
+            notes=tuple(map(str, fields.get("notes", ()))),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(

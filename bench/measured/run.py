@@ -14,8 +14,9 @@ import holdfast
 from ...drivers.uri import Uri
 from ..clearing import clear
 from ..machine import describe, processor_s
-from ..states import State, build
+from ..workloads.materialised import materialise
 from .beside import Beside
+from .comparability import mlperf_notes
 from .course import Course
 from .layouts import local_nbytes
 from .phases import Phases
@@ -28,7 +29,6 @@ __all__ = ["measured"]
 
 LOOK_S = 0.5
 """How long the machine is watched before, to see what else it does."""
-_GIB = 1 << 30
 
 Say = Callable[[str], None]
 
@@ -49,7 +49,8 @@ def measured(
     began_s = time.time()
     try:
         busy_before = max(ranks.gather(_busy()))
-        state = _state(plan, ranks)
+        specs = plan.saved.specs(ranks.rank, ranks.world)
+        state = materialise(specs, ranks.rank, ranks.world, content=plan.content)
         nbytes = local_nbytes(state)
         course = Course(plan, ranks, say)
         beside = Beside(plan, place, state, nbytes, ranks, say)
@@ -71,6 +72,7 @@ def measured(
             reasons_against(phases, busy_before=busy_before, cold_shares=own.cold_shares),
             beside.invalid,
         ),
+        notes=mlperf_notes(plan, ranks.host_ranks),
     )
 
 
@@ -97,18 +99,6 @@ def _nbytes_of_phases(ranks: Ranks, own: Phases, beside: Beside) -> Callable[[st
     return nbytes_of
 
 
-def _state(plan: Plan, ranks: Ranks) -> State:
-    """What this rank holds: an equal share of the rows of every tensor."""
-    share = build(plan.nbytes / _GIB, seed=ranks.rank, share=ranks.world)
-    if ranks.world == 1:
-        return share
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from ..meshes import split_evenly
-
-    return split_evenly(share, init_device_mesh("cpu", (ranks.world,)))
-
-
 def _counting(place: Uri) -> Uri:
     """With the layer that counts what is asked of the storage."""
     return replace(place, options={**place.options, "metrics": "true"})
@@ -117,11 +107,13 @@ def _counting(place: Uri) -> Uri:
 def _config(plan: Plan, ranks: Ranks, phases: list[Phase]) -> Mapping[str, Any]:
     nbytes = next(phase.nbytes for phase in phases if phase.name == "save")
     return {
+        "workload": plan.saved.name,
+        "content": plan.content.name,
         "nbytes": nbytes,
         "runs": plan.runs,
         "settle_s": plan.settle_s,
         "ranks": ranks.world,
-        "hosts": ranks.hosts,
+        "hosts": len(ranks.host_ranks),
         "compression": plan.compression,
         "peers": plan.peers,
         "driver_alone": plan.driver_alone,

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import argparse
 
+from .simulation import add_simulation_arguments
+from .workload import DEFAULT_SIZE, add_workload_arguments
+
 __all__ = ["add_arguments"]
 
 
@@ -25,17 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_output(parser.add_argument_group("what is said"))
     add_driver_arguments(parser.add_argument_group("the driver alone"))
     add_tuning_arguments(parser.add_argument_group("tuning"))
+    add_simulation_arguments(parser.add_argument_group("without measuring"))
 
 
 def _add_workload(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--size", default="1GiB", help="about the size of the state (default: %(default)s)"
-    )
+    group.add_argument("--size", help=f"about the size of the state (default: {DEFAULT_SIZE})")
+    add_workload_arguments(group)
 
 
 def _add_course(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--runs", type=int, default=5, metavar="N", help="rounds (default: %(default)s)"
+        "--runs",
+        type=int,
+        metavar="N",
+        help="rounds (default: 5; of a checkpoint of MLPerf Storage 10)",
     )
     group.add_argument(
         "--warm-ups",
@@ -47,15 +53,16 @@ def _add_course(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--time-limit",
         metavar="TIME",
-        help="begin no further round after so long, such as 90s or 10min",
+        help="begin no further round after so long, such as 90s or 10min; of --tune: about how "
+        "long it may take (default of that: 60s)",
     )
     group.add_argument(
         "--ranks",
         type=int,
-        default=1,
         metavar="N",
-        help="measure with so many processes of this host (default: %(default)s); under torchrun "
-        "or mpirun the ranks of the job measure",
+        help="measure with so many processes of this host (default: 1); under torchrun or mpirun "
+        "the ranks of the job measure. Of --simulate: as many as the job has (default: those of "
+        "the --workload)",
     )
     group.add_argument("--compression", choices=("lz4",), help="of saves (default: none)")
 
@@ -90,11 +97,6 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 def add_driver_arguments(group: argparse._ArgumentGroup) -> None:
     """Add those of a driver alone, without checkpoints."""
     group.add_argument(
-        "--workload",
-        choices=("raw", "meta"),
-        help="raw: one object, over a grid of part size × concurrency; meta: many small objects",
-    )
-    group.add_argument(
         "--part-sizes",
         metavar="SIZE,…",
         help="of raw, such as 4MiB,16MiB (default: around what the driver prefers)",
@@ -126,10 +128,4 @@ def add_tuning_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--forget", action="store_true", help="remove the profile that --tune has kept"
-    )
-    group.add_argument(
-        "--time-limit",
-        default="60s",
-        metavar="TIME",
-        help="of --tune: about how long it may take (default: %(default)s)",
     )

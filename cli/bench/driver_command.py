@@ -11,13 +11,15 @@ from ...core.units import parse_size
 from ...errors import UsageError
 from ..commands import write_text
 from ..text import printable
+from .workload import DEFAULT_SIZE
 
 if TYPE_CHECKING:
     from ...bench.alone.result import DriverMeasurement
 
-__all__ = ["DRIVER_WORKLOADS", "Output", "run_driver_workload", "say", "size_of"]
+__all__ = ["DRIVER_WORKLOADS", "Output", "run_driver_workload", "runs_of", "say", "size_of"]
 
 DRIVER_WORKLOADS = ("raw", "meta")
+DEFAULT_RUNS = 5
 OBJECT_NBYTES = 4096
 """The size of the objects of ``meta``."""
 
@@ -46,8 +48,8 @@ def _raw(uri: str, given: Mapping[str, Any]) -> DriverMeasurement:
 
     plan = RawPlan(
         uri,
-        size_of("--size", given["size"]),
-        given["runs"],
+        size_of("--size", given["size"] or DEFAULT_SIZE),
+        runs_of(given),
         part_sizes=_list("--part-sizes", given["part_sizes"], size_of),
         concurrencies=_list("--concurrencies", given["concurrencies"], _number),
     )
@@ -61,7 +63,7 @@ def _raw(uri: str, given: Mapping[str, Any]) -> DriverMeasurement:
 def _meta(uri: str, given: Mapping[str, Any]) -> DriverMeasurement:
     from ...bench.alone.plan import MetaPlan, check_meta
 
-    plan = MetaPlan(uri, OBJECT_NBYTES, given["runs"], objects=given["objects"])
+    plan = MetaPlan(uri, OBJECT_NBYTES, runs_of(given), objects=given["objects"])
     check_meta(plan)
 
     from ...bench.alone.meta import measured_meta
@@ -83,6 +85,11 @@ def _end(found: DriverMeasurement, output: Output) -> int:
     else:
         print_driver(found)
     return int(bool(found.invalid))
+
+
+def runs_of(given: Mapping[str, Any]) -> int:
+    """How many rounds."""
+    return DEFAULT_RUNS if given["runs"] is None else int(given["runs"])
 
 
 def size_of(argument: str, text: str) -> int:

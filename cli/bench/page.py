@@ -38,6 +38,7 @@ def measurement_page(found: Measurement) -> str:
 def _facts(found: Measurement) -> Iterator[Element]:
     facts = {
         "measured": time_text(found.created_s),
+        "saved": str(found.config.get("workload", "unknown")),
         "size": size_text(found.config["nbytes"]),
         "rounds": str(found.config["runs"]),
         **found.machine,
@@ -49,6 +50,7 @@ def _facts(found: Measurement) -> Iterator[Element]:
 
 def _invalid(found: Measurement) -> Iterator[Element]:
     lines = [element("li", line, class_="alarm") for line in invalid_lines(found)]
+    lines += [element("li", note) for note in found.notes]
     if lines:
         yield element("ul", *lines)
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 from ...bench.measured.result import Measurement, decoded
 from ...errors import UsageError
 
-__all__ = ["read_measurement"]
+__all__ = ["read_measurement", "read_result"]
 
 
 def read_measurement(path: str) -> Measurement:
-    """The result in a file. Raises UsageError where there is none."""
+    """The measurement of checkpoints in a file. Raises UsageError where there is none."""
+    return decoded(read_result(path), path)
+
+
+def read_result(path: str) -> str:
+    """The text of a file. Raises UsageError where it cannot be read."""
     try:
         with open(path, encoding="utf-8") as file:
-            return decoded(file.read(), path)
+            return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error

@@ -43,6 +43,7 @@ COST_TITLES = (
 def print_measurement(found: Measurement) -> None:
     """On a terminal: what was measured on, the phases, and why they are not to be believed."""
     print(f"{printable(found.uri)}: {_what(found)} in each phase")
+    print(paint(f"saved: {printable(str(found.config.get('workload', 'unknown')))}", "dim"))
     print(paint(", ".join(f"{name}: {what}" for name, what in found.machine.items()), "dim"))
     for name, client in found.limits.items():
         print(paint(f"{name}: {client}", "dim"))
@@ -51,6 +52,8 @@ def print_measurement(found: Measurement) -> None:
     print_table("what they took", COST_TITLES, list(cost_rows(found)), ("phase",))
     for line in invalid_lines(found):
         print(paint(line, "red"))
+    for note in found.notes:
+        print(f"NOTE: {printable(note)}")
 
 
 def _what(found: Measurement) -> str:

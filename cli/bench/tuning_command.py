@@ -11,7 +11,8 @@ from ...core.units import parse_duration, size_text
 from ...errors import UsageError
 from ..commands import print_json
 from ..text import one_of, paint, printable
-from .driver_command import Output, say, size_of
+from .driver_command import Output, runs_of, say, size_of
+from .workload import DEFAULT_SIZE
 
 if TYPE_CHECKING:
     from ...bench.tuned.gain import Gain
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["run_tuning", "verdict_lines"]
 
 VERSION = 1
+DEFAULT_LIMIT = "60s"
 
 
 def run_tuning(uri: str, given: Mapping[str, Any], output: Output) -> int:
@@ -45,9 +47,9 @@ def _tune(uri: str, given: Mapping[str, Any], output: Output) -> int:
 
     plan = TuningPlan(
         uri,
-        size_of("--size", given["size"]),
-        given["runs"],
-        time_limit_s=_duration(given["time_limit"]),
+        size_of("--size", given["size"] or DEFAULT_SIZE),
+        runs_of(given),
+        time_limit_s=_duration(given["time_limit"] or DEFAULT_LIMIT),
     )
     file = None if given["only_show"] else check_keeping(os.environ)
     space = check_tuning(plan)  # before torch is imported, which takes seconds

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.spans import Where, span
-from ...drivers.contract import AtMost, Driver, Upload
+from ...drivers.contract import AtMost, Driver, Traits, Upload
 from ...planner.image import DIGEST_NBYTES, ImageLayout
 from ..format.digest import digest, page_of
 from ..format.packed import Compression
@@ -23,7 +23,7 @@ from .capture import ChunkSource, chunks_to_write
 from .packing import Packing
 from .upload import Opening, write_pages, writing_order
 
-__all__ = ["Callbacks", "ImageWriter", "WrittenImage"]
+__all__ = ["Callbacks", "ImageWriter", "WrittenImage", "chunks_nbytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +144,15 @@ class ImageWriter:
         return Where(self._key, start, stop - start)
 
     def _budget(self) -> Budget:
-        traits = self._driver.traits
         chunk_nbytes = self._layout.chunk_nbytes
-        writes = 1 if traits.part_order == "serial" else traits.concurrency
+        count = len(self._pages)
         reads = self._chunks.reads or 0
+        memory_nbytes = chunks_nbytes(
+            count, chunk_nbytes, self._driver.traits, self._budget_nbytes, reads
+        )
         if self._budget_nbytes is None:
-            memory_nbytes = len(self._pages) * chunk_nbytes
             self._chunks.pool.keep(memory_nbytes)
-        else:
-            ours_nbytes = max(chunk_nbytes, self._budget_nbytes - traits.upload_nbytes)
-            # More than keeps every lane busy gains nothing: copying is faster than any storage.
-            memory_nbytes = min(ours_nbytes, (writes + reads + CPU_THREADS) * chunk_nbytes)
+        writes = _writes(self._driver.traits)
         return Budget(memory_nbytes, {"cpu": CPU_THREADS, "io": writes, "source": max(1, reads)})
 
     async def _capture(self, chunk: int) -> None:
@@ -221,3 +219,23 @@ class ImageWriter:
             self._chunks.pool.give(buffer)
         await upload.commit(final_nbytes)
         return start + len(trailer)
+
+
+def chunks_nbytes(
+    count: int, chunk_nbytes: int, traits: Traits, budget_nbytes: int | None, reads: int = 0
+) -> int:
+    """The host memory that ``count`` chunks of an image take while they are written within a
+    budget; None: all of it. ``reads``: how many of them are read from storage at a time. What an
+    upload holds itself comes on top (``traits.upload_nbytes``)."""
+    if budget_nbytes is None:
+        return count * chunk_nbytes
+    ours_nbytes = max(chunk_nbytes, budget_nbytes - traits.upload_nbytes)
+    # More than keeps every lane busy gains nothing: copying is faster than any storage.
+    return min(ours_nbytes, (_writes(traits) + reads + CPU_THREADS) * chunk_nbytes)
+
+
+def _writes(traits: Traits) -> int:
+    """How many writes are under way at a time."""
+    if traits.part_order == "serial":
+        return 1
+    return traits.concurrency

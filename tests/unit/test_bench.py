@@ -14,7 +14,8 @@ from holdfast.bench.contest import Contestant, contest, rows
 from holdfast.bench.machine import PeakMemory
 from holdfast.bench.options import TINY_GIB, options, parser, work_folder
 from holdfast.bench.report import Report, Series, Target, aligned, markdown, ratio, read_report
-from holdfast.bench.states import build, digests, flat_tensors, nbytes_of, parameter_shapes, zero
+from holdfast.bench.states import build, digests, flat_tensors, nbytes_of, zero
+from holdfast.bench.workloads.sized import scaled_parameters
 
 MIB = 1 << 20
 
@@ -102,7 +103,7 @@ def test_table_columns_stand_under_each_other() -> None:
 @pytest.mark.parametrize("gib", [0.5, 1.0, 2.0, 4.0, 5.0, 8.0])
 def test_states_come_close_to_their_size(gib: float) -> None:
     """A model of whole layers is within 10 % of the size that was asked for."""
-    nbytes = sum(torch.Size(shape).numel() * 14 for shape in parameter_shapes(gib).values())
+    nbytes = sum(torch.Size(shape).numel() * 14 for shape in scaled_parameters(gib).values())
     assert nbytes / (1 << 30) == pytest.approx(gib, rel=0.1)
 
 

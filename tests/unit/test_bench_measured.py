@@ -15,15 +15,17 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.bench.measured.comparability import mlperf_notes
 from holdfast.bench.measured.comparison import compare
 from holdfast.bench.measured.plan import Plan, check
 from holdfast.bench.measured.ranks import job_of
 from holdfast.bench.measured.result import Measurement, Phase, decoded, encoded
 from holdfast.bench.measured.run import measured
 from holdfast.bench.measured.validity import reasons_against
+from holdfast.bench.workloads.mlperf import mlperf
 from holdfast.cli import app
 from holdfast.cli.bench.page import measurement_page
-from holdfast.cli.bench.tables import csv_text
+from holdfast.cli.bench.tables import csv_text, print_measurement
 from holdfast.errors import HoldfastError, UsageError
 
 GB = 10**9
@@ -304,3 +306,21 @@ def test_rounds_that_warm_up_do_not_count_and_time_has_a_limit(tmp_path: Path) -
     assert all(len(phase.seconds) == 1 for phase in found.phases)
     assert sum(line.startswith("round 1: save") for line in said) == 2
     assert sum(line.startswith("round 2") for line in said) == 0
+
+
+def test_a_run_of_mlperfs_checkpoint_says_where_it_departs_from_the_rules(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Alone it always does; as notes, which a result keeps and shows. Other workloads have none."""
+    plan = Plan("file:///x", 13 << 30, 5, mlperf("llama3-8b"))
+    notes = mlperf_notes(plan)
+    assert "1 of 8 processes save a part of llama3-8b: not comparable" in notes[0]
+    assert "only 1 on a host, of 4 processes" in notes[1]
+    assert "5 checkpoints are written, not 10" in notes[2]
+    assert mlperf_notes(replace(plan, runs=10), (8,)) == ()
+    assert mlperf_notes(Plan("file:///x", 1 << 30, 5)) == ()
+    found = replace(measurement(), notes=notes)
+    assert decoded(encoded(found), "x") == found
+    print_measurement(found)
+    assert f"NOTE: {notes[0]}" in capsys.readouterr().out
+    assert "not comparable" in measurement_page(found)

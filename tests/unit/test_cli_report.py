@@ -145,7 +145,8 @@ def test_rates_are_held_against_what_was_measured(
         Phase("save", 1200, (2.0, 2.0)),
     )
     result = tmp_path / "bench.json"
-    found = Measurement("x", 1.0, {"nbytes": 1, "ranks": 1}, {}, phases, {"save": ("short",)})
+    config, invalid = {"nbytes": 1, "ranks": 1}, {"save": ("short",)}
+    found = Measurement("x", 1.0, config, {}, phases, invalid=invalid)
     result.write_text(encoded(found))
     first = str(uri / "1")
     (save,) = document(capsys, first, "--bench", str(result))["saves"]

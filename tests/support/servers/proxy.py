@@ -16,6 +16,7 @@ from dataclasses import dataclass
 __all__ = ["FaultProxy", "Faults"]
 
 _PIECE_NBYTES = 64 << 10
+_REQUEST = re.compile(rb"((?:GET|HEAD|PUT|POST|DELETE) [^ ]+) HTTP/1.1\r\n")
 _BUSY = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 _BUSY_HEAD = (
     b"HTTP/1.1 503 Slow Down\r\nRetry-After: 1\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
@@ -51,6 +52,8 @@ class FaultProxy:
         self.losing: re.Pattern[bytes] | None = None
         """The answer to the next request whose beginning this matches is lost: the server has done
         it, and the connection is cut. Set to None when it has happened."""
+        self.asked: list[str] = []
+        """Method and path of each HTTP request so far."""
         self.open = self.most_open = 0
         """Connections of clients, now and at most so far."""
         self._lock = threading.Lock()
@@ -147,6 +150,8 @@ class FaultProxy:
         try:
             while piece := source.recv(_PIECE_NBYTES):
                 passed += len(piece)
+                if up and (request := _REQUEST.match(piece)):
+                    self.asked.append(request[1].decode())
                 faults = self.faults
                 while self.faults.mute and not self._closed:
                     time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""One rank of a measurement that :mod:`.launch` has started."""
+"""One rank of a measurement that ``holdfast bench --ranks`` has started."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from pathlib import Path
 
 from ...drivers.uri import parse
 from ...errors import CoordinationError, HoldfastError
-from .plan import Plan
-from .ranks import joined
-from .result import encoded
-from .run import measured
 
 __all__: list[str] = []
 
@@ -21,13 +17,19 @@ __all__: list[str] = []
 def main() -> int:
     """Measure as the one argument says. What is found, or the error of this rank, is left in a
     file."""
+    from ...bench.measured.ranks import joined
+    from ...bench.measured.result import encoded
+    from ...bench.measured.run import measured
+    from .measuring import plan_of
+
     # Whoever starts a command in the background of a shell has it ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     order = json.loads(sys.argv[1])
     folder = Path(order["folder"])
     try:
         with joined() as ranks:
-            found = measured(Plan(**order["plan"]), _say, ranks, parse(order["place"]))
+            plan = plan_of(order["uri"], order["asked"], ranks.world)
+            found = measured(plan, _say, ranks, parse(order["place"]))
     except HoldfastError as error:
         # One that only tells that another rank has gone explains nothing.
         if type(error) is not CoordinationError:

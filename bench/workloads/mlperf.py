@@ -1,0 +1,149 @@
+"""The checkpoints of MLPerf Storage: models, parallelism, and what each process writes.
+
+Sizes are those that DLIO (github.com/argonne-lcf/dlio_benchmark, ``base_checkpointing.py``)
+computes, the program that runs MLPerf Storage: fp16 weights, three fp32 arrays of the optimizer,
+and flat arrays throughout. Its totals are those that published results state; the table of the
+rules rounds them, and says 18 TB of a checkpoint of 15,427 GiB. Scope: pure, and without torch. How
+a run is to be made is said in :mod:`.mlperf_rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ...core.forks.cached import cached_property
+from ...errors import UsageError
+from .llama_dimensions import LLAMA3, Llama
+from .spec import Spec, check_rank, nbytes_of_specs
+
+__all__ = ["MLPERF", "Mlperf", "mlperf"]
+
+_WEIGHT = "float16"
+_OPTIMIZER = "float32"
+_OPTIMIZER_ARRAYS = 3
+_EXTRA_HIDDEN = 5
+"""Beside each array of the optimizer DLIO writes one of so many times the hidden size."""
+
+
+@dataclass(frozen=True)
+class Mlperf:
+    """One checkpoint of MLPerf Storage, saved by ``tp`` × ``pp`` × ``dp`` processes.
+
+    ``zero`` is the stage of ZeRO. In stage 1 only data-parallel rank 0 writes the model; in stage 3
+    the model is split over the data-parallel ranks, too. All split the optimizer evenly.
+    """
+
+    name: str
+    model: Llama
+    tp: int
+    pp: int
+    dp: int
+    zero: int
+
+    @property
+    def world(self) -> int:
+        """The number of processes that a whole checkpoint takes."""
+        return self.tp * self.pp * self.dp
+
+    @cached_property
+    def total_nbytes(self) -> int:
+        """Bytes of a checkpoint of all processes."""
+        return sum(self.nbytes(rank, self.world) for rank in range(self.world))
+
+    def is_whole(self, world: int) -> bool:
+        """Whether so many processes write all of it; fewer write a subset."""
+        return world == self.world
+
+    def specs(self, rank: int, world: int) -> list[Spec]:
+        """See :class:`.spec.Workload`. Ranks of a smaller job hold what the first ranks of the
+        whole one hold. Raises UsageError for more processes than that has."""
+        check_rank(rank, world)
+        if world > self.world:
+            raise UsageError(
+                f"{self.name} of MLPerf Storage has {self.world:,} processes, not {world:,}",
+                advice=f"Run it with {self.world:,}, or with fewer, as a subset.",
+            )
+        return [*self.model_specs(rank), *self.optimizer_specs(rank)]
+
+    def nbytes(self, rank: int, world: int) -> int:
+        """See :class:`.spec.Workload`."""
+        return nbytes_of_specs(self.specs(rank, world), rank, world)
+
+    def model_specs(self, rank: int) -> list[Spec]:
+        """The part of the model that ``rank`` of the whole job writes."""
+        writes_model = self.zero == 3 or rank < self.tp * self.pp
+        if not writes_model:
+            return []
+        return [
+            Spec(f"model.rank_{rank:05}.layer_{layer}.{part}", (elements,), _WEIGHT, False)
+            for layer in self._layers(rank // self.tp % self.pp)
+            for part, elements in self._parts(layer)
+            if elements
+        ]
+
+    def optimizer_specs(self, rank: int) -> list[Spec]:
+        """The part of the optimizer that ``rank`` of the whole job writes."""
+        lengths = [self.model.parameters // self.world, _EXTRA_HIDDEN * self.model.hidden]
+        return [
+            Spec(f"optimizer.rank_{rank:05}.{number}", (elements,), _OPTIMIZER, False)
+            for number, elements in enumerate(lengths * _OPTIMIZER_ARRAYS)
+        ]
+
+    def _layers(self, stage: int) -> range:
+        """The layers of a pipeline stage, as DLIO numbers them: 0 is the embedding, the layers
+        follow, then the output and the last norm. The first stages have one more where the number
+        of layers is no multiple of the number of stages."""
+        few, more = divmod(self.model.layers, self.pp)
+        first = 1 + few * stage + min(stage, more)
+        last = first + few + (stage < more)
+        if stage == 0:
+            first = 0
+        if stage == self.pp - 1:
+            last += 2
+        return range(first, last)
+
+    def _parts(self, layer: int) -> Iterator[tuple[str, int]]:
+        """The flat arrays of one layer, and the elements of each that a process has. Norms are on
+        each tensor-parallel rank."""
+        model = self.model
+        split = self.dp if self.zero == 3 else 1
+        if layer == 0:
+            yield "embedding", model.hidden * model.vocab // self.tp // split
+        elif layer == model.layers + 1:
+            yield "output", model.hidden * model.vocab // self.tp // split
+        elif layer == model.layers + 2:
+            yield "norm", model.hidden // split
+        else:
+            yield "input_norm", model.hidden // split
+            yield "qkv", model.hidden * (model.hidden + 2 * model.kv) // self.tp // split
+            yield "dense", model.hidden * model.hidden // self.tp // split
+            yield "layer_norm", model.hidden // split
+            yield "h_to_4h", model.hidden * 2 * model.ffn // self.tp // split
+            yield "4h_to_h", model.hidden * model.ffn // self.tp // split
+
+
+_OF_70B = replace(LLAMA3["llama3-70b"], kv=8 * (8192 // 128))
+"""The benchmark has 128 heads where the published model has 64, so keys are half as wide."""
+_OF_1T = Llama(layers=128, hidden=25872, ffn=98304, kv=32 * (25872 // 192), vocab=128256)
+
+MLPERF = {
+    each.name: each
+    for each in (
+        Mlperf("llama3-8b", LLAMA3["llama3-8b"], tp=1, pp=1, dp=8, zero=3),
+        Mlperf("llama3-70b", _OF_70B, tp=8, pp=1, dp=8, zero=3),
+        Mlperf("llama3-405b", LLAMA3["llama3-405b"], tp=8, pp=32, dp=2, zero=1),
+        Mlperf("llama3-1t", _OF_1T, tp=8, pp=64, dp=2, zero=1),
+    )
+}
+"""By the names that the command takes."""
+
+
+def mlperf(name: str) -> Mlperf:
+    """The checkpoint of that name. Raises UsageError for an unknown one."""
+    try:
+        return MLPERF[name]
+    except KeyError:
+        raise UsageError(
+            f"--workload {name!r} is not known", advice=f"Give one of {', '.join(MLPERF)}."
+        ) from None

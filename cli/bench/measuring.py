@@ -1,0 +1,147 @@
+"""``holdfast bench URI``: saves and loads checkpoints, by this process, by several of this host, or
+by the ranks of a job that a launcher has started."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...core.units import parse_duration
+from ...errors import HoldfastError, UsageError
+from ..commands import write_text
+from ..progress import last_line
+from .driver_command import Output
+from .workload import chosen_content, chosen_workload, planned_nbytes
+
+if TYPE_CHECKING:
+    from ...bench.measured.plan import Plan
+    from ...bench.measured.result import Measurement
+
+__all__ = ["plan_of", "run_measurement"]
+
+_RANK = "holdfast.cli.bench.rank"
+
+
+def run_measurement(uri: str, asked: Mapping[str, Any], output: Output) -> int:
+    """Measure as the arguments ``asked`` say; the exit status."""
+    from ...bench.measured.ranks import job_of
+
+    _, world = job_of()
+    ranks = 1 if asked["ranks"] is None else asked["ranks"]
+    if world > 1 and asked["ranks"] is not None:
+        raise UsageError(
+            f"--ranks {ranks} in a job that has {world} ranks", advice="Leave --ranks out."
+        )
+    if world > 1:
+        found = _by_a_job(plan_of(uri, asked, world))
+    else:
+        found = _by_this_host(uri, asked, ranks)
+    if found is None:
+        return 0
+    return _say(found, output)
+
+
+def plan_of(uri: str, asked: Mapping[str, Any], ranks: int) -> Plan:
+    """What is to be measured by so many ranks. Raises UsageError."""
+    from ...bench.measured.plan import Plan
+    from ...bench.workloads.mlperf import Mlperf
+    from ...bench.workloads.mlperf_rules import RULES
+
+    workload = chosen_workload(asked)
+    runs = asked["runs"]
+    if runs is None:
+        runs = RULES.writes if isinstance(workload, Mlperf) else 5
+    return Plan(
+        uri=uri,
+        nbytes=planned_nbytes(workload, ranks),
+        runs=runs,
+        workload=workload,
+        content=chosen_content(asked),
+        warm_ups=asked["warm_ups"],
+        limit_s=_seconds(asked["time_limit"]),
+        compression=asked["compression"],
+        peers=asked["peer"],
+        driver_alone=asked["driver_alone"],
+    )
+
+
+def _by_this_host(uri: str, asked: Mapping[str, Any], ranks: int) -> Measurement:
+    from ...bench.measured.plan import check
+
+    if ranks < 1:
+        raise UsageError(f"{ranks} ranks cannot measure", advice="Give 1 or more.")
+    plan = plan_of(uri, asked, ranks)
+    check(plan, ranks)  # before torch is imported, which takes seconds
+    with last_line() as say:
+        if ranks > 1:
+            from ...bench.measured.launch import launched
+
+            order = {"uri": uri, "asked": dict(asked)}
+            return launched(_RANK, order, plan.new_place(), ranks, say)
+
+        from ...bench.measured.run import measured
+
+        return measured(plan, say)
+
+
+def _by_a_job(plan: Plan) -> Measurement | None:
+    """None on ranks other than 0."""
+    from ...bench.measured.plan import check
+    from ...bench.measured.ranks import joined
+    from ...bench.measured.run import measured
+    from ...drivers.uri import parse
+
+    with joined() as ranks, _interrupted_by_sigterm(), last_line() as say:
+        place = parse(ranks.agree(str(plan.new_place())))
+        error = None
+        try:
+            if ranks.rank == 0:
+                check(plan, ranks.world, len(ranks.host_ranks))
+        except HoldfastError as caught:
+            error = caught
+        ranks.all_or_none(error)
+        found = measured(plan, say, ranks, place)
+    if ranks.rank:
+        return None
+    return found
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Launchers end ranks by SIGTERM: it is a Ctrl-C, then, after which nothing is left behind."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _say(found: Measurement, output: Output) -> int:
+    from ...bench.measured.result import encoded
+    from .page import measurement_page
+    from .tables import csv_text, print_measurement
+
+    if output.csv is not None:
+        write_text(output.csv, csv_text(found))
+    if output.html is not None:
+        write_text(output.html, measurement_page(found))
+    if output.json:
+        print(encoded(found))
+    else:
+        print_measurement(found)
+    return int(bool(found.invalid))
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return parse_duration(text, needs_unit=True)
+    except ValueError as error:
+        raise UsageError(f"--time-limit is no time: {error}", advice="Such as 90s.") from error

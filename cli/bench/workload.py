@@ -1,0 +1,130 @@
+"""What ``holdfast bench`` is asked to save: from arguments to a workload. Bad combinations are
+refused before any I/O."""
+
+from __future__ import annotations
+
+from argparse import _ArgumentGroup
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...core.units import parse_size
+from ...errors import UsageError
+
+if TYPE_CHECKING:
+    from ...bench.workloads.content import Content
+    from ...bench.workloads.spec import Workload
+
+__all__ = [
+    "DEFAULT_SIZE",
+    "add_workload_arguments",
+    "chosen_content",
+    "chosen_workload",
+    "planned_nbytes",
+]
+
+DEFAULT_SIZE = "1GiB"
+_KINDS = ("workload", "model", "index", "size")
+"""Of these at most one is given."""
+
+
+def add_workload_arguments(group: _ArgumentGroup) -> None:
+    """Add all but ``--size``. Names are checked when they are used: their lists are long to
+    import."""
+    group.add_argument(
+        "--tensors", type=int, metavar="N", help="with --size: so many equal tensors instead"
+    )
+    group.add_argument(
+        "--workload",
+        metavar="NAME",
+        help="a checkpoint of MLPerf Storage: llama3-8b, llama3-70b, llama3-405b or llama3-1t; or "
+        "the driver without checkpoints: raw, one object over a grid of part size × concurrency, "
+        "or meta, many small objects",
+    )
+    group.add_argument(
+        "--model",
+        metavar="NAME",
+        help="the real tensors of a model: llama3-8b, llama3-70b or llama3-405b",
+    )
+    group.add_argument(
+        "--optimizer",
+        metavar="KIND",
+        help="with --model: save none, adam or adam+master beside the weights (default: none)",
+    )
+    group.add_argument(
+        "--layers", type=int, metavar="N", help="with --model: its first N layers only"
+    )
+    group.add_argument(
+        "--index",
+        metavar="PATH",
+        help="the tensors of safetensors files: a folder, its index, or a file",
+    )
+    group.add_argument(
+        "--entropy",
+        default="normal",
+        metavar="WHAT",
+        help="the bytes of tensors: normal, uniform, or the share that is random among zeros, such "
+        "as 25%% (default: %(default)s)",
+    )
+
+
+def chosen_content(asked: Mapping[str, Any]) -> Content:
+    """What tensors are filled with. Raises UsageError."""
+    from ...bench.workloads.content import parse_content
+
+    return parse_content(asked["entropy"])
+
+
+def chosen_workload(asked: Mapping[str, Any]) -> Workload:
+    """What is saved. Raises UsageError, and what reading an index raises."""
+    _check_combination(asked)
+    if asked["workload"] is not None:
+        from ...bench.workloads.mlperf import mlperf
+
+        return mlperf(asked["workload"])
+    if asked["model"] is not None:
+        from ...bench.workloads.llama3 import llama3
+
+        return llama3(asked["model"], asked["optimizer"] or "none", asked["layers"])
+    if asked["index"] is not None:
+        from ...bench.workloads.index import indexed
+
+        return indexed(asked["index"])
+    return _of_size(asked["size"] or DEFAULT_SIZE, asked["tensors"])
+
+
+def planned_nbytes(workload: Workload, world: int) -> int:
+    """About the size of the state of all ranks: what was asked for, if it was."""
+    from ...bench.workloads.sized import Sized
+
+    if isinstance(workload, Sized):
+        return workload.wanted_nbytes
+    return sum(workload.nbytes(rank, world) for rank in range(world))
+
+
+def _of_size(size: str, tensors: int | None) -> Workload:
+    from ...bench.workloads.sized import Sized, equal_tensors
+
+    nbytes = _size(size)
+    if tensors is None:
+        return Sized(nbytes)
+    return equal_tensors(nbytes, tensors)
+
+
+def _check_combination(asked: Mapping[str, Any]) -> None:
+    given = [f"--{name}" for name in _KINDS if asked[name] is not None]
+    if len(given) > 1:
+        raise UsageError(
+            f"{' and '.join(given)} each say what is saved", advice="Give one of them."
+        )
+    for name in ("optimizer", "layers"):
+        if asked[name] is not None and asked["model"] is None:
+            raise UsageError(f"--{name} is of a --model", advice="Give --model llama3-8b.")
+    if asked["tensors"] is not None and given not in ([], ["--size"]):
+        raise UsageError(f"--tensors goes with --size, not with {given[0]}")
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise UsageError(f"--size {text!r} is no size: {error}", advice="Such as 4GiB.") from error

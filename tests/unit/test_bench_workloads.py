@@ -1,0 +1,348 @@
+"""What benchmarks save: the sums of real and of MLPerf's models, subsets, rules, contents, and
+safetensors files that want to be believed."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
+
+from holdfast.bench.workloads.content import NORMAL, Content, parse_content
+from holdfast.bench.workloads.index import indexed
+from holdfast.bench.workloads.llama3 import llama3
+from holdfast.bench.workloads.llama_dimensions import LLAMA3
+from holdfast.bench.workloads.materialised import materialise
+from holdfast.bench.workloads.mlperf import MLPERF, mlperf
+from holdfast.bench.workloads.mlperf_rules import Checkpoints, Conduct, deviations
+from holdfast.bench.workloads.sized import Sized, equal_tensors
+from holdfast.bench.workloads.spec import Spec, Workload, nbytes_of_specs
+from holdfast.cli import app
+from holdfast.errors import HoldfastError, UsageError
+
+GIB = 1 << 30
+
+REAL = {
+    "llama3-8b": (291, 8_030_261_248, 64_242_089_984),
+    "llama3-70b": (723, 70_553_706_496, 564_429_651_968),
+    "llama3-405b": (1137, 405_853_388_800, 3_246_827_110_400),
+}
+"""Tensors, parameters, and bytes of Adam's two moments in fp32."""
+PUBLISHED = {
+    "llama3-8b": (8, 16_060_522_496, 112_425_623_552),
+    "llama3-70b": (64, 139_783_700_480, 978_406_572_032),
+    "llama3-405b": (512, 811_764_809_728, 5_682_508_791_808),
+    "llama3-1t": (1024, 2_366_163_292_416, 16_564_174_094_592),
+}
+"""Processes, bytes of the model, and of model and optimizer, as results of MLPerf Storage state."""
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_models_have_their_parameters_to_the_byte(name: str) -> None:
+    """Weights in bf16, and beside them nothing, the moments, or those and the masters."""
+    tensors, parameters, moments_nbytes = REAL[name]
+    assert LLAMA3[name].parameters == parameters
+    weights = llama3(name)
+    assert len(weights.specs(0, 1)) == tensors
+    assert weights.nbytes(0, 1) == 2 * parameters
+    adam = llama3(name, "adam")
+    assert len(adam.specs(0, 1)) == 3 * tensors
+    assert adam.nbytes(0, 1) == 2 * parameters + moments_nbytes
+    assert llama3(name, "adam+master").nbytes(0, 1) == 14 * parameters
+
+
+def test_names_are_those_of_hugging_face() -> None:
+    """And a model of its first layers has its ends too."""
+    workload = llama3("llama3-8b", layers=1)
+    assert workload.name == "llama3-8b, 1 of 32 layers"
+    specs = {spec.name: spec.shape for spec in workload.specs(0, 1)}
+    assert len(specs) == 9 + 3
+    assert specs["model.layers.0.self_attn.k_proj.weight"] == (1024, 4096)
+    assert specs["model.layers.0.mlp.down_proj.weight"] == (4096, 14336)
+    assert specs["model.layers.0.post_attention_layernorm.weight"] == (4096,)
+    assert specs["model.embed_tokens.weight"] == specs["lm_head.weight"] == (128256, 4096)
+
+
+@pytest.mark.parametrize("workload", [Sized(1 << 22), equal_tensors(1 << 20, 7)])
+@pytest.mark.parametrize("world", [1, 3, 64])
+def test_ranks_share_all_of_a_state(workload: Workload, world: int) -> None:
+    """Each row once, however uneven; and sizes that are computed are those of the tensors."""
+    held = [workload.nbytes(rank, world) for rank in range(world)]
+    specs = workload.specs(0, world)
+    assert held == [nbytes_of_specs(specs, rank, world) for rank in range(world)]
+    assert sum(held) == sum(spec.nbytes for spec in specs)
+    for spec in specs:
+        shares = [spec.rows(rank, world) for rank in range(world)]
+        rows = [row for first, last in shares for row in range(first, last)]
+        assert rows == list(range(spec.shape[0]))
+
+
+def test_shares_are_those_of_torch_chunk() -> None:
+    """Which cuts 5 rows for 4 ranks into 2, 2, 1 and none."""
+    spec = Spec("w", (5, 3), "float16", sharded=True)
+    assert [spec.local_shape(rank, 4) for rank in range(4)] == [(2, 3), (2, 3), (1, 3), (0, 3)]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_checkpoints_of_mlperf_have_their_published_sizes(name: str) -> None:
+    """To the byte, of the model and of the optimizer."""
+    world, model_nbytes, total_nbytes = PUBLISHED[name]
+    workload = mlperf(name)
+    assert workload.world == world
+    model = sum(spec.nbytes for rank in range(world) for spec in workload.model_specs(rank))
+    assert (model, workload.total_nbytes) == (model_nbytes, total_nbytes)
+
+
+def test_only_the_first_replica_writes_the_model_in_zero_1() -> None:
+    """Whose ranks have three or four layers, and some an end of the model."""
+    workload = mlperf("llama3-405b")
+    sizes = [sum(spec.nbytes for spec in workload.model_specs(rank)) for rank in range(512)]
+    assert all(sizes[:256])
+    assert not any(sizes[256:])
+    assert round(min(sizes[:256]) / GIB, 2) == 2.23
+    assert round(max(sizes) / GIB, 2) == 3.46
+    layers = {spec.name.split(".")[2] for rank in range(256) for spec in workload.model_specs(rank)}
+    assert len(layers) == 129
+
+
+def test_a_subset_holds_what_its_ranks_hold_in_the_whole_job() -> None:
+    """And names no tensor twice."""
+    workload = mlperf("llama3-70b")
+    for rank in range(8):
+        assert workload.specs(rank, 8) == workload.specs(rank, 64)
+    names = [spec.name for rank in range(8) for spec in workload.specs(rank, 8)]
+    assert len(set(names)) == len(names)
+    with pytest.raises(UsageError, match="has 64 processes, not 65"):
+        workload.specs(0, 65)
+    with pytest.raises(ValueError, match="rank 8 of 8"):
+        workload.specs(8, 8)
+
+
+AS_RULED = Conduct(
+    host_processes=(4, 4),
+    writes=10,
+    reads=10,
+    writes_come_first=True,
+    rest_s=5.0,
+    is_synced=True,
+    written_nbytes=(3 * GIB, 3 * GIB),
+    memory_nbytes=(GIB, GIB),
+    cache_is_cleared=False,
+    results_are_apart=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        ({"results_are_apart": None}, None),
+        ({"host_processes": (4, 2)}, "different numbers of processes"),
+        ({"host_processes": (2, 2)}, "not comparable"),
+        ({"host_processes": (2,) * 4}, "only 2 on a host, of 4 processes"),
+        ({"writes": 9}, "9 checkpoints are written, not 10"),
+        ({"reads": 5}, "5 checkpoints are read, not 10"),
+        ({"writes_come_first": False}, "before all of them"),
+        ({"rest_s": 1.0}, "1 s pass between checkpoints, not 5 s"),
+        ({"is_synced": False}, "fsync"),
+        ({"written_nbytes": (3 * GIB, 2 * GIB)}, "its cache is not cleared"),
+        ({"written_nbytes": (0, 0), "cache_is_cleared": True}, None),
+        ({"results_are_apart": False}, "one file system"),
+    ],
+)
+def test_where_a_run_departs_from_the_rules_is_said(
+    change: dict[str, object], said: str | None
+) -> None:
+    """In a sentence each; nothing where it does not."""
+    found = deviations(mlperf("llama3-8b"), replace(AS_RULED, **change))
+    if said is None:
+        assert found == []
+    else:
+        assert said in "; ".join(found)
+
+
+@pytest.mark.parametrize("name", [name for name in MLPERF if name != "llama3-8b"])
+def test_other_subsets_are_not_comparable(name: str) -> None:
+    """Only the smallest checkpoint may be run by eight processes."""
+    assert "not comparable" in deviations(mlperf(name), AS_RULED)[0]
+
+
+def test_the_mean_of_rates_is_named_so() -> None:
+    """The slowest rank makes a checkpoint's duration; the mean of rates is more than the rate."""
+    found = Checkpoints(12, [(1.0, 2.0), (6.0, 3.0)])
+    assert found.durations_s == [2.0, 6.0]
+    assert found.throughputs == [6.0, 2.0]
+    assert (found.mean_duration_s, found.arithmetic_mean_rate, found.rate) == (4.0, 4.0, 3.0)
+
+
+def mesh_of(rank: int, world: int) -> DeviceMesh:
+    """A mesh as ``rank`` sees it, over which nothing is sent."""
+    return DeviceMesh("cpu", torch.arange(world), _init_backend=False, _rank=rank)
+
+
+KINDS = ("float32", "bfloat16", "float8_e4m3fn", "bool", "int64", "complex64", "float16")
+SPECS = [
+    *(Spec(f"of.{kind}", (70, 3001), kind, sharded=True) for kind in KINDS),
+    Spec("scalar", (), "float64", sharded=False),
+]
+
+
+@pytest.mark.parametrize("content", [NORMAL, Content("uniform")], ids=["normal", "uniform"])
+def test_a_state_is_the_same_for_any_number_of_ranks(content: Content) -> None:
+    """Shards have the rows of the whole tensor, bit for bit, and another seed other bits."""
+    whole = materialise(SPECS, 0, 1, content=content)
+    for rank in range(3):
+        state = materialise(SPECS, rank, 3, content=content, mesh=mesh_of(rank, 3))
+        for spec in SPECS[:-1]:
+            first, last = spec.rows(rank, 3)
+            local = state[spec.name].to_local().view(torch.uint8)
+            assert torch.equal(local, whole[spec.name][first:last].view(torch.uint8))
+            assert state[spec.name].shape == whole[spec.name].shape
+    other = materialise(SPECS, 0, 1, seed=1, content=content)
+    assert not torch.equal(other["of.int64"], whole["of.int64"])
+    assert set(whole["of.bool"].view(torch.uint8).unique().tolist()) == {0, 1}
+
+
+def test_floating_point_tensors_are_normal() -> None:
+    """Of whatever width."""
+    state = materialise(SPECS[:2], 0, 1)
+    for spec in SPECS[:2]:
+        assert state[spec.name].float().std().item() == pytest.approx(1, 0.02)
+
+
+@pytest.mark.parametrize(("entropy", "ratio"), [("uniform", 1.0), ("25%", 4.0), ("0.5", 2.0)])
+def test_content_compresses_as_much_as_was_asked_for(entropy: str, ratio: float) -> None:
+    """And no page of it is another's."""
+    spec = Spec("w", (1 << 20,), "bfloat16", sharded=True)
+    state = materialise([spec], 0, 1, content=parse_content(entropy))
+    data = state["w"].view(torch.uint8).numpy().tobytes()
+    assert len(data) / len(zlib.compress(data, 1)) == pytest.approx(ratio, rel=0.1)
+    assert len({data[start : start + 4096] for start in range(0, len(data), 4096)}) == 512
+
+
+def test_the_default_content_hardly_compresses() -> None:
+    """Constants would compress ten thousandfold."""
+    state = materialise([Spec("w", (1 << 18,), "bfloat16", sharded=True)], 0, 1)
+    data = state["w"].view(torch.uint8).numpy().tobytes()
+    assert len(data) / len(zlib.compress(data, 1)) < 1.4
+
+
+def model_folder(folder: Path) -> Path:
+    """A model of two files with an index."""
+    folder.mkdir()
+    weight_map = {}
+    for number, name in enumerate(("a", "b"), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        tensors = {
+            f"{name}.w": torch.zeros(8, 4, dtype=torch.bfloat16),
+            f"{name}.s": torch.ones(()),
+        }
+        save_file(tensors, folder / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    index = {"metadata": {"total_size": 136}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors"),
+    [("", 4), ("model.safetensors.index.json", 4), ("model-00001-of-00002.safetensors", 2)],
+)
+def test_a_model_of_safetensors_files_is_a_workload(
+    name: str, tensors: int, tmp_path: Path
+) -> None:
+    """A folder, its index, or one file. Scalars are the first rank's."""
+    workload = indexed(str(model_folder(tmp_path / "model") / name))
+    specs = workload.specs(0, 4)
+    assert len(specs) == tensors
+    assert Spec("a.w", (8, 4), "bfloat16", sharded=True) in specs
+    assert Spec("a.s", (), "float32", sharded=False) in specs
+    assert [len(workload.specs(rank, 4)) for rank in range(1, 4)] == [tensors // 2] * 3
+    state = materialise(specs, 0, 1)
+    assert sum(tensor.nbytes for tensor in state.values()) == workload.nbytes(0, 1)
+
+
+def header_of(text: str, data_nbytes: int = 0) -> bytes:
+    """A safetensors file."""
+    return len(text).to_bytes(8, "little") + text.encode() + bytes(data_nbytes)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors.index.json", b'{"weight_map": {"w": "../../etc/x.safetensors"}}'),
+        ("model.safetensors.index.json", b'{"weight_map": {"w": "/etc/x.safetensors"}}'),
+        ("model.safetensors.index.json", b'{"weight_map": {"w": "/etc/passwd"}}'),
+        ("model.safetensors.index.json", b'{"weight_map": {}}'),
+        ("model.safetensors.index.json", b"[" * 100_000),
+        ("model.safetensors.index.json", b'{"weight_map": {"w": "gone.safetensors"}}'),
+        ("model.safetensors", b"\xff" * 8),
+        ("model.safetensors", header_of("[" * 100_000)),
+        ("model.safetensors", header_of('{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}')),
+        ("model.safetensors", header_of('{"w":{"dtype":"F32","shape":[-1],"data_offsets":[0,0]}}')),
+        (
+            "model.safetensors",
+            header_of('{"w":{"dtype":"F32","shape":[0,4611686018427387903],"data_offsets":[0,0]}}'),
+        ),
+        ("model.safetensors", header_of("{}")),
+        ("weights.bin", b"nothing of ours"),
+    ],
+)
+def test_hostile_files_are_refused(
+    file: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a message and status 2, before anything is written."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / file).write_bytes(content)
+    with pytest.raises(HoldfastError):
+        indexed(str(folder))
+    target = tmp_path / "target"
+    assert app.run(["bench", str(target), "--index", str(folder)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--workload", "llama3-8b", "--model", "llama3-8b"], "each say what is saved"),
+        (["--index", "x", "--size", "1GiB"], "each say what is saved"),
+        (["--workload", "gpt-2"], "not known"),
+        (["--model", "gpt-2"], "not known"),
+        (["--model", "llama3-8b", "--optimizer", "sgd"], "not known"),
+        (["--model", "llama3-8b", "--layers", "33"], "has 32"),
+        (["--optimizer", "adam"], "is of a --model"),
+        (["--workload", "llama3-8b", "--layers", "1"], "is of a --model"),
+        (["--model", "llama3-8b", "--tensors", "9"], "goes with --size"),
+        (["--size", "1KiB", "--tensors", "1000"], "no element"),
+        (["--tensors", "0"], "cannot be"),
+        (["--entropy", "much"], "no content"),
+        (["--entropy", "0"], "no content"),
+        (["--model", "llama3-405b"], "host memory"),
+    ],
+)
+def test_bad_combinations_are_refused_before_any_io(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With status 2 and a sentence."""
+    target = tmp_path / "target"
+    assert app.run(["bench", str(target), *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not target.exists()
+
+
+def test_many_small_tensors_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The document names what was saved."""
+    arguments = ["--size", "1MiB", "--tensors", "64", "--entropy", "50%", "--runs", "1", "--json"]
+    assert app.run(["bench", str(tmp_path), *arguments]) == 1
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert config["nbytes"] == 1 << 20
+    assert (config["workload"], config["content"]) == ("64 tensors of 16.0 KiB", "0.5")
