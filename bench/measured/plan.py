@@ -16,6 +16,7 @@ from ...drivers.uri import Uri, join, parse
 from ...errors import UsageError
 from ..machine import available_nbytes
 from ..peers.choice import chosen
+from ..prices import Prices
 from ..workloads.content import NORMAL, Content
 from ..workloads.mlperf import Mlperf
 from ..workloads.mlperf_rules import RULES
@@ -56,7 +57,7 @@ class Plan:
     Llama. ``content``: its bytes. ``warm_ups``: rounds before that do not count. ``compression``:
     of saves, as :func:`holdfast.save` takes it. ``peers``: whom else to measure, as
     :func:`..peers.choice.chosen` takes them. ``driver_alone``: whether to measure our driver
-    without the engine, too."""
+    without the engine, too. ``prices``: of requests."""
 
     uri: str
     nbytes: int
@@ -68,6 +69,7 @@ class Plan:
     compression: Literal["lz4"] | None = None
     peers: str = ""
     driver_alone: bool = False
+    prices: Prices | None = None
 
     @property
     def saved(self) -> Workload:

@@ -13,6 +13,7 @@ from statistics import mean, median
 from typing import Any
 
 from ...errors import UsageError
+from ..prices import Prices, Requests
 from ..ratios import median_ratio
 from .observed import Operations
 
@@ -68,6 +69,7 @@ BY_ONE_RANK = ("verify", "prune", "delete")
 """Phases that rank 0 runs for all."""
 DELETING = ("prune", "delete")
 """Phases that move no bytes, and are measured once: their times are all that they have."""
+_GETS = ("read", "get", "stat")
 _OF_ALONE = {WRITE_ALONE: WRITE_LIMIT, READ_ALONE: READ_LIMIT}
 
 
@@ -109,6 +111,16 @@ class Phase:
         """Those that moved most of the bytes: writes of parts, or reads of ranges."""
         moved = (self.operations.get("write"), self.operations.get("read"))
         return max(filter(None, moved), key=lambda operations: operations.nbytes, default=None)
+
+    @property
+    def requests(self) -> Requests:
+        """What was asked of the storage in all rounds, as stores charge for it: lists as puts, and
+        deletes not at all."""
+
+        def count(*names: str) -> int:
+            return sum(self.operations[name].count for name in names if name in self.operations)
+
+        return Requests(count("put", "create", "write", "commit", "list"), count(*_GETS))
 
     @property
     def read_amplification(self) -> float | None:
@@ -169,6 +181,14 @@ class Measurement:
         text = json.dumps([self.uri, self.config], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def cost_usd(self, phase: Phase) -> float | None:
+        """What the requests of a round cost; None where no prices were given, or where requests
+        were not counted."""
+        prices = self.config.get("prices")
+        if prices is None or not phase.operations:
+            return None
+        return Prices(**prices).cost_usd(phase.requests) / len(phase.seconds)
+
     def share(self, name: str) -> float | None:
         """The rate of a phase, as a share of that of its limit: the median of the ratios within
         each round. None where it has no limit, or that was not measured."""
@@ -187,6 +207,7 @@ def encoded(found: Measurement) -> str:
         phase["mean_rate"] = made.mean_rate
         phase["share"] = found.share(made.name)
         phase["first_s"] = made.first_s
+        phase["cost_usd"] = found.cost_usd(made)
         for name, operations in made.operations.items():
             phase["operations"][name] |= {
                 f"p{percent}_s": operations.quantile_s(percent / 100) for percent in PERCENTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,7 @@ def _config(plan: Plan, ranks: Ranks, phases: list[Phase]) -> Mapping[str, Any]:
         "compression": plan.compression,
         "peers": plan.peers,
         "driver_alone": plan.driver_alone,
+        "prices": None if plan.prices is None else asdict(plan.prices),
     }
 
 

@@ -14,10 +14,11 @@ from ...planner.image import PAGE_NBYTES
 from ..alone.transfer import preferred
 from ..measured.plan import Plan, check_here
 from ..measured.result import READ_LIMIT, WRITE_LIMIT
+from ..prices import Prices, Requests
 from .fleet import RankPlan, planned_fleet
 from .forecast import traits_of
 from .rates import Rates
-from .requests import Prices, Requests, UploadShape, upload_shape
+from .requests import UploadShape, upload_shape
 
 __all__ = ["MOVES", "DryRun", "PhasePlan", "dry_run", "encoded"]
 

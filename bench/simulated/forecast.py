@@ -17,12 +17,13 @@ from ...errors import UsageError
 from ...planner.image import CHUNK_NBYTES
 from ...storage.operations.options import BUDGET_NBYTES
 from ...storage.pipeline.image_writer import chunks_nbytes
+from ..prices import Prices, Requests
 from ..workloads.mlperf import Mlperf
 from ..workloads.mlperf_rules import subset_note
 from ..workloads.spec import Workload
 from .fleet import Fleet, RankPlan, planned_fleet
 from .rates import Rates
-from .requests import Prices, Requests, UploadShape, upload_shape
+from .requests import UploadShape, upload_shape
 
 __all__ = ["Forecast", "Spread", "encoded", "forecast", "traits_of"]
 

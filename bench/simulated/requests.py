@@ -15,10 +15,9 @@ from ...drivers.objects.driver import ObjectDriver
 from ...drivers.objects.parts import part_nbytes_for
 from ...drivers.registry import driver_class, serving
 from ...drivers.uri import Uri
-from ...errors import UsageError
 from ...planner.image import CHUNK_NBYTES
 
-__all__ = ["Prices", "Requests", "UploadShape", "parse_prices", "upload_shape"]
+__all__ = ["UploadShape", "upload_shape"]
 
 
 @dataclass(frozen=True)
@@ -54,57 +53,3 @@ def upload_shape(uri: Uri, traits: Traits) -> UploadShape:
     if isinstance(cls, type) and issubclass(cls, ObjectDriver):
         return UploadShape(traits.part_nbytes)
     return UploadShape()
-
-
-@dataclass(frozen=True)
-class Requests:
-    """``puts`` write, begin and end uploads; ``gets`` read, or ask for a size."""
-
-    puts: int
-    gets: int
-
-    def __add__(self, other: Requests) -> Requests:
-        return Requests(self.puts + other.puts, self.gets + other.gets)
-
-    def times(self, count: int) -> Requests:
-        """So many times as many."""
-        return Requests(self.puts * count, self.gets * count)
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Of one request, in USD."""
-
-    put_usd: float
-    get_usd: float
-
-    def cost_usd(self, requests: Requests) -> float:
-        """Of all of them."""
-        return requests.puts * self.put_usd + requests.gets * self.get_usd
-
-
-def parse_prices(text: str) -> Prices:
-    """``put=5e-6,get=4e-7``: USD per request; what is not given is free. Raises UsageError."""
-    found = dict.fromkeys(("put", "get"), 0.0)
-    for item in text.split(","):
-        name, is_there, value = item.partition("=")
-        name = name.strip()
-        usd = _usd(value)
-        if not is_there or name not in found or usd is None:
-            raise UsageError(
-                f"--prices {text!r}: {item!r} is no price of a request",
-                advice="Give USD per request, such as put=5e-6,get=4e-7.",
-            )
-        found[name] = usd
-    return Prices(found["put"], found["get"])
-
-
-def _usd(text: str) -> float | None:
-    """None for what is no price of one request."""
-    try:
-        usd = float(text)
-    except ValueError:
-        return None
-    if 0 <= usd < 1:
-        return usd
-    return None

@@ -85,6 +85,11 @@ def _add_beside(group: argparse._ArgumentGroup) -> None:
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
+        "--prices",
+        metavar="USD",
+        help="of one request each, such as put=5e-6,get=4e-7: what requests cost is said, too",
+    )
+    group.add_argument(
         "--slower",
         default="5%",
         metavar="PART",

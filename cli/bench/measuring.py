@@ -13,7 +13,7 @@ from ...errors import HoldfastError, UsageError
 from ..commands import write_text
 from ..progress import last_line
 from .driver_command import Output
-from .workload import chosen_content, chosen_workload, planned_nbytes
+from .workload import chosen_content, chosen_workload, planned_nbytes, prices_of
 
 if TYPE_CHECKING:
     from ...bench.measured.plan import Plan
@@ -64,6 +64,7 @@ def plan_of(uri: str, asked: Mapping[str, Any], ranks: int) -> Plan:
         compression=asked["compression"],
         peers=asked["peer"],
         driver_alone=asked["driver_alone"],
+        prices=prices_of(asked),
     )
 
 

@@ -10,12 +10,12 @@ from ...core.units import size_text
 from ...errors import UsageError
 from ..tables import print_table
 from ..text import one_of, paint, printable
+from .workload import prices_of
 
 if TYPE_CHECKING:
     from ...bench.simulated.dry_run import DryRun
     from ...bench.simulated.forecast import Forecast, Spread
     from ...bench.simulated.rates import Rates
-    from ...bench.simulated.requests import Prices
     from ...bench.workloads.spec import Workload
 
 __all__ = ["add_simulation_arguments", "check_alone", "run_dry", "run_simulation"]
@@ -46,9 +46,6 @@ def add_simulation_arguments(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--rates-from", metavar="FILE", help="a result of holdfast bench --json, in place of --rate"
     )
-    group.add_argument(
-        "--prices", metavar="USD", help="of one request each, such as put=5e-6,get=4e-7"
-    )
 
 
 def check_alone(asked: Mapping[str, Any]) -> None:
@@ -59,7 +56,7 @@ def check_alone(asked: Mapping[str, Any]) -> None:
     if asked["rates_from"] is not None and asked["rate"] is not None:
         raise UsageError("--rates-from and --rate say the same", advice="Give one of them.")
     simulating = ("ranks_per_host", "host_rate", "total_rate")
-    either = ("rate", "rates_from", "prices")
+    either = ("rate", "rates_from")
     if not asked["simulate"]:
         _refuse(asked, simulating, "--simulate")
         if not asked["dry_run"]:
@@ -90,7 +87,7 @@ def run_simulation(
     host_ranks = asked["ranks_per_host"]
     if host_ranks is None:
         host_ranks = DEFAULT_HOST_RANKS
-    found = forecast(workload, parse(uri), world, host_ranks, _rates(asked), _prices(asked))
+    found = forecast(workload, parse(uri), world, host_ranks, _rates(asked), prices_of(asked))
     if json_output:
         print(encoded(found))
     else:
@@ -106,7 +103,7 @@ def run_dry(uri: str, asked: Mapping[str, Any], *, json_output: bool) -> int:
     if asked["ranks"] is not None:
         raise UsageError("--dry-run is of one process", advice="Leave --ranks out.")
     plan = plan_of(uri, asked, 1)
-    found = dry_run(plan, _rates(asked), _prices(asked))
+    found = dry_run(plan, _rates(asked), prices_of(asked))
     if json_output:
         print(encoded(found))
     else:
@@ -129,14 +126,6 @@ def _rates(asked: Mapping[str, Any]) -> Rates:
         return Rates.alike(Limits(given.get("rate"), host, total))
     measured = measured_rates(read_measurement(path), path)
     return Rates(Limits(measured.save.rank, host, total), Limits(measured.load.rank, host, total))
-
-
-def _prices(asked: Mapping[str, Any]) -> Prices | None:
-    from ...bench.simulated.requests import parse_prices
-
-    if asked["prices"] is None:
-        return None
-    return parse_prices(asked["prices"])
 
 
 def _print_forecast(found: Forecast) -> None:

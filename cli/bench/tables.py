@@ -37,6 +37,7 @@ COST_TITLES = (
     "requests",
     "again",
     *(f"p{percent}" for percent in PERCENTS),
+    "USD",
 )
 
 
@@ -91,7 +92,12 @@ def cost_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
             _requests(phase),
             str(phase.retries) if phase.name in LIMITS else _NONE,
             *_latencies(phase),
+            _cost(found.cost_usd(phase)),
         )
+
+
+def _cost(usd: float | None) -> str:
+    return _NONE if usd is None else f"{usd:.2g}"
 
 
 def _requests(phase: Phase) -> str:

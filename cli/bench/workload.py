@@ -11,6 +11,7 @@ from ...core.units import parse_size
 from ...errors import UsageError
 
 if TYPE_CHECKING:
+    from ...bench.prices import Prices
     from ...bench.workloads.content import Content
     from ...bench.workloads.spec import Workload
 
@@ -20,6 +21,7 @@ __all__ = [
     "chosen_content",
     "chosen_workload",
     "planned_nbytes",
+    "prices_of",
 ]
 
 DEFAULT_SIZE = "1GiB"
@@ -90,6 +92,15 @@ def chosen_workload(asked: Mapping[str, Any]) -> Workload:
 
         return indexed(asked["index"])
     return _of_size(asked["size"] or DEFAULT_SIZE, asked["tensors"])
+
+
+def prices_of(asked: Mapping[str, Any]) -> Prices | None:
+    """What requests cost; None if that is not said. Raises UsageError."""
+    from ...bench.prices import parse_prices
+
+    if asked["prices"] is None:
+        return None
+    return parse_prices(asked["prices"])
 
 
 def planned_nbytes(workload: Workload, world: int) -> int:

@@ -17,6 +17,7 @@ import pytest
 
 from holdfast.bench.measured.comparability import mlperf_notes
 from holdfast.bench.measured.comparison import compare
+from holdfast.bench.measured.observed import Operations
 from holdfast.bench.measured.plan import Plan, check
 from holdfast.bench.measured.ranks import job_of
 from holdfast.bench.measured.result import Measurement, Phase, decoded, encoded
@@ -324,3 +325,21 @@ def test_a_run_of_mlperfs_checkpoint_says_where_it_departs_from_the_rules(
     print_measurement(found)
     assert f"NOTE: {notes[0]}" in capsys.readouterr().out
     assert "not comparable" in measurement_page(found)
+
+
+def test_requests_cost_what_the_store_charges() -> None:
+    """By round; nothing is said without prices, or where nothing was counted."""
+    none = (0,) * 32
+    operations = {
+        "create": Operations(2, 0, none),
+        "write": Operations(20, GB, none),
+        "commit": Operations(2, 0, none),
+        "stat": Operations(4, 0, none),
+        "delete": Operations(8, 0, none),
+    }
+    save = Phase("save", GB, (1.0, 1.0), operations=operations)
+    found = measurement(LIMIT, save)
+    assert found.cost_usd(save) is None
+    priced = replace(found, config={**found.config, "prices": {"put_usd": 0.5, "get_usd": 0.25}})
+    assert priced.cost_usd(save) == 0.5 * 12 + 0.25 * 2
+    assert priced.cost_usd(LIMIT) is None

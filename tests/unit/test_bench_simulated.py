@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import holdfast
 from holdfast.bench.measured.plan import Plan
 from holdfast.bench.measured.result import PHASES, Measurement, Phase, encoded
+from holdfast.bench.prices import Prices, Requests, parse_prices
 from holdfast.bench.simulated.dry_run import MOVES, dry_run
 from holdfast.bench.simulated.flat import FlatStates
 from holdfast.bench.simulated.fleet import planned_fleet
 from holdfast.bench.simulated.forecast import forecast
 from holdfast.bench.simulated.fragments import fragment_told
 from holdfast.bench.simulated.rates import Limits, Rates, measured_rates, parse_rate
-from holdfast.bench.simulated.requests import Prices, Requests, UploadShape, parse_prices
+from holdfast.bench.simulated.requests import UploadShape
 from holdfast.bench.workloads.llama3 import Llama3, llama3
 from holdfast.bench.workloads.llama_dimensions import Llama
 from holdfast.bench.workloads.materialised import materialise

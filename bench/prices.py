@@ -1,0 +1,66 @@
+"""Requests to a storage, and what they cost.
+
+Scope: pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UsageError
+
+__all__ = ["Prices", "Requests", "parse_prices"]
+
+
+@dataclass(frozen=True)
+class Requests:
+    """``puts`` write, begin and end uploads; ``gets`` read, or ask for a size."""
+
+    puts: int
+    gets: int
+
+    def __add__(self, other: Requests) -> Requests:
+        return Requests(self.puts + other.puts, self.gets + other.gets)
+
+    def times(self, count: int) -> Requests:
+        """So many times as many."""
+        return Requests(self.puts * count, self.gets * count)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Of one request, in USD."""
+
+    put_usd: float
+    get_usd: float
+
+    def cost_usd(self, requests: Requests) -> float:
+        """Of all of them."""
+        return requests.puts * self.put_usd + requests.gets * self.get_usd
+
+
+def parse_prices(text: str) -> Prices:
+    """``put=5e-6,get=4e-7``: USD per request; what is not given is free. Raises UsageError."""
+    found = dict.fromkeys(("put", "get"), 0.0)
+    for item in text.split(","):
+        name, is_there, value = item.partition("=")
+        name = name.strip()
+        usd = _usd(value)
+        if not is_there or name not in found or usd is None:
+            raise UsageError(
+                f"--prices {text!r}: {item!r} is no price of a request",
+                advice="Give USD per request, such as put=5e-6,get=4e-7.",
+            )
+        found[name] = usd
+    return Prices(found["put"], found["get"])
+
+
+def _usd(text: str) -> float | None:
+    """None for what is no price of one request."""
+    try:
+        usd = float(text)
+    except ValueError:
+        return None
+    if 0 <= usd < 1:
+        return usd
+    return None
