@@ -103,6 +103,14 @@ MANUAL: Mapping[str, Manual] = {
     "bench": Manual(
         (
             ("holdfast bench /scratch/bench --size 8GiB", "what this file system gives"),
+            ("holdfast bench s3://bucket/x --peer all --html a.html", "beside other libraries"),
+            ("holdfast bench s3://bucket/x --ranks 8", "by eight processes of this host"),
+            ("holdfast bench s3://bucket/x --tune", "find the best options, and keep them"),
+            ("holdfast bench /scratch/bench --workload raw", "the driver, without checkpoints"),
+            (
+                "holdfast bench s3://bucket/x --workload llama3-1t --simulate",
+                "plan a job of 1,024 ranks",
+            ),
             ("holdfast bench compare before.json after.json", "did it become slower?"),
         ),
         {
