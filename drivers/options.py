@@ -53,6 +53,14 @@ class Option:
     default: Any
     help: str
 
+    def takes(self, text: str) -> bool:
+        """Whether ``text`` is one of its values."""
+        try:
+            self.parse(text)
+        except ValueError:
+            return False
+        return True
+
     def text(self, value: Any) -> str:
         """A text that ``parse`` takes for ``value``: with its unit, where it has one."""
         if isinstance(value, bool):

@@ -76,7 +76,7 @@ def _default_parts(
         nbytes
         for nbytes in _PARTS
         if nbytes >= traits.part_min_nbytes
-        and (option is None or _takes(option, exact_size_text(nbytes)))
+        and (option is None or option.takes(exact_size_text(nbytes)))
     ]
     return [best, *taken[:1], *taken[-1:]]
 
@@ -91,7 +91,7 @@ def _default_concurrencies(
     return [
         number
         for number in (1, best, 4 * best)
-        if number == best or option is None or _takes(option, str(number))
+        if number == best or option is None or option.takes(str(number))
     ]
 
 
@@ -132,14 +132,6 @@ def _options(
         _check(options[name], name, argument, text)
         found[name] = text
     return found
-
-
-def _takes(option: Option, text: str) -> bool:
-    try:
-        option.parse(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _check(option: Option, name: str, argument: str, text: str) -> None:

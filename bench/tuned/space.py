@@ -91,12 +91,4 @@ def choices(
 def _values(name: str, option: Option) -> list[str]:
     """The default first; then those that the option takes."""
     default = "off" if option.default is None else option.text(option.default)
-    return [default, *(text for text in _VALUES[name] if text != default and _takes(option, text))]
-
-
-def _takes(option: Option, text: str) -> bool:
-    try:
-        option.parse(text)
-    except ValueError:
-        return False
-    return True
+    return [default, *(text for text in _VALUES[name] if text != default and option.takes(text))]

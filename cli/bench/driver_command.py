@@ -32,6 +32,25 @@ class Output:
     html: str | None
     json: bool
 
+    def deliver(
+        self,
+        *,
+        lines: Callable[[], str],
+        page: Callable[[], str],
+        document: Callable[[], str],
+        print_tables: Callable[[], None],
+    ) -> None:
+        """Write and print what is asked for; nothing else is made. Raises UsageError where a file
+        cannot be written."""
+        if self.csv is not None:
+            write_text(self.csv, lines())
+        if self.html is not None:
+            write_text(self.html, page())
+        if self.json:
+            print(document())
+        else:
+            print_tables()
+
 
 def run_driver_workload(workload: str, uri: str, given: Mapping[str, Any], output: Output) -> int:
     """Measure the driver alone, as the arguments ``given`` on the command line ask for; the exit
@@ -76,14 +95,12 @@ def _end(found: DriverMeasurement, output: Output) -> int:
     from .driver_page import driver_page
     from .driver_tables import driver_csv, print_driver
 
-    if output.csv is not None:
-        write_text(output.csv, driver_csv(found))
-    if output.html is not None:
-        write_text(output.html, driver_page(found))
-    if output.json:
-        print(encoded(found))
-    else:
-        print_driver(found)
+    output.deliver(
+        lines=lambda: driver_csv(found),
+        page=lambda: driver_page(found),
+        document=lambda: encoded(found),
+        print_tables=lambda: print_driver(found),
+    )
     return int(bool(found.invalid))
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.units import parse_duration
 from ...errors import HoldfastError, UsageError
-from ..commands import write_text
 from ..progress import last_line
 from .driver_command import Output
 from .workload import chosen_content, chosen_workload, planned_nbytes, prices_of
@@ -128,14 +127,12 @@ def _say(found: Measurement, output: Output) -> int:
     from .page import measurement_page
     from .tables import csv_text, print_measurement
 
-    if output.csv is not None:
-        write_text(output.csv, csv_text(found))
-    if output.html is not None:
-        write_text(output.html, measurement_page(found))
-    if output.json:
-        print(encoded(found))
-    else:
-        print_measurement(found)
+    output.deliver(
+        lines=lambda: csv_text(found),
+        page=lambda: measurement_page(found),
+        document=lambda: encoded(found),
+        print_tables=lambda: print_measurement(found),
+    )
     return int(bool(found.invalid))
 
 

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from support.bench_job import bench_by_torchrun
+from support.bench_job import HOLDFAST, assert_interrupted_cleanly, bench_by_torchrun
 
 SIZE = ["--size", "4MiB", "--runs", "1"]
-# A shell's background jobs, and what they start, ignore the signal unless they are told.
-HOLDFAST = [
-    sys.executable,
-    "-c",
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from holdfast.cli import main; main()",
-]
 
 
 def by_name(document: dict[str, Any]) -> dict[str, Any]:
@@ -67,15 +58,7 @@ def test_a_rank_that_fails_ends_all_of_them(tmp_path: Path) -> None:
 
 def test_interrupted_ranks_leave_nothing(tmp_path: Path) -> None:
     """Neither files nor processes, after a Ctrl-C in the middle of a round."""
-    command = [*HOLDFAST, "bench", tmp_path, "--size", "16MiB", "--runs", "1000", "--ranks", "2"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    assert any("round 1" in line for line in process.stderr)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
-    assert list(tmp_path.iterdir()) == []
+    assert_interrupted_cleanly(tmp_path, "--ranks", "2")
     assert str(tmp_path) not in _commands()
 
 

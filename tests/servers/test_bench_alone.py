@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
+from support.bench_job import keys_at
 
 from holdfast.bench.alone.result import decoded
 from holdfast.cli import app
-from holdfast.drivers.registry import open_driver, resolved_options
+from holdfast.drivers.registry import resolved_options
 from holdfast.drivers.uri import parse
-
-
-async def _keys(uri: str) -> list[str]:
-    driver = open_driver(uri)
-    try:
-        return [info.key async for info in driver.list("")]
-    finally:
-        await driver.close()
 
 
 @pytest.mark.parametrize("kind", ["s3", "hdfs"])
@@ -45,7 +37,7 @@ def test_a_server_is_measured_without_checkpoints(
     assert app.run(["bench", uri, *meta]) == 1
     found = decoded(capsys.readouterr().out, "x")
     assert len(found.points) == 12
-    assert asyncio.run(_keys(uri)) == []
+    assert keys_at(uri) == []
 
 
 @pytest.mark.parametrize("kind", ["s3", "hdfs"])
@@ -72,4 +64,4 @@ def test_a_server_is_tuned_for(
     changed = {n for n, text in found["best"].items() if text != found["default"][n]}
     for name in changed:
         assert options[name].source.startswith(str(file)) == shown
-    assert asyncio.run(_keys(uri)) == []
+    assert keys_at(uri) == []

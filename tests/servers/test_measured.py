@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
-from support.bench_job import bench_by_torchrun
+from support.bench_job import bench_by_torchrun, keys_at
 from support.servers.proxy import FaultProxy
 from support.servers.radosgw import Radosgw
 
@@ -17,16 +16,7 @@ from holdfast.bench.simulated.rates import Limits, Rates
 from holdfast.bench.workloads.materialised import materialise
 from holdfast.bench.workloads.sized import Sized
 from holdfast.cli import app
-from holdfast.drivers.registry import open_driver
 from holdfast.drivers.uri import parse
-
-
-async def _keys(uri: str) -> list[str]:
-    driver = open_driver(uri)
-    try:
-        return [info.key async for info in driver.list("")]
-    finally:
-        await driver.close()
 
 
 def test_a_server_is_measured(az_url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +29,7 @@ def test_a_server_is_measured(az_url: str, capsys: pytest.CaptureFixture[str]) -
     assert all(phase["seconds"][0] > 0 for phase in phases.values())
     held = {name for name, phase in phases.items() if phase["share"] is not None}
     assert held == {"save", "async save", "overwrite", "load", "verify"}
-    assert asyncio.run(_keys(az_url)) == []
+    assert keys_at(az_url) == []
 
 
 def assert_limits(found: Any, client: str) -> None:
@@ -64,7 +54,7 @@ def test_four_ranks_measure_a_server(
     phases = {phase["name"]: phase for phase in found["phases"]}
     assert all(len(phases[name]["ranks_s"][0]) == 4 for name in ("save", "load", "reshard"))
     assert all(phases[name]["share"] > 0 for name in ("save", "load", "reshard"))
-    assert asyncio.run(_keys(uri)) == []
+    assert keys_at(uri) == []
 
 
 def test_a_peer_saves_to_a_server_and_is_checked(
@@ -79,7 +69,7 @@ def test_a_peer_saves_to_a_server_and_is_checked(
     assert shares["save: DCP, s3fs"] > 0
     assert shares["load: DCP, s3fs"] > 0
     assert found["invalid"]["load: DCP, s3fs"] == ["only 1 rounds"]
-    assert asyncio.run(_keys(s3_url)) == []
+    assert keys_at(s3_url) == []
 
 
 @pytest.mark.parametrize("mib", [8, 70])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from support.browser import Browser, browsing, find_chromium
+from support.browser import Browser, browsing, contrast, find_chromium
 from support.recorded import NBYTES, listed, save_of, stage
 
 from holdfast.bench.measured.observed import Operations
@@ -52,20 +52,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield running
 
 
-def luminance(colour: str) -> float:
-    """The relative luminance of ``rgb(…)``, from 0 to 1, as WCAG 2 defines it."""
-    parts = [int(part) / 255 for part in colour[4:-1].split(",")]
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
 CONFIG = {"nbytes": 10**9, "runs": 5, "ranks": 4}
-
-
-def contrast(first: str, second: str) -> float:
-    """Of two colours, from 1 to 21."""
-    dark, light = sorted([luminance(first), luminance(second)])
-    return (light + 0.05) / (dark + 0.05)
 
 
 def pages() -> dict[str, list[SaveTelemetry]]:

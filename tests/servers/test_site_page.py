@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import Browser, browsing, find_chromium
+from support.browser import Browser, browsing, contrast, find_chromium, luminance
 
 SITE = Path(__file__).parents[2] / "build/docs/html"
 
@@ -43,13 +43,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield running
 
 
-def luminance(colour: str) -> float:
-    """The relative luminance of ``rgb(…)``, from 0 to 1, as WCAG 2 defines it."""
-    parts = [int(part) / 255 for part in colour[4:-1].split(",")]
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("page", PAGES)
 def test_a_browser_shows_the_site(browser: Browser, page: str, dark: bool, tmp_path: Path) -> None:
@@ -59,9 +52,8 @@ def test_a_browser_shows_the_site(browser: Browser, page: str, dark: bool, tmp_p
     assert seen.complaints == []
     assert outside(seen.requested) == []
     answer: dict[str, Any] = seen.answer
-    ground, ink = luminance(answer["ground"]), luminance(answer["ink"])
-    assert (ground < ink) == dark
-    assert (max(ground, ink) + 0.05) / (min(ground, ink) + 0.05) > 7
+    assert (luminance(answer["ground"]) < luminance(answer["ink"])) == dark
+    assert contrast(answer["ground"], answer["ink"]) > 7
     assert answer["wide"] == 0
     assert answer["words"] > 50
     assert answer["linked"] > 50

@@ -1,16 +1,29 @@
-"""``holdfast bench`` under torchrun."""
+"""``holdfast bench`` in processes of its own: under torchrun, and interrupted; and what it has
+left."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
-__all__ = ["bench_by_torchrun"]
+from holdfast.drivers.registry import open_driver
+
+__all__ = ["HOLDFAST", "assert_interrupted_cleanly", "bench_by_torchrun", "keys_at"]
 
 _HOLDFAST = "from holdfast.cli import main; main()"
+# A shell's background jobs, and what they start, ignore SIGINT unless they are told.
+HOLDFAST = (
+    sys.executable,
+    "-c",
+    f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {_HOLDFAST}",
+)
+"""The command, which heeds a Ctrl-C whatever started it."""
 
 
 def bench_by_torchrun(uri: str, ranks: int) -> Any:
@@ -25,3 +38,30 @@ def bench_by_torchrun(uri: str, ranks: int) -> Any:
     )
     assert done.stdout.startswith("{"), done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+def assert_interrupted_cleanly(folder: Path, *options: str) -> None:
+    """Measure in ``folder``, and send a Ctrl-C in the middle of a round. It ends as interrupted, and
+    nothing is left."""
+    command = [*HOLDFAST, "bench", folder, "--size", "16MiB", "--runs", "1000", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert any("round 1" in line for line in process.stderr)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert list(folder.iterdir()) == []
+
+
+def keys_at(uri: str) -> list[str]:
+    """All that lies at a URI."""
+
+    async def listed() -> list[str]:
+        driver = open_driver(uri)
+        try:
+            return [info.key async for info in driver.list("")]
+        finally:
+            await driver.close()
+
+    return asyncio.run(listed())

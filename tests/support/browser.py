@@ -18,7 +18,7 @@ import aiohttp
 from support.servers.daemon import INSTALLED, Daemon
 from support.servers.ports import free_port
 
-__all__ = ["Browser", "Seen", "browsing", "find_chromium"]
+__all__ = ["Browser", "Seen", "browsing", "contrast", "find_chromium", "luminance"]
 
 HERE = INSTALLED / "chromium"
 DEADLINE_S = 60.0
@@ -160,3 +160,16 @@ def browsing(folder: Path) -> Iterator[Browser]:
         yield Browser(port)
     finally:
         daemon.stop()
+
+
+def contrast(first: str, second: str) -> float:
+    """Of two colours, ``rgb(…)``, from 1 to 21, as WCAG 2 defines it."""
+    dark, light = sorted([luminance(first), luminance(second)])
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    """The relative luminance of ``rgb(…)``, from 0 to 1, as WCAG 2 defines it."""
+    parts = [int(part) / 255 for part in colour[4:-1].split(",")]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -6,14 +6,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.bench_job import assert_interrupted_cleanly
 
 from holdfast.bench.measured.comparability import mlperf_notes
 from holdfast.bench.measured.comparison import compare
@@ -232,21 +230,7 @@ def test_a_storage_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
     """Ctrl-C in the middle of a round."""
-    # A shell's background jobs, and what they start, ignore the signal unless they are told.
-    program = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from holdfast.cli import main; main()"
-    )
-    command = [sys.executable, "-c", program, "bench", tmp_path, "--size", "16MiB"]
-    command += ["--runs", "1000"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    assert any("round 1" in line for line in process.stderr)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
-    assert list(tmp_path.iterdir()) == []
+    assert_interrupted_cleanly(tmp_path)
 
 
 def test_lines_and_page_of_a_result() -> None:
