@@ -100,10 +100,11 @@ def test_every_option_of_every_command_has_a_row() -> None:
         section = section.partition("\n## ")[0]
         for action in parser._actions:
             if action.option_strings and action.dest != "help":
+                names = ", ".join(action.option_strings)
                 (row,) = [
                     line
                     for line in section.splitlines()
-                    if line.startswith(f"| `{', '.join(action.option_strings)}")
+                    if line.startswith((f"| `{names}`", f"| `{names} "))
                 ]
                 assert row.count("|") - row.count("\\|") == 4
 

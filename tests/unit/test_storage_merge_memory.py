@@ -8,7 +8,8 @@ import tracemalloc
 import pytest
 
 from holdfast.bench.llama import TINY, Job
-from holdfast.bench.planning_ranks import by_host, fragments_by_twins
+from holdfast.bench.planning_ranks import fragments_by_twins
+from holdfast.bench.simulated.fragments import by_host
 from holdfast.storage.format.fragment import StateLayout, decode_fragment
 from holdfast.storage.format.merge import merge
 
