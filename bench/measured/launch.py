@@ -88,7 +88,8 @@ def _file(folder: Path, name: str, rank: int) -> BinaryIO:
 
 
 def _await(workers: Sequence[subprocess.Popen[bytes]], folder: Path, say: Say) -> None:
-    """Wait for all of them, and say what rank 0 says meanwhile. Raises RankFailedError."""
+    """Wait for all of them, and say what rank 0 says meanwhile. Raises RankFailedError, also where
+    a rank hangs: the others wait for it up to :data:`.ranks.MEET_S`, and then fail."""
     with open(folder / "said-0", encoding="utf-8", errors="replace") as said:
         while True:
             ended = [worker.poll() for worker in workers]
