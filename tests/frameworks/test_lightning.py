@@ -68,6 +68,7 @@ def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
     assert listed["last.ckpt"] == 14
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("uninterrupted", [(2, "auto")], indirect=True)
 def test_two_ranks_under_ddp_go_on_as_if_they_had_never_stopped(
     uninterrupted: Path, tmp_path: Path

@@ -40,7 +40,7 @@ def test_a_server_is_measured_without_checkpoints(
     assert keys_at(uri) == []
 
 
-@pytest.mark.parametrize("kind", ["s3", "hdfs"])
+@pytest.mark.parametrize("kind", ["s3", pytest.param("hdfs", marks=pytest.mark.drill)])
 def test_a_server_is_tuned_for(
     kind: str,
     request: pytest.FixtureRequest,
