@@ -16,6 +16,7 @@ from ..drivers.local.mounts import fs_type
 __all__ = [
     "PeakMemory",
     "available_nbytes",
+    "busy_part",
     "describe",
     "drop_caches",
     "evict",
@@ -33,6 +34,7 @@ __all__ = [
 _M_ARENA_MAX = -8
 _M_MMAP_THRESHOLD = -3
 _MAPPED_NBYTES = 1 << 20
+_LOOK_S = 0.5
 
 
 def describe(folder: Path) -> dict[str, str]:
@@ -82,6 +84,14 @@ def processor_s() -> tuple[float, float]:
     ticks = [int(field) for field in Path("/proc/stat").read_text().partition("\n")[0].split()[1:8]]
     idle = sum(ticks[3:5])  # that waits for a disk, too
     return time.process_time(), (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
+
+
+def busy_part() -> float:
+    """The part of all processors that is busy now: they are watched for half a second."""
+    _, before_s = processor_s()
+    time.sleep(_LOOK_S)
+    _, after_s = processor_s()
+    return (after_s - before_s) / (_LOOK_S * (os.cpu_count() or 1))
 
 
 class PeakMemory:

@@ -22,7 +22,6 @@ import holdfast
 
 from ..core.aio import at_most
 from ..core.units import round_up
-from ..drivers.contract import Traits
 from ..drivers.registry import open_driver
 from ..drivers.uri import Uri, join, parse
 from ..storage.runtime.buffers import HostBuffer
@@ -35,6 +34,7 @@ from .options import Options, options, parser
 from .ratios import Interval, of_pairs
 from .report import Report, Series, Target
 from .states import State, build, nbytes_of
+from .traits import traits_of
 
 __all__ = ["BareLoop", "Pair", "alternated", "judged"]
 
@@ -53,7 +53,7 @@ class BareLoop:
     def __init__(self, place: Uri, nbytes: int) -> None:
         self._place = place
         self._nbytes = round_up(nbytes, 4096)
-        traits = asyncio.run(_traits(place))
+        traits = traits_of(place)
         self._part_nbytes = traits.part_nbytes
         self._width = 1 if traits.part_order == "serial" else traits.concurrency
         self._buffers = [HostBuffer.allocate(self._part_nbytes).view for _ in range(self._width)]
@@ -100,12 +100,6 @@ class BareLoop:
     def _part(self, start: int) -> memoryview:
         number = start // self._part_nbytes
         return self._buffers[number % self._width][: self._nbytes - start]
-
-
-async def _traits(place: Uri) -> Traits:
-    driver = open_driver(place)
-    await driver.close()
-    return driver.traits
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ what is said of the machine."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,15 +11,12 @@ from typing import Any
 
 from ...drivers.uri import Uri
 from ..clearing import clear
-from ..machine import describe, processor_s
+from ..machine import busy_part, describe
 from ..measured.plan import Plan, local_folder
 from ..measured.validity import LEAST_S, reasons_against
 from .result import DriverMeasurement, PointResult
 
 __all__ = ["Say", "measured_at"]
-
-LOOK_S = 0.5
-"""How long the machine is watched before, to see what else it does."""
 
 Say = Callable[[str], None]
 
@@ -40,7 +36,7 @@ def measured_at(
     the smallest part that came from the device. ``least_s``: shorter rounds are too short to
     be believed. Raises what the driver raises.
     """
-    busy_before = _busy()
+    busy_before = busy_part()
     place = plan.new_place()
     began_s = time.time()
     try:
@@ -59,11 +55,3 @@ def measured_at(
         found.phases, busy_before=busy_before, cold_shares=cold_shares, least_s=least_s
     )
     return replace(found, invalid=invalid)
-
-
-def _busy() -> float:
-    """The part of all processors that is busy now."""
-    _, before_s = processor_s()
-    time.sleep(LOOK_S)
-    _, after_s = processor_s()
-    return (after_s - before_s) / (LOOK_S * (os.cpu_count() or 1))

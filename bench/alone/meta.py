@@ -15,8 +15,9 @@ from ...core.aio import at_most
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...drivers.uri import Uri
+from ..traits import traits_of
 from .course import Say, measured_at
-from .plan import MetaPlan, traits_of
+from .plan import MetaPlan
 from .result import META, DriverMeasurement, PointResult, latency_of
 
 __all__ = ["META_OPERATIONS", "measured_meta"]

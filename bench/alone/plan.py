@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...core.units import round_up, size_text
-from ...drivers.contract import Traits
-from ...drivers.registry import driver_class, open_driver, serving
+from ...drivers.registry import driver_class, serving
 from ...drivers.uri import Uri
 from ...errors import UsageError
 from ..measured.plan import (
@@ -20,6 +19,7 @@ from ..measured.plan import (
     local_folder,
     write_something,
 )
+from ..traits import traits_of
 from .grid import Point, grid
 from .transfer import ALIGN_NBYTES
 
@@ -30,7 +30,6 @@ __all__ = [
     "check_raw",
     "grid_of",
     "memory_nbytes",
-    "traits_of",
 ]
 
 _COPIES_STORED = 3
@@ -58,19 +57,6 @@ class MetaPlan(Plan):
     """``objects``: so many, of ``nbytes`` each."""
 
     objects: int = 1000
-
-
-def traits_of(uri: Uri) -> Traits:
-    """What the driver is good at. The storage is not touched."""
-
-    async def look() -> Traits:
-        driver = open_driver(uri)
-        try:
-            return driver.traits
-        finally:
-            await driver.close()
-
-    return asyncio.run(look())
 
 
 def grid_of(plan: RawPlan) -> list[Point]:

@@ -13,9 +13,10 @@ from ...drivers.uri import Uri
 from ..contest import Contestant, contest
 from ..machine import drop_caches, read_from_device_nbytes
 from ..measured.plan import local_folder
+from ..traits import traits_of
 from .course import Say, measured_at
 from .grid import Point
-from .plan import RawPlan, memory_nbytes, traits_of
+from .plan import RawPlan, memory_nbytes
 from .result import OPERATIONS, RAW, DriverMeasurement, PointResult, latency_of
 from .transfer import Memory, Transfer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -13,7 +12,7 @@ import holdfast
 
 from ...drivers.uri import Uri
 from ..clearing import clear
-from ..machine import describe, processor_s
+from ..machine import busy_part, describe
 from ..workloads.materialised import materialise
 from .beside import Beside
 from .comparability import mlperf_notes
@@ -26,9 +25,6 @@ from .result import Measurement, Phase
 from .validity import joined, reasons_against
 
 __all__ = ["measured"]
-
-LOOK_S = 0.5
-"""How long the machine is watched before, to see what else it does."""
 
 Say = Callable[[str], None]
 
@@ -48,7 +44,7 @@ def measured(
     place = _counting(place)
     began_s = time.time()
     try:
-        busy_before = max(ranks.gather(_busy()))
+        busy_before = max(ranks.gather(busy_part()))
         specs = plan.saved.specs(ranks.rank, ranks.world)
         state = materialise(specs, ranks.rank, ranks.world, content=plan.content)
         nbytes = local_nbytes(state)
@@ -119,11 +115,3 @@ def _config(plan: Plan, ranks: Ranks, phases: list[Phase]) -> Mapping[str, Any]:
         "driver_alone": plan.driver_alone,
         "prices": None if plan.prices is None else asdict(plan.prices),
     }
-
-
-def _busy() -> float:
-    """The part of all processors that is busy now."""
-    _, before_s = processor_s()
-    time.sleep(LOOK_S)
-    _, after_s = processor_s()
-    return (after_s - before_s) / (LOOK_S * (os.cpu_count() or 1))

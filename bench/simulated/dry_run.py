@@ -15,8 +15,8 @@ from ..alone.transfer import preferred
 from ..measured.plan import Plan, check_here
 from ..measured.result import READ_LIMIT, WRITE_LIMIT
 from ..prices import Prices, Requests
+from ..traits import traits_of
 from .fleet import RankPlan, planned_fleet
-from .forecast import traits_of
 from .rates import Rates
 from .requests import UploadShape, upload_shape
 

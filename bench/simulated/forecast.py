@@ -3,7 +3,6 @@ money."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,13 +10,13 @@ from statistics import mean, median
 
 from ...core.units import ceil_div
 from ...drivers.contract import Traits
-from ...drivers.registry import open_driver
 from ...drivers.uri import Uri
 from ...errors import UsageError
 from ...planner.image import CHUNK_NBYTES
 from ...storage.operations.options import BUDGET_NBYTES
 from ...storage.pipeline.image_writer import chunks_nbytes
 from ..prices import Prices, Requests
+from ..traits import traits_of
 from ..workloads.mlperf import Mlperf
 from ..workloads.mlperf_rules import subset_note
 from ..workloads.spec import Workload
@@ -25,7 +24,7 @@ from .fleet import Fleet, RankPlan, planned_fleet
 from .rates import Rates
 from .requests import UploadShape, upload_shape
 
-__all__ = ["Forecast", "Spread", "encoded", "forecast", "traits_of"]
+__all__ = ["Forecast", "Spread", "encoded", "forecast"]
 
 VERSION = 1
 
@@ -119,19 +118,6 @@ def _notes(workload: Workload, world: int) -> tuple[str, ...]:
         return ()
     subset = subset_note(workload, world)
     return () if subset is None else (subset,)
-
-
-def traits_of(uri: Uri) -> Traits:
-    """What the driver for ``uri`` is good at; its storage is not touched. Raises UriError."""
-
-    async def ask() -> Traits:
-        driver = open_driver(uri)
-        try:
-            return driver.traits
-        finally:
-            await driver.close()
-
-    return asyncio.run(ask())
 
 
 def _save_requests(fleet: Fleet, shape: UploadShape) -> Requests:
