@@ -67,9 +67,8 @@ def _judged(
     trials = Trials(place, plan.nbytes)
     try:
         trials.run(best, plan.nbytes)
-        now_s = time.perf_counter()
         pairs_max = 1 if tiny else _PAIRS_MAX
-        ends = Ends(now_s + _JUDGED_S, now_s + 2 * _JUDGED_S, pairs_max=pairs_max)
+        ends = Ends(time.perf_counter() + _JUDGED_S, pairs_max=pairs_max)
         pairs = compared(trials, (best, outcome), plan.nbytes, ends, _say)
     finally:
         clear(place)

@@ -24,8 +24,6 @@ _SEARCHED = 0.6
 """Such a part of the time is for the search, the rest for the comparison with the defaults."""
 _GIVEN_UP = 3
 """After so many pairs, a choice that was slower in all of them is given up."""
-_OVERDUE = 1.5
-"""After so many times the time limit, a comparison ends with the pairs that it has."""
 
 Say = Callable[[str], None]
 
@@ -113,12 +111,8 @@ def tuned(plan: TuningPlan, space: Space, say: Say = lambda line: None) -> Tunin
         if best != 0:
             left_s = plan.time_limit_s - (time.perf_counter() - began_s)
             nbytes = _nbytes_for_pairs(plan, entries, space.candidates[best], left_s)
-            ends = Ends(
-                until_s=began_s + plan.time_limit_s,
-                overdue_s=began_s + _OVERDUE * plan.time_limit_s,
-                gives_up=True,
-                pairs_max=plan.pairs_max,
-            )
+            until_s = began_s + plan.time_limit_s
+            ends = Ends(until_s, pairs_min=0, gives_up=True, pairs_max=plan.pairs_max)
             pairs = compared(trials, (space.default, space.candidates[best]), nbytes, ends, say)
     finally:
         clear(place)
@@ -184,13 +178,13 @@ def _nbytes_for_pairs(
 
 @dataclass(frozen=True)
 class Ends:
-    """When a comparison ends, by :func:`time.perf_counter`: at ``until_s`` if there are enough
-    pairs to show a difference, at ``overdue_s`` anyway. ``gives_up``: also if the second choice
-    was slower in all of the first few pairs, for then it will not be shown to be faster.
-    ``pairs_max``: after so many pairs."""
+    """When a comparison ends, by :func:`time.perf_counter`: at ``until_s``, before a pair that
+    would take longer than that, but not before there are ``pairs_min``. ``gives_up``: also if the
+    second choice was slower in all of the first few pairs, for then it will not be shown to be
+    faster. ``pairs_max``: after so many pairs."""
 
     until_s: float
-    overdue_s: float
+    pairs_min: int = PAIRS_MIN
     gives_up: bool = False
     pairs_max: int = 20
 
@@ -205,10 +199,11 @@ def compared(
     """Pairs of trials of two choices, which take turns in being first."""
     pairs: list[tuple[Taken, Taken]] = []
     a, b = choices
+    began_s = time.perf_counter()
     while len(pairs) < ends.pairs_max:
         now_s = time.perf_counter()
-        enough = len(pairs) >= PAIRS_MIN and now_s > ends.until_s
-        if enough or (pairs and now_s > ends.overdue_s):
+        pair_s = (now_s - began_s) / len(pairs) if pairs else 0.0
+        if len(pairs) >= ends.pairs_min and now_s + pair_s > ends.until_s:
             break
         slower = all(of_b.seconds > of_a.seconds for of_a, of_b in pairs)
         if ends.gives_up and slower and len(pairs) >= _GIVEN_UP:
