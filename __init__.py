@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from .storage.state.adapters.shards import Shard
     from .storage.state.adapters.stateful import RNGState
     from .storage.training.checkpointer import Checkpointer
+    from .storage.training.keeper_option import Keeper
+    from .storage.training.resume import Resumed
     from .storage.training.retention import Keep
     from .storage.training.stats import Counters
 
@@ -74,6 +76,7 @@ _HOME = {
     "ExportReport": ".storage.operations.export",
     "ImportReport": ".storage.operations.importing",
     "Keep": ".storage.training.retention",
+    "Keeper": ".storage.training.keeper_option",
     "ListedCheckpoint": ".storage.operations.listing",
     "LoadReport": ".storage.operations.report",
     "Outcome": ".storage.operations.outcomes",
@@ -81,6 +84,7 @@ _HOME = {
     "PerRank": ".storage.state.adapters.per_rank",
     "RankTelemetry": ".storage.format.save_telemetry",
     "RNGState": ".storage.state.adapters.stateful",
+    "Resumed": ".storage.training.resume",
     "SaveHandle": ".storage.operations.handle",
     "SaveReport": ".storage.operations.report",
     "SaveTelemetry": ".storage.format.save_telemetry",
@@ -112,6 +116,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "ExportReport",
     "ImportReport",
     "Keep",
+    "Keeper",
     "ListedCheckpoint",
     "LoadReport",
     "Outcome",
@@ -119,6 +124,7 @@ __all__ = [  # noqa: RUF022 - what one uses, then what one catches
     "PruneReport",
     "RankTelemetry",
     "RNGState",
+    "Resumed",
     "SaveHandle",
     "SaveReport",
     "SaveTelemetry",

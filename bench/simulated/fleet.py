@@ -10,7 +10,7 @@ from ...errors import UsageError
 from ...planner.image import ImageLayout
 from ...storage.format.fragment import Fragment, StateLayout
 from ...storage.format.merge import merge
-from ...storage.pipeline.capture import chunks_to_write
+from ...storage.pipeline.chunks import chunks_to_write
 from ...storage.state.plan import ImagePlan, plan_image
 from ..workloads.spec import Workload
 from .flat import FlatStates

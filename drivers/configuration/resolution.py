@@ -33,7 +33,7 @@ __all__ = ["PREFIX", "Resolved", "Setting", "resolve"]
 
 PREFIX = "HOLDFAST_"
 _PROFILE_VARIABLE = "HOLDFAST_CONFIG_PROFILE"
-_NOT_OPTIONS = re.compile(r"HOLDFAST_(CONFIG|CONFIG_PROFILE|TEST_.*)")
+_NOT_OPTIONS = re.compile(r"HOLDFAST_(CONFIG|CONFIG_PROFILE|KEEPER_.*|TEST_.*)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
@@ -19,11 +18,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..arenas.memory import SIZE_SEALS, check_sealed
 from ..runtime.buffers import HostBuffer
 
 __all__ = ["Arena", "Window", "identity_of"]
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; which fcntl does not name
 
 
@@ -48,7 +47,7 @@ class Arena:
             self._memory = mmap.mmap(self.fd, self.nbytes)
             with contextlib.suppress(OSError):  # an older kernel
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SIZE_SEALS)
         except OSError:
             os.close(self.fd)
             raise
@@ -90,13 +89,7 @@ class Window:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         try:
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise OSError(errno.EPERM, "that memory is not sealed: its owner could cut it off")
-            self.nbytes = os.fstat(fd).st_size
-            if self.nbytes != nbytes:
-                raise OSError(
-                    errno.EINVAL, f"that memory has {self.nbytes:,} bytes, and not {nbytes:,}"
-                )
+            self.nbytes = check_sealed(fd, nbytes)
             self._memory = mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ)
         finally:
             os.close(fd)

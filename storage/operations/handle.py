@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 
-from ...errors import DeadlineError
+from ...errors import DeadlineError, UsageError
 from ..runtime.engine import EngineFuture
 from .report import SaveReport
 
@@ -18,10 +18,14 @@ __all__ = ["SaveHandle", "StageHandle"]
 class StageHandle:
     """A point in the life of a save. Fails if the save fails before it is reached."""
 
-    def __init__(self, name: str, seen: Callable[[], None] = lambda: None) -> None:
-        """``seen()`` is called whenever a caller learns that the stage is reached."""
+    def __init__(
+        self, name: str, seen: Callable[[], None] = lambda: None, *, absent: str = ""
+    ) -> None:
+        """``seen()`` is called whenever a caller learns that the stage is reached. ``absent``: why
+        this save does not come to this stage; to ask for it is a UsageError then."""
         self._name = name
         self._seen = seen
+        self._absent = absent
         self._future = EngineFuture[None]()
 
     def __repr__(self) -> str:
@@ -29,7 +33,9 @@ class StageHandle:
 
     @property
     def status(self) -> str:
-        """``reached``, ``not yet`` or ``failed``; asking changes nothing."""
+        """``reached``, ``not yet``, ``failed`` or ``never``; asking changes nothing."""
+        if self._absent:
+            return "never"
         if not self._future.done():
             return "not yet"
         if self._future.exception() is None:
@@ -37,7 +43,9 @@ class StageHandle:
         return "failed"
 
     def done(self) -> bool:
-        """Whether the stage was reached, or the save failed before it."""
+        """Whether the stage was reached, or the save failed before it. Raises UsageError for a
+        stage that this save does not come to."""
+        self._check_present()
         if not self._future.done():
             return False
         self._seen()
@@ -47,8 +55,10 @@ class StageHandle:
         """Return when the stage is reached. Raises what the save failed with, or DeadlineError
         after ``timeout`` seconds.
 
-        Without ``timeout``, the save's own deadlines bound the wait.
+        Without ``timeout``, the save's own deadlines bound the wait. Raises UsageError for a stage
+        that this save does not come to.
         """
+        self._check_present()
         try:
             failure = self._future.exception(timeout)
         except FutureTimeoutError as error:
@@ -59,7 +69,12 @@ class StageHandle:
             raise _copy_of(failure)
         self._seen()
 
+    def _check_present(self) -> None:
+        if self._absent:
+            raise UsageError(f"this save is never {self._name}: {self._absent}")
+
     def __await__(self) -> Generator[object, None, None]:
+        self._check_present()
         yield from self.reached().__await__()
         self._seen()
 
@@ -94,40 +109,61 @@ def _copy_of(error: BaseException) -> BaseException:
     return copied.with_traceback(error.__traceback__)
 
 
+_NO_KEEPER = "it does not go by way of a keeper"
+
+
 @dataclass(repr=False)
 class SaveHandle:
     """A save under way.
 
     ``captured``: every byte has been copied; the state may change again. ``sealed``: whole in host
     memory and checksummed (with a budget smaller than the image: as each chunk passed through).
-    ``durable``: committed, on every rank.
+    ``agreed``: in the memory of keepers on every rank, so that it survives the trainers.
+    ``durable``: committed, on every rank. A save does not come to ``agreed`` without a keeper, and
+    one that stays in memory does not come to ``durable``: to wait for these is a UsageError.
     """
 
     uri: str
     captured: StageHandle = field(default_factory=lambda: StageHandle("captured"))
     sealed: StageHandle = field(default_factory=lambda: StageHandle("sealed"))
+    agreed: StageHandle = field(default_factory=lambda: StageHandle("agreed", absent=_NO_KEEPER))
     durable: StageHandle = field(default_factory=lambda: StageHandle("durable"))
     report: SaveReport | None = None
     """Set when durable."""
 
     def __repr__(self) -> str:
-        stages = {"captured": self.captured, "sealed": self.sealed, "durable": self.durable}
-        statuses = ", ".join(f"{name} {stage.status}" for name, stage in stages.items())
+        statuses = ", ".join(f"{name} {stage.status}" for name, stage in self._stages.items())
         return f"<SaveHandle {self.uri}: {statuses}>"
+
+    @property
+    def _stages(self) -> dict[str, StageHandle]:
+        """Those that this save comes to, in order."""
+        stages = {
+            "captured": self.captured,
+            "sealed": self.sealed,
+            "agreed": self.agreed,
+            "durable": self.durable,
+        }
+        return {name: stage for name, stage in stages.items() if stage.status != "never"}
+
+    @property
+    def last(self) -> StageHandle:
+        """The stage with which this save ends."""
+        return list(self._stages.values())[-1]
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
-        return self.durable.done()
+        return self.last.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the checkpoint is committed. Raises what the save failed with, on this rank
-        or another."""
-        self.durable.wait(timeout)
+        """Return when the checkpoint is committed, or, where it stays in memory, agreed. Raises
+        what the save failed with, on this rank or another."""
+        self.last.wait(timeout)
 
     def __await__(self) -> Generator[object, None, None]:
-        return self.durable.__await__()
+        return self.last.__await__()
 
     def fail(self, error: BaseException) -> None:
         """For the engine: no further stage will be reached."""
-        for stage in (self.captured, self.sealed, self.durable):
+        for stage in (self.captured, self.sealed, self.agreed, self.durable):
             stage.fail(error)

@@ -6,6 +6,8 @@ A save:
                 it, or what is to be compared
     holds       what each rank holds, where some go by another plan
     digests     digests of what is to be compared; the leader: the global plan
+    keep        where ranks have keepers: whether each has a slot; the leader: whether all go by way
+                of their keepers, and the branch of the run
     begin       the leader alone: the attempt
     written     the ranks of a host to the first of them: their fragments, and what they recorded
     commit      the first ranks of hosts, and the ranks of the leader's: the same
@@ -39,6 +41,7 @@ __all__ = [
     "FITS",
     "HOLDS",
     "HOSTS",
+    "KEEP",
     "AgreeVerdict",
     "Arrived",
     "Begun",
@@ -52,6 +55,8 @@ __all__ = [
     "FragmentCodec",
     "HeldStatement",
     "Hosts",
+    "Keepable",
+    "Kept",
     "OnHost",
     "PlanDecision",
     "PlanFollowed",
@@ -136,6 +141,21 @@ class PlanDecision:
     shares: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     hosts: bytes = b""
     id: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Keepable:
+    """Why this rank cannot go by way of its keeper; "" where it can."""
+
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Why no rank goes by way of its keeper, "" where all do; and the branch of the run."""
+
+    problem: str = ""
+    branch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +247,7 @@ class Arrived:
 AGREE = Round.of("agree", SaveStatement, AgreeVerdict)
 HOLDS = Round.of("holds", HeldStatement, Comparison)
 DIGESTS = Round.of("digests", Findings, PlanDecision)
+KEEP = Round.of("keep", Keepable, Kept)
 BEGIN = Round.of("begin", Nothing, Begun)
 DIVIDE = Round.of("divide", Boxes, Division)
 HOSTS = Round.of("hosts", OnHost, Hosts)

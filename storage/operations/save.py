@@ -6,16 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ...core.aio import side_by_side, wait_out
-from ...core.lru import LruCache
 from ...core.spans import Where, span
 from ...drivers.contract import Driver
 from ...errors import (
@@ -29,11 +25,10 @@ from ..format.fragment import Fragment, fragment_of, join
 from ..format.lineage import ROOT
 from ..format.manifest import MANIFEST_KEY, image_key
 from ..format.merge import merge
-from ..format.packed import Compression
 from ..format.save_telemetry import encode_record
 from ..format.tables import ImageTable
 from ..pipeline.capture import TensorChunks
-from ..pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
+from ..pipeline.image_writer import ImageWriter, WrittenImage
 from ..protocol import limits
 from ..protocol.attempt import Attempt, check_marker, delete_attempt
 from ..protocol.collect import give_up, sweep
@@ -44,20 +39,15 @@ from ..ranks.member import LEADER
 from ..ranks.messages import Nothing
 from ..ranks.team import Team
 from ..runtime.engine import offload
-from ..state.fingerprint import fingerprints
-from ..state.flat_state import FlatState
-from ..state.lazy import LazyCapture
-from ..state.plan import Agreed, ImagePlan, plan_save
-from .deadline import Deadline
+from ..state.plan import ImagePlan
 from .driver_progress import with_progress
-from .global_plan import Digest, GlobalPlan, GlobalPlans, agree
+from .global_plan import GlobalPlan
+from .kept_save import global_plan_of, keep, planned
 from .rounds import BEGIN, Begun, FragmentCodec, commit_round
+from .save_job import SaveJob
 from .telemetry import encoded_telemetry, rank_telemetry
 
-__all__ = ["SaveJob", "run_save", "written_fragment"]
-
-PLANS_KEPT = 8
-"""How many global plans a process keeps."""
+__all__ = ["run_save", "written_fragment"]
 
 COMMITTED_S = 5.0
 """How long a rank that has lost the job's store looks for the commit."""
@@ -66,48 +56,10 @@ COMMITTED_PAUSE_S = 0.2
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class SaveJob:
-    """What one rank saves."""
-
-    flat: FlatState
-    step: int | None
-    budget_nbytes: int | None
-    """Host memory for chunks; None: room for the whole image."""
-    lazy: LazyCapture | None = None
-    """Set where training goes on while ``flat`` is copied."""
-    callbacks: Callbacks = field(default=Callbacks(lambda: None, lambda: None))
-    created_s: float = field(default_factory=time.time)
-    after: Future[None] | None = None
-    """Another save, for whose end the writing waits; copying does not."""
-    digests: Digest | None = None
-    """How to digest rows of the state; None: there is nothing about it."""
-    plans: GlobalPlans = field(default_factory=lambda: LruCache(PLANS_KEPT))
-    """The global plans of former saves of this process."""
-    deadline: Deadline = field(default=Deadline())
-    """When it is committed, or has failed."""
-    compression: Compression | None = None
-    """How images are stored; the same on all ranks."""
-    admit: Callable[[], Awaitable[str]] | None = None
-    """Asked by the leader before anything is written: raises where the run may not be saved at this
-    step; returns the branch that the manifest records."""
-
-    @property
-    def fenced_s(self) -> float:
-        """How long training has waited for a lazy capture."""
-        if self.lazy is None:
-            return 0.0
-        return self.lazy.waited_s
-
-    def release_state(self) -> None:
-        """Keep no reference to the state. Frames of a failed save may keep the job."""
-        self.flat = FlatState()
-        self.digests = None
-
-
-async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, int]:
+async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, int] | None:
     """Save; return the attempt, and the bytes of this rank's image and of its file. Every rank of
-    the team calls this.
+    the team calls this. None: all ranks have captured into the memory of their keepers, which go
+    on (see :mod:`.keeping`).
 
     Raises what failed on this rank, RankFailedError or DeadlineError for another, DeadlineError
     when its time is over. Then nothing was committed, unless the failure came between the put of
@@ -127,16 +79,16 @@ async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, 
         return saved
 
 
-async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> tuple[str, int, int]:
-    global_plan = await _global_plan(driver, team, job)
+async def _save(
+    driver: Driver, team: Team, job: SaveJob, leader: _Leader
+) -> tuple[str, int, int] | None:
+    global_plan = await global_plan_of(team, driver.uri, job)
+    if job.keeping is not None and await keep(team, job, global_plan):
+        return None
     # Copying does not wait for the storage to answer: trainers wait for the copies.
     beginning = asyncio.ensure_future(leader.begin_for(team))
     try:
-        agreed: Agreed | None = None
-        if global_plan is not None:
-            agreed = global_plan.agreed
-        with span("plan"):
-            plan = await offload(plan_save, job.flat, team.rank, agreed, job.lazy)
+        plan = await planned(job, team.rank, global_plan)
         chunks = TensorChunks(plan.layout, plan.source)
         callbacks = replace(job.callbacks, moved=team.report_progress)
         writer = ImageWriter(
@@ -210,16 +162,6 @@ async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
         if loop.time() > until_s:
             return False
         await asyncio.sleep(COMMITTED_PAUSE_S)
-
-
-async def _global_plan(driver: Driver, team: Team, job: SaveJob) -> GlobalPlan | None:
-    """The global plan; None for a rank without peers."""
-    if team.world == 1:
-        return None
-    digests = job.digests
-    if digests is None:
-        digests = partial(fingerprints, job.flat, lazy=job.lazy)
-    return await agree(team, driver.uri, job.flat, digests, job.plans, job.compression)
 
 
 async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:

@@ -37,13 +37,18 @@ __all__ = ["load_state"]
 
 
 def load_state(
-    uri: UriLike, into: object, options: LoadOptions, touched: set[str] | None = None
+    uri: UriLike,
+    into: object,
+    options: LoadOptions,
+    touched: set[str] | None = None,
+    driver: Driver | None = None,
 ) -> object:
     """Load as :func:`~holdfast.load` does; return the state.
 
     ``touched``: the names that earlier, failed loads into the same state have begun to fill; those
     that this load begins to fill are added. Raises MismatchError, in every mode and before anything
-    is filled, where the checkpoint does not have all of them.
+    is filled, where the checkpoint does not have all of them. ``driver``: what the checkpoint is
+    read through, if that does not follow from ``uri``; it is closed.
     """
     began_s = time.perf_counter()
     check_may_wait()
@@ -53,7 +58,8 @@ def load_state(
     recorder = recorder_of(options.telemetry, team.rank if into is not None else current_rank())
     try:
         with recording(recorder):
-            printed, loaded = _load(uri, team, into, options, touched)
+            opened = _opened(uri, team, options, driver)
+            printed, loaded = _load(opened, team, into, options, touched)
     except BaseException as error:
         seconds = time.perf_counter() - began_s
         announce(Outcome("load", printed_uri(uri), seconds, error=error))
@@ -66,19 +72,22 @@ def load_state(
     return loaded.state
 
 
-def _load(
-    uri: UriLike, team: Team, into: object, options: LoadOptions, touched: set[str] | None
-) -> tuple[str, _Loaded]:
-    """The URI as the driver prints it, and what was loaded."""
+def _opened(uri: UriLike, team: Team, options: LoadOptions, driver: Driver | None) -> Driver:
     with announcing_errors(team):
         options.check()
-        part = None
-        if options.only is not None:
-            part = Part(options.only)
         with span("wait"):
             fence()
         with span("open"):
-            driver = open_driver(uri, **(options.storage_options or {}))
+            return driver or open_driver(uri, **(options.storage_options or {}))
+
+
+def _load(
+    driver: Driver, team: Team, into: object, options: LoadOptions, touched: set[str] | None
+) -> tuple[str, _Loaded]:
+    """The URI as the driver prints it, and what was loaded."""
+    part = None
+    if options.only is not None:
+        part = Part(options.only)
     if team.world == 1 and part is None and (into is None or options.strict is True):
         driver, options = _with_read_ahead(driver, options)
     if into is None:

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import SupportsIndex
 
@@ -22,9 +23,10 @@ from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...drivers.uri import Uri, join
 from ...errors import UsageError
+from ..arenas.messages import Durable
 from ..pipeline.image_writer import Callbacks
 from ..ranks.calls import Call
-from ..ranks.process_group import current_team, current_world
+from ..ranks.process_group import current_rank, current_team, current_world
 from ..ranks.team import Team
 from ..runtime.engine import offload, start
 from ..runtime.progress import ProgressReporter
@@ -38,13 +40,16 @@ from .call_errors import announcing_errors, printed_step
 from .deadline import Deadline
 from .global_plan import GlobalPlans
 from .handle import SaveHandle, StageHandle
+from .keeping import ByKeeper, Keeping, KeptStages
+from .kept_save import make_accord, run_memory_step
 from .options import SaveOptions, UriLike
 from .outcomes import Outcome, announce
 from .report import SaveReport
-from .save import PLANS_KEPT, SaveJob, run_save
+from .save import run_save
+from .save_job import PLANS_KEPT, SaveJob
 from .telemetry import log_safely, log_saved, recorder_of, summary_of
 
-__all__ = ["Destination", "begin_save", "step_of_state"]
+__all__ = ["Destination", "begin_memory_step", "begin_save", "step_of_state"]
 
 LAZY_PAUSE_S = 0.002
 """How long a lazy save pauses first. Its Python code would make the trainer, which is returning
@@ -57,7 +62,8 @@ _in_flight_lock = new_lock()
 
 
 class Destination:
-    """The destination of a save: a driver, which is closed when the save has ended."""
+    """The destination of a save: a driver, which is closed when the save has ended. ``by``: the
+    save goes by way of keepers, if those of all ranks have room."""
 
     def __init__(
         self,
@@ -65,6 +71,7 @@ class Destination:
         storage_options: Mapping[str, object] | None,
         below: str = "",
         known: str = "",
+        by: ByKeeper | None = None,
     ) -> None:
         """``below``: the key of the checkpoint below ``uri``. ``known``: the checkpoint's URI as
         the driver prints it, where that is known and the URI is known to be valid. Then the driver
@@ -74,6 +81,7 @@ class Destination:
         self._open = partial(_open, uri, below, current_world(), storage_options or {})
         self._driver = None
         self.uri = known
+        self.by = by
         if not known:
             self._driver = self._open()
             self.uri = self._driver.uri
@@ -111,56 +119,115 @@ def begin_save(
     team = current_team(call, options.deadline_s, saving=True)
     recorder = recorder_of(options.telemetry, team.rank)
     with announcing_errors(team, to), recording(recorder):
-        deadline = Deadline.of(options.timeout_s)
-        if step is not None:
-            step = _checked_step(step)
-        with span("flatten"):
-            flat = flatten(state, default=options.default)
-        if options.allow_empty:
-            flat.placeholders = {}
-        elif team.world == 1:
-            refuse_placeholders([reported_placeholders(flat)])
-        lazy = None
-        if options.lazy:
-            lazy = LazyCapture(flat, prove=options.lazy == "prove")
-        reporter = ProgressReporter(options.progress)
-        devices = devices_of(flat.locals)
-        stages = _Stages(_handle(to.uri, lazy), began_s, lazy, recorder)
-        job = SaveJob(
-            flat,
-            step,
-            options.budget_nbytes,
-            lazy=lazy,
-            callbacks=Callbacks(stages.captured, stages.sealed, wrote=reporter.report),
-            after=after,
-            digests=partial(_digests, flat, lazy, devices),
-            plans=_plans,
-            deadline=deadline,
-            compression=options.compression,
-            admit=admit,
-        )
-        save = _RunningSave(job, stages, Queued.now(devices), reporter, logs_failure)
+        save = _prepared(_Call(to.uri, step, options, began_s, recorder, to.by), state, team.world)
+        save.job.after = after
+        save.job.admit = admit
+        save.logs_failure = logs_failure
         with _in_flight_lock:
             before = _in_flight.get(to.uri)
             future = _in_flight[to.uri] = start(_run(to, team, save, before))
     future.add_done_callback(lambda done: _forget(to.uri, done))
-    if lazy is not None and lazy.waits:
-        lazy.wait_in_call()
-    return stages.handle, future
+    save.wait_in_call()
+    return save.handle, future
+
+
+def begin_memory_step(
+    uri: str,
+    state: object,
+    step: int,
+    options: SaveOptions,
+    by: ByKeeper,
+    *,
+    agrees: bool,
+) -> tuple[SaveHandle, Future[None]]:
+    """Begin to keep a step in the memory of a keeper, and return at once: its handle, and a future
+    that is done when it is agreed on, or will not be. No storage is asked, and no other rank,
+    unless ``agrees``: then all ranks call this, and agree on a plan first. ``uri``: what the step
+    is called."""
+    began_s = time.perf_counter()
+    rank = current_rank()
+    recorder = recorder_of(options.telemetry, rank)
+    with recording(recorder):
+        team = None
+        if agrees:
+            team = current_team(Call("keep", uri, step), options.deadline_s, saving=True)
+        world = current_world()
+        save = _prepared(_Call(uri, step, options, began_s, recorder, by), state, world)
+        save.logs_failure = False
+        future = start(_run_in_memory(rank, world, team, save))
+    save.wait_in_call()
+    return save.handle, future
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a save was called with, and when."""
+
+    uri: str
+    step: int | None
+    options: SaveOptions
+    began_s: float
+    recorder: Recorder | None
+    by: ByKeeper | None
+
+
+def _prepared(call: _Call, state: object, world: int) -> _RunningSave:
+    """A save that is about to begin: the state is flattened, and what of it may change before it is
+    copied is copied, or watched."""
+    options = call.options
+    step = call.step
+    deadline = Deadline.of(options.timeout_s)
+    if step is not None:
+        step = _checked_step(step)
+    with span("flatten"):
+        flat = flatten(state, default=options.default)
+    if options.allow_empty:
+        flat.placeholders = {}
+    elif world == 1:
+        refuse_placeholders([reported_placeholders(flat)])
+    lazy = None
+    if options.lazy:
+        lazy = LazyCapture(flat, prove=options.lazy == "prove")
+    reporter = ProgressReporter(options.progress)
+    devices = devices_of(flat.locals)
+    stages = _Stages(_handle(call.uri, lazy, call.by), call.began_s, lazy, call.recorder)
+    keeping = None
+    if call.by is not None:
+        kept = KeptStages(stages.sealed, stages.handle.agreed.reach)
+        keeping = Keeping(call.by, kept)
+    job = SaveJob(
+        flat,
+        step,
+        options.budget_nbytes,
+        lazy=lazy,
+        callbacks=Callbacks(stages.captured, stages.sealed, wrote=reporter.report),
+        digests=partial(_digests, flat, lazy, devices),
+        plans=_plans,
+        deadline=deadline,
+        compression=options.compression,
+        keeping=keeping,
+    )
+    return _RunningSave(job, stages, Queued.now(devices), reporter)
 
 
 def _open(uri: UriLike | Uri, below: str, world: int, options: Mapping[str, object]) -> Driver:
     return open_driver(join(uri, below) if below else uri, world, **options)
 
 
-def _handle(uri: str, lazy: LazyCapture | None) -> SaveHandle:
-    if lazy is None:
-        return SaveHandle(uri)
-    return SaveHandle(
-        uri,
-        captured=StageHandle("captured", lazy.seen),
-        durable=StageHandle("durable", lazy.seen),
-    )
+def _handle(uri: str, lazy: LazyCapture | None, by: ByKeeper | None) -> SaveHandle:
+    handle = SaveHandle(uri)
+    seen = _nothing if lazy is None else lazy.seen
+    handle.captured = StageHandle("captured", seen)
+    handle.durable = StageHandle("durable", seen)
+    if by is not None:
+        handle.agreed = StageHandle("agreed", seen)
+        if by.storage is None:
+            handle.durable = StageHandle("durable", absent="this step stays in memory")
+    return handle
+
+
+def _nothing() -> None:
+    pass
 
 
 def _digests(
@@ -235,7 +302,6 @@ class _RunningSave:
         stages: _Stages,
         queued: Queued,
         reporter: ProgressReporter,
-        logs_failure: bool,
     ) -> None:
         self._job: SaveJob | None = job
         self._stages = stages
@@ -243,7 +309,7 @@ class _RunningSave:
         self._step = job.step
         self._lazy = job.lazy
         self._deadline = job.deadline
-        self._logs_failure = logs_failure
+        self.logs_failure = True
         self.handle = stages.handle
         self.reporter = reporter
 
@@ -252,10 +318,11 @@ class _RunningSave:
         URI; return the driver."""
         async with self._deadline.holds(self.handle.uri, team.rank):
             with span("wait"):
-                await self._until_ready(before)
+                await self.until_ready(before)
         return to.driver()
 
-    async def _until_ready(self, before: Future[None] | None) -> None:
+    async def until_ready(self, before: Future[None] | None) -> None:
+        """Wait until a byte may be copied."""
         if self._lazy is not None and not self._lazy.waits:
             await asyncio.sleep(LAZY_PAUSE_S)
         if before is not None:
@@ -269,24 +336,43 @@ class _RunningSave:
         assert self._job is not None
         return self._job
 
+    def wait_in_call(self) -> None:
+        """Return when the call of the save may return."""
+        if self._lazy is not None and self._lazy.waits:
+            self._lazy.wait_in_call()
+
+    async def until_kept(self, rank: int) -> Durable | None:
+        """Wait for what the keeper makes of it: durable, if it goes to storage."""
+        keeping = self.job.keeping
+        assert keeping is not None
+        self.job.release_state()
+        async with self._deadline.holds(self.handle.uri, rank):
+            return await asyncio.wrap_future(keeping.ended)
+
+    def stay_in_memory(self) -> None:
+        """The step is agreed on, and goes nowhere else."""
+        seconds = self._stages.elapsed_s()
+        _log.debug("step %s is in memory after %.3f s", self._step, seconds)
+        self.handle.agreed.reach()
+
     def succeed(self, attempt: str, nbytes: int, stored_nbytes: int) -> None:
         """The save is committed."""
         report = self._stages.report(attempt, nbytes, stored_nbytes)
         self.handle.report = report
         log_safely(log_saved, report, self._step)
         announce(Outcome("save", self.handle.uri, report.durable_s, step=self._step, report=report))
-        self._release_state()
+        self.release_state()
         self.handle.durable.reach()
 
     def fail(self, error: BaseException) -> None:
         """The save has failed."""
         caller_went_on = self._lazy is not None or self.handle.captured.done()
         try:
-            if self._logs_failure and caller_went_on:
+            if self.logs_failure and caller_went_on:
                 _log.error("the save to %s failed: %s", self.handle.uri, error)
         finally:  # also where a log handler of the user's raises
             self.end_capture()
-            self._release_state()
+            self.release_state()
             _clear_frames(error)
             seconds = self._stages.elapsed_s()
             announce(Outcome("save", self.handle.uri, seconds, step=self._step, error=error))
@@ -297,7 +383,7 @@ class _RunningSave:
         if self._lazy is not None:
             self._lazy.end()
 
-    def _release_state(self) -> None:
+    def release_state(self) -> None:
         """Keep no reference to the state, even if the caller keeps the handle."""
         if self._job is not None:
             self._job.release_state()
@@ -326,6 +412,12 @@ async def _run(
             raise
         async with save.reporter:
             saved = await run_save(driver, team, save.job)
+        if saved is None:
+            durable = await save.until_kept(team.rank)
+            assert durable is not None
+            saved = (durable.attempt, durable.nbytes, durable.nbytes)
+        elif save.job.keeping is not None:
+            save.handle.agreed.fail(UsageError("this step went to storage without a keeper"))
         save.succeed(*saved)
     except BaseException as error:
         save.fail(error)
@@ -337,6 +429,23 @@ async def _run(
         if before is not None:
             # It may end later: a save that waits for this one must wait for that one, too.
             await asyncio.wait([asyncio.wrap_future(before)])
+
+
+async def _run_in_memory(rank: int, world: int, team: Team | None, save: _RunningSave) -> None:
+    """Keep a step in memory; its outcome, good or bad, goes to the handle."""
+    try:
+        await save.until_ready(None)
+        if team is not None:
+            await make_accord(team, save.handle.uri, save.job)
+        await run_memory_step(rank, world, save.job)
+        await save.until_kept(rank)
+        save.stay_in_memory()
+    except BaseException as error:
+        save.fail(error)
+        if not isinstance(error, Exception):
+            raise
+    finally:
+        save.end_capture()
 
 
 def _forget(uri: str, future: Future[None]) -> None:

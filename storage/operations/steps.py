@@ -13,25 +13,25 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from ...drivers.contract import Driver
-from ..format.fragment import Fragment, join
+from ..format.fragment import Fragment
 from ..format.manifest import image_key
-from ..format.merge import merge
 from ..format.packed import Compression
 from ..pipeline.capture import TensorChunks
 from ..pipeline.image_writer import ImageWriter
-from ..protocol import limits
-from ..protocol.attempt import Attempt, delete_attempt
-from ..protocol.collect import give_up, sweep
-from ..protocol.commit import begin, commit, settle
+from ..protocol.attempt import Attempt
+from ..protocol.collect import give_up
+from ..protocol.commit import begin
+from ..protocol.whole import commit_attempt
 from ..ranks.member import LEADER
 from ..ranks.messages import Nothing
 from ..ranks.team import Team
 from ..runtime.engine import offload
 from ..state.plan import plan_save
 from .rounds import DIVIDE, Boxes, Division, FragmentCodec, commit_round
-from .save import SaveJob, written_fragment
+from .save import written_fragment
+from .save_job import SaveJob
 
-__all__ = ["commit_attempt", "commit_together", "divide", "write_image"]
+__all__ = ["commit_together", "divide", "write_image"]
 
 
 async def write_image(driver: Driver, attempt: Attempt, rank: int, job: SaveJob) -> Fragment:
@@ -48,37 +48,6 @@ async def write_image(driver: Driver, attempt: Attempt, rank: int, job: SaveJob)
 
     written = await writer.write(key)
     return written_fragment(attempt, job, plan, written, rank)
-
-
-async def commit_attempt(
-    driver: Driver,
-    attempt: Attempt,
-    fragments: Sequence[Fragment],
-    compression: Compression | None = None,
-) -> None:
-    """Commit what all ranks have written; ``fragments`` come in order of rank. Then delete the
-    checkpoint that it replaces.
-
-    Raises CoverageError where an element is stored twice or not at all; SaveError, StorageError.
-    """
-    may_be_stored = False
-
-    def putting() -> None:
-        nonlocal may_be_stored
-        may_be_stored = True
-
-    try:
-        manifest = await offload(merge, [join(fragments)], compression)
-        obsolete = await commit(driver, attempt, manifest, putting)
-    except BaseException:
-        if not may_be_stored:
-            await give_up(driver, attempt)
-        raise
-    await settle(driver, attempt)
-    if obsolete is not None:
-        await delete_attempt(driver, obsolete)
-    if not driver.traits.bounded:
-        await sweep(driver, limits.CLEAN_UP_S)
 
 
 async def divide(team: Team, driver: Driver, nbytes: Mapping[str, int]) -> Division:

@@ -112,7 +112,7 @@ class _Run:
 
 
 class FileChunks:
-    """A :class:`.capture.ChunkSource` that reads from ``driver``. ``places`` are where the shards
+    """A :class:`.chunks.ChunkSource` that reads from ``driver``. ``places`` are where the shards
     of ``layout`` lie, in its order of shards; ``skips`` are bytes before them there. ``check`` is
     awaited when everything is read; what it raises is raised in place of the last chunk.
 
@@ -138,7 +138,7 @@ class FileChunks:
         self._untaken = layout.chunks
 
     async def take(self, chunk: int) -> HostBuffer:
-        """See :class:`.capture.ChunkSource`. Raises what the driver's ``read`` raises, and the
+        """See :class:`.chunks.ChunkSource`. Raises what the driver's ``read`` raises, and the
         ``find`` of a place."""
         start, stop = self._layout.chunk_range(chunk)
         buffer = self.pool.take()

@@ -19,7 +19,7 @@ from ..runtime.buffers import HostBuffer
 from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.scheduler import Budget
-from .capture import ChunkSource, chunks_to_write
+from .chunks import ChunkSource, chunks_to_write
 from .packing import Packing
 from .upload import Opening, write_pages, writing_order
 

@@ -28,9 +28,10 @@ from ..format.packed import Compression, checked_compression
 from ..operations.deadline import Deadline
 from ..operations.differences import Strict
 from ..operations.handle import SaveHandle
+from ..operations.keeping import ByKeeper, Storage
 from ..operations.location import Place
 from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions, UriLike
-from ..operations.start_save import Destination, begin_save
+from ..operations.start_save import Destination, begin_memory_step, begin_save
 from ..operations.telemetry import Telemetry, check_telemetry
 from ..ranks.process_group import Group, acting_in, check_group
 from ..runtime.engine import start
@@ -38,10 +39,12 @@ from ..runtime.progress import ProgressCallback
 from ..state.default import Default
 from ..state.lazy import fence, hook_optimizers
 from .decisions import Decision, Decisions
-from .follower import PendingSave, follow
+from .follower import PendingSave, follow, follow_memory
+from .keeper_option import KeeperOption
+from .memory_level import memory_level_of
 from .naming import checkpoint_name
 from .preemption import Preemption
-from .resume import Back, resumed
+from .resume import Back, Resumed, begin_run, resumed
 from .retention import Keep, Retention
 from .run_lineage import RunLineage, below
 from .schedule import schedule_of
@@ -79,6 +82,10 @@ class Checkpointer:
     ``budget_nbytes``, ``storage_options``, ``compression``, ``allow_empty``, ``default``,
     ``process_group`` and ``telemetry`` as in :func:`async_save`, but lazy unless switched off.
 
+    ``keeper``: a :class:`Keeper`, or ``"auto"`` for one as it is by default. Steps are then kept in
+    host memory besides, outside of the trainer; saves to storage go by way of it where all ranks
+    have room there; and :meth:`resume` goes on from memory where that is newer than storage.
+
     Every rank makes one, with the same arguments. Raises UsageError, UriError; StorageError only
     from :meth:`resume`.
     """
@@ -102,6 +109,7 @@ class Checkpointer:
         default: Default | None = None,
         process_group: Group = None,
         telemetry: Telemetry = "on",
+        keeper: KeeperOption = None,
     ) -> None:
         _one_of("when_busy", when_busy, ("skip", "wait", "queue"))
         _one_of("on_error", on_error, ("warn", "raise"))
@@ -137,6 +145,12 @@ class Checkpointer:
         self._decisions = Decisions(deadline_s, self._printed)
         self._stats = Stats()
         self._lineage = RunLineage(self._root)
+        self._memory = memory_level_of(keeper, self._printed)
+        self._keeping: list[PendingSave] = []
+        """Steps that are on their way to memory."""
+        self._accord_made = False
+        self.resumed: Resumed | None = None
+        """What :meth:`resume` has gone on from, and out of which tier."""
         self._pending: list[PendingSave] = []
         self._last: int | None = None
         """The step that was saved last, or that training continues from."""
@@ -210,7 +224,8 @@ class Checkpointer:
             telemetry=self._save_options.telemetry,
         )
         with acting_in(self._group):
-            found = resumed(self._lineage, self._root, back, state, options)
+            self.resumed = resumed(self._lineage, self._root, back, state, options, self._memory)
+        found = self.resumed.step
         self._schedule.begin_at(found or 0)
         self._decisions.begin_run()
         self._last = found or None
@@ -251,10 +266,13 @@ class Checkpointer:
         ):
             return None
         try:
+            kept = self._memory is not None and self._is_kept(step)
             due = self._schedule.due(step, self._decisions) and step != self._last
             if due:
                 self._stats.due(step)
                 return self._due(step, state, metric)
+            if kept:
+                return self._keep(step, state)
             return None
         except CoordinationError as error:  # the ranks have not come to a decision
             self._stats.undecided(step, error)
@@ -298,6 +316,8 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            if self._memory is not None:
+                self._memory.close()
             if self._preemption is not None:
                 if self._preemption.pending:
                     self._preemption.hand_over()
@@ -328,6 +348,43 @@ class Checkpointer:
         if self._when_busy != "skip":
             self._wait_for_room()
         return self._begin(step, state, number)
+
+    def _is_kept(self, step: int) -> bool:
+        """Whether ``step`` is to be kept in memory. A run that has not resumed joins its keepers
+        here."""
+        assert self._memory is not None
+        if not self._memory.joined:
+            begin_run(self._memory, self._root, self._save_options.deadline_s)
+        return self._memory.due(step)
+
+    def _keep(self, step: int, state: object) -> SaveHandle | None:
+        """Begin to keep a step in memory. One that cannot be is left out, and counted."""
+        assert self._memory is not None
+        self._keeping = [kept for kept in self._keeping if not kept.followed.done()]
+        if any(not kept.handle.captured.done() for kept in self._keeping):
+            self._stats.not_kept(step, "the step before is still being copied")
+            return None
+        agrees = not self._accord_made
+        self._accord_made = True
+        began_s = time.perf_counter()
+        try:
+            handle, ended = begin_memory_step(
+                self._printed + checkpoint_name(step),
+                state,
+                step,
+                self._save_options,
+                self._memory.by(),
+                agrees=agrees,
+            )
+            if not self._save_options.lazy:
+                handle.captured.wait()
+        except Exception as error:
+            self._stats.not_kept(step, str(error))
+            return None
+        self._stats.stalled(time.perf_counter() - began_s)
+        followed = start(follow_memory(step, handle, self._stats))
+        self._keeping.append(PendingSave(step, handle, ended, followed))
+        return handle
 
     def _under_way(self) -> list[PendingSave]:
         """Saves that have not ended. Those that nothing follows any more are forgotten."""
@@ -361,6 +418,9 @@ class Checkpointer:
             _settled(save.ended)
             _settled(save.followed)
         self._pending.clear()
+        for kept in self._keeping:
+            _settled(kept.followed)
+        self._keeping.clear()
 
     def _begin(self, step: int, state: object, metric: float | None) -> SaveHandle | None:
         began_s = time.perf_counter()
@@ -370,9 +430,12 @@ class Checkpointer:
         if under_way and self._when_busy == "queue":
             after = under_way[-1].ended
         self._last = step
+        self._accord_made = True
         try:
             handle, ended = begin_save(
-                Destination(self._root.uri, self._root.options, name, self._printed + name),
+                Destination(
+                    self._root.uri, self._root.options, name, self._printed + name, self._by(name)
+                ),
                 state,
                 step,
                 self._save_options,
@@ -396,6 +459,15 @@ class Checkpointer:
         )
         self._pending.append(PendingSave(step, handle, ended, followed))
         return handle
+
+    def _by(self, name: str) -> ByKeeper | None:
+        """How a save to the checkpoint of this name goes by way of keepers, if the run has any."""
+        if self._memory is None:
+            return None
+        if not self._memory.joined:
+            begin_run(self._memory, self._root, self._save_options.deadline_s)
+        uri = str(join(self._root.uri, name))
+        return self._memory.by(Storage(uri, self._root.options, self._save_options.compression))
 
     def _steps_under_way(self) -> list[int]:
         """From any thread."""

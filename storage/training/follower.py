@@ -18,7 +18,7 @@ from ..operations.telemetry import log_safely
 from .retention import Retention
 from .stats import Stats
 
-__all__ = ["PendingSave", "follow"]
+__all__ = ["PendingSave", "follow", "follow_memory"]
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +65,16 @@ async def follow(
         log_safely(_warn, "step %d: old checkpoints could not be deleted: %s", step, error)
     else:
         log_safely(stats.pruned, report)
+
+
+async def follow_memory(step: int, handle: SaveHandle, stats: Stats) -> None:
+    """Wait for ``step`` to be kept in memory, and count it. Raises nothing."""
+    try:
+        await handle.agreed.reached()
+    except BaseException as error:
+        log_safely(stats.not_kept, step, str(error))
+        return
+    log_safely(stats.kept, step)
 
 
 def _warn(text: str, step: int, error: BaseException) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from ...drivers.uri import join
@@ -18,18 +20,22 @@ from ...errors import (
     RankFailedError,
     UsageError,
 )
+from ..arenas.messages import HeldGeneration
 from ..operations.listing import ListedCheckpoint
 from ..operations.location import Place
 from ..operations.options import LoadOptions
+from ..operations.report import LoadReport
 from ..operations.start_load import load_state
 from ..ranks.calls import Call
 from ..ranks.messages import Nothing, Round
 from ..ranks.process_group import current_team
 from ..ranks.team import Decide
 from ..runtime.engine import run
+from .memory_level import InMemory, MemoryLevel, kept_everywhere, next_epoch
+from .run_identity import run_id
 from .run_lineage import RunLineage, Survey, is_own
 
-__all__ = ["Attempted", "Back", "Outcome", "resumed", "verdict_of"]
+__all__ = ["Attempted", "Back", "Outcome", "Resumed", "begin_run", "resumed", "verdict_of"]
 
 _DAMAGE = (DamagedError, NotACheckpointError, NotFoundError)
 _NAMED = 10
@@ -62,13 +68,36 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What all ranks are to know of the run's folder. ``broken``: how many checkpoints cannot be
-    opened. ``refused``: why there is nothing to go on from."""
+    """What all ranks are to know of the run's folder, and of what is in memory. ``broken``: how
+    many checkpoints cannot be opened. ``refused``: why there is nothing to go on from. ``kept``:
+    the generations in memory that are newer than what is in storage, the best first. ``epoch``: the
+    one that begins."""
 
     tried: tuple[Candidate, ...]
     broken: int
     refused: str | None = None
     advice: str | None = None
+    kept: tuple[HeldGeneration, ...] = ()
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunId:
+    """The id of the run."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run goes on from. ``step``: None where there was nothing. ``tier``: where it was,
+    ``memory`` or ``storage``; ``nbytes``: what this rank has read of it; ``seconds``: how long it
+    took."""
+
+    step: int | None
+    tier: str
+    nbytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +108,8 @@ class Attempted:
     error: str = ""
 
 
-LOOK = Round.of("resume", Nothing, Candidates)
+RUN = Round.of("run", Nothing, RunId)
+LOOK = Round.of("resume", InMemory, Candidates)
 TRY = Round.of("resume", Attempted, Attempted)
 TAKE_UP = Round.of("resume", Nothing, Nothing)
 
@@ -113,12 +143,37 @@ class Back:
         return [c for c in live if self.before is None or (c.step or 0) < self.before]
 
 
-@dataclass
-class _Found:
-    """What the leader found in the run's folder."""
+class _Leader:
+    """The leader's part: it looks at the run's folder, and records where training goes on."""
 
-    survey: Survey
-    tried: Sequence[ListedCheckpoint]
+    def __init__(self, lineage: RunLineage, root: Place, back: Back) -> None:
+        self._lineage = lineage
+        self._root = root
+        self._back = back
+        self._survey: Survey | None = None
+        self._tried: Sequence[ListedCheckpoint] = ()
+
+    async def look(self, statements: Sequence[InMemory]) -> Candidates:
+        """What there is to go on from."""
+        survey = self._survey = await self._lineage.survey()
+        tried = self._tried = self._back.among(survey)
+        newest = max((c.step or 0 for c in tried), default=-1)
+        kept = tuple([] if self._back.asked else kept_everywhere(statements, newest))
+        candidates = _candidates(self._back, self._root, survey, tried)
+        if kept:
+            candidates = replace(candidates, refused=None, advice=None)
+        return replace(candidates, kept=kept, epoch=next_epoch(statements))
+
+    async def take_up(self, chosen: int | None, *, from_memory: bool) -> None:
+        """Training goes on from the checkpoint that was tried as number ``chosen``, from memory, or
+        from nothing."""
+        assert self._survey is not None
+        gone_on_from = None
+        if chosen is not None:
+            gone_on_from = self._tried[chosen]
+        elif from_memory and self._tried:
+            gone_on_from = self._tried[0]  # memory leads on from the newest
+        await self._lineage.take_up(gone_on_from, self._survey, record=self._back.asked)
 
 
 def resumed(
@@ -127,46 +182,76 @@ def resumed(
     back: Back,
     state: object,
     options: LoadOptions,
-) -> int | None:
-    """Load a checkpoint of the run into ``state``; return its step, None where there is none at
-    all.
+    memory: MemoryLevel | None = None,
+) -> Resumed:
+    """Load a checkpoint of the run into ``state``; say which.
 
-    One that is damaged, on any rank, is passed over by all, with a warning, unless it was asked for
-    by its step. So is one that does not fit, if it was not this run's Checkpointer that named it.
-    What is later than the one that was loaded is abandoned from here on. Raises UsageError where
-    there is no checkpoint that was asked for; DamagedError where none is whole: then ``state`` may
-    be partly filled. So it may be at a MismatchError, where the next one has no values for what the
-    load of a damaged one began to fill. What else :func:`load` raises, it raises: the next one
-    would fit no better.
+    ``memory``: what is newer there than in storage comes first, unless the caller asked for
+    another one. What is damaged, on any rank, is passed over by all, with a warning, unless it was
+    asked for by its step. So is a checkpoint that does not fit, if it was not this run's
+    Checkpointer that named it. What is later than what was loaded is abandoned from here on. Raises
+    UsageError where there is no checkpoint that was asked for; DamagedError where none is whole:
+    then ``state`` may be partly filled. So it may be at a MismatchError, where the next one has no
+    values for what the load of a damaged one began to fill. What else :func:`load` raises, it
+    raises: the next one would fit no better.
     """
-    found: list[_Found] = []  # on the leader
-
-    async def look(_: Sequence[Nothing]) -> Candidates:
-        survey = await lineage.survey()
-        found.append(_Found(survey, back.among(survey)))
-        return _candidates(back, root, survey, found[0].tried)
-
+    began_s = time.perf_counter()
+    leader = _Leader(lineage, root, back)
+    in_memory = InMemory()
+    if memory is not None:
+        in_memory = joined(memory, root, options.deadline_s)
     call = Call("resume", root.uri.redacted, back.step)
-    candidates = _round(LOOK, call, options.deadline_s, Nothing(), look)
+    candidates = _round(LOOK, call, options.deadline_s, in_memory, leader.look)
     if candidates.refused is not None:
         raise UsageError(candidates.refused, uri=root.uri.redacted, advice=candidates.advice)
-    chosen = _load_first(root, candidates, state, options, back)
+    reports: list[LoadReport] = []
+    options = replace(options, on_report=reports.append)
+    touched: set[str] = set()
+    step = None
+    if memory is not None:
+        step = _load_kept(root, candidates, state, options, memory, touched)
+    tier = "memory"
+    chosen = None
+    if step is None:
+        tier = "storage"
+        chosen = _load_first(root, candidates, state, options, back, touched)
+    if chosen is not None:
+        step = candidates.tried[chosen].step
 
     async def take_up(_: Sequence[Nothing]) -> Nothing:
-        if chosen is None:
-            gone_on_from = None
-        else:
-            gone_on_from = found[0].tried[chosen]
-        await lineage.take_up(gone_on_from, found[0].survey, record=back.asked)
+        await leader.take_up(chosen, from_memory=tier == "memory")
         return Nothing()
 
-    if chosen is None:
-        step = None
-    else:
-        step = candidates.tried[chosen].step
     call = Call("resume", root.uri.redacted, step)
     _round(TAKE_UP, call, options.deadline_s, Nothing(), take_up)
-    return step
+    if memory is not None:
+        memory.begin_epoch(candidates.epoch, step)
+    nbytes = 0 if step is None else reports[-1].bytes_read
+    return Resumed(step, tier, nbytes, time.perf_counter() - began_s)
+
+
+def joined(memory: MemoryLevel, root: Place, deadline_s: float) -> InMemory:
+    """Find the keeper of this host, or start one; what it holds of the run. Every rank calls
+    this."""
+
+    async def identify(_: Sequence[Nothing]) -> RunId:
+        async with root.opened() as driver:
+            return RunId(await run_id(driver))
+
+    call = Call("join", root.uri.redacted)
+    return memory.join(_round(RUN, call, deadline_s, Nothing(), identify).id)
+
+
+def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
+    """Begin an epoch without going on from anything: what is in memory is of no use. Every rank
+    calls this, where it has not resumed."""
+    in_memory = joined(memory, root, deadline_s)
+
+    async def decide(statements: Sequence[InMemory]) -> Candidates:
+        return Candidates((), 0, epoch=next_epoch(statements))
+
+    call = Call("begin", root.uri.redacted)
+    memory.begin_epoch(_round(LOOK, call, deadline_s, in_memory, decide).epoch, None)
 
 
 def _candidates(
@@ -199,32 +284,48 @@ def _candidates(
     return Candidates(candidates, len(survey.broken), refused, advice)
 
 
+def _load_kept(
+    root: Place,
+    candidates: Candidates,
+    state: object,
+    options: LoadOptions,
+    memory: MemoryLevel,
+    touched: set[str],
+) -> int | None:
+    """Load the newest generation in memory that is whole; return its step, None where there is
+    none."""
+    for held in candidates.kept:
+        error = _error_of(
+            partial(memory.load, held.generation, held.world, state, options, touched)
+        )
+        step = held.generation.step
+        if _verdict(root, step, options, error, may_misfit=False) is Outcome.WHOLE:
+            return step
+        _log.warning("step %d in memory is damaged, trying what is older: %s", step, error)
+    return None
+
+
 def _load_first(
     root: Place,
     candidates: Candidates,
     state: object,
     options: LoadOptions,
     back: Back,
+    touched: set[str],
 ) -> int | None:
     """Load the first of ``tried`` that is whole and fits; return its place among them. None where
     there is nothing to try."""
     if not candidates.tried and not candidates.broken:
         return None
     misfit: Exception | None = None
-    touched: set[str] = set()
     for place, candidate in enumerate(candidates.tried):
         may_misfit = not candidate.own and back.step is None
-        error = _try(str(join(root.uri, candidate.path)), state, options, touched)
-        try:
-            call = Call("resume", root.uri.redacted, candidate.step)
-            verdict = _round(TRY, call, options.deadline_s, _outcome(error, may_misfit), verdict_of)
-        except RankFailedError as failure:
-            if error is None or isinstance(error, (*_DAMAGE, RankFailedError)):
-                raise failure from error
-            raise error from None
-        if verdict.outcome is Outcome.WHOLE:
+        uri = str(join(root.uri, candidate.path))
+        error = _error_of(partial(load_state, uri, state, options, touched))
+        outcome = _verdict(root, candidate.step, options, error, may_misfit=may_misfit)
+        if outcome is Outcome.WHOLE:
             return place
-        if verdict.outcome is Outcome.MISFIT:
+        if outcome is Outcome.MISFIT:
             misfit = misfit or error
             _log.warning("the checkpoint %s does not fit, trying the one before", candidate.path)
         else:
@@ -251,12 +352,33 @@ def _load_first(
     )
 
 
-def _try(uri: str, state: object, options: LoadOptions, touched: set[str]) -> Exception | None:
+def _error_of(load: Callable[[], object]) -> Exception | None:
+    """What ``load`` raises, if anything."""
     try:
-        load_state(uri, state, options, touched)
+        load()
     except Exception as error:
         return error
     return None
+
+
+def _verdict(
+    root: Place,
+    step: int | None,
+    options: LoadOptions,
+    error: Exception | None,
+    *,
+    may_misfit: bool,
+) -> Outcome:
+    """What all ranks make of the checkpoint of ``step``, where this rank's load has raised
+    ``error``, or nothing. Raises what makes further tries vain."""
+    call = Call("resume", root.uri.redacted, step)
+    attempted = _outcome(error, may_misfit)
+    try:
+        return _round(TRY, call, options.deadline_s, attempted, verdict_of).outcome
+    except RankFailedError as failure:
+        if error is None or isinstance(error, (*_DAMAGE, RankFailedError)):
+            raise failure from error
+        raise error from None
 
 
 def _round(

@@ -22,6 +22,9 @@ class Counters:
     ``waited``: how many held up training until another had ended; ``queued``: how many were copied
     while another was being written. ``stalled_s``: how long training stood still for all of it,
     fences included. ``nbytes``: written by this rank. ``pruned``: checkpoints deleted, on rank 0.
+
+    ``kept``: steps in the memory of keepers, on all ranks; ``not_kept``: steps that were to be, and
+    are not.
     """
 
     due: int = 0
@@ -33,6 +36,8 @@ class Counters:
     pruned: int = 0
     nbytes: int = 0
     stalled_s: float = 0.0
+    kept: int = 0
+    not_kept: int = 0
 
     @property
     def under_way(self) -> int:
@@ -47,6 +52,8 @@ class Stats:
         self.counters = Counters()
         self.durable_step = 0
         """The newest step that is in storage."""
+        self.kept_step = 0
+        """The newest step that is in the memory of keepers."""
         self._error: BaseException | None = None
         self._first_error: BaseException | None = None
         self._lock = new_lock()
@@ -63,6 +70,22 @@ class Stats:
             step,
             self.counters.skipped,
         )
+
+    def kept(self, step: int) -> None:
+        """It is in the memory of keepers."""
+        self.kept_step = step
+        self._add(kept=1)
+
+    def not_kept(self, step: int, why: str) -> None:
+        """It was to be kept in memory, and is not."""
+        self._add(not_kept=1)
+        _log.warning(
+            "step %d: not kept in memory (%d so far): %s", step, self.counters.not_kept, why
+        )
+
+    def stalled(self, seconds: float) -> None:
+        """Training stood still for a call."""
+        self._add(stalled_s=seconds)
 
     def waited(self, seconds: float) -> None:
         """It has waited for another save."""

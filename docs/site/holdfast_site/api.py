@@ -10,7 +10,7 @@ import holdfast
 __all__ = ["api_page"]
 
 _SECTIONS = ("Functions", "A training run", "Classes", "Errors")
-_TRAINING = ("Checkpointer", "Counters", "Keep")
+_TRAINING = ("Checkpointer", "Counters", "Keep", "Keeper", "Resumed")
 
 
 def api_page() -> str:

@@ -21,11 +21,12 @@ from ...format.tree import ROOT, ByRank
 from ...operations.call_errors import announcing_errors_of_call, closing, printed_uri
 from ...operations.options import BUDGET_NBYTES, DEADLINE_S, UriLike, check_budget
 from ...operations.rounds import Division
-from ...operations.save import SaveJob
-from ...operations.steps import commit_attempt, commit_together, divide, write_image
+from ...operations.save_job import SaveJob
+from ...operations.steps import commit_together, divide, write_image
 from ...protocol.attempt import Attempt
 from ...protocol.collect import give_up
 from ...protocol.commit import begin
+from ...protocol.whole import commit_attempt
 from ...ranks.calls import Call
 from ...ranks.process_group import current_rank, current_team, current_world
 from ...ranks.team import Team

@@ -1,0 +1,1 @@
+"""Memory that outlives its writer: what trainers and keepers have in common."""

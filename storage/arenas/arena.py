@@ -1,0 +1,356 @@
+"""The memory of this host's keeper, as one rank uses it: slots to capture into, what the keeper
+makes of them, and images to go on from.
+
+A keeper that is gone, or does not answer in time, is never in training's way: there is no slot
+then, and in the background the rank looks for the keeper, or for the one that takes its place,
+which it hands the images that it still has mapped.
+
+For the engine's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ...core.aio import wait_out
+from ...errors import CoordinationError, DamagedError, DeadlineError
+from ...planner.image import ImageLayout
+from ..runtime.engine import offload
+from .client import KeeperClient, Refusal
+from .folder import KeeperFolder
+from .label import LABEL_NBYTES_MAX, GenerationId, Label
+from .memory import Memory, read_sealed, sealed_bytes
+from .messages import (
+    Adopt,
+    Captured,
+    Done,
+    Dropped,
+    Durable,
+    Enter,
+    Event,
+    Fill,
+    Filled,
+    Flush,
+    FlushFailed,
+    Hello,
+    Inventory,
+    LookUp,
+    Open,
+    Opened,
+    Release,
+    Request,
+    Sealed,
+    Voided,
+)
+
+__all__ = ["Arena", "Capture", "FillingSlot", "Listener"]
+
+PAUSES_S = (0.2, 1.0, 5.0, 30.0)
+"""How long a rank waits before it looks for a keeper again; then the last of them again and
+again."""
+_CONNECT_PAUSE_S = 0.02
+
+A = TypeVar("A")
+Listener = Callable[[Event], None]
+"""Is told what becomes of a generation."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FillingSlot:
+    """A slot to capture an image into."""
+
+    number: int
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What is known of an image that was captured. ``has_shards``: whether there is anything in
+    it. The others as in :class:`.label.Label`."""
+
+    layout: ImageLayout
+    has_shards: bool
+    created_s: float
+    draft: bytes
+    accord: str = ""
+    equal: Mapping[str, str] = field(default_factory=dict)
+
+
+class Arena:
+    """One rank's part of its keeper's memory.
+
+    ``start()`` starts a keeper where none is alive; None: one is only looked for.
+    """
+
+    def __init__(
+        self,
+        folder: KeeperFolder,
+        hello: Hello,
+        deadline_s: float,
+        start: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._hello = hello
+        self._deadline_s = deadline_s
+        self._start = start
+        self._client: KeeperClient | None = None
+        self._epoch = -1
+        self._chosen: int | None = None
+        self._slots: dict[int, Memory] = {}
+        """Memory of slots, by number, mapped to be written to."""
+        self._sealed: dict[int, int] = {}
+        """Descriptors of labels, by slot."""
+        self._listeners: dict[GenerationId, Listener] = {}
+        self._reopening: asyncio.Task[None] | None = None
+        self._closed = False
+        self.problem = "no keeper was looked for"
+        """Why there is no slot."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a keeper that answers."""
+        return self._client is not None
+
+    async def open(self) -> bool:
+        """Find the keeper, or start one; whether one has answered in time. If not,
+        :attr:`problem` says why."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._connect()
+            return True
+        except (TimeoutError, Refusal, CoordinationError, OSError) as error:
+            self.problem = str(error) or f"no keeper has answered within {self._deadline_s:g} s"
+            return False
+
+    async def _connect(self) -> None:
+        """Connect; where nobody listens, start a keeper, and wait for it."""
+        with contextlib.suppress(FileNotFoundError, ConnectionError):
+            await self._connect_once()
+            return
+        if self._start is None:
+            raise CoordinationError(f"no keeper listens at {self._folder.socket}")
+        await self._start()
+        while True:
+            with contextlib.suppress(FileNotFoundError, ConnectionError):
+                await self._connect_once()
+                return
+            await asyncio.sleep(_CONNECT_PAUSE_S)
+
+    async def _connect_once(self) -> None:
+        client = await KeeperClient.open(
+            self._folder.socket, self._hello, self._deadline_s, self._told, self._lost
+        )
+        self._client = client
+
+    async def enter(self, epoch: int, chosen: int | None) -> bool:
+        """Training goes on in ``epoch``, from step ``chosen``; whether the keeper agrees."""
+        self._epoch = epoch
+        self._chosen = chosen
+        return await self._done(Enter(epoch, chosen))
+
+    async def fill(self, step: int, nbytes: int) -> FillingSlot | None:
+        """A slot for an image of this epoch; None where there is none: :attr:`problem` says
+        why."""
+        answer = await self._try(Fill(step, nbytes), Filled)
+        if answer is None:
+            return None
+        filled, fds = answer
+        memory = self._slots.get(filled.slot)
+        if fds:
+            try:
+                memory = Memory(fds[0], nbytes)
+            except OSError as error:
+                self.problem = str(error)
+                return None
+            await offload(memory.populate)
+            self._slots[filled.slot] = memory
+        if memory is None or filled.nbytes != nbytes:
+            self.problem = f"the keeper has given slot {filled.slot} without its memory"
+            return None
+        label_fd = self._sealed.pop(filled.slot, None)
+        if label_fd is not None:
+            os.close(label_fd)
+        return FillingSlot(filled.slot, memory)
+
+    async def captured(
+        self, slot: FillingSlot, step: int, capture: Capture, listener: Listener
+    ) -> bool:
+        """Hand over an image that was captured; ``listener`` is told what becomes of it. Whether
+        the keeper has taken it."""
+        generation = GenerationId(self._epoch, step)
+        layout = capture.layout
+        message = Captured(
+            slot.number,
+            step,
+            layout.hashed_end if capture.has_shards else 0,
+            layout.chunk_nbytes,
+            layout.block_nbytes,
+            capture.created_s,
+            capture.accord,
+            dict(capture.equal),
+        )
+        self._listeners[generation] = listener
+        draft_fd = sealed_bytes(capture.draft)
+        try:
+            taken = await self._done(message, [draft_fd])
+        finally:
+            os.close(draft_fd)
+        if not taken:
+            self._listeners.pop(generation, None)
+        return taken
+
+    async def dropped(self, slot: FillingSlot) -> None:
+        """Give back a slot into which nothing was captured."""
+        await self._done(Dropped(slot.number))
+
+    async def flush(self, request: Flush) -> bool:
+        """Have a generation written to storage, once it is agreed on; whether the keeper has taken
+        that on."""
+        return await self._done(request)
+
+    async def look_up(self) -> Inventory | None:
+        """What there is to go on from; None where no keeper answers."""
+        answer = await self._try(LookUp(), Inventory)
+        return None if answer is None else answer[0]
+
+    async def image(self, generation: GenerationId, rank: int) -> tuple[Label, Memory]:
+        """An image of a generation, to be read, and its label. It stays as it is until
+        :meth:`release`. Raises DamagedError where it is not there, or not what it should be."""
+        answer = await self._try(Open(generation, rank), Opened)
+        if answer is None:
+            raise DamagedError(f"the image of rank {rank} cannot be had: {self.problem}")
+        opened, fds = answer
+        try:
+            if len(fds) != 2:
+                raise OSError(f"it came with {len(fds)} descriptors")
+            label = Label.decode(read_sealed(fds[1], LABEL_NBYTES_MAX))
+            memory = Memory(os.dup(fds[0]), opened.nbytes, writable=False)
+        except OSError as error:
+            raise DamagedError(f"the image of rank {rank} in memory: {error}") from error
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if (label.run, label.generation, label.rank) != (self._hello.run, generation, rank):
+            raise DamagedError(f"the label of rank {rank} in memory is that of another image")
+        return label, memory
+
+    async def release(self) -> None:
+        """What was opened may be written over."""
+        await self._done(Release())
+
+    async def _done(self, request: Request, fds: Sequence[int] = ()) -> bool:
+        return await self._try(request, Done, fds) is not None
+
+    async def _try(
+        self, request: Request, answer: type[A], fds: Sequence[int] = ()
+    ) -> tuple[A, tuple[int, ...]] | None:
+        """The keeper's answer; None where it refuses, or is gone: :attr:`problem` says why. One
+        that does not answer in time is as good as gone."""
+        client = self._client
+        if client is None:
+            return None
+        try:
+            return await client.ask(request, answer, fds)
+        except Refusal as refusal:
+            self.problem = refusal.text
+            return None
+        except CoordinationError as error:
+            self.problem = error.message
+            if isinstance(error, DeadlineError):
+                await client.close()
+            self._give_up(client)
+            return None
+
+    def _told(self, event: Event, fds: Sequence[int]) -> None:
+        """The keeper has something to tell."""
+        if isinstance(event, Sealed) and len(fds) == 1 and event.slot in self._slots:
+            self._sealed[event.slot] = fds[0]
+        else:
+            for fd in fds:
+                os.close(fd)
+        listener = self._listeners.get(event.generation)
+        if listener is None:
+            return
+        if isinstance(event, (Voided, Durable)) or (isinstance(event, FlushFailed) and event.final):
+            del self._listeners[event.generation]
+        listener(event)
+
+    def _lost(self) -> None:
+        """The line is gone: the keeper has died, or has closed it."""
+        self.problem = "the keeper is gone"
+        if self._client is not None:
+            self._give_up(self._client)
+
+    def _give_up(self, client: KeeperClient) -> None:
+        """Go on without a keeper, and look for one in the background."""
+        if self._client is not client:
+            return
+        self._client = None
+        _log.warning("rank %d goes on without a keeper: %s", self._hello.rank, self.problem)
+        listeners = list(self._listeners.items())
+        self._listeners.clear()
+        for generation, listener in listeners:
+            listener(Voided(generation, f"not kept in memory: {self.problem}"))
+        if not self._closed and (self._reopening is None or self._reopening.done()):
+            self._reopening = asyncio.ensure_future(self._reopen())
+
+    async def _reopen(self) -> None:
+        """Look for a keeper until there is one, and hand it what this rank has sealed."""
+        for tried in itertools.count():
+            await asyncio.sleep(PAUSES_S[min(tried, len(PAUSES_S) - 1)])
+            if not await self.open():
+                _log.info("rank %d has no keeper: %s", self._hello.rank, self.problem)
+                continue
+            if await self._hand_over():
+                _log.info("rank %d has a keeper again", self._hello.rank)
+                return
+
+    async def _hand_over(self) -> bool:
+        """Give a keeper, which may be a new one, the images that this rank has sealed in this
+        epoch; whether it has let this rank in."""
+        slots, labels = dict(self._slots), dict(self._sealed)
+        self._slots.clear()
+        self._sealed.clear()
+        try:
+            if not await self.enter(self._epoch, self._chosen):
+                return False
+            for number, label_fd in labels.items():
+                memory = slots[number]
+                await self._done(Adopt(memory.nbytes), [memory.fd, label_fd])
+            return self.is_open
+        finally:
+            if self.is_open:
+                for label_fd in labels.values():
+                    os.close(label_fd)
+                for memory in slots.values():
+                    memory.close()
+            else:
+                self._slots, self._sealed = slots, labels
+
+    async def close(self) -> None:
+        """Let go of the keeper, which goes on. Safe to call twice."""
+        self._closed = True
+        if self._reopening is not None:
+            self._reopening.cancel()
+            await wait_out([self._reopening])
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+        self._forget()
+
+    def _forget(self) -> None:
+        for fd in self._sealed.values():
+            os.close(fd)
+        self._sealed.clear()
+        for memory in self._slots.values():
+            memory.close()
+        self._slots.clear()

@@ -1,0 +1,155 @@
+"""A trainer's line to the keeper of its host: requests and their answers, and what the keeper
+tells.
+
+For the engine's loop. Every wait has a deadline: a keeper that does not answer is as good as none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ...errors import CoordinationError, DeadlineError
+from .line import Line, MessageError, Received, connected
+from .messages import (
+    Answer,
+    Event,
+    Hello,
+    Refused,
+    Request,
+    Welcome,
+    decode,
+    encode,
+)
+
+__all__ = ["KeeperClient", "Refusal"]
+
+_EVENTS = Event.__args__
+A = TypeVar("A")
+
+
+class Refusal(Exception):
+    """The keeper has refused a request. ``reason``: one word, for what to do about it."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+        self.text = text
+
+
+class KeeperClient:
+    """A line to a keeper. ``told(event, fds)`` is called for all that the keeper tells, in order;
+    the descriptors are the caller's to close. ``lost()`` is called once when the line is gone
+    without :meth:`close`."""
+
+    def __init__(
+        self,
+        line: Line,
+        deadline_s: float,
+        told: Callable[[Event, Sequence[int]], None],
+        lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._line = line
+        self._deadline_s = deadline_s
+        self._told = told
+        self._lost = lost
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[tuple[Answer, tuple[int, ...]]]] = {}
+        self._closed = False
+        self._reading = asyncio.ensure_future(self._read())
+
+    @classmethod
+    async def open(
+        cls,
+        path: str,
+        hello: Hello,
+        deadline_s: float,
+        told: Callable[[Event, Sequence[int]], None] = lambda event, fds: None,
+        lost: Callable[[], None] = lambda: None,
+    ) -> KeeperClient:
+        """A line to the keeper at ``path``, which has welcomed this rank. Raises OSError where none
+        listens there, CoordinationError where it belongs to another user, DeadlineError, and
+        :class:`Refusal`."""
+        line = connected(path)
+        if line.peer_uid != os.getuid():
+            line.close()
+            raise CoordinationError(f"what listens at {path} belongs to another user")
+        client = cls(line, deadline_s, told, lost)
+        try:
+            await client.ask(hello, Welcome)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def ask(
+        self, request: Request, answer: type[A], fds: Sequence[int] = ()
+    ) -> tuple[A, tuple[int, ...]]:
+        """The answer to ``request``, and the descriptors that came with it, which are the caller's
+        to close. Raises :class:`Refusal`; CoordinationError where the line is gone, or the keeper
+        answers something else; DeadlineError."""
+        if self._closed or self._reading.done():
+            raise CoordinationError("the keeper is gone")
+        number = next(self._numbers)
+        future: asyncio.Future[tuple[Answer, tuple[int, ...]]]
+        future = asyncio.get_running_loop().create_future()
+        self._asked[number] = future
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._line.send(encode(number, request), fds)
+                found, received = await asyncio.shield(future)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"the keeper has not answered within {self._deadline_s:g} s"
+            ) from error
+        except ConnectionError as error:
+            raise CoordinationError("the keeper is gone") from error
+        finally:
+            self._asked.pop(number, None)
+        if isinstance(found, answer):
+            return found, received
+        for fd in received:
+            os.close(fd)
+        if isinstance(found, Refused):
+            raise Refusal(found.reason, found.text)
+        raise CoordinationError(f"the keeper has answered with a {type(found).__name__}")
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                received = await self._line.receive()
+                self._take(received)
+        except (ConnectionError, MessageError, CoordinationError, OSError) as error:
+            for future in self._asked.values():
+                if not future.done():
+                    future.set_exception(ConnectionResetError(str(error)))
+            self._line.close()
+            if not self._closed:
+                self._lost()
+
+    def _take(self, received: Received) -> None:
+        try:
+            number, message = decode(received.data)
+        except CoordinationError:
+            received.close()
+            raise
+        if isinstance(message, _EVENTS):
+            self._told(message, received.fds)
+            return
+        future = self._asked.get(number)
+        if future is None or future.done():  # it was given up
+            received.close()
+            return
+        future.set_result((message, received.fds))  # type: ignore[arg-type]
+
+    async def close(self) -> None:
+        """Close the line. The keeper goes on. Safe to call twice."""
+        self._closed = True
+        self._reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reading
+        self._line.close()

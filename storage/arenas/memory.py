@@ -1,0 +1,149 @@
+"""Memory without a name that processes of one host share by its descriptor: a memfd, sealed.
+
+No limit of /dev/shm applies to it, nobody who is not handed its descriptor can open it, and it is
+gone when the last process closes it, however that process ends. Its size is sealed: memory that is
+mapped cannot be cut off by anyone, which would kill the processes that read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..runtime.buffers import HostBuffer
+
+__all__ = [
+    "SIZE_SEALS",
+    "Memory",
+    "check_sealed",
+    "read_sealed",
+    "sealed_bytes",
+    "sealed_memory",
+]
+
+SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_ALL_SEALS = SIZE_SEALS | fcntl.F_SEAL_WRITE
+_RESERVED_AT_ONCE_NBYTES = 256 << 20
+_POPULATE_READ = 22
+_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def sealed_memory(nbytes: int, *, reserve: bool) -> int:
+    """The descriptor of ``nbytes`` of zeros, at least one, that can be written to. Raises OSError.
+
+    ``reserve``: take the pages from the system now, piece by piece, rather than when they are first
+    written to. They are charged to the control group of this process, which is killed if they are
+    beyond its limit: compare with :func:`.room.available_nbytes` first.
+    """
+    fd = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        if reserve:
+            for start in range(0, nbytes, _RESERVED_AT_ONCE_NBYTES):
+                os.posix_fallocate(fd, start, min(_RESERVED_AT_ONCE_NBYTES, nbytes - start))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def sealed_bytes(data: bytes) -> int:
+    """The descriptor of memory that holds ``data``, at least one byte, which nobody can change.
+    Raises OSError."""
+    fd = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _ALL_SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_sealed(fd: int, nbytes: int | None = None, *, unchangeable: bool = False) -> int:
+    """The size of the memory behind ``fd``. Raises OSError where it is no sealed memory, or not of
+    ``nbytes``; with ``unchangeable``, also where it can be written to."""
+    seals = _ALL_SEALS if unchangeable else SIZE_SEALS
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals:
+        raise OSError(errno.EPERM, "that memory is not sealed: its owner could cut it off")
+    found = os.fstat(fd).st_size
+    if nbytes is not None and found != nbytes:
+        raise OSError(errno.EINVAL, f"that memory has {found:,} bytes, and not {nbytes:,}")
+    return found
+
+
+def read_sealed(fd: int, nbytes_max: int) -> bytes:
+    """What :func:`sealed_bytes` has put behind ``fd``. Raises OSError where it is something else,
+    or larger than ``nbytes_max``."""
+    nbytes = check_sealed(fd, unchangeable=True)
+    if nbytes > nbytes_max:
+        raise OSError(errno.EFBIG, f"that memory has {nbytes:,} bytes, more than {nbytes_max:,}")
+    data = os.pread(fd, nbytes, 0)
+    if len(data) != nbytes:
+        raise OSError(errno.EIO, "that memory could not be read as a whole")
+    return data
+
+
+@dataclass(eq=False)
+class Memory:
+    """Sealed memory of ``nbytes``, mapped into this process. Owns ``fd``. Raises OSError where it
+    is not sealed, or of another size; then ``fd`` is closed.
+
+    A forked child does not inherit the mapping: memory that a living process has mapped cannot be
+    used for anything else.
+    """
+
+    fd: int
+    nbytes: int
+    writable: bool = True
+    view: memoryview = field(init=False)
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        try:
+            check_sealed(self.fd, self.nbytes)
+            prot = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
+            mapped = mmap.mmap(self.fd, self.nbytes, prot=prot)
+        except (OSError, ValueError):
+            os.close(self.fd)
+            raise
+        mapped.madvise(mmap.MADV_DONTFORK)
+        self.view = memoryview(mapped)
+        self.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
+
+    def populate(self) -> None:
+        """Have the system enter all pages into this process's table, without the GIL: copying
+        through a mapping that is not populated takes four times as long. Does nothing on a kernel
+        before 5.14."""
+        advice = _POPULATE_WRITE if self.writable else _POPULATE_READ
+        _libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), advice)
+
+    def buffer(self, start: int, nbytes: int) -> HostBuffer:
+        """Bytes of it, which keep it mapped. Raises ValueError beyond its end."""
+        if not 0 <= start <= start + nbytes <= self.nbytes:
+            raise ValueError(f"bytes {start}:{start + nbytes} of {self.nbytes}")
+        # By address: torch warns of read-only views, though it is only read here.
+        memory = (ctypes.c_ubyte * nbytes).from_address(self.address + start)
+        return HostBuffer(memoryview(memory).cast("B"), self.address + start, self)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory stays mapped until the last view of it is gone. Safe to
+        call twice."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self.view = memoryview(b"")
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            self.close()

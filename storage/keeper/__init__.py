@@ -1,0 +1,1 @@
+"""Keepers: a process for each host, outside the trainers, that holds checkpoints in memory."""

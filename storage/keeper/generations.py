@@ -1,0 +1,371 @@
+"""Which slots there are, what is in them, and which of them may be filled: a pure state machine. No
+I/O, no clock.
+
+A slot holds the image of one rank. A *generation* is one step of the job: it is *agreed* once all
+ranks' images are sealed and alike where they have to be. What may not be written over:
+
+- the newest generation that is agreed, since a restart may need it;
+- one that is being flushed, or read by a trainer that restarts;
+- memory that a living process of an older epoch has mapped: there is no way to take that from it.
+
+Where a rank has no slot left, the step is left out. Each resume begins an *epoch*. What it did not
+go on from of later steps is dropped for good, or a later restart might jump to an abandoned branch.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass, field
+
+from ...core.units import size_text
+from ..arenas.label import GenerationId
+
+__all__ = [
+    "SLOTS_PER_RANK",
+    "Generations",
+    "Grant",
+    "HeldRanks",
+    "Reason",
+    "Refusal",
+]
+
+SLOTS_PER_RANK = 3
+"""The newest agreed one, the one that is about to be, and the one that is being filled."""
+
+
+class Reason(enum.Enum):
+    """Why a request is refused."""
+
+    STALE_EPOCH = "stale-epoch"
+    OLD_STEP = "old-step"
+    NO_FREE_SLOT = "no-free-slot"
+    NO_MEMORY = "no-memory"
+    DUPLICATE = "duplicate"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why, in one word and in a sentence."""
+
+    reason: Reason
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A slot to fill. ``fresh``: its memory is yet to be made. ``freed``: slots that are no more,
+    because images have another size now."""
+
+    slot: int
+    fresh: bool
+    freed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRanks:
+    """A generation, and the ranks whose images are sealed."""
+
+    id: GenerationId
+    world: int
+    ranks: tuple[int, ...]
+    agreed: bool
+
+
+class _Content(enum.Enum):
+    FREE = enum.auto()
+    FILLING = enum.auto()
+    CAPTURED = enum.auto()
+    SEALED = enum.auto()
+
+
+@dataclass(eq=False)
+class _Slot:
+    rank: int
+    nbytes: int
+    content: _Content = _Content.FREE
+    generation: GenerationId | None = None
+    filler: int = -1
+    mappers: set[int] = field(default_factory=set)
+    """Clients that can write to it."""
+    readers: set[int] = field(default_factory=set)
+
+    def empty(self) -> None:
+        """There is no image in it."""
+        self.content = _Content.FREE
+        self.generation = None
+        self.filler = -1
+
+
+@dataclass(eq=False)
+class _Generation:
+    world: int
+    agreed: bool = False
+    durable: bool = False
+    flushes: int = 0
+
+
+class Generations:
+    """The slots of one keeper. A *client* is a number for one trainer's process."""
+
+    def __init__(self, budget_nbytes: int, slots_per_rank: int = SLOTS_PER_RANK) -> None:
+        self.budget_nbytes = budget_nbytes
+        self._slots_per_rank = slots_per_rank
+        self._numbers = itertools.count()
+        self._slots: dict[int, _Slot] = {}
+        self._generations: dict[GenerationId, _Generation] = {}
+        self._epochs: dict[int, int] = {}
+        """The epoch that each living client is in."""
+        self._ranks: dict[int, int] = {}
+        """The rank of each living client."""
+        self.epoch = -1
+        self._newest_step: dict[int, int] = {}
+        """By rank: the newest step of this epoch that was granted."""
+
+    @property
+    def slots(self) -> set[int]:
+        """The numbers of all slots."""
+        return set(self._slots)
+
+    @property
+    def newest_agreed(self) -> GenerationId | None:
+        """What processes alone cannot lose."""
+        return max((id for id, of in self._generations.items() if of.agreed), default=None)
+
+    def enter(self, client: int, rank: int, epoch: int, chosen: int | None) -> Refusal | None:
+        """``client`` goes on in ``epoch``, from step ``chosen``; None: from the beginning. The
+        first to enter an epoch ends the one before."""
+        if epoch < self.epoch:
+            return Refusal(Reason.STALE_EPOCH, f"epoch {epoch} is over: this is epoch {self.epoch}")
+        self._epochs[client] = epoch
+        self._ranks[client] = rank
+        if epoch > self.epoch:
+            self.epoch = epoch
+            self._newest_step = {}
+            self._drop_later(chosen)
+        return None
+
+    def _drop_later(self, chosen: int | None) -> None:
+        for slot in self._slots.values():
+            if slot.content in (_Content.FILLING, _Content.CAPTURED):
+                slot.empty()
+        for id in [id for id in self._generations if chosen is None or id.step > chosen]:
+            self._forget(id)
+
+    def _forget(self, id: GenerationId) -> None:
+        """Its images are no more, but one that is being filled now stays so."""
+        self._generations.pop(id, None)
+        for slot in self._slots.values():
+            if slot.generation == id and slot.content is _Content.SEALED:
+                slot.empty()
+
+    def fill(self, client: int, rank: int, step: int, nbytes: int, world: int) -> Grant | Refusal:
+        """A slot of ``nbytes`` for the image of ``rank`` at ``step`` of this epoch."""
+        if self._epochs.get(client) != self.epoch:
+            return Refusal(Reason.STALE_EPOCH, f"this is epoch {self.epoch}")
+        if step <= self._newest_step.get(rank, -1):
+            return Refusal(Reason.OLD_STEP, f"step {step} is not after the one before")
+        freed = self._free_other_sizes(rank, nbytes)
+        number = self._reusable(rank)
+        fresh = False
+        if number is None:
+            problem = self._no_room(rank, nbytes)
+            if problem is not None:
+                return problem
+            number = next(self._numbers)
+            self._slots[number] = _Slot(rank, nbytes)
+            fresh = True
+        slot = self._slots[number]
+        before = slot.generation
+        slot.content = _Content.FILLING
+        slot.generation = GenerationId(self.epoch, step)
+        slot.filler = client
+        slot.mappers.add(client)
+        if before is not None and not self._is_held(before):
+            self._generations.pop(before, None)
+        self._generations.setdefault(slot.generation, _Generation(world))
+        self._newest_step[rank] = step
+        return Grant(number, fresh, freed)
+
+    def _is_held(self, id: GenerationId) -> bool:
+        return any(slot.generation == id for slot in self._slots.values())
+
+    def _free_other_sizes(self, rank: int, nbytes: int) -> tuple[int, ...]:
+        """The state is laid out anew: slots of its former size are of no use, once nothing protects
+        what is in them."""
+        freed = [
+            number
+            for number, slot in self._slots.items()
+            if slot.rank == rank and slot.nbytes != nbytes and self._may_be_filled(slot)
+        ]
+        for number in freed:
+            del self._slots[number]
+        return tuple(freed)
+
+    def _reusable(self, rank: int) -> int | None:
+        """The slot of ``rank`` whose loss matters least; None where there is to be a new one."""
+        mine = {number: slot for number, slot in self._slots.items() if slot.rank == rank}
+        usable = {number: slot for number, slot in mine.items() if self._may_be_filled(slot)}
+        empty = [n for n, slot in usable.items() if slot.content is _Content.FREE]
+        if empty:
+            return empty[0]
+        in_use = [slot for slot in mine.values() if not self._is_mapped_by_stale(slot)]
+        if len(in_use) < self._slots_per_rank or not usable:
+            return None
+        return min(usable, key=lambda n: usable[n].generation or GenerationId(-1, -1))
+
+    def _may_be_filled(self, slot: _Slot) -> bool:
+        if slot.content in (_Content.FILLING, _Content.CAPTURED):
+            return False
+        if slot.readers or self._is_mapped_by_stale(slot):
+            return False
+        if slot.generation is None:
+            return True
+        of = self._generations.get(slot.generation)
+        if of is None:
+            return True
+        return slot.generation != self.newest_agreed and not of.flushes
+
+    def _is_mapped_by_stale(self, slot: _Slot) -> bool:
+        """Whether a living process of an older epoch may write to it."""
+        return any(self._epochs.get(client, -1) < self.epoch for client in slot.mappers)
+
+    def _no_room(self, rank: int, nbytes: int) -> Refusal | None:
+        mine = [
+            slot
+            for slot in self._slots.values()
+            if slot.rank == rank and not self._is_mapped_by_stale(slot)
+        ]
+        if len(mine) >= self._slots_per_rank:
+            text = f"all {len(mine)} images of rank {rank} are in use"
+            return Refusal(Reason.NO_FREE_SLOT, text)
+        ranks = {
+            of for client, of in self._ranks.items() if self._epochs.get(client) == self.epoch
+        } | {rank}
+        sizes = dict.fromkeys(ranks, nbytes)
+        for slot in self._slots.values():
+            if slot.rank in ranks and slot.rank != rank:
+                sizes[slot.rank] = slot.nbytes
+        wanted = self._slots_per_rank * sum(sizes.values())
+        held = sum(slot.nbytes for slot in self._slots.values())
+        if wanted <= self.budget_nbytes and held + nbytes <= self.budget_nbytes:
+            return None
+        if wanted > self.budget_nbytes:
+            text = (
+                f"{self._slots_per_rank} images of {size_text(nbytes)} for {len(ranks)} "
+                f"rank{'s' * (len(ranks) > 1)} take {size_text(wanted)}, and there is room for "
+                f"{size_text(self.budget_nbytes)}"
+            )
+        else:
+            text = (
+                f"{size_text(held)} are held, some of it by processes of former epochs, and there "
+                f"is room for {size_text(self.budget_nbytes)}"
+            )
+        return Refusal(Reason.NO_MEMORY, text)
+
+    def unmade(self, slot: int) -> None:
+        """The memory of a fresh slot could not be had."""
+        del self._slots[slot]
+
+    def captured(self, slot: int) -> None:
+        """All bytes of the image are in it, whatever becomes of its writer."""
+        self._slots[slot].content = _Content.CAPTURED
+
+    def sealed(self, slot: int) -> None:
+        """It is hashed and labelled."""
+        self._slots[slot].content = _Content.SEALED
+
+    def dropped(self, slot: int) -> None:
+        """It was not captured."""
+        if self._slots[slot].content is _Content.FILLING:
+            self._slots[slot].empty()
+
+    def is_sealing(self, slot: int, id: GenerationId) -> bool:
+        """Whether the image of this generation is still what is being sealed there."""
+        held = self._slots.get(slot)
+        return held is not None and held.content is _Content.CAPTURED and held.generation == id
+
+    def agreed(self, id: GenerationId) -> None:
+        """All ranks have sealed it, and it is alike where it has to be."""
+        of = self._generations.get(id)
+        if of is not None:
+            of.agreed = True
+
+    def is_agreed(self, id: GenerationId) -> bool:
+        """Whether it is."""
+        of = self._generations.get(id)
+        return of is not None and of.agreed
+
+    def void(self, id: GenerationId) -> None:
+        """It does not belong together, or is damaged."""
+        self._forget(id)
+
+    def flushing(self, id: GenerationId) -> None:
+        """It is read to be written to storage; to be followed by :meth:`flushed`."""
+        of = self._generations.get(id)
+        if of is not None:
+            of.flushes += 1
+
+    def flushed(self, id: GenerationId) -> None:
+        """That has ended, well or not."""
+        of = self._generations.get(id)
+        if of is not None:
+            of.flushes -= 1
+
+    def durable(self, id: GenerationId) -> None:
+        """It is in storage."""
+        of = self._generations.get(id)
+        if of is not None:
+            of.durable = True
+
+    def open(self, client: int, id: GenerationId, rank: int) -> int | None:
+        """The slot of an image, which ``client`` reads until it is :meth:`released`; None where
+        there is none."""
+        for number, slot in self._slots.items():
+            if (slot.generation, slot.rank, slot.content) == (id, rank, _Content.SEALED):
+                slot.readers.add(client)
+                return number
+        return None
+
+    def released(self, client: int) -> None:
+        """``client`` reads nothing any more."""
+        for slot in self._slots.values():
+            slot.readers.discard(client)
+
+    def client_gone(self, client: int) -> None:
+        """Its process has ended: it has no memory mapped."""
+        self._epochs.pop(client, None)
+        self._ranks.pop(client, None)
+        for slot in self._slots.values():
+            if slot.filler == client and slot.content is _Content.FILLING:
+                slot.empty()
+            slot.mappers.discard(client)
+            slot.readers.discard(client)
+
+    def adopt(
+        self, client: int, id: GenerationId, rank: int, world: int, nbytes: int
+    ) -> int | Refusal:
+        """A slot for a sealed image that ``client`` has from a keeper that is gone."""
+        if id.epoch > self.epoch or self._epochs.get(client) != self.epoch:
+            return Refusal(Reason.STALE_EPOCH, f"this is epoch {self.epoch}")
+        for slot in self._slots.values():
+            if slot.generation == id and slot.rank == rank:
+                return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is held already")
+        number = next(self._numbers)
+        self._slots[number] = _Slot(rank, nbytes, _Content.SEALED, id, mappers={client})
+        self._generations.setdefault(id, _Generation(world))
+        newest = max(self._newest_step.get(rank, -1), id.step if id.epoch == self.epoch else -1)
+        self._newest_step[rank] = newest
+        return number
+
+    def restorable(self) -> list[HeldRanks]:
+        """The generations of which there are sealed images, the newest first."""
+        found: dict[GenerationId, list[int]] = {}
+        for slot in self._slots.values():
+            if slot.content is _Content.SEALED and slot.generation is not None:
+                found.setdefault(slot.generation, []).append(slot.rank)
+        return [
+            HeldRanks(id, of.world, tuple(sorted(found[id])), of.agreed)
+            for id, of in sorted(self._generations.items(), reverse=True)
+            if id in found
+        ]

@@ -1,0 +1,138 @@
+"""The process of a keeper: it holds its run's lock, listens to trainers, and ends when nobody needs
+it any more.
+
+It is executed anew, never forked from a trainer, in a session of its own: a signal to the trainer's
+group does not reach it. It runs without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ...core.units import parse_duration, parse_size
+from ...errors import HoldfastError, UsageError
+from ..arenas.folder import KeeperFolder
+from ..arenas.line import Line, listening
+from ..runtime.engine import CPU_THREADS
+from .keeper import Keeper, KeeperOptions
+
+__all__ = ["RunningError", "keep", "main"]
+
+GRACE_S = 30.0
+"""How long a keeper that is told to end goes on with what is under way."""
+_LOOK_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class RunningError(UsageError):
+    """Another keeper of the run is alive."""
+
+
+@contextlib.contextmanager
+def _locked(folder: KeeperFolder) -> Iterator[None]:
+    """One keeper of a run at a time. Raises RunningError."""
+    fd = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunningError(f"a keeper of this run is alive: {folder.path}") from error
+        yield
+    finally:
+        os.close(fd)
+
+
+async def keep(options: KeeperOptions, folder: KeeperFolder) -> None:
+    """Be the keeper of a run until it is told to end (SIGTERM, SIGINT, or a message), or nobody
+    has needed it for a while. Raises RunningError, UsageError, OSError."""
+    folder.make()
+    with _locked(folder):
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(CPU_THREADS, "holdfast-cpu"))
+        keeper = Keeper(options)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, keeper.ended.set)
+        sock = listening(folder.socket)
+        accepting = asyncio.ensure_future(_accept(sock, keeper))
+        _log.info("keeper of run %s, process %d, at %s", options.run, os.getpid(), folder.path)
+        try:
+            await _until_ended(keeper, options.linger_s)
+        finally:
+            accepting.cancel()
+            sock.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(folder.socket)
+            await keeper.close(GRACE_S)
+        _log.info("keeper of run %s ends", options.run)
+
+
+async def _accept(sock: socket.socket, keeper: Keeper) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        connection, _ = await loop.sock_accept(sock)
+        keeper.run_later(keeper.attend(Line(connection)))
+
+
+async def _until_ended(keeper: Keeper, linger_s: float) -> None:
+    while not keeper.ended.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                await keeper.ended.wait()
+        if keeper.idle_s > linger_s:
+            _log.info("nobody has needed this keeper for %.0f s", linger_s)
+            return
+
+
+def _start(arguments: Sequence[str]) -> None:
+    """Execute this module anew, in a session of its own. This process ends, so that the keeper is
+    nobody's child: a trainer need not wait for it, and one that ends does not take it along."""
+    subprocess.Popen(
+        [sys.executable, "-m", "holdfast.storage.keeper.process", *arguments],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Be a keeper, as a trainer starts it."""
+    parser = argparse.ArgumentParser(prog="holdfast keeper run")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--memory")
+    parser.add_argument("--linger", default="1h")
+    parser.add_argument("--detached", action="store_true", help="start it, and end")
+    given = parser.parse_args(argv)
+    if given.detached:
+        _start([argument for argument in sys.argv[1:] if argument != "--detached"])
+        return 0
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    try:
+        options = KeeperOptions(
+            given.run,
+            given.host,
+            None if given.memory is None else parse_size(given.memory),
+            parse_duration(given.linger),
+        )
+        asyncio.run(keep(options, KeeperFolder.of(given.run)))
+    except RunningError:
+        return 0  # another process of this host was first
+    except (HoldfastError, OSError, ValueError) as error:
+        _log.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What a keeper does, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ..arenas.label import GenerationId
+from ..arenas.messages import HeldGeneration
+
+__all__ = ["Counters", "KeeperStatus"]
+
+
+@dataclass
+class Counters:
+    """What has happened since the keeper began. ``sealed``: images; ``agreed`` and ``void``:
+    generations; ``skipped``: steps that got no slot; ``refused``: requests; ``flushed`` and
+    ``flush_failures``: flushes to storage."""
+
+    sealed: int = 0
+    agreed: int = 0
+    void: int = 0
+    skipped: int = 0
+    refused: int = 0
+    flushed: int = 0
+    flush_failures: int = 0
+
+
+@dataclass(frozen=True)
+class KeeperStatus:
+    """What a keeper does now. ``ranks``: those whose processes are connected. ``flushing``: the
+    generation that is being written to storage."""
+
+    run: str
+    host: str
+    pid: int
+    began_s: float
+    epoch: int
+    budget_nbytes: int
+    held_nbytes: int
+    ranks: Sequence[int]
+    generations: Sequence[HeldGeneration]
+    flushing: GenerationId | None
+    counters: Counters
+
+    def as_json(self) -> dict[str, object]:
+        """It, as JSON has it."""
+        return {
+            "run": self.run,
+            "host": self.host,
+            "pid": self.pid,
+            "began_s": self.began_s,
+            "epoch": self.epoch,
+            "budget_nbytes": self.budget_nbytes,
+            "held_nbytes": self.held_nbytes,
+            "ranks": list(self.ranks),
+            "generations": [
+                {
+                    "epoch": held.generation.epoch,
+                    "step": held.generation.step,
+                    "world": held.world,
+                    "ranks": list(held.ranks),
+                    "agreed": held.agreed,
+                }
+                for held in self.generations
+            ],
+            "flushing_step": None if self.flushing is None else self.flushing.step,
+            "counters": asdict(self.counters),
+        }

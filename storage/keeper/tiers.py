@@ -1,0 +1,134 @@
+"""A generation in memory as a driver: what is below the root of a checkpoint, for reading only. So
+whatever reads a checkpoint reads one that is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NoReturn
+
+from ...drivers.contract import (
+    Buffer,
+    Driver,
+    ObjectInfo,
+    Traits,
+    Upload,
+    check_key,
+    check_small,
+)
+from ...drivers.options import Option
+from ...errors import DamagedError, NotFoundError, StorageError
+from ..arenas.label import Label
+from ..arenas.memory import Memory
+from ..format.fragment import join
+from ..format.manifest import MANIFEST_KEY
+from ..format.merge import merge
+
+__all__ = ["HeldImage", "TiersDriver", "manifest_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class HeldImage:
+    """An image in memory, and what is known of it."""
+
+    label: Label
+    memory: Memory
+
+
+def manifest_of(labels: Sequence[Label]) -> bytes:
+    """The manifest of a generation, from the labels of all its ranks. It is the same wherever it is
+    made. Raises DamagedError, CoverageError, SaveError where they do not make a checkpoint."""
+    in_order = sorted(labels, key=lambda label: label.rank)
+    return merge([join([label.fragment() for label in in_order])]).encode()
+
+
+class TiersDriver(Driver):
+    """The images of one generation, and their manifest."""
+
+    remote: ClassVar[bool] = False
+    OPTIONS: ClassVar[Mapping[str, Option]] = {}
+
+    def __init__(self, uri: str, manifest: bytes, images: Sequence[HeldImage]) -> None:
+        """``uri``: what errors name."""
+        self.uri = uri
+        self.traits = Traits(
+            part_nbytes=16 << 20,
+            part_min_nbytes=1,
+            align_nbytes=1,
+            concurrency=8,
+            coalesce_nbytes=0,
+            part_order="any",
+            exclusive_is_atomic=False,
+            shared=False,
+            hands_over=True,
+        )
+        self._manifest = manifest
+        self._images = {image.label.key: image for image in images if image.label.digests}
+        self._created_s = min(image.label.created_s for image in images)
+        self._closed = False
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        into[:] = self._range(key, start, len(into))
+
+    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        return self._range(key, start, nbytes)
+
+    async def get(self, key: str) -> bytes:
+        data = self._content(key)
+        check_small(len(data), self.uri, key)
+        return bytes(data)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        return ObjectInfo(key, len(self._content(key)), self._created_s)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        if prefix:
+            check_key(prefix, uri=self.uri)
+        for key in (MANIFEST_KEY, *self._images):
+            if not prefix or key == prefix or key.startswith(prefix + "/"):
+                yield await self.stat(key)
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        self._refuse(key)
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        self._refuse(key)
+
+    async def delete(self, key: str) -> None:
+        self._refuse(key)
+
+    async def delete_all(self, prefix: str) -> None:
+        self._refuse(prefix)
+
+    async def sweep(self, prefix: str) -> None:
+        self._refuse(prefix)
+
+    async def close(self) -> None:
+        self._closed = True
+        self._images = {}
+
+    def _content(self, key: str) -> memoryview:
+        check_key(key, uri=self.uri)
+        if self._closed:
+            raise StorageError("the driver is closed", uri=self.uri, key=key)
+        if key == MANIFEST_KEY:
+            return memoryview(self._manifest)
+        try:
+            image = self._images[key]
+        except KeyError as error:
+            raise NotFoundError("no such image in memory", uri=self.uri, key=key) from error
+        return image.memory.buffer(0, image.memory.nbytes).view
+
+    def _range(self, key: str, start: int, nbytes: int) -> memoryview:
+        content = self._content(key)
+        if not 0 <= start <= start + nbytes <= len(content):
+            raise DamagedError(
+                f"object ends at byte {len(content)}, before {start + nbytes}",
+                uri=self.uri,
+                key=key,
+            )
+        return content[start : start + nbytes]
+
+    def _refuse(self, key: str) -> NoReturn:
+        check_key(key, uri=self.uri)
+        raise StorageError("a checkpoint in memory is for reading only", uri=self.uri, key=key)

@@ -1,0 +1,90 @@
+"""How a save goes by way of a keeper, and what the keeper tells of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from ...errors import SaveError
+from ..arenas.arena import Arena
+from ..arenas.messages import Agreed, Durable, Event, Flush, FlushFailed, Sealed, Voided
+
+__all__ = ["ByKeeper", "Keeping", "KeptStages", "Storage"]
+
+_CONFIGURES_DRIVERS = re.compile(
+    r"HOLDFAST_(?!KEEPER_|TEST_).*|AWS_.*|AZURE_.*|GOOGLE_.*|CLOUDSDK_.*|HADOOP_.*|KRB5.*"
+    r"|SSL_CERT_.*|REQUESTS_CA_BUNDLE|(?i:https?|all|no)_proxy"
+)
+"""The variables that a keeper is told for a flush: they say where storage is, and how it is
+accessed."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where a keeper is to write a step. ``uri``: as it was given; ``compression``: of images."""
+
+    uri: str
+    options: Mapping[str, object]
+    compression: str | None = None
+
+    def request(self, step: int, branch: str) -> Flush:
+        """To a keeper. Raises SaveError for options that are no values of JSON."""
+        try:
+            options = json.dumps(dict(self.options))
+        except (TypeError, ValueError) as error:
+            raise SaveError(
+                "storage_options that a keeper is to use have to be numbers, texts or booleans"
+            ) from error
+        environment = {
+            name: value for name, value in os.environ.items() if _CONFIGURES_DRIVERS.fullmatch(name)
+        }
+        return Flush(step, self.uri, options, environment, self.compression or "", branch)
+
+
+@dataclass(frozen=True)
+class ByKeeper:
+    """That a save goes by way of a keeper, by its ``arena``; and to where from there. None: it
+    stays in memory."""
+
+    arena: Arena
+    storage: Storage | None = None
+
+
+@dataclass(eq=False)
+class KeptStages:
+    """What a keeper makes of an image, for the engine's loop. ``sealed`` and ``agreed`` are called
+    when it has come so far."""
+
+    sealed: Callable[[], None]
+    agreed: Callable[[], None]
+
+
+class Keeping:
+    """One save that goes by way of a keeper, as its rank sees it. ``ended``: when nothing more
+    comes of it; durable, where it goes to storage."""
+
+    def __init__(self, by: ByKeeper, stages: KeptStages) -> None:
+        self.arena = by.arena
+        self.storage = by.storage
+        self._stages = stages
+        self.ended: Future[Durable | None] = Future()
+
+    def tell(self, event: Event) -> None:
+        """A :data:`~..arenas.arena.Listener`."""
+        if self.ended.done():
+            return
+        match event:
+            case Sealed():
+                self._stages.sealed()
+            case Agreed():
+                self._stages.agreed()
+                if self.storage is None:
+                    self.ended.set_result(None)
+            case Durable():
+                self.ended.set_result(event)
+            case Voided() | FlushFailed(final=True):
+                self.ended.set_exception(SaveError(event.text))

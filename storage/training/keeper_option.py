@@ -1,0 +1,107 @@
+"""What a user says about keepers, and how one is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from ...core.units import parse_duration, parse_size
+from ...errors import CoordinationError, UsageError
+from ..arenas.folder import KeeperFolder
+from ..runtime.engine import offload
+
+__all__ = ["Keeper", "KeeperOption", "checked_keeper", "start_keeper"]
+
+START_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """That a :class:`Checkpointer` keeps steps in host memory, in a process outside of the trainer:
+    the keeper of its host, which survives the trainer.
+
+    ``every``: steps between two that are kept. ``memory``: the most that all images of a host may
+    take, such as ``"200GiB"``; None: what the host can spare. There are three images of each rank.
+    ``domain``: the name of what fails together, such as a host or a rack; None: the host's name.
+    ``deadline_s``: how long the trainer waits for an answer; without one, all goes on without a
+    keeper. ``linger``: how long a keeper that nobody uses stays. ``starts``: whether to start a
+    keeper where none answers.
+
+    Raises UsageError for what is none of that.
+    """
+
+    every: int = 1
+    memory: int | str | None = None
+    domain: str | None = None
+    deadline_s: float = 10.0
+    linger: str = "1h"
+    starts: bool = True
+
+    def __post_init__(self) -> None:
+        if type(self.every) is not int or self.every < 1:
+            raise UsageError(f"Keeper: every is {self.every!r}", advice="Give a number of steps.")
+        if not self.deadline_s > 0:
+            raise UsageError(f"Keeper: deadline_s is {self.deadline_s!r}")
+        for name, value, parse in (
+            ("memory", self.memory, parse_size),
+            ("linger", self.linger, parse_duration),
+        ):
+            try:
+                if isinstance(value, str):
+                    parse(value)
+            except ValueError as error:
+                raise UsageError(f"Keeper: {name} is {value!r}: {error}") from error
+
+    @property
+    def host(self) -> str:
+        """The name of the failure domain."""
+        return self.domain or socket.gethostname()
+
+
+KeeperOption = Keeper | Literal["auto"] | None
+
+
+def checked_keeper(option: KeeperOption) -> Keeper | None:
+    """What was given as ``keeper``. Raises UsageError for what is no such thing."""
+    if option == "auto":
+        return Keeper()
+    if option is None or isinstance(option, Keeper):
+        return option
+    raise UsageError(
+        f"keeper is {option!r:.50}", advice='Give a holdfast.Keeper, "auto", or None for none.'
+    )
+
+
+async def start_keeper(option: Keeper, folder: KeeperFolder, run: str) -> None:
+    """Start a keeper of the run, which is no child of this process. Where another process does the
+    same at once, one of both remains. Raises CoordinationError."""
+    arguments = [sys.executable, "-m", "holdfast.storage.keeper.process", "--detached"]
+    arguments += ["--run", run, "--host", option.host, "--linger", option.linger]
+    if option.memory is not None:
+        arguments += ["--memory", str(option.memory)]
+    folder.make()
+    try:
+        await offload(_run, arguments, folder)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CoordinationError(f"a keeper cannot be started: {error}") from error
+
+
+def _run(arguments: list[str], folder: KeeperFolder) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    log = os.open(folder.log, flags, 0o600)
+    try:
+        subprocess.run(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            check=True,
+            timeout=START_S,
+            start_new_session=True,
+        )
+    finally:
+        os.close(log)

@@ -1,0 +1,51 @@
+"""The id of a run, in the run's folder: what is in memory belongs to a run, and a folder that was
+emptied does not get its old memory back."""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+from ...core.decoded_json import int_in, object_in, str_in
+from ...drivers.contract import Driver
+from ...errors import DamagedError, ExistsError, NotFoundError, UnsupportedFormatError
+from ..arenas.folder import RUN_PATTERN
+
+__all__ = ["RUN_KEY", "run_id"]
+
+RUN_KEY = "run.json"
+_VERSION = 1
+
+
+async def run_id(driver: Driver) -> str:
+    """The id of the run whose folder ``driver`` is bound to; a new one where it has none. Several
+    processes that ask at once get the same. Raises StorageError, DamagedError,
+    UnsupportedFormatError."""
+    try:
+        return _decoded(await driver.get(RUN_KEY), driver)
+    except NotFoundError:
+        run = secrets.token_hex(16)
+    data = json.dumps({"version": _VERSION, "run": run}).encode()
+    try:
+        await driver.put(RUN_KEY, data, exclusive=driver.traits.exclusive_is_atomic)
+    except ExistsError:  # another process was first
+        return _decoded(await driver.get(RUN_KEY), driver)
+    return run
+
+
+def _decoded(data: bytes, driver: Driver) -> str:
+    try:
+        record = object_in(json.loads(data), "the record of a run")
+        version = int_in(record["version"], "its version")
+        run = str_in(record["run"], "its id")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedError(
+            "the record of the run cannot be read", uri=driver.uri, key=RUN_KEY
+        ) from error
+    if version != _VERSION:
+        raise UnsupportedFormatError(
+            f"the record of the run has version {version}", uri=driver.uri, key=RUN_KEY
+        )
+    if not RUN_PATTERN.fullmatch(run):
+        raise DamagedError("the record of the run has no id", uri=driver.uri, key=RUN_KEY)
+    return run
