@@ -16,9 +16,11 @@ import holdfast
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.image import CHUNK_NBYTES
+from holdfast.storage.arenas.memory import Memory, sealed_memory
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.packed import Compression
-from holdfast.storage.pipeline.capture import ChunkSource, TensorChunks, capture_image
+from holdfast.storage.pipeline.capture import TensorChunks, capture_into
+from holdfast.storage.pipeline.chunks import ChunkSource, MemoryChunks
 from holdfast.storage.pipeline.image_writer import Callbacks, ImageWriter
 from holdfast.storage.runtime.buffers import HostBuffer, HostPool
 from holdfast.storage.runtime.engine import CPU_THREADS, start
@@ -68,6 +70,19 @@ class Counted(HostPool):
         super().give(buffer)
 
 
+def memory_of(plan: SavePlan) -> Memory:
+    """Memory for the image."""
+    return Memory(sealed_memory(plan.layout.nbytes, reserve=True), plan.layout.nbytes)
+
+
+def captured(plan: SavePlan, chunks: TensorChunks | None = None) -> MemoryChunks:
+    """The chunks of the image, once it is captured."""
+    memory = memory_of(plan)
+    chunks = chunks or TensorChunks(plan.layout, plan.source)
+    start(capture_into(memory, plan.layout, chunks)).result(60)
+    return MemoryChunks(plan.layout, memory)
+
+
 def counted(plan: SavePlan) -> tuple[TensorChunks, Counted]:
     """The chunks of the image, in buffers of a pool of their own."""
     chunks = TensorChunks(plan.layout, plan.source)
@@ -91,20 +106,17 @@ def test_an_image_captured_first_is_written_with_the_same_bytes(
 
     tensors = state()
     plan = planned(tensors)
-    chunks, pool = counted(plan)
-    captured = start(capture_image(plan.layout, chunks)).result(60)
-    assert pool.used == 3
+    image_chunks = captured(plan)
     for tensor in tensors.values():
         tensor.zero_()
     reached: list[str] = []
     digests = start(
-        write(driver, plan, captured, compression, budget_nbytes, reached.append)
+        write(driver, plan, image_chunks, compression, budget_nbytes, reached.append)
     ).result(60)
 
     assert start(driver.get("image")).result(60) == image
     assert (digests == expected).all()
     assert reached == ["captured", "sealed"]
-    assert pool.used == 0
 
 
 def test_packed_chunks_wait_for_those_before_them() -> None:
@@ -143,34 +155,37 @@ def test_a_capture_lets_go_of_the_tensors() -> None:
     freed = weakref.ref(content)
     plan = planned({"w": torch.from_numpy(content)})
     layout = plan.layout
+    memory = memory_of(plan)
     chunks = TensorChunks(layout, plan.source)
     del content, plan
     assert freed() is not None
-    captured = start(capture_image(layout, chunks)).result(60)
+    start(capture_into(memory, layout, chunks)).result(60)
     assert freed() is None
-    captured.close()
 
 
-def test_of_a_capture_that_fails_nothing_stays_in_memory() -> None:
+def test_a_capture_that_fails_lets_go_of_the_tensors() -> None:
     """Here the second chunk cannot be copied."""
 
     class Broken(TensorChunks):
-        async def take(self, chunk: int) -> HostBuffer:
+        async def copy(self, chunk: int, buffer: HostBuffer) -> None:
             if chunk == 1:
                 raise MemoryError("none left")
-            return await super().take(chunk)
+            await super().copy(chunk, buffer)
 
-    plan = planned(state())
-    chunks = Broken(plan.layout, plan.source)
-    pool = Counted(CHUNK_NBYTES)
-    chunks.pool = pool
+    tensors = state()
+    freed = weakref.ref(tensors["w"])
+    plan = planned(tensors)
+    layout = plan.layout
+    memory = memory_of(plan)
+    chunks = Broken(layout, plan.source)
+    del tensors, plan
     with pytest.raises(MemoryError):
-        start(capture_image(plan.layout, chunks)).result(60)
-    assert pool.used == 0
+        start(capture_into(memory, layout, chunks)).result(60)
+    assert freed() is None
 
 
 def test_of_a_write_that_fails_nothing_stays_in_memory() -> None:
-    """Nor anything of the image that was captured for it and not written."""
+    """Nor any chunk that was captured for it and not written."""
 
     class Full(MemoryDriver):
         async def create(self, key: str, nbytes: int) -> Any:
@@ -178,9 +193,8 @@ def test_of_a_write_that_fails_nothing_stays_in_memory() -> None:
 
     plan = planned(state())
     chunks, pool = counted(plan)
-    captured = start(capture_image(plan.layout, chunks)).result(60)
     with pytest.raises(holdfast.FullError):
-        start(write(Full(), plan, captured, None, CHUNK_NBYTES)).result(60)
+        start(write(Full(), plan, chunks, None, CHUNK_NBYTES)).result(60)
     assert pool.used == 0
 
 
@@ -189,8 +203,7 @@ def test_a_rank_without_a_shard_captures_nothing_and_writes_no_file() -> None:
     driver = MemoryDriver()
     plan = planned({})
     reached: list[str] = []
-    captured = start(capture_image(plan.layout, TensorChunks(plan.layout, plan.source))).result(60)
-    digests = start(write(driver, plan, captured, reached=reached.append)).result(60)
+    digests = start(write(driver, plan, captured(plan), reached=reached.append)).result(60)
     assert digests.shape == (0, 16)
     assert reached == ["captured", "sealed"]
     with pytest.raises(holdfast.NotFoundError):
@@ -201,5 +214,5 @@ def test_a_state_that_is_saved_after_a_capture_is_still_its_own() -> None:
     """Capturing changes nothing of the tensors."""
     tensors = state()
     plan = planned(tensors)
-    start(capture_image(plan.layout, TensorChunks(plan.layout, plan.source))).result(60)
+    captured(plan)
     assert difference(state(), tensors) is None

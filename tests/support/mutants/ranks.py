@@ -37,9 +37,9 @@ MUTANTS = [
     ),
     Mutant(
         says="memory that can be cut off is looked at",
-        file="storage/exchange/shared_memory.py",
-        old="            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:\n",
-        new="            if False:\n",
+        file="storage/arenas/memory.py",
+        old="    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals:\n",
+        new="    if False:\n",
         tests="tests/unit/test_ranks_strangers.py -k cut_off",
     ),
     Mutant(
