@@ -56,6 +56,7 @@ def command_parser() -> argparse.ArgumentParser:
         _add_prune,
         _add_report,
         _add_bench,
+        _add_keeper,
         _add_drivers,
         _add_demo,
     ):
@@ -353,6 +354,24 @@ def _add_bench(commands: Parsers) -> None:
         bench,
         "measure what a storage gives checkpoints, beside what it gives a bare client",
         "`holdfast bench compare A.json B.json` holds two results against each other.",
+    )
+    add_arguments(parser)
+    _with_json(parser)
+
+
+def _add_keeper(commands: Parsers) -> None:
+    from .keeper.arguments import add_arguments
+
+    def keeper(**arguments: Any) -> int:
+        from .keeper.command import run
+
+        return run(**arguments)
+
+    parser = _command(
+        commands,
+        keeper,
+        "keep steps of a run in this host's memory, and show what keepers do",
+        "A Checkpointer with keeper= starts one by itself.",
     )
     add_arguments(parser)
     _with_json(parser)

@@ -118,6 +118,14 @@ MANUAL: Mapping[str, Manual] = {
             1: "a result is not to be believed; of compare: something became slower",
         },
     ),
+    "keeper": Manual(
+        (
+            ("holdfast keeper status", "what the keepers of this host hold"),
+            ("holdfast keeper run s3://bucket/run --memory 200GiB", "be the keeper of a run"),
+            ("holdfast keeper stop", "have them end, and free the memory"),
+        ),
+        {0: "it was done; of status: also where there is none", 1: "of stop: there is none"},
+    ),
     "drivers": Manual(
         (
             ("holdfast drivers", "what can be used here"),

@@ -11,7 +11,7 @@ from ...drivers.contract import Driver
 from ...errors import DamagedError, ExistsError, NotFoundError, UnsupportedFormatError
 from ..arenas.folder import RUN_PATTERN
 
-__all__ = ["RUN_KEY", "run_id"]
+__all__ = ["RUN_KEY", "known_run_id", "run_id"]
 
 RUN_KEY = "run.json"
 _VERSION = 1
@@ -21,16 +21,24 @@ async def run_id(driver: Driver) -> str:
     """The id of the run whose folder ``driver`` is bound to; a new one where it has none. Several
     processes that ask at once get the same. Raises StorageError, DamagedError,
     UnsupportedFormatError."""
-    try:
-        return _decoded(await driver.get(RUN_KEY), driver)
-    except NotFoundError:
-        run = secrets.token_hex(16)
+    known = await known_run_id(driver)
+    if known is not None:
+        return known
+    run = secrets.token_hex(16)
     data = json.dumps({"version": _VERSION, "run": run}).encode()
     try:
         await driver.put(RUN_KEY, data, exclusive=driver.traits.exclusive_is_atomic)
     except ExistsError:  # another process was first
         return _decoded(await driver.get(RUN_KEY), driver)
     return run
+
+
+async def known_run_id(driver: Driver) -> str | None:
+    """The id of the run; None where it has none yet. Raises as :func:`run_id`."""
+    try:
+        return _decoded(await driver.get(RUN_KEY), driver)
+    except NotFoundError:
+        return None
 
 
 def _decoded(data: bytes, driver: Driver) -> str:

@@ -1,0 +1,1 @@
+"""``holdfast keeper``: keepers of this host, and how often to keep what."""

@@ -1,0 +1,148 @@
+"""``holdfast keeper run``, ``status`` and ``stop``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from typing import Any
+
+from ...core.units import parse_duration, parse_size, size_text
+from ...errors import UsageError
+from ...storage.arenas.control import status_of, stop
+from ...storage.arenas.folder import KeeperFolder, keeper_folders
+from ...storage.keeper.keeper import KeeperOptions
+from ...storage.keeper.process import keep
+from ...storage.operations.location import Place
+from ...storage.runtime import engine
+from ...storage.training.run_identity import known_run_id, run_id
+from ..commands import complain, print_json
+from ..tables import print_table
+from ..text import is_terminal
+
+__all__ = ["run"]
+
+_WATCH_S = 1.0
+_CLEAR = "\x1b[H\x1b[2J"
+_TITLES = (
+    "run",
+    "process",
+    "epoch",
+    "ranks",
+    "newest",
+    "agreed",
+    "memory",
+    "of",
+    "flushed",
+    "skipped",
+)
+
+
+def run(
+    action: str,
+    uri: str | None,
+    *,
+    memory: str | None,
+    domain: str | None,
+    linger: str,
+    watch: bool,
+    json_output: bool,
+) -> int:
+    """Do what ``action`` says; 0 where it was done."""
+    if action == "run":
+        return _be_keeper(uri, memory, domain, linger)
+    if action == "stop":
+        return _stop(uri)
+    if watch and not json_output:
+        return _watch(uri)
+    return _show(_statuses(uri), json_output=json_output)
+
+
+def _be_keeper(uri: str | None, memory: str | None, domain: str | None, linger: str) -> int:
+    """In the foreground, until a signal, or nobody needs it any more."""
+    if uri is None:
+        raise UsageError("holdfast keeper run: of which run?", advice="Give the run's folder.")
+
+    async def identify() -> str:
+        async with Place.of(uri, None).opened() as driver:
+            return await run_id(driver)
+
+    try:
+        budget_nbytes = None if memory is None else parse_size(memory)
+        linger_s = parse_duration(linger)
+    except ValueError as error:
+        raise UsageError(f"holdfast keeper run: {error}") from error
+    run = engine.run(identify())
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    options = KeeperOptions(run, domain or socket.gethostname(), budget_nbytes, linger_s)
+    asyncio.run(keep(options, KeeperFolder.of(run)))
+    return 0
+
+
+def _folders(uri: str | None) -> list[KeeperFolder]:
+    """Those of one run, or of all."""
+    if uri is None:
+        return keeper_folders()
+
+    async def identify() -> str | None:
+        async with Place.of(uri, None).opened() as driver:
+            return await known_run_id(driver)
+
+    run = engine.run(identify())
+    if run is None:
+        raise UsageError(
+            "no run has begun there: no Checkpointer has been used with a keeper", uri=uri
+        )
+    return [KeeperFolder.of(run)]
+
+
+def _statuses(uri: str | None) -> list[dict[str, Any]]:
+    found = [status_of(folder) for folder in _folders(uri)]
+    return [status for status in found if status is not None]
+
+
+def _show(statuses: list[dict[str, Any]], *, json_output: bool) -> int:
+    if json_output:
+        print_json({"keepers": statuses})
+    elif not statuses:
+        print("no keeper is alive on this host")
+    else:
+        print_table("keepers", _TITLES, [_cells(status) for status in statuses], ("run",))
+    return 0
+
+
+def _watch(uri: str | None) -> int:
+    while True:
+        statuses = _statuses(uri)
+        if is_terminal():
+            print(_CLEAR, end="")
+        _show(statuses, json_output=False)
+        time.sleep(_WATCH_S)
+
+
+def _cells(status: dict[str, Any]) -> tuple[str, ...]:
+    """One line of the table."""
+    generations = status["generations"]
+    agreed = [held["step"] for held in generations if held["agreed"]]
+    steps = [held["step"] for held in generations]
+    counters = status["counters"]
+    return (
+        status["run"][:12],
+        str(status["pid"]),
+        str(status["epoch"]) if status["epoch"] >= 0 else "-",
+        str(len(status["ranks"])),
+        str(max(steps, default="-")),
+        str(max(agreed, default="-")),
+        size_text(status["held_nbytes"]),
+        size_text(status["budget_nbytes"]),
+        str(counters["flushed"]),
+        str(counters["skipped"]),
+    )
+
+
+def _stop(uri: str | None) -> int:
+    stopped = sum(stop(folder) for folder in _folders(uri))
+    if not stopped:
+        complain("no keeper is alive on this host")
+    return int(not stopped)
