@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "uri",
         metavar="URI",
         nargs="?",
-        help="the run's folder, as its Checkpointer has it; of status and stop: all runs without it",
+        help="the folder of the run; status and stop are about all runs without it",
     )
     running = parser.add_argument_group("run")
     running.add_argument(

@@ -49,6 +49,8 @@ def _locked(folder: KeeperFolder) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunningError(f"a keeper of this run is alive: {folder.path}") from error
+        os.ftruncate(fd, 0)
+        os.write(fd, str(os.getpid()).encode())
         yield
     finally:
         os.close(fd)
