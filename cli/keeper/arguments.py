@@ -33,6 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="1h",
         help="end when no trainer has come for so long (default: 1h)",
     )
+    running.add_argument(
+        "--local", metavar="FOLDER", help="storage of this host to write to as well, such as NVMe"
+    )
+    running.add_argument(
+        "--local-every",
+        metavar="N",
+        type=int,
+        default=1,
+        help="steps between two that are written there (default: 1)",
+    )
     status = parser.add_argument_group("status")
     status.add_argument(
         "--watch", action="store_true", help="show it again every second, until interrupted"

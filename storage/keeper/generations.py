@@ -358,6 +358,18 @@ class Generations:
         self._newest_step[rank] = newest
         return number
 
+    def recall(self, id: GenerationId, rank: int, world: int, nbytes: int) -> int | Refusal:
+        """A slot for a sealed image of an earlier keeper, before any trainer has come."""
+        held = sum(slot.nbytes for slot in self._slots.values())
+        if held + nbytes > self.budget_nbytes:
+            text = f"{size_text(held + nbytes)} are more than {size_text(self.budget_nbytes)}"
+            return Refusal(Reason.NO_MEMORY, text)
+        self.epoch = max(self.epoch, id.epoch)
+        number = next(self._numbers)
+        self._slots[number] = _Slot(rank, nbytes, _Content.SEALED, id)
+        self._generations.setdefault(id, _Generation(world))
+        return number
+
     def restorable(self) -> list[HeldRanks]:
         """The generations of which there are sealed images, the newest first."""
         found: dict[GenerationId, list[int]] = {}

@@ -59,12 +59,14 @@ from ..arenas.room import available_nbytes
 from ..runtime.engine import offload
 from .flush import flush_to
 from .generations import Generations, Grant, Reason, Refusal
+from .local_level import LocalLevel
+from .options import KeeperOptions
 from .sealing import seal
 from .status import Counters, KeeperStatus
 from .tiers import HeldImage
 from .votes import Ballot, Outcome, Vote
 
-__all__ = ["Keeper", "KeeperOptions"]
+__all__ = ["Keeper"]
 
 HELLO_S = 10.0
 """How long a process that connects may take to say who it is."""
@@ -75,18 +77,6 @@ RESERVE_NBYTES = 256 << 20
 
 _log = logging.getLogger(__name__)
 _Reply = tuple[Answer, Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class KeeperOptions:
-    """``run``: the id of the run. ``host``: the name of the failure domain. ``budget_nbytes``: of
-    all images in memory; None: what the system can spare. ``linger_s``: after so long without a
-    trainer the keeper ends."""
-
-    run: str
-    host: str
-    budget_nbytes: int | None = None
-    linger_s: float = 3600.0
 
 
 @dataclass(eq=False)
@@ -155,6 +145,10 @@ class Keeper:
         self._flush_turn = asyncio.Lock()
         self._began_s = time.time()
         self._used_s = time.monotonic()
+        self._local: LocalLevel | None = None
+        if options.local is not None:
+            self._local = LocalLevel(options.local, options.local_every, options.run)
+        self._writing_locally = False
         self.ended = asyncio.Event()
         self._handlers: dict[type, Callable[[_Trainer, Any, Sequence[int]], Awaitable[_Reply]]] = {
             Enter: self._enter,
@@ -167,6 +161,24 @@ class Keeper:
             Adopt: self._adopt,
             Flush: self._flush,
         }
+
+    async def recall(self) -> None:
+        """Have in memory again what is on storage of this host: before the first trainer comes."""
+        if self._local is None:
+            return
+        for image in await self._local.read():
+            label = image.label
+            number = self._generations.recall(
+                label.generation, label.rank, label.world, label.nbytes
+            )
+            if isinstance(number, Refusal):
+                _log.warning("rank %d: %s", label.rank, number.text)
+                continue
+            label_fd = sealed_bytes(await offload(label.encode))
+            self._slots[number] = _Slot(image.memory, label, label_fd)
+            if self._ballot.cast(Vote.of(label)) is Outcome.AGREED:
+                self._generations.agreed(label.generation)
+                _log.info("step %d is in memory again", label.generation.step)
 
     async def attend(self, line: Line) -> None:
         """Serve one line until it ends. Whatever comes over it, the keeper lives."""
@@ -414,6 +426,29 @@ class Keeper:
         wish = self._wishes.get(label.generation)
         if wish is not None:
             self.run_later(self._flush_until_durable(wish))
+        self._write_locally(label.generation)
+
+    def _write_locally(self, generation: GenerationId) -> None:
+        """If it is due. One that is due while another is being written is left out."""
+        local = self._local
+        if local is None or generation.epoch < self._generations.epoch:
+            return
+        if local.due(generation.step) and not self._writing_locally:
+            self.run_later(self._written_locally(local, generation))
+
+    async def _written_locally(self, local: LocalLevel, generation: GenerationId) -> None:
+        self._writing_locally = True
+        self._generations.flushing(generation)
+        try:
+            await local.write(self._images(generation))
+            self._counters.local += 1
+        except (HoldfastError, OSError) as error:
+            self._counters.local_failures += 1
+            _log.warning("step %d is not on local storage: %s", generation.step, error)
+        finally:
+            self._writing_locally = False
+            self._generations.flushed(generation)
+            self._forget_unheld()
 
     async def _tell(self, trainer: _Trainer, event: Event, fds: Sequence[int] = ()) -> None:
         """Tell a trainer, if it is still there."""
@@ -580,3 +615,5 @@ class Keeper:
             await asyncio.wait(self._tasks)
         for number in list(self._slots):
             self._close_slot(number)
+        if self._local is not None:
+            await self._local.close()

@@ -6,12 +6,14 @@ nothing has happened to.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import signal
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,52 @@ def test_a_keeper_that_hangs_holds_up_training_for_its_deadline_only(run: KeptRu
     assert found.counters["not_kept"] >= 1
     assert run.steps() == [8]
     check_losses(found, 8)
+
+
+def test_what_is_on_storage_of_the_host_is_in_memory_again_after_it_has_rebooted(
+    run: KeptRun,
+) -> None:
+    """Here no process of it is left. The newest step that was written there counts; older ones are
+    deleted."""
+    nvme = run.folder / "nvme"
+    local = {"local": str(nvme), "local_every": 3}
+    run.train(Job(8, **local, accident=Accident(8, "kill"), pause_s=0.2), 2)
+    run.end_keepers()
+    found = run.train(Job(9, **local), 2)
+    assert found.resumed == {"step": 6, "tier": "memory"}
+    check_losses(found, 9)
+    (kept,) = nvme.iterdir()
+    assert len(list(kept.iterdir())) == 2
+
+
+def test_a_trainer_that_wakes_in_another_epoch_is_refused_and_harms_nothing(run: KeptRun) -> None:
+    """It was stopped, so a new job has taken its place, while it has memory of the keeper mapped
+    that cannot be taken from it."""
+    process, out = run.begin(Job(2000, pause_s=0.02))
+    wait_until(lambda: (out / "resumed 0").exists() and run.status()["counters"]["agreed"] > 5)
+    process.send_signal(signal.SIGSTOP)
+    first = run.train(Job(300, pause_s=0.005, accident=Accident(60, "kill")))
+    begun = first.resumed["step"]
+    process.send_signal(signal.SIGCONT)
+    found = run.train(Job(80))
+    process.kill()
+    _, stderr = process.communicate()
+    assert "is over" in stderr or "this is epoch" in stderr
+    assert first.resumed["tier"] == "memory"
+    assert begun >= 5
+    assert found.resumed == {"step": 60, "tier": "memory"}
+    check_losses(found, 80)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Until ``done()``, or fail after half a minute."""
+    until_s = time.monotonic() + 30
+    while time.monotonic() < until_s:
+        with contextlib.suppress(AssertionError, FileNotFoundError):
+            if done():
+                return
+        time.sleep(0.05)
+    raise AssertionError("it did not come to that")
 
 
 def test_too_little_memory_is_said_with_the_sum_and_saves_go_on(run: KeptRun) -> None:

@@ -58,6 +58,8 @@ class Job:
     accident: Accident | None = None
     wait: bool = True
     memory: str | None = None
+    local: str | None = None
+    local_every: int = 1
     deadline_s: float = 10.0
     numel: int = 1 << 16
     forks: bool = False
@@ -83,7 +85,13 @@ def main() -> None:
         dist.init_process_group("gloo")
         rank, world = dist.get_rank(), dist.get_world_size()
     state = new_state(job, rank)
-    keeper = holdfast.Keeper(memory=job.memory, deadline_s=job.deadline_s, linger="60s")
+    keeper = holdfast.Keeper(
+        memory=job.memory,
+        deadline_s=job.deadline_s,
+        linger="60s",
+        local=job.local,
+        local_every=job.local_every,
+    )
     log = (out / f"losses {rank}").open("a", buffering=1)
     with holdfast.Checkpointer(
         uri, every=job.every, keeper=keeper, deadline_s=30, grace_s=5
