@@ -90,6 +90,7 @@ class _Trainer:
     world: int
     host: str
     line: Line
+    pidfd: int
     epoch: int = -1
     handed: set[int] = field(default_factory=set)
 
@@ -259,23 +260,28 @@ class Keeper:
             before.line = line
             before.rank, before.world, before.host = hello.rank, hello.world, hello.host
             return before
-        trainer = _Trainer(next(self._numbers), pid, hello.rank, hello.world, hello.host, line)
         pidfd = line.peer_pidfd()
+        trainer = _Trainer(
+            next(self._numbers), pid, hello.rank, hello.world, hello.host, line, pidfd
+        )
         self._trainers[pid] = trainer
         self._used_s = time.monotonic()
-        asyncio.get_running_loop().add_reader(pidfd, self._gone, trainer, pidfd)
+        asyncio.get_running_loop().add_reader(pidfd, self._gone, trainer)
         return trainer
 
-    def _gone(self, trainer: _Trainer, pidfd: int) -> None:
+    def _gone(self, trainer: _Trainer) -> None:
         """A process has ended, and its memory is gone."""
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
+        self._unwatch(trainer)
         self._used_s = time.monotonic()
         if self._trainers.get(trainer.pid) is trainer:
             del self._trainers[trainer.pid]
         trainer.line.close()
         self._generations.client_gone(trainer.number)
         _log.info("rank %d (process %d) has ended", trainer.rank, trainer.pid)
+
+    def _unwatch(self, trainer: _Trainer) -> None:
+        asyncio.get_running_loop().remove_reader(trainer.pidfd)
+        os.close(trainer.pidfd)
 
     def _drop_unfinished(self, trainer: _Trainer) -> None:
         for number, slot in self._slots.items():
@@ -613,6 +619,8 @@ class Keeper:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        for trainer in self._trainers.values():
+            self._unwatch(trainer)
         for number in list(self._slots):
             self._close_slot(number)
         if self._local is not None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from ...core.units import parse_duration, parse_size
+from ...drivers.registry import resolved_options
 from ...drivers.uri import parse
 from ...errors import CoordinationError, UsageError
 from ..arenas.folder import KeeperFolder
@@ -38,7 +39,7 @@ class Keeper:
     holds every ``local_every`` steps. A keeper that is started after the host has rebooted has it
     in memory again.
 
-    Raises UsageError for what is none of that.
+    Raises UsageError for what is none of that, UriError for what is no folder.
     """
 
     every: int = 1
@@ -55,7 +56,7 @@ class Keeper:
             if type(steps) is not int or steps < 1:
                 raise UsageError(f"Keeper: {name} is {steps!r}", advice="Give a number of steps.")
         if self.local is not None:
-            parse(self.local)
+            resolved_options(parse(self.local))
         if not self.deadline_s > 0:
             raise UsageError(f"Keeper: deadline_s is {self.deadline_s!r}")
         for name, value, parsed in (
