@@ -70,6 +70,8 @@ __all__ = ["Keeper"]
 
 HELLO_S = 10.0
 """How long a process that connects may take to say who it is."""
+TELL_S = 5.0
+"""How long a trainer may take to receive what it is told."""
 FLUSH_PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """How long a keeper waits after each failed flush; then the last of them again and again."""
 RESERVE_NBYTES = 256 << 20
@@ -258,6 +260,7 @@ class Keeper:
             before.line.close()
             self._drop_unfinished(before)
             before.line = line
+            before.handed.clear()  # it has closed what it was handed, or has given it to us
             before.rank, before.world, before.host = hello.rank, hello.world, hello.host
             return before
         pidfd = line.peer_pidfd()
@@ -459,7 +462,10 @@ class Keeper:
     async def _tell(self, trainer: _Trainer, event: Event, fds: Sequence[int] = ()) -> None:
         """Tell a trainer, if it is still there."""
         try:
-            await trainer.line.send(encode(0, event), fds)
+            async with asyncio.timeout(TELL_S):
+                await trainer.line.send(encode(0, event), fds)
+        except TimeoutError:  # it does not read: it is stopped, and finds its line closed
+            trainer.line.close()
         except OSError as error:
             _log.debug("rank %d is not told: %s", trainer.rank, error)
 

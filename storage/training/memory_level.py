@@ -18,6 +18,7 @@ from ..operations.options import LoadOptions
 from ..operations.start_load import load_state
 from ..ranks.process_group import current_rank, current_world
 from ..runtime.engine import offload, run
+from .epochs import Epochs
 from .keeper_option import Keeper, KeeperOption, checked_keeper, start_keeper
 from .naming import checkpoint_name
 
@@ -35,17 +36,20 @@ class InMemory:
     generations: tuple[HeldGeneration, ...] = ()
 
 
-def next_epoch(statements: Sequence[InMemory]) -> int:
-    """The epoch that begins, after all that any keeper knows of."""
-    return max((statement.epoch for statement in statements), default=-1) + 1
+def next_epoch(statements: Sequence[InMemory], epochs: Epochs) -> int:
+    """The epoch that begins, after all that are recorded, or that any keeper knows of."""
+    return max(epochs.newest, *(statement.epoch for statement in statements)) + 1
 
 
-def kept_everywhere(statements: Sequence[InMemory], newer_than: int) -> list[HeldGeneration]:
+def kept_everywhere(
+    statements: Sequence[InMemory], newer_than: int, epochs: Epochs
+) -> list[HeldGeneration]:
     """The generations to go on from, the best first: those that are agreed on, newer than that
-    step, and of which every rank's keeper holds all images."""
+    step, not left by a later epoch, and of which every rank's keeper holds all images."""
     found: dict[GenerationId, HeldGeneration] = {}
     for held in (held for statement in statements for held in statement.generations):
-        if held.agreed and held.generation.step > newer_than:
+        is_left = epochs.has_left(held.generation)
+        if held.agreed and held.generation.step > newer_than and not is_left:
             found[held.generation] = held
     whole = [
         held

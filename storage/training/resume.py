@@ -31,6 +31,7 @@ from ..ranks.messages import Nothing, Round
 from ..ranks.process_group import current_team
 from ..ranks.team import Decide
 from ..runtime.engine import run
+from .epochs import Epochs, put_epochs, read_epochs
 from .memory_level import InMemory, MemoryLevel, kept_everywhere, next_epoch
 from .run_identity import run_id
 from .run_lineage import RunLineage, Survey, is_own
@@ -144,12 +145,15 @@ class Back:
 
 
 class _Leader:
-    """The leader's part: it looks at the run's folder, and records where training goes on."""
+    """The leader's part: it looks at the run's folder, and records where training goes on.
+    ``keeps``: the run has keepers, and so epochs."""
 
-    def __init__(self, lineage: RunLineage, root: Place, back: Back) -> None:
+    def __init__(self, lineage: RunLineage, root: Place, back: Back, *, keeps: bool) -> None:
         self._lineage = lineage
         self._root = root
         self._back = back
+        self._keeps = keeps
+        self._epochs = Epochs()
         self._survey: Survey | None = None
         self._tried: Sequence[ListedCheckpoint] = ()
 
@@ -157,23 +161,45 @@ class _Leader:
         """What there is to go on from."""
         survey = self._survey = await self._lineage.survey()
         tried = self._tried = self._back.among(survey)
-        newest = max((c.step or 0 for c in tried), default=-1)
-        kept = tuple([] if self._back.asked else kept_everywhere(statements, newest))
         candidates = _candidates(self._back, self._root, survey, tried)
-        if kept:
-            candidates = replace(candidates, refused=None, advice=None)
-        return replace(candidates, kept=kept, epoch=next_epoch(statements))
+        if not self._keeps:
+            return candidates
+        async with self._root.opened() as driver:
+            self._epochs = await read_epochs(driver)
+        epoch = next_epoch(statements, self._epochs)
+        newest = max((c.step or 0 for c in tried), default=-1)
+        kept = kept_everywhere(statements, newest, self._epochs)
+        if self._back.asked or not kept:
+            return replace(candidates, epoch=epoch)
+        return replace(candidates, kept=tuple(kept), epoch=epoch, refused=None, advice=None)
 
-    async def take_up(self, chosen: int | None, *, from_memory: bool) -> None:
-        """Training goes on from the checkpoint that was tried as number ``chosen``, from memory, or
-        from nothing."""
+    async def take_up(self, taken: _Taken) -> None:
+        """Training goes on from there."""
         assert self._survey is not None
         gone_on_from = None
-        if chosen is not None:
-            gone_on_from = self._tried[chosen]
-        elif from_memory and self._tried:
+        if taken.chosen is not None:
+            gone_on_from = self._tried[taken.chosen]
+        elif taken.step is not None and self._tried:
             gone_on_from = self._tried[0]  # memory leads on from the newest
         await self._lineage.take_up(gone_on_from, self._survey, record=self._back.asked)
+        if self._keeps:
+            async with self._root.opened() as driver:
+                await put_epochs(driver, self._epochs.with_next(taken.epoch, taken.step))
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What a run goes on from: a step, None for nothing; in storage, the checkpoint that was tried
+    as number ``chosen``. ``epoch``: the one that begins."""
+
+    epoch: int
+    step: int | None = None
+    chosen: int | None = None
+
+    @property
+    def tier(self) -> str:
+        """Where it is."""
+        return "memory" if self.step is not None and self.chosen is None else "storage"
 
 
 def resumed(
@@ -196,7 +222,7 @@ def resumed(
     raises: the next one would fit no better.
     """
     began_s = time.perf_counter()
-    leader = _Leader(lineage, root, back)
+    leader = _Leader(lineage, root, back, keeps=memory is not None)
     in_memory = InMemory()
     if memory is not None:
         in_memory = joined(memory, root, options.deadline_s)
@@ -206,28 +232,38 @@ def resumed(
         raise UsageError(candidates.refused, uri=root.uri.redacted, advice=candidates.advice)
     reports: list[LoadReport] = []
     options = replace(options, on_report=reports.append)
-    touched: set[str] = set()
-    step = None
-    if memory is not None:
-        step = _load_kept(root, candidates, state, options, memory, touched)
-    tier = "memory"
-    chosen = None
-    if step is None:
-        tier = "storage"
-        chosen = _load_first(root, candidates, state, options, back, touched)
-    if chosen is not None:
-        step = candidates.tried[chosen].step
+    taken = _load_best(root, candidates, state, options, back, memory)
 
     async def take_up(_: Sequence[Nothing]) -> Nothing:
-        await leader.take_up(chosen, from_memory=tier == "memory")
+        await leader.take_up(taken)
         return Nothing()
 
-    call = Call("resume", root.uri.redacted, step)
+    call = Call("resume", root.uri.redacted, taken.step)
     _round(TAKE_UP, call, options.deadline_s, Nothing(), take_up)
     if memory is not None:
-        memory.begin_epoch(candidates.epoch, step)
-    nbytes = 0 if step is None else reports[-1].bytes_read
-    return Resumed(step, tier, nbytes, time.perf_counter() - began_s)
+        memory.begin_epoch(taken.epoch, taken.step)
+    nbytes = 0 if taken.step is None else reports[-1].bytes_read
+    return Resumed(taken.step, taken.tier, nbytes, time.perf_counter() - began_s)
+
+
+def _load_best(
+    root: Place,
+    candidates: Candidates,
+    state: object,
+    options: LoadOptions,
+    back: Back,
+    memory: MemoryLevel | None,
+) -> _Taken:
+    """Load the best that is whole: out of memory, else out of storage."""
+    touched: set[str] = set()
+    if memory is not None:
+        step = _load_kept(root, candidates, state, options, memory, touched)
+        if step is not None:
+            return _Taken(candidates.epoch, step)
+    chosen = _load_first(root, candidates, state, options, back, touched)
+    if chosen is None:
+        return _Taken(candidates.epoch)
+    return _Taken(candidates.epoch, candidates.tried[chosen].step, chosen)
 
 
 def joined(memory: MemoryLevel, root: Place, deadline_s: float) -> InMemory:
@@ -248,7 +284,11 @@ def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
     in_memory = joined(memory, root, deadline_s)
 
     async def decide(statements: Sequence[InMemory]) -> Candidates:
-        return Candidates((), 0, epoch=next_epoch(statements))
+        async with root.opened() as driver:
+            epochs = await read_epochs(driver)
+            epoch = next_epoch(statements, epochs)
+            await put_epochs(driver, epochs.with_next(epoch, None))
+        return Candidates((), 0, epoch=epoch)
 
     call = Call("begin", root.uri.redacted)
     memory.begin_epoch(_round(LOOK, call, deadline_s, in_memory, decide).epoch, None)

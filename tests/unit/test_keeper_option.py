@@ -21,6 +21,7 @@ from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import HeldGeneration
 from holdfast.storage.arenas.room import available_nbytes
 from holdfast.storage.runtime.engine import run
+from holdfast.storage.training.epochs import EPOCHS_KEY, Epochs, put_epochs, read_epochs
 from holdfast.storage.training.memory_level import InMemory, kept_everywhere, next_epoch
 from holdfast.storage.training.run_identity import RUN_KEY, known_run_id, run_id
 
@@ -103,22 +104,53 @@ def test_the_newest_generation_that_is_whole_everywhere_comes_first() -> None:
     out."""
     one = InMemory(3, (held(3, 9, 1), held(3, 8, 2, agreed=False), held(3, 7, 2), held(2, 6, 2)))
     other = InMemory(3, (held(3, 7, 2), held(2, 6, 2), held(2, 5, 2)))
-    found = kept_everywhere([one, other], 5)
+    found = kept_everywhere([one, other], 5, Epochs())
     assert [kept.generation.step for kept in found] == [7, 6]
-    assert kept_everywhere([one, InMemory()], 0) == []
-    assert kept_everywhere([], 0) == []
+    assert kept_everywhere([one, InMemory()], 0, Epochs()) == []
 
 
 def test_of_two_epochs_the_later_one_counts() -> None:
     """Where both have come to a step."""
     one = InMemory(3, (held(2, 7, 2), held(3, 7, 2)))
-    assert kept_everywhere([one], 0)[0].generation == GenerationId(3, 7)
+    assert kept_everywhere([one], 0, Epochs())[0].generation == GenerationId(3, 7)
 
 
 def test_an_epoch_is_later_than_all_that_keepers_know_of() -> None:
     """Also where some ranks have none."""
-    assert next_epoch([InMemory(), InMemory(4), InMemory(2)]) == 5
-    assert next_epoch([InMemory()]) == 0
+    assert next_epoch([InMemory(), InMemory(4), InMemory(2)], Epochs()) == 5
+    assert next_epoch([InMemory()], Epochs()) == 0
+    assert next_epoch([InMemory(1)], Epochs(((7, 3),))) == 8
+
+
+def test_a_line_that_a_later_epoch_has_left_is_not_gone_on_from() -> None:
+    """Whatever a keeper holds that was not there when it was left."""
+    epochs = Epochs().with_next(0, None).with_next(1, 40).with_next(2, 25).with_next(3, 60)
+    assert epochs.begun == ((0, -1), (2, 25), (3, 60))
+    assert epochs.newest == 3
+    left = {
+        (epoch, step)
+        for epoch in range(4)
+        for step in (20, 30, 50, 70)
+        if epochs.has_left(GenerationId(epoch, step))
+    }
+    assert left == {(0, 30), (0, 50), (0, 70), (1, 30), (1, 50), (1, 70), (2, 70)}
+    one = InMemory(3, (held(1, 30, 2), held(2, 50, 2)))
+    assert [kept.generation.step for kept in kept_everywhere([one], 0, epochs)] == [50]
+
+
+def test_the_record_of_epochs_is_read_as_it_was_put(driver: MemoryDriver) -> None:
+    """None is an empty one; what cannot be read is damage."""
+    assert run(read_epochs(driver)) == Epochs()
+    epochs = Epochs().with_next(4, 7)
+    run(put_epochs(driver, epochs))
+    assert run(read_epochs(driver)) == epochs
+    for data in (b"", b"{}", b'{"version":1,"begun":[[1]]}', b'{"version":1,"begun":[[1,"x"]]}'):
+        run(driver.put(EPOCHS_KEY, data))
+        with pytest.raises(holdfast.DamagedError, match="record of epochs"):
+            run(read_epochs(driver))
+    run(driver.put(EPOCHS_KEY, b'{"version":2,"begun":[]}'))
+    with pytest.raises(holdfast.UnsupportedFormatError):
+        run(read_epochs(driver))
 
 
 def test_keepers_have_a_folder_of_their_user_alone() -> None:
