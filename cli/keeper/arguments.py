@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "uri",
         metavar="URI",
         nargs="?",
-        help="the run's folder, as its Checkpointer has it; of status and stop: all runs without it",
+        help="the folder of the run; status and stop are about all runs without it",
     )
     running = parser.add_argument_group("run")
     running.add_argument(
@@ -32,6 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         default="1h",
         help="end when no trainer has come for so long (default: 1h)",
+    )
+    running.add_argument(
+        "--local", metavar="FOLDER", help="storage of this host to write to as well, such as NVMe"
+    )
+    running.add_argument(
+        "--local-every",
+        metavar="N",
+        type=int,
+        default=1,
+        help="steps between two that are written there (default: 1)",
     )
     status = parser.add_argument_group("status")
     status.add_argument(

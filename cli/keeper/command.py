@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from typing import Any
 
-from ...core.units import parse_duration, parse_size, size_text
+from ...core.units import size_text
 from ...errors import UsageError
 from ...storage.arenas.control import status_of, stop
 from ...storage.arenas.folder import KeeperFolder, keeper_folders
-from ...storage.keeper.keeper import KeeperOptions
-from ...storage.keeper.process import keep
+from ...storage.keeper.process import RunningError, keep
 from ...storage.operations.location import Place
 from ...storage.runtime import engine
+from ...storage.training.keeper_option import Keeper
 from ...storage.training.run_identity import known_run_id, run_id
 from ..commands import complain, print_json
 from ..tables import print_table
@@ -39,19 +38,10 @@ _TITLES = (
 )
 
 
-def run(
-    action: str,
-    uri: str | None,
-    *,
-    memory: str | None,
-    domain: str | None,
-    linger: str,
-    watch: bool,
-    json_output: bool,
-) -> int:
-    """Do what ``action`` says; 0 where it was done."""
+def run(action: str, uri: str | None, *, watch: bool, json_output: bool, **options: Any) -> int:
+    """Do what ``action`` says; 0 where it was done. ``options``: of a :class:`Keeper`."""
     if action == "run":
-        return _be_keeper(uri, memory, domain, linger)
+        return _be_keeper(uri, Keeper(**options))
     if action == "stop":
         return _stop(uri)
     if watch and not json_output:
@@ -59,7 +49,7 @@ def run(
     return _show(_statuses(uri), json_output=json_output)
 
 
-def _be_keeper(uri: str | None, memory: str | None, domain: str | None, linger: str) -> int:
+def _be_keeper(uri: str | None, option: Keeper) -> int:
     """In the foreground, until a signal, or nobody needs it any more."""
     if uri is None:
         raise UsageError("holdfast keeper run: of which run?", advice="Give the run's folder.")
@@ -68,15 +58,13 @@ def _be_keeper(uri: str | None, memory: str | None, domain: str | None, linger: 
         async with Place.of(uri, None).opened() as driver:
             return await run_id(driver)
 
-    try:
-        budget_nbytes = None if memory is None else parse_size(memory)
-        linger_s = parse_duration(linger)
-    except ValueError as error:
-        raise UsageError(f"holdfast keeper run: {error}") from error
     run = engine.run(identify())
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
-    options = KeeperOptions(run, domain or socket.gethostname(), budget_nbytes, linger_s)
-    asyncio.run(keep(options, KeeperFolder.of(run)))
+    try:
+        asyncio.run(keep(option.of_process(run), KeeperFolder.of(run)))
+    except RunningError as error:
+        complain(str(error))
+        return 1
     return 0
 
 

@@ -1,6 +1,6 @@
 """Where keepers of this host are found: a folder that is its user's alone, with one for each run.
 
-    <base>/<run>/lock      held by the keeper of the run as long as it lives
+    <base>/<run>/lock      held by the keeper of the run as long as it lives; names its process
     <base>/<run>/socket    where trainers connect
     <base>/<run>/log       what the keeper says, if a trainer has started it
 

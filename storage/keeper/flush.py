@@ -6,30 +6,21 @@ import json
 import os
 from collections.abc import Sequence
 
-import numpy as np
-
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
-from ...errors import DamagedError
-from ...planner.image import ImageLayout
-from ..arenas.label import Label
 from ..arenas.messages import Flush
 from ..format.fragment import Fragment
 from ..format.lineage import ROOT
 from ..format.manifest import image_key
 from ..format.packed import Compression, checked_compression
-from ..pipeline.chunks import MemoryChunks
-from ..pipeline.image_writer import Callbacks, ImageWriter
 from ..protocol.attempt import Attempt
 from ..protocol.collect import give_up
 from ..protocol.commit import begin
 from ..protocol.whole import commit_attempt
 from .tiers import HeldImage
+from .written import write_image
 
 __all__ = ["flush", "flush_to"]
-
-BUDGET_NBYTES = 256 << 20
-"""Of what packing holds; what is written as it lies takes no memory."""
 
 
 async def flush_to(request: Flush, images: Sequence[HeldImage]) -> str:
@@ -56,7 +47,7 @@ async def flush(
     :func:`commit_attempt`. Then nothing is committed, unless the put of the manifest failed."""
     attempt = await begin(driver)
     try:
-        fragments = [await _written(driver, attempt, image, compression) for image in images]
+        fragments = [await _fragment(driver, attempt, image, compression) for image in images]
     except BaseException:
         await give_up(driver, attempt)
         raise
@@ -64,46 +55,13 @@ async def flush(
     return attempt
 
 
-async def _written(
+async def _fragment(
     driver: Driver, attempt: Attempt, image: HeldImage, compression: Compression | None
 ) -> Fragment:
     """Write one image; return what the manifest is to say of it."""
     label = image.label
-    if not label.digests:  # a rank without a shard writes no file
-        return label.fragment(attempt.id, None if compression is None else 0)
-    layout = _layout_of(label)
-    writer = ImageWriter(
-        driver,
-        layout,
-        MemoryChunks(layout, image.memory),
-        BUDGET_NBYTES,
-        Callbacks(lambda: None, lambda: None),
-        compression,
-    )
-
-    async def key() -> str:
-        return image_key(attempt.id, label.rank, compression)
-
-    written = await writer.write(key)
-    if written.digests.tobytes() != label.digests:
-        raise DamagedError(
-            f"the image of rank {label.rank} of step {label.generation.step} has changed in memory",
-            rank=label.rank,
-        )
-    return label.fragment(attempt.id, None if compression is None else written.stored_nbytes)
-
-
-def _layout_of(label: Label) -> ImageLayout:
-    """The layout of an image whose shards are of no interest: where its chunks and its pages
-    are."""
-    whole = np.zeros(1, np.int64)
-    return ImageLayout(
-        header=b"",
-        start=whole,
-        order=whole,
-        data_end=label.hashed_end,
-        hashed_end=label.hashed_end,
-        nbytes=label.nbytes,
-        chunk_nbytes=label.chunk_nbytes,
-        block_nbytes=label.block_nbytes,
-    )
+    stored_nbytes = 0
+    if label.digests:  # a rank without a shard writes no file
+        key = image_key(attempt.id, label.rank, compression)
+        stored_nbytes = await write_image(driver, key, image, compression)
+    return label.fragment(attempt.id, None if compression is None else stored_nbytes)

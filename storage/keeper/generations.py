@@ -86,8 +86,6 @@ class _Content(enum.Enum):
 class _Slot:
     rank: int
     nbytes: int
-    made: bool = True
-    """Whether it has its memory."""
     content: _Content = _Content.FREE
     generation: GenerationId | None = None
     filler: int = -1
@@ -96,6 +94,8 @@ class _Slot:
     readers: set[int] = field(default_factory=set)
     flushes: int = 0
     """How many flushes read it."""
+    made: bool = True
+    """Whether it has its memory."""
 
     def empty(self) -> None:
         """There is no image in it."""
@@ -418,13 +418,32 @@ class Generations:
         for slot in self._slots.values():
             if slot.generation == id and slot.rank == rank:
                 return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is held already")
+        problem = self._beyond_budget(nbytes)
+        if problem is not None:
+            return problem
         number = next(self._numbers)
-        self._slots[number] = _Slot(
-            rank, nbytes, content=_Content.SEALED, generation=id, mappers={client}
-        )
+        self._slots[number] = _Slot(rank, nbytes, _Content.SEALED, id, mappers={client})
         self._generations.setdefault(id, _Generation(world))
         self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
         return number
+
+    def recall(self, id: GenerationId, rank: int, world: int, nbytes: int) -> int | Refusal:
+        """A slot for a sealed image of an earlier keeper, before any trainer has come."""
+        problem = self._beyond_budget(nbytes)
+        if problem is not None:
+            return problem
+        self.epoch = max(self.epoch, id.epoch)
+        number = next(self._numbers)
+        self._slots[number] = _Slot(rank, nbytes, _Content.SEALED, id)
+        self._generations.setdefault(id, _Generation(world))
+        return number
+
+    def _beyond_budget(self, nbytes: int) -> Refusal | None:
+        held = sum(slot.nbytes for slot in self._slots.values())
+        if held + nbytes <= self.budget_nbytes:
+            return None
+        text = f"{size_text(held + nbytes)} are more than {size_text(self.budget_nbytes)}"
+        return Refusal(Reason.NO_MEMORY, text)
 
     def restorable(self) -> list[HeldRanks]:
         """The generations of which there are sealed images, the newest first."""

@@ -59,12 +59,14 @@ from ..arenas.room import available_nbytes
 from ..runtime.engine import offload
 from .flush import flush_to
 from .generations import Generations, Grant, Reason, Refusal
+from .local_level import LocalLevel
+from .options import KeeperOptions
 from .sealing import seal
 from .status import Counters, KeeperStatus
 from .tiers import HeldImage
 from .votes import Ballot, Outcome, Vote
 
-__all__ = ["Keeper", "KeeperOptions"]
+__all__ = ["Keeper"]
 
 HELLO_S = 10.0
 """How long a process that connects may take to say who it is."""
@@ -75,18 +77,6 @@ RESERVE_NBYTES = 256 << 20
 
 _log = logging.getLogger(__name__)
 _Reply = tuple[Answer, Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class KeeperOptions:
-    """``run``: the id of the run. ``host``: the name of the failure domain. ``budget_nbytes``: of
-    all images in memory; None: what the system can spare. ``linger_s``: after so long without a
-    trainer the keeper ends."""
-
-    run: str
-    host: str
-    budget_nbytes: int | None = None
-    linger_s: float = 3600.0
 
 
 @dataclass(eq=False)
@@ -100,6 +90,7 @@ class _Trainer:
     world: int
     host: str
     line: Line
+    pidfd: int
     epoch: int = -1
     handed: set[int] = field(default_factory=set)
 
@@ -154,6 +145,10 @@ class Keeper:
         self._flush_turn = asyncio.Lock()
         self._began_s = time.time()
         self._used_s = time.monotonic()
+        self._local: LocalLevel | None = None
+        if options.local is not None:
+            self._local = LocalLevel(options.local, options.local_every, options.run)
+        self._writing_locally = False
         self.ended = asyncio.Event()
         self._handlers: dict[type, Callable[[_Trainer, Any, Sequence[int]], Awaitable[_Reply]]] = {
             Enter: self._enter,
@@ -166,6 +161,24 @@ class Keeper:
             Adopt: self._adopt,
             Flush: self._flush,
         }
+
+    async def recall(self) -> None:
+        """Have in memory again what is on storage of this host: before the first trainer comes."""
+        if self._local is None:
+            return
+        for image in await self._local.read():
+            label = image.label
+            number = self._generations.recall(
+                label.generation, label.rank, label.world, label.nbytes
+            )
+            if isinstance(number, Refusal):
+                _log.warning("rank %d: %s", label.rank, number.text)
+                continue
+            label_fd = sealed_bytes(await offload(label.encode))
+            self._slots[number] = _Slot(image.memory, label, label_fd)
+            if self._ballot.cast(Vote.of(label)) is Outcome.AGREED:
+                self._generations.agreed(label.generation)
+                _log.info("step %d is in memory again", label.generation.step)
 
     async def attend(self, line: Line) -> None:
         """Serve one line until it ends. Whatever comes over it, the keeper lives."""
@@ -246,23 +259,28 @@ class Keeper:
             before.line = line
             before.rank, before.world, before.host = hello.rank, hello.world, hello.host
             return before
-        trainer = _Trainer(next(self._numbers), pid, hello.rank, hello.world, hello.host, line)
         pidfd = line.peer_pidfd()
+        trainer = _Trainer(
+            next(self._numbers), pid, hello.rank, hello.world, hello.host, line, pidfd
+        )
         self._trainers[pid] = trainer
         self._used_s = time.monotonic()
-        asyncio.get_running_loop().add_reader(pidfd, self._gone, trainer, pidfd)
+        asyncio.get_running_loop().add_reader(pidfd, self._gone, trainer)
         return trainer
 
-    def _gone(self, trainer: _Trainer, pidfd: int) -> None:
+    def _gone(self, trainer: _Trainer) -> None:
         """A process has ended, and its memory is gone."""
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
+        self._unwatch(trainer)
         self._used_s = time.monotonic()
         if self._trainers.get(trainer.pid) is trainer:
             del self._trainers[trainer.pid]
         trainer.line.close()
         self._generations.client_gone(trainer.number)
         _log.info("rank %d (process %d) has ended", trainer.rank, trainer.pid)
+
+    def _unwatch(self, trainer: _Trainer) -> None:
+        asyncio.get_running_loop().remove_reader(trainer.pidfd)
+        os.close(trainer.pidfd)
 
     async def _answer(self, trainer: _Trainer, message: Message, fds: Sequence[int]) -> _Reply:
         """The answer to a request, and the descriptors that go with it; ``fds`` came with it."""
@@ -421,6 +439,29 @@ class Keeper:
         wish = self._wishes.get(label.generation)
         if wish is not None:
             self.run_later(self._flush_until_durable(wish))
+        self._write_locally(label.generation)
+
+    def _write_locally(self, generation: GenerationId) -> None:
+        """If it is due. One that is due while another is being written is left out."""
+        local = self._local
+        if local is None or generation.epoch < self._generations.epoch:
+            return
+        if local.due(generation.step) and not self._writing_locally:
+            self.run_later(self._written_locally(local, generation))
+
+    async def _written_locally(self, local: LocalLevel, generation: GenerationId) -> None:
+        self._writing_locally = True
+        self._generations.flushing(generation)
+        try:
+            await local.write(self._images(generation))
+            self._counters.local += 1
+        except (HoldfastError, OSError) as error:
+            self._counters.local_failures += 1
+            _log.warning("step %d is not on local storage: %s", generation.step, error)
+        finally:
+            self._writing_locally = False
+            self._generations.flushed(generation)
+            self._forget_unheld()
 
     async def _tell(self, trainer: _Trainer, event: Event, fds: Sequence[int] = ()) -> None:
         """Tell a trainer, if it is still there."""
@@ -467,22 +508,23 @@ class Keeper:
             raise ValueError("that image is not of this run")
         check_sizes(label)
         memory = Memory(os.dup(fds[0]), message.nbytes)
+        budget_nbytes = self._generations.budget_nbytes
+        self._generations.budget_nbytes = self._budget_with(label.nbytes)
         number = self._generations.adopt(
             trainer.number, label.generation, label.rank, label.world, label.nbytes
         )
         if isinstance(number, Refusal):
+            self._generations.budget_nbytes = budget_nbytes
             memory.close()
             return Refused(number.reason.value, number.text), []
         self._slots[number] = _Slot(memory, label, os.dup(fds[1]))
-        self._count_in(label.nbytes)
         self.run_later(self._vote(label))
         return Done(), []
 
-    def _count_in(self, nbytes: int) -> None:
-        """The system could not spare what is adopted because it was in use already."""
+    def _budget_with(self, nbytes: int) -> int:
+        """With what is adopted: the system could not spare it because it was in use already."""
         budget_nbytes = self._generations.budget_nbytes + nbytes
-        limit_nbytes = self.options.budget_nbytes or budget_nbytes
-        self._generations.budget_nbytes = min(budget_nbytes, limit_nbytes)
+        return min(budget_nbytes, self.options.budget_nbytes or budget_nbytes)
 
     async def _flush(self, trainer: _Trainer, message: Flush, fds: Sequence[int]) -> _Reply:
         stale = self._stale(trainer)
@@ -597,5 +639,9 @@ class Keeper:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        for trainer in self._trainers.values():
+            self._unwatch(trainer)
         for number in list(self._slots):
             self._close_slot(number)
+        if self._local is not None:
+            await self._local.close()

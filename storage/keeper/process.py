@@ -7,10 +7,10 @@ group does not reach it. It runs without torch.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import signal
@@ -20,12 +20,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ...core.units import parse_duration, parse_size
 from ...errors import HoldfastError, UsageError
 from ..arenas.folder import KeeperFolder
 from ..arenas.line import Line, listening
 from ..runtime.engine import CPU_THREADS
-from .keeper import Keeper, KeeperOptions
+from .keeper import Keeper
+from .options import KeeperOptions
 
 __all__ = ["RunningError", "keep", "main"]
 
@@ -49,6 +49,8 @@ def _locked(folder: KeeperFolder) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunningError(f"a keeper of this run is alive: {folder.path}") from error
+        os.ftruncate(fd, 0)
+        os.write(fd, str(os.getpid()).encode())
         yield
     finally:
         os.close(fd)
@@ -64,6 +66,7 @@ async def keep(options: KeeperOptions, folder: KeeperFolder) -> None:
         keeper = Keeper(options)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, keeper.ended.set)
+        await keeper.recall()
         sock = listening(folder.socket)
         accepting = asyncio.ensure_future(_accept(sock, keeper))
         _log.info("keeper of run %s, process %d, at %s", options.run, os.getpid(), folder.path)
@@ -95,44 +98,33 @@ async def _until_ended(keeper: Keeper, linger_s: float) -> None:
             return
 
 
-def _start(arguments: Sequence[str]) -> None:
-    """Execute this module anew, in a session of its own. This process ends, so that the keeper is
-    nobody's child: a trainer need not wait for it, and one that ends does not take it along."""
-    subprocess.Popen(
-        [sys.executable, "-m", "holdfast.storage.keeper.process", *arguments],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Be a keeper, as a trainer starts it."""
-    parser = argparse.ArgumentParser(prog="holdfast keeper run")
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--host", required=True)
-    parser.add_argument("--memory")
-    parser.add_argument("--linger", default="1h")
-    parser.add_argument("--detached", action="store_true", help="start it, and end")
-    given = parser.parse_args(argv)
-    if given.detached:
-        _start([argument for argument in sys.argv[1:] if argument != "--detached"])
+def main(arguments: Sequence[str]) -> int:
+    """Be a keeper, as a trainer starts it: with its options as JSON."""
+    *flags, text = arguments
+    if flags:
+        _start_detached(text)
         return 0
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
-        options = KeeperOptions(
-            given.run,
-            given.host,
-            None if given.memory is None else parse_size(given.memory),
-            parse_duration(given.linger),
-        )
-        asyncio.run(keep(options, KeeperFolder.of(given.run)))
+        options = KeeperOptions(**json.loads(text))
+        asyncio.run(keep(options, KeeperFolder.of(options.run)))
     except RunningError:
         return 0  # another process of this host was first
-    except (HoldfastError, OSError, ValueError) as error:
+    except (HoldfastError, OSError) as error:
         _log.error("%s", error)
         return 1
     return 0
 
 
+def _start_detached(options: str) -> None:
+    """Execute this module anew, in a session of its own. This process ends, so that the keeper is
+    nobody's child: a trainer need not wait for it, and one that ends does not take it along."""
+    subprocess.Popen(
+        [sys.executable, "-m", "holdfast.storage.keeper.process", options],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

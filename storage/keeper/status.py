@@ -15,7 +15,8 @@ __all__ = ["Counters", "KeeperStatus"]
 class Counters:
     """What has happened since the keeper began. ``sealed``: images; ``agreed`` and ``void``:
     generations; ``skipped``: steps that got no slot; ``refused``: requests; ``flushed`` and
-    ``flush_failures``: flushes to storage."""
+    ``flush_failures``: flushes to storage; ``local`` and ``local_failures``: generations written to
+    storage of this host."""
 
     sealed: int = 0
     agreed: int = 0
@@ -24,6 +25,8 @@ class Counters:
     refused: int = 0
     flushed: int = 0
     flush_failures: int = 0
+    local: int = 0
+    local_failures: int = 0
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from ...core.units import parse_duration, parse_size
+from ...drivers.registry import resolved_options
+from ...drivers.uri import parse
 from ...errors import CoordinationError, UsageError
 from ..arenas.folder import KeeperFolder
+from ..keeper.options import KeeperOptions
 from ..runtime.engine import offload
 
 __all__ = ["Keeper", "KeeperOption", "checked_keeper", "start_keeper"]
@@ -31,7 +35,11 @@ class Keeper:
     keeper. ``linger``: how long a keeper that nobody uses stays. ``starts``: whether to start a
     keeper where none answers.
 
-    Raises UsageError for what is none of that.
+    ``local``: a folder on storage of the host, such as NVMe, to which the keeper writes what it
+    holds every ``local_every`` steps. A keeper that is started after the host has rebooted has it
+    in memory again.
+
+    Raises UsageError for what is none of that, UriError for what is no folder.
     """
 
     every: int = 1
@@ -40,19 +48,24 @@ class Keeper:
     deadline_s: float = 10.0
     linger: str = "1h"
     starts: bool = True
+    local: str | os.PathLike[str] | None = None
+    local_every: int = 1
 
     def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            raise UsageError(f"Keeper: every is {self.every!r}", advice="Give a number of steps.")
+        for name, steps in (("every", self.every), ("local_every", self.local_every)):
+            if type(steps) is not int or steps < 1:
+                raise UsageError(f"Keeper: {name} is {steps!r}", advice="Give a number of steps.")
+        if self.local is not None:
+            resolved_options(parse(self.local))
         if not self.deadline_s > 0:
             raise UsageError(f"Keeper: deadline_s is {self.deadline_s!r}")
-        for name, value, parse in (
+        for name, value, parsed in (
             ("memory", self.memory, parse_size),
             ("linger", self.linger, parse_duration),
         ):
             try:
                 if isinstance(value, str):
-                    parse(value)
+                    parsed(value)
             except ValueError as error:
                 raise UsageError(f"Keeper: {name} is {value!r}: {error}") from error
 
@@ -60,6 +73,18 @@ class Keeper:
     def host(self) -> str:
         """The name of the failure domain."""
         return self.domain or socket.gethostname()
+
+    def of_process(self, run: str) -> KeeperOptions:
+        """For a keeper of the run with this id."""
+        memory = self.memory
+        return KeeperOptions(
+            run,
+            self.host,
+            parse_size(memory) if isinstance(memory, str) else memory,
+            parse_duration(self.linger),
+            None if self.local is None else str(parse(self.local)),
+            self.local_every,
+        )
 
 
 KeeperOption = Keeper | Literal["auto"] | None
@@ -79,10 +104,8 @@ def checked_keeper(option: KeeperOption) -> Keeper | None:
 async def start_keeper(option: Keeper, folder: KeeperFolder, run: str) -> None:
     """Start a keeper of the run, which is no child of this process. Where another process does the
     same at once, one of both remains. Raises CoordinationError."""
-    arguments = [sys.executable, "-m", "holdfast.storage.keeper.process", "--detached"]
-    arguments += ["--run", run, "--host", option.host, "--linger", option.linger]
-    if option.memory is not None:
-        arguments += ["--memory", str(option.memory)]
+    options = json.dumps(asdict(option.of_process(run)))
+    arguments = [sys.executable, "-m", "holdfast.storage.keeper.process", "--detached", options]
     folder.make()
     try:
         await offload(_run, arguments, folder)

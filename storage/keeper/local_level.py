@@ -1,0 +1,133 @@
+"""The local level: what a keeper has in memory, written to storage of its own host from time to
+time, so that a keeper which begins after the host did has it again.
+
+    <run>/<epoch>-<step>/<rank>.safetensors    an image
+    <run>/<epoch>-<step>/<rank>.label          its label, written after it
+
+There is no manifest: of a job on several hosts, each has a part. The two newest generations stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Sequence
+
+from ...drivers.contract import Driver
+from ...drivers.registry import open_driver
+from ...drivers.uri import join
+from ...errors import DamagedError, HoldfastError
+from ..arenas.label import GenerationId, Label, check_sizes
+from ..arenas.memory import Memory, sealed_memory
+from ..runtime.engine import offload
+from .tiers import HeldImage
+from .written import write_image
+
+__all__ = ["GENERATIONS_KEPT", "LocalLevel"]
+
+GENERATIONS_KEPT = 2
+_FOLDER = re.compile(r"(\d{1,18})-(\d{1,18})")
+_READ_NBYTES = 16 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class LocalLevel:
+    """What a keeper has on storage of its own host. ``uri``: a folder, for the keepers of any run;
+    ``every``: steps between two generations that are written."""
+
+    def __init__(self, uri: str, every: int, run: str) -> None:
+        """Raises UriError, UsageError."""
+        self._driver = open_driver(join(uri, run))
+        self._every = every
+        self._run = run
+        self._last: int | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether the generation of ``step`` is to be written. Asked in the order of steps."""
+        last = self._last
+        self._last = step
+        if last is None:
+            return step % self._every == 0
+        return step // self._every > last // self._every
+
+    async def write(self, images: Sequence[HeldImage]) -> None:
+        """Write a generation, durably; then delete older ones. Raises StorageError; DamagedError
+        where memory no longer holds what was sealed."""
+        folder = _folder_of(images[0].label.generation)
+        for image in images:
+            label = image.label
+            if label.digests:
+                await write_image(self._driver, f"{folder}/{label.rank}.safetensors", image)
+            await self._driver.put(f"{folder}/{label.rank}.label", await offload(label.encode))
+        for old in (await self._generations())[GENERATIONS_KEPT:]:
+            await self._driver.delete_all(_folder_of(old))
+
+    async def _generations(self) -> list[GenerationId]:
+        """Those that there is anything of, the newest first."""
+        found = set[GenerationId]()
+        async for info in self._driver.list():
+            match = _FOLDER.fullmatch(info.key.partition("/")[0])
+            if match is not None:
+                found.add(GenerationId(int(match[1]), int(match[2])))
+        return sorted(found, reverse=True)
+
+    async def read(self) -> list[HeldImage]:
+        """What is there of the newest generations, in memory again. What cannot be read is left
+        out, with a warning: whoever loads it verifies it."""
+        images: list[HeldImage] = []
+        try:
+            for generation in (await self._generations())[:GENERATIONS_KEPT]:
+                prefix = _folder_of(generation)
+                keys = [info.key async for info in self._driver.list(prefix)]
+                for key in sorted(key for key in keys if key.endswith(".label")):
+                    image = await self._image(key, generation)
+                    if image is not None:
+                        images.append(image)
+        except HoldfastError as error:
+            _log.warning("the local level cannot be read: %s", error)
+        return images
+
+    async def _image(self, key: str, generation: GenerationId) -> HeldImage | None:
+        try:
+            label = Label.decode(await self._driver.get(key))
+            if (label.run, label.generation) != (self._run, generation):
+                raise DamagedError("it is the label of another image", key=key)
+            check_sizes(label)
+            memory = await offload(_memory_of, label.nbytes)
+            if label.digests:
+                await _read(self._driver, key.removesuffix("label") + "safetensors", memory)
+        except (HoldfastError, OSError) as error:
+            _log.warning("an image of the local level cannot be read: %s", error)
+            return None
+        return HeldImage(label, memory)
+
+    async def close(self) -> None:
+        """Close its driver."""
+        await self._driver.close()
+
+
+def _folder_of(generation: GenerationId) -> str:
+    return f"{generation.epoch}-{generation.step}"
+
+
+def _memory_of(nbytes: int) -> Memory:
+    memory = Memory(sealed_memory(nbytes, reserve=True), nbytes)
+    memory.populate()
+    return memory
+
+
+async def _read(driver: Driver, key: str, memory: Memory) -> None:
+    """Read an image to where it belongs in ``memory``. Raises StorageError, DamagedError."""
+    if (await driver.stat(key)).nbytes != memory.nbytes:
+        raise DamagedError("the image has another size than its label says", key=key)
+    ranges = range(0, memory.nbytes, _READ_NBYTES)
+    turn = asyncio.Semaphore(driver.traits.concurrency)
+
+    async def read(start: int) -> None:
+        async with turn:
+            nbytes = min(_READ_NBYTES, memory.nbytes - start)
+            await driver.read(key, start, memory.buffer(start, nbytes).view)
+
+    await asyncio.gather(*map(read, ranges))

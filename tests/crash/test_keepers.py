@@ -1,0 +1,253 @@
+"""Keepers when things go wrong: real trainers, alone and under torchrun, and a real keeper.
+
+Whatever happens, a run goes on from a step that is whole, and comes to the losses of a run that
+nothing has happened to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.kept_job import POINTS, Accident, Job
+from support.kept_runs import Found, KeptRun, expected_losses, kept_run
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[KeptRun]:
+    """A run with a keeper of its own."""
+    with kept_run(tmp_path) as made:
+        yield made
+
+
+def check_losses(found: Found, steps: int) -> None:
+    """Those after what was gone on from are those of an undisturbed run."""
+    expected = expected_losses(steps)
+    begun = found.resumed["step"] or 0
+    assert found.losses == {step: expected[step] for step in range(begun + 1, steps + 1)}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_trainers_are_killed_between_two_steps(run: KeptRun, world: int) -> None:
+    """The job goes on from the last step, out of memory; storage has only an older one."""
+    run.train(Job(9, every=4, accident=Accident(6, "kill")), world)
+    assert run.steps() == [4]
+    found = run.train(Job(9, every=4), world)
+    assert found.resumed == {"step": 6, "tier": "memory"}
+    check_losses(found, 9)
+
+
+def test_one_of_two_trainers_is_killed(run: KeptRun) -> None:
+    """torchrun ends the other one; the next job has lost at most the step at hand."""
+    run.train(Job(9, accident=Accident(6, "kill", rank=1)), 2)
+    found = run.train(Job(9), 2)
+    assert found.resumed == {"step": 6, "tier": "memory"}
+    check_losses(found, 9)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_trainer_is_killed_while_a_step_is_captured(run: KeptRun, point: str) -> None:
+    """The job goes on from the step before, and its slots are used again."""
+    run.train(Job(5, accident=Accident(5, f"kill before {point}")))
+    found = run.train(Job(9))
+    assert found.resumed == {"step": 4, "tier": "memory"}
+    check_losses(found, 9)
+    assert found.counters is not None
+    assert found.counters["kept"] == 5
+    assert len(run.status()["generations"]) <= 3
+
+
+def test_a_killed_trainer_whose_children_live_on_is_noticed(run: KeptRun) -> None:
+    """As where the workers of a data loader outlive it, and keep its line open."""
+    process, _ = run.begin(Job(5, forks=True, accident=Accident(5, "kill")))
+    process.wait(60)
+    assert process.stderr is not None
+    process.stderr.close()  # which its child has, too
+    found = run.train(Job(9))
+    assert found.resumed == {"step": 5, "tier": "memory"}
+    assert found.seconds < 30
+    assert found.counters is not None
+    assert found.counters["not_kept"] == 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_keeper_that_dies_is_replaced_and_nothing_sealed_is_lost(
+    run: KeptRun, world: int
+) -> None:
+    """Trainers hand the next keeper what they have mapped; here it is told of no further step."""
+    job = Job(7, every=100, accident=Accident(5, "kill keeper", rank=0), pause_s=0.5)
+    found = run.train(job, world)
+    assert found.code == 0
+    check_losses(found, 7)
+    status = run.status()
+    assert status["counters"]["agreed"] >= 1
+    held = {generation["step"] for generation in status["generations"]}
+    assert held & {4, 5}
+    after = run.train(Job(9), world)
+    assert after.resumed["tier"] == "memory"
+    assert after.resumed["step"] >= 5
+    check_losses(after, 9)
+
+
+def test_a_keeper_that_hangs_holds_up_training_for_its_deadline_only(run: KeptRun) -> None:
+    """Steps are left out; what is due in storage is written by the trainer itself."""
+    job = Job(8, every=8, accident=Accident(3, "stop keeper"), deadline_s=2.0)
+    found = run.train(job)
+    assert found.code == 0, found.stderr
+    assert found.counters is not None
+    assert found.counters["saved"] == 1
+    assert found.counters["not_kept"] >= 1
+    assert run.steps() == [8]
+    check_losses(found, 8)
+
+
+def test_what_is_on_storage_of_the_host_is_in_memory_again_after_it_has_rebooted(
+    run: KeptRun,
+) -> None:
+    """Here no process of it is left. The newest step that was written there counts; older ones are
+    deleted."""
+    nvme = run.folder / "nvme"
+    local = {"local": str(nvme), "local_every": 3}
+    run.train(Job(8, **local, accident=Accident(8, "kill"), pause_s=0.2), 2)
+    run.end_keepers()
+    found = run.train(Job(9, **local), 2)
+    assert found.resumed == {"step": 6, "tier": "memory"}
+    check_losses(found, 9)
+    (kept,) = nvme.iterdir()
+    assert len(list(kept.iterdir())) == 2
+
+
+def test_a_trainer_that_wakes_in_another_epoch_is_refused_and_harms_nothing(run: KeptRun) -> None:
+    """It was stopped, so a new job has taken its place, while it has memory of the keeper mapped
+    that cannot be taken from it."""
+    process, out = run.begin(Job(2000, pause_s=0.02))
+    wait_until(lambda: (out / "resumed 0").exists() and run.status()["counters"]["agreed"] > 5)
+    process.send_signal(signal.SIGSTOP)
+    first = run.train(Job(300, pause_s=0.005, accident=Accident(60, "kill")))
+    begun = first.resumed["step"]
+    process.send_signal(signal.SIGCONT)
+    found = run.train(Job(80))
+    process.kill()
+    _, stderr = process.communicate()
+    assert "is over" in stderr or "this is epoch" in stderr
+    assert first.resumed["tier"] == "memory"
+    assert begun >= 5
+    assert found.resumed == {"step": 60, "tier": "memory"}
+    check_losses(found, 80)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Until ``done()``, or fail after half a minute."""
+    until_s = time.monotonic() + 30
+    while time.monotonic() < until_s:
+        with contextlib.suppress(AssertionError, FileNotFoundError):
+            if done():
+                return
+        time.sleep(0.05)
+    raise AssertionError("it did not come to that")
+
+
+def test_too_little_memory_is_said_with_the_sum_and_saves_go_on(run: KeptRun) -> None:
+    """Before the first step is kept."""
+    found = run.train(Job(4, every=4, memory="500KiB"))
+    assert found.code == 0
+    assert "3 images of" in found.stderr
+    assert "there is room for 500 KiB" in found.stderr
+    assert found.counters is not None
+    assert found.counters["saved"] == 1
+    assert found.counters["kept"] == 0
+    assert run.steps() == [4]
+
+
+def test_a_bit_that_flips_in_memory_is_found(run: KeptRun) -> None:
+    """The job goes on from the step before it. (Nobody can write to a label.)"""
+    run.train(Job(5, accident=Accident(5, "kill")))
+    flip(run, 5)
+    found = run.train(Job(8))
+    assert found.resumed == {"step": 4, "tier": "memory"}
+    check_losses(found, 8)
+
+
+def test_a_job_of_another_size_goes_on_from_memory(run: KeptRun) -> None:
+    """Two ranks leave what one takes up, and the other way round."""
+    run.train(Job(4, accident=Accident(4, "kill")), 2)
+    alone = run.train(Job(7, accident=Accident(7, "kill")), 1)
+    assert alone.resumed == {"step": 4, "tier": "memory"}
+    both = run.train(Job(9), 2)
+    assert both.resumed == {"step": 7, "tier": "memory"}
+    check_losses(both, 9)
+
+
+def test_a_folder_that_was_emptied_does_not_get_its_old_memory_back(run: KeptRun) -> None:
+    """A run that begins anew there is another one."""
+    run.train(Job(4, accident=Accident(4, "kill")))
+    os.rename(run.uri, run.folder / "away")
+    found = run.train(Job(3))
+    assert found.resumed == {"step": None, "tier": "storage"}
+    check_losses(found, 3)
+
+
+def test_a_trainer_that_is_told_to_end_leaves_its_step_in_storage(run: KeptRun) -> None:
+    """SIGTERM, with the usual grace period: the step at hand is flushed."""
+    found = run.train(Job(30, accident=Accident(3, "sigterm"), pause_s=0.05))
+    assert found.code == -signal.SIGTERM
+    (step,) = run.steps()
+    assert step in (3, 4)
+
+
+def test_memory_that_is_older_than_storage_is_not_gone_back_to(run: KeptRun) -> None:
+    """As where a job has trained on without a keeper meanwhile."""
+    run.train(Job(3, accident=Accident(3, "kill")))
+    run.environment["HOLDFAST_KEEPER_DIR"] = str(run.base / "elsewhere")
+    run.train(Job(6, every=6))
+    del run.environment["HOLDFAST_KEEPER_DIR"]
+    found = run.train(Job(8))
+    assert found.resumed == {"step": 6, "tier": "storage"}
+    check_losses(found, 8)
+
+
+def test_a_step_that_was_left_behind_does_not_come_back(run: KeptRun) -> None:
+    """A job goes on from step 4, because step 5 is damaged, and is killed at once. What a later job
+    goes on from is not the former step 5."""
+    run.train(Job(5, accident=Accident(5, "kill")))
+    flip(run, 5)
+    run.train(Job(9, accident=Accident(5, "kill before slot")))
+    found = run.train(Job(9))
+    assert found.resumed == {"step": 4, "tier": "memory"}
+
+
+def flip(run: KeptRun, step: int) -> None:
+    """Flip a bit of the image of a step, through the keeper's own descriptor of it."""
+    pid = run.status()["pid"]
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{fd}"
+        if not os.readlink(path).startswith("/memfd:holdfast"):
+            continue
+        data = Path(path).read_bytes()
+        if is_image_of(data, step):
+            at = len(data) // 2
+            with open(path, "r+b") as file:
+                file.seek(at)
+                file.write(bytes([data[at] ^ 4]))
+            return
+    raise AssertionError(f"the keeper holds no image of step {step}")
+
+
+def is_image_of(data: bytes, step: int) -> bool:
+    """Whether it is an image of that step, by its first weight."""
+    size = int.from_bytes(data[:8], "little")
+    if size > len(data) or b"__holdfast_blocks__" not in data[: 8 + size]:
+        return False
+    begin, _ = json.loads(data[8 : 8 + size])["w"]["data_offsets"]
+    (weight,) = struct.unpack_from("<f", data, 8 + size + begin)
+    return math.isclose(weight, expected_losses(step)[step], rel_tol=1e-6)

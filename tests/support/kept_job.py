@@ -1,0 +1,190 @@
+"""A job that trains with a keeper, alone or under torchrun, and has an accident. Arguments: where to
+save, a folder for what it found, and a description in JSON of what happens.
+
+Each rank leaves a line for each step: the step and the loss, exactly. The state follows from the
+step alone, so that a job which goes on from any step has to come to the same losses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.storage.arenas.arena import Arena
+from holdfast.storage.arenas.control import status_of
+from holdfast.storage.arenas.folder import KeeperFolder
+from holdfast.storage.pipeline.capture import TensorChunks
+
+__all__ = ["POINTS", "Accident", "Job", "main"]
+
+
+POINTS: dict[str, tuple[type, str]] = {
+    "slot": (Arena, "fill"),
+    "copy": (TensorChunks, "copy"),
+    "label": (Arena, "captured"),
+}
+"""What a capture does, in order: it gets a slot, copies, and hands over what belongs on the
+label."""
+
+
+@dataclass(frozen=True)
+class Accident:
+    """At ``step``, on ``rank`` (-1: on all), ``what`` happens: ``kill`` once the step is agreed on,
+    ``kill before POINT``, one of :data:`POINTS`, while it is captured; ``stop keeper`` and ``kill
+    keeper`` send that signal to the keeper; ``sigterm`` to this process."""
+
+    step: int
+    what: str
+    rank: int = -1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job does. ``every``: steps between saves to storage, None for none. ``wait``: for each
+    step to be agreed on before the next, so that it is known what is in memory."""
+
+    steps: int
+    every: int | None = None
+    accident: Accident | None = None
+    wait: bool = True
+    memory: str | None = None
+    local: str | None = None
+    local_every: int = 1
+    deadline_s: float = 10.0
+    numel: int = 1 << 16
+    forks: bool = False
+    pause_s: float = 0.0
+
+    def encode(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Job:
+        """The inverse."""
+        given = json.loads(text)
+        accident = given.pop("accident")
+        return cls(**given, accident=None if accident is None else Accident(**accident))
+
+
+def main() -> None:
+    """Train, on each rank."""
+    uri, out, job = sys.argv[1], Path(sys.argv[2]), Job.decode(sys.argv[3])
+    rank, world = 0, 1
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        rank, world = dist.get_rank(), dist.get_world_size()
+    state = new_state(job, rank)
+    keeper = holdfast.Keeper(
+        memory=job.memory,
+        deadline_s=job.deadline_s,
+        linger="60s",
+        local=job.local,
+        local_every=job.local_every,
+    )
+    log = (out / f"losses {rank}").open("a", buffering=1)
+    with holdfast.Checkpointer(
+        uri, every=job.every, keeper=keeper, deadline_s=30, grace_s=5
+    ) as run:
+        at = run.resume(state)
+        assert run.resumed is not None
+        found = {"step": run.resumed.step, "tier": run.resumed.tier}
+        (out / f"resumed {rank}").write_text(json.dumps(found))
+        if job.forks and os.fork() == 0:
+            time.sleep(60)  # as a worker of a data loader may outlive its trainer
+            os._exit(0)
+        for step in range(at + 1, job.steps + 1):
+            loss = take_step(state, step)
+            if job.accident is not None and job.accident.step == step:
+                arm(job.accident, rank)
+            log.write(f"{step} {loss}\n")
+            handle = run.step(step, state)
+            if job.accident is not None and job.accident.step == step:
+                happen(job.accident, rank, handle, uri)
+            if job.wait and handle is not None:
+                wait_for(handle)
+            time.sleep(job.pause_s)
+        run.wait()
+        (out / f"counters {rank}").write_text(json.dumps(asdict(run.counters)))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def new_state(job: Job, rank: int) -> dict[str, Any]:
+    """A state of a plain tensor, the same on all ranks, one that each rank has for itself, and
+    values."""
+    return {
+        "w": torch.zeros(job.numel),
+        "own": holdfast.PerRank(torch.full((5,), float(rank))),
+        "step": 0,
+    }
+
+
+def take_step(state: dict[str, Any], step: int) -> float:
+    """What follows from the state before, so that no step can be left out unnoticed."""
+    holdfast.fence()
+    weights = state["w"]
+    weights.mul_(0.5).add_(step)
+    state["step"] = step
+    return float(weights.double().mean())
+
+
+def wait_for(handle: holdfast.SaveHandle) -> None:
+    """Until the step is safe, if it comes to that."""
+    try:
+        handle.wait(20)
+    except holdfast.HoldfastError as error:
+        print(f"step not kept: {error}", file=sys.stderr)
+
+
+def arm(accident: Accident, rank: int) -> None:
+    """Have this process killed when the step comes to the point that ``accident`` names."""
+    if accident.rank not in (-1, rank) or not accident.what.startswith("kill before "):
+        return
+    kind, name = POINTS[accident.what.removeprefix("kill before ")]
+
+    async def killed(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(kind, name, killed)
+
+
+def happen(accident: Accident, rank: int, handle: Any, uri: str) -> None:
+    """The accident."""
+    if accident.rank not in (-1, rank):
+        return
+    if accident.what == "kill":
+        wait_for(handle)
+        if dist.is_initialized() and accident.rank == -1:
+            dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if accident.what == "sigterm":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if accident.what in ("kill keeper", "stop keeper"):
+        wait_for(handle)
+        number = signal.SIGKILL if accident.what == "kill keeper" else signal.SIGSTOP
+        os.kill(keeper_pid(uri), number)
+
+
+def keeper_pid(uri: str) -> int:
+    """The process of the run's keeper."""
+    run = json.loads((Path(uri) / "run.json").read_text())["run"]
+    status = status_of(KeeperFolder.of(run))
+    assert status is not None
+    pid = status["pid"]
+    assert isinstance(pid, int)
+    return pid
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Runs with keepers: jobs in processes of their own, one after the other, over the same folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import holdfast
+from holdfast.errors import CoordinationError
+from holdfast.storage.arenas.control import status_of, stop
+from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder, keeper_folders
+
+from . import kept_job
+from .kept_job import Job
+
+__all__ = ["Found", "KeptRun", "expected_losses", "kept_run"]
+
+TESTS = Path(__file__).parents[1]
+ENDED_S = 20.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a job left. ``resumed``: step and tier; ``losses``: by step, as rank 0 has written them;
+    ``counters`` of rank 0, None where it was killed; ``seconds`` from its beginning to its end."""
+
+    code: int
+    resumed: dict[str, Any]
+    losses: dict[int, float]
+    counters: dict[str, Any] | None
+    stderr: str
+    seconds: float
+
+
+@dataclass
+class KeptRun:
+    """A run's folder, and the keepers of the jobs in it."""
+
+    folder: Path
+    base: Path
+    jobs: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def uri(self) -> Path:
+        """Where the run is saved."""
+        return self.folder / "run"
+
+    def train(self, job: Job, world: int = 1) -> Found:
+        """Run a job to its end, on so many ranks."""
+        process, out = self.begin(job, world)
+        began_s = time.monotonic()
+        try:
+            _, stderr = process.communicate(timeout=110)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        counters = out / "counters 0"
+        resumed = out / "resumed 0"
+        return Found(
+            process.returncode,
+            json.loads(resumed.read_text()) if resumed.exists() else {},
+            _losses(out / "losses 0"),
+            json.loads(counters.read_text()) if counters.exists() else None,
+            stderr,
+            time.monotonic() - began_s,
+        )
+
+    def begin(self, job: Job, world: int = 1) -> tuple[subprocess.Popen[str], Path]:
+        """Begin a job; its process, and the folder of what it leaves."""
+        self.jobs += 1
+        out = self.folder / f"job {self.jobs}"
+        out.mkdir()
+        command = [sys.executable]
+        if world > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        command += [str(kept_job.__file__), str(self.uri), str(out), job.encode()]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(TESTS),
+            KEEPER_DIR_VARIABLE: str(self.base),
+            **self.environment,
+        }
+        process = subprocess.Popen(
+            command, cwd=self.folder, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        return process, out
+
+    @property
+    def keeper(self) -> KeeperFolder:
+        """The folder of its keeper."""
+        run = json.loads((self.uri / "run.json").read_text())["run"]
+        return KeeperFolder.of(run, self.base)
+
+    def status(self) -> dict[str, Any]:
+        """What its keeper does."""
+        status = status_of(self.keeper)
+        assert status is not None
+        return status
+
+    def steps(self) -> list[int | None]:
+        """Those that are in storage."""
+        return [c.step for c in holdfast.list_checkpoints(self.uri)]
+
+    def end_keepers(self) -> None:
+        """End all keepers, however they are."""
+        for folder in keeper_folders(self.base):
+            try:
+                status = status_of(folder)
+                if status is not None:
+                    stop(folder)
+            except CoordinationError:
+                os.kill(int(folder.lock.read_text()), signal.SIGKILL)
+
+
+@contextmanager
+def kept_run(folder: Path) -> Iterator[KeptRun]:
+    """A run in ``folder``; its keepers are ended at the end. The path of a socket is short, so they
+    have a folder elsewhere."""
+    with tempfile.TemporaryDirectory(prefix="hk") as base:
+        run = KeptRun(folder, Path(base))
+        try:
+            yield run
+        finally:
+            run.end_keepers()
+
+
+def expected_losses(steps: int) -> dict[int, float]:
+    """The losses of an undisturbed run."""
+    state = kept_job.new_state(Job(steps, numel=16), 0)
+    return {step: kept_job.take_step(state, step) for step in range(1, steps + 1)}
+
+
+def _losses(path: Path) -> dict[int, float]:
+    if not path.exists():
+        return {}
+    lines = [line.split() for line in path.read_text().splitlines()]
+    return {int(step): float(loss) for step, loss in lines}

@@ -1,0 +1,385 @@
+"""A keeper and trainers' lines to it, in one process: what it refuses, what it makes of a flush that
+fails, and that it lives whatever comes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import DamagedError, StorageDownError
+from holdfast.planner.image import ImageLayout
+from holdfast.storage.arenas.arena import Arena, Capture, FillingSlot
+from holdfast.storage.arenas.folder import KeeperFolder
+from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.line import Line, connected, listening
+from holdfast.storage.arenas.messages import (
+    VERSION,
+    Agreed,
+    Durable,
+    Event,
+    Fill,
+    Flush,
+    FlushFailed,
+    Hello,
+    Sealed,
+    Voided,
+    encode,
+)
+from holdfast.storage.format.fragment import fragment_of
+from holdfast.storage.format.tables import ImageTable
+from holdfast.storage.keeper import keeper as module
+from holdfast.storage.keeper.keeper import Keeper
+from holdfast.storage.keeper.options import KeeperOptions
+from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.plan import SavePlan, plan_save
+
+RUN = "0" * 32
+DEADLINE_S = 20.0
+
+
+@asynccontextmanager
+async def kept(**options: object) -> AsyncIterator[tuple[Keeper, KeeperFolder]]:
+    """A keeper that listens, within this process."""
+    with tempfile.TemporaryDirectory(prefix="hk") as base:
+        folder = KeeperFolder.of(RUN, Path(base))
+        folder.make()
+        keeper = Keeper(KeeperOptions(RUN, "here", **options))  # type: ignore[arg-type]
+        sock = listening(folder.socket)
+
+        async def accept() -> None:
+            while True:
+                connection, _ = await asyncio.get_running_loop().sock_accept(sock)
+                keeper.run_later(keeper.attend(Line(connection)))
+
+        accepting = asyncio.ensure_future(accept())
+        try:
+            yield keeper, folder
+        finally:
+            accepting.cancel()
+            sock.close()
+            await keeper.close(0.1)
+
+
+class Told:
+    """What a keeper tells, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    async def until(self, kind: type[Event]) -> Event:
+        """The first event of a kind."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                for event in self.events:
+                    if isinstance(event, kind):
+                        return event
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def trainer(folder: KeeperFolder, rank: int = 0, world: int = 1) -> AsyncIterator[Arena]:
+    """One rank's memory of the keeper."""
+    arena = Arena(folder, Hello(VERSION, RUN, rank, world, "here"), DEADLINE_S)
+    assert await arena.open(), arena.problem
+    try:
+        yield arena
+    finally:
+        await arena.close()
+
+
+def planned(value: float) -> SavePlan:
+    """What a lone rank saves."""
+    return plan_save(flatten({"w": torch.full((70_000,), value)}), 0, None)
+
+
+async def capture(arena: Arena, step: int, told: Told) -> FillingSlot:
+    """Capture a step whose weights are its number."""
+    plan = planned(step)
+    slot = await arena.fill(step, plan.layout.nbytes)
+    assert slot is not None, arena.problem
+    plan.source.copy(0, plan.layout.hashed_end, slot.memory.buffer(0, plan.layout.hashed_end))
+    flat = flatten({"w": torch.full((70_000,), float(step))})
+    none = np.empty(0, np.int64)
+    images = ImageTable(none, none, np.empty((0, 16), np.uint8))
+    draft = fragment_of(("", step, 1.0), 0, plan.reported, plan.shards, images, flat.tree)
+    captured = Capture(plan.layout, True, 1.0, draft.encode())
+    assert await arena.captured(slot, step, captured, told.events.append), arena.problem
+    return slot
+
+
+def run(test: Callable[[], object]) -> None:
+    """Run a test's coroutine, with a deadline."""
+    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+
+
+def test_a_step_is_sealed_agreed_and_flushed(tmp_path: Path) -> None:
+    """In that order; what is then in storage is what was captured."""
+    told = Told()
+
+    async def test() -> None:
+        async with kept() as (_, folder), trainer(folder) as arena:
+            assert await arena.enter(0, None)
+            await capture(arena, 5, told)
+            assert await arena.flush(Flush(5, str(tmp_path / "c")))
+            await told.until(Durable)
+
+    run(test)
+    assert [type(event) for event in told.events] == [Sealed, Agreed, Durable]
+    loaded = holdfast.load(tmp_path / "c")
+    assert isinstance(loaded, dict)
+    assert (loaded["w"] == 5).all()
+    with holdfast.open(tmp_path / "c") as checkpoint:
+        assert checkpoint.step == 5
+        checkpoint.verify()
+
+
+def test_a_flush_that_fails_is_tried_again_until_storage_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each failure is told; meanwhile later steps are kept."""
+    told = Told()
+    later = Told()
+    flush_to = module.flush_to
+    tried = 0
+
+    async def failing(request: Flush, images: Sequence[object]) -> str:
+        nonlocal tried
+        tried += 1
+        if tried <= 3:
+            raise StorageDownError("no storage today")
+        return await flush_to(request, images)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "flush_to", failing)
+    monkeypatch.setattr(module, "FLUSH_PAUSES_S", (0.05,))
+
+    async def test() -> None:
+        async with kept() as (keeper, folder), trainer(folder) as arena:
+            await arena.enter(0, None)
+            await capture(arena, 1, told)
+            await arena.flush(Flush(1, str(tmp_path / "c")))
+            for step in range(2, 6):
+                later.events.clear()
+                await capture(arena, step, later)
+                await later.until(Agreed)
+            await told.until(Durable)
+            assert keeper.status().counters.flush_failures == 3
+
+    run(test)
+    failures = [event for event in told.events if isinstance(event, FlushFailed)]
+    assert ["no storage today" in event.text for event in failures] == [True] * 3
+    assert not any(event.final for event in failures)
+    loaded = holdfast.load(tmp_path / "c")
+    assert isinstance(loaded, dict)
+    assert (loaded["w"] == 1).all()
+
+
+def test_memory_that_has_changed_is_not_flushed(tmp_path: Path) -> None:
+    """The generation is void, and nothing is in storage."""
+    told = Told()
+
+    async def test() -> None:
+        async with kept() as (_, folder), trainer(folder) as arena:
+            await arena.enter(0, None)
+            slot = await capture(arena, 5, told)
+            await told.until(Agreed)
+            slot.memory.view[9000] ^= 1
+            await arena.flush(Flush(5, str(tmp_path / "c")))
+            failed = await told.until(FlushFailed)
+            assert isinstance(failed, FlushFailed)
+            assert failed.final
+            assert "has changed in memory" in failed.text
+            inventory = await arena.look_up()
+            assert inventory is not None
+            assert inventory.generations == ()
+
+    run(test)
+    assert holdfast.list_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("hello", "said"),
+    [
+        (Hello(VERSION + 1, RUN, 0, 1, "here"), "speaks version"),
+        (Hello(VERSION, "1" * 32, 0, 1, "here"), "that of the run"),
+        (Hello(VERSION, RUN, 2, 2, "here"), "rank 2 of 2"),
+    ],
+    ids=["version", "run", "rank"],
+)
+def test_a_stranger_is_refused_with_the_reason(hello: Hello, said: str) -> None:
+    """The keeper lives, and counts it."""
+
+    async def test() -> None:
+        async with kept() as (keeper, folder):
+            arena = Arena(folder, hello, DEADLINE_S)
+            assert not await arena.open()
+            assert said in arena.problem
+            assert keeper.status().counters.refused == 1
+            async with trainer(folder) as other:
+                assert await other.enter(0, None)
+
+    run(test)
+
+
+def test_an_older_epoch_is_refused() -> None:
+    """Whatever it asks for."""
+    told = Told()
+
+    async def test() -> None:
+        async with kept() as (_, folder), trainer(folder) as arena:
+            await arena.enter(1, None)
+            await capture(arena, 1, told)
+            assert not await arena.enter(0, None)
+            assert "is over" in arena.problem
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"[]",
+        b"\xff" * 100,
+        b"x" * (80 << 10),
+        encode(1, Fill(1, 100)),
+        encode(1, Agreed(GenerationId(1, 1))),
+        b'["_Numbered",1,"Hello",5]\nabc',
+    ],
+    ids=["nothing", "list", "bytes", "huge", "no hello", "event", "cut"],
+)
+def test_whatever_comes_over_a_line_the_keeper_lives(sent: bytes) -> None:
+    """It closes that line, and serves the next one."""
+
+    async def test() -> None:
+        async with kept() as (_, folder):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                sock.connect(folder.socket)
+                try:
+                    socket.send_fds(sock, [sent], [0, 1])
+                    sock.settimeout(0.01)
+                    await asyncio.sleep(0.05)
+                    assert sock.recv(100) == b""
+                except (TimeoutError, OSError):
+                    pass
+            async with trainer(folder) as arena:
+                assert await arena.enter(0, None)
+
+    before = len(os.listdir("/proc/self/fd"))
+    run(test)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_slot_that_was_dropped_is_given_again() -> None:
+    """The step is left out."""
+
+    async def test() -> None:
+        async with kept() as (keeper, folder), trainer(folder) as arena:
+            await arena.enter(0, None)
+            for step in range(1, 10):
+                slot = await arena.fill(step, 8192)
+                assert slot is not None, arena.problem
+                await arena.dropped(slot)
+            assert keeper.status().held_nbytes == 8192
+
+    run(test)
+
+
+def test_what_no_image_can_be_is_refused() -> None:
+    """Sizes beyond the memory of the slot would have the keeper read what is not its."""
+    told = Told()
+
+    async def test() -> None:
+        async with kept() as (_, folder), trainer(folder) as arena:
+            await arena.enter(0, None)
+            slot = await arena.fill(1, 8192)
+            assert slot is not None
+            none = np.empty(0, np.int64)
+            layout = ImageLayout(b"", none, none, 1 << 30, 1 << 30, 8192)
+            capture = Capture(layout, True, 0.0, b"x")
+            assert not await arena.captured(slot, 1, capture, told.events.append)
+            assert "contradicts itself" in arena.problem
+
+    run(test)
+    assert told.events == []
+
+
+def test_an_image_that_is_not_there_is_damage() -> None:
+    """For whoever goes on from it."""
+
+    async def test() -> None:
+        async with kept() as (_, folder), trainer(folder) as arena:
+            await arena.enter(0, None)
+            with pytest.raises(DamagedError, match="no image of rank 3 of step 7"):
+                await arena.image(GenerationId(0, 7), 3)
+
+    run(test)
+
+
+def test_a_keeper_that_is_gone_voids_what_it_has_not_told() -> None:
+    """So nobody waits for it."""
+    told = Told()
+
+    async def test() -> None:
+        async with kept() as (_, folder), trainer(folder) as arena:
+            await arena.enter(0, None)
+            await capture(arena, 1, told)
+            await told.until(Agreed)
+            arena._lost()
+            assert isinstance(told.events[-1], Voided)
+            assert await arena.fill(2, 8192) is None
+            assert arena.problem
+
+    run(test)
+
+
+def test_where_no_keeper_listens_that_is_said_at_once() -> None:
+    """And not after the deadline."""
+
+    async def test() -> None:
+        with tempfile.TemporaryDirectory(prefix="hk") as base:
+            folder = KeeperFolder.of(RUN, Path(base))
+            arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), DEADLINE_S)
+            began_s = asyncio.get_running_loop().time()
+            assert not await arena.open()
+            assert asyncio.get_running_loop().time() - began_s < 2
+            assert "no keeper listens at" in arena.problem
+
+    run(test)
+
+
+def test_a_keeper_of_another_user_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever could put a socket there could read the state."""
+
+    async def test() -> None:
+        async with kept() as (_, folder):
+            monkeypatch.setattr(Line, "peer_uid", property(lambda self: os.getuid() + 1))
+            arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), DEADLINE_S)
+            assert not await arena.open()
+            assert "another user" in arena.problem
+
+    run(test)
+
+
+def test_a_line_that_is_closed_wakes_who_waits_for_it() -> None:
+    """Rather than have it wait for a descriptor that is another line's by then."""
+
+    async def test() -> None:
+        async with kept() as (_, folder):
+            line = connected(folder.socket)
+            waiting = asyncio.ensure_future(line.receive())
+            await asyncio.sleep(0.01)
+            line.close()
+            with pytest.raises(ConnectionError):
+                await waiting
+
+    run(test)

@@ -1,0 +1,177 @@
+"""What a user says about keepers, what is made of it, and which generations a run goes on from."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.arenas.folder import (
+    KEEPER_DIR_VARIABLE,
+    KeeperFolder,
+    base_folder,
+    keeper_folders,
+)
+from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.messages import HeldGeneration
+from holdfast.storage.arenas.room import available_nbytes
+from holdfast.storage.runtime.engine import run
+from holdfast.storage.training.memory_level import InMemory, kept_everywhere, next_epoch
+from holdfast.storage.training.run_identity import RUN_KEY, known_run_id, run_id
+
+RUN = "a" * 32
+
+
+@pytest.fixture
+def driver() -> Iterator[MemoryDriver]:
+    """The folder of a run."""
+    made = MemoryDriver()
+    yield made
+    run(made.close())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"every": 0}, "every is 0"),
+        ({"every": True}, "every is True"),
+        ({"local_every": -1}, "local_every is -1"),
+        ({"memory": "lots"}, "memory is 'lots'"),
+        ({"linger": "5 parsecs"}, "linger is '5 parsecs'"),
+        ({"deadline_s": 0}, "deadline_s is 0"),
+        ({"local": "nonsense://"}, "nonsense"),
+    ],
+)
+def test_what_a_keeper_cannot_be_is_said_at_once(options: dict[str, object], said: str) -> None:
+    """Before any process is started."""
+    with pytest.raises(holdfast.UsageError, match=said):
+        holdfast.Keeper(**options)  # type: ignore[arg-type]
+
+
+def test_a_checkpointer_takes_a_keeper_auto_or_none() -> None:
+    """And names what it takes otherwise."""
+    with pytest.raises(holdfast.UsageError, match="keeper is 'always'"):
+        holdfast.Checkpointer("memory://x", keeper="always")  # type: ignore[arg-type]
+    for keeper in (None, "auto", holdfast.Keeper(every=5)):
+        holdfast.Checkpointer("memory://x", keeper=keeper).close()  # type: ignore[arg-type]
+
+
+def test_options_of_a_process_are_plain_values(tmp_path: Path) -> None:
+    """They go through its command line, as JSON."""
+    option = holdfast.Keeper(memory="2GiB", linger="90s", local=tmp_path, domain="rack 7")
+    made = option.of_process(RUN)
+    assert (made.host, made.budget_nbytes, made.linger_s) == ("rack 7", 2 << 30, 90.0)
+    assert made.local == tmp_path.as_uri()
+
+
+def test_a_run_has_one_id(driver: MemoryDriver) -> None:
+    """Which is made once, and found from then on."""
+    assert run(known_run_id(driver)) is None
+    made = run(run_id(driver))
+    assert run(run_id(driver)) == run(known_run_id(driver)) == made
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b'{"version":1,"run":"../../x"}', b"[1", b"\xff"])
+def test_a_record_of_a_run_that_cannot_be_read_is_damage(driver: MemoryDriver, data: bytes) -> None:
+    """No path follows from it."""
+    run(driver.put(RUN_KEY, data))
+    with pytest.raises(holdfast.DamagedError):
+        run(run_id(driver))
+
+
+def test_a_record_of_a_newer_version_is_refused(driver: MemoryDriver) -> None:
+    """Rather than guessed at."""
+    run(driver.put(RUN_KEY, json.dumps({"version": 2, "run": RUN}).encode()))
+    with pytest.raises(holdfast.UnsupportedFormatError):
+        run(run_id(driver))
+
+
+def held(
+    epoch: int, step: int, ranks: int, *, world: int = 2, agreed: bool = True
+) -> HeldGeneration:
+    """A generation of which a keeper holds the images of the first ranks."""
+    return HeldGeneration(GenerationId(epoch, step), world, tuple(range(ranks)), agreed)
+
+
+def test_the_newest_generation_that_is_whole_everywhere_comes_first() -> None:
+    """Those that are not agreed on, not whole on some host, or not newer than storage are left
+    out."""
+    one = InMemory(3, (held(3, 9, 1), held(3, 8, 2, agreed=False), held(3, 7, 2), held(2, 6, 2)))
+    other = InMemory(3, (held(3, 7, 2), held(2, 6, 2), held(2, 5, 2)))
+    found = kept_everywhere([one, other], 5)
+    assert [kept.generation.step for kept in found] == [7, 6]
+    assert kept_everywhere([one, InMemory()], 0) == []
+    assert kept_everywhere([], 0) == []
+
+
+def test_of_two_epochs_the_later_one_counts() -> None:
+    """Where both have come to a step."""
+    one = InMemory(3, (held(2, 7, 2), held(3, 7, 2)))
+    assert kept_everywhere([one], 0)[0].generation == GenerationId(3, 7)
+
+
+def test_an_epoch_is_later_than_all_that_keepers_know_of() -> None:
+    """Also where some ranks have none."""
+    assert next_epoch([InMemory(), InMemory(4), InMemory(2)]) == 5
+    assert next_epoch([InMemory()]) == 0
+
+
+def test_keepers_have_a_folder_of_their_user_alone() -> None:
+    """What others could change is no place for them."""
+    with tempfile.TemporaryDirectory(prefix="hk") as above:  # a short path
+        base = Path(above) / "base"
+        folder = KeeperFolder.of(RUN, base)
+        folder.make()
+        assert [found.path for found in keeper_folders(base)] == [folder.path]
+        base.chmod(0o755)
+        with pytest.raises(holdfast.UsageError, match="open to others"):
+            folder.make()
+        base.chmod(0o700)
+        folder.path.rmdir()
+        folder.path.symlink_to(above)
+        with pytest.raises(holdfast.UsageError, match="no folder"):
+            folder.make()
+        assert keeper_folders(Path(above) / "none") == []
+
+
+def test_where_keepers_are_found_follows_from_the_environment() -> None:
+    """The most special variable wins."""
+    assert base_folder({KEEPER_DIR_VARIABLE: "/a", "XDG_RUNTIME_DIR": "/b"}) == Path("/a")
+    assert base_folder({"XDG_RUNTIME_DIR": "/b"}) == Path("/b/holdfast")
+    assert base_folder({}).name.startswith("holdfast-")
+
+
+@pytest.mark.parametrize("run", ["", "x", "../" + "a" * 29, "A" * 32])
+def test_what_is_no_id_of_a_run_names_no_folder(run: str) -> None:
+    """It may come from a file."""
+    with pytest.raises(holdfast.UsageError):
+        KeeperFolder.of(run)
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    """With the variable that names another."""
+    with pytest.raises(holdfast.UsageError, match=KEEPER_DIR_VARIABLE):
+        KeeperFolder.of(RUN, tmp_path / ("x" * 80))
+
+
+def test_a_control_group_limits_what_there_is(tmp_path: Path) -> None:
+    """And so does each one that it is in."""
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   4000 kB\n")
+    inner = groups / "job" / "step"
+    inner.mkdir(parents=True)
+    assert available_nbytes(proc, groups) == 4000 << 10
+    (proc / "self" / "cgroup").write_text("0::/job/step\n")
+    for folder, limit in ((inner, "max"), (inner.parent, str(3 << 20))):
+        (folder / "memory.max").write_text(limit + "\n")
+        (folder / "memory.current").write_text(f"{2 << 20}\n")
+        (folder / "memory.stat").write_text("anon 5\ninactive_file 4096\n")
+    assert available_nbytes(proc, groups) == (1 << 20) + 4096
+    (inner / "memory.max").write_text("5\n")
+    assert available_nbytes(proc, groups) == 0
