@@ -5,7 +5,7 @@ A slot holds the image of one rank. A *generation* is one step of the job: it is
 ranks' images are sealed and alike where they have to be. What may not be written over:
 
 - the newest generation that is agreed, since a restart may need it;
-- one that is being flushed, or read by a trainer that restarts;
+- one that is being sealed, flushed, or read by a trainer that restarts, even if it was dropped;
 - memory that a living process of an older epoch has mapped: there is no way to take that from it.
 
 Where a rank has no slot left, the step is left out. Each resume begins an *epoch*. What it did not
@@ -54,7 +54,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A slot to fill. ``fresh``: its memory is yet to be made. ``freed``: slots that are no more,
+    """A slot to fill. ``fresh``: its memory is yet to be made, which is to be followed by
+    :meth:`Generations.made` or :meth:`Generations.unmade`. ``freed``: slots that are no more,
     because images have another size now."""
 
     slot: int
@@ -77,6 +78,8 @@ class _Content(enum.Enum):
     FILLING = enum.auto()
     CAPTURED = enum.auto()
     SEALED = enum.auto()
+    ABANDONED = enum.auto()
+    """A resume has dropped it while it was sealed, which writes to it until it ends."""
 
 
 @dataclass(eq=False)
@@ -89,6 +92,10 @@ class _Slot:
     mappers: set[int] = field(default_factory=set)
     """Clients that can write to it."""
     readers: set[int] = field(default_factory=set)
+    flushes: int = 0
+    """How many flushes read it."""
+    made: bool = True
+    """Whether it has its memory."""
 
     def empty(self) -> None:
         """There is no image in it."""
@@ -101,8 +108,9 @@ class _Slot:
 class _Generation:
     world: int
     agreed: bool = False
+    lost: bool = False
+    """Whether an image of it was written over: it will never be whole again."""
     durable: bool = False
-    flushes: int = 0
 
 
 class Generations:
@@ -119,6 +127,8 @@ class Generations:
         self._ranks: dict[int, int] = {}
         """The rank of each living client."""
         self.epoch = -1
+        self._flushing: dict[GenerationId, list[list[_Slot]]] = {}
+        """What flushes read, even where it was dropped meanwhile."""
         self._newest_step: dict[int, int] = {}
         """By rank: the newest step of this epoch that was granted."""
 
@@ -129,7 +139,7 @@ class Generations:
 
     @property
     def newest_agreed(self) -> GenerationId | None:
-        """What processes alone cannot lose."""
+        """What a restart can go on from, whichever processes die."""
         return max((id for id, of in self._generations.items() if of.agreed), default=None)
 
     def enter(self, client: int, rank: int, epoch: int, chosen: int | None) -> Refusal | None:
@@ -147,10 +157,19 @@ class Generations:
 
     def _drop_later(self, chosen: int | None) -> None:
         for slot in self._slots.values():
-            if slot.content in (_Content.FILLING, _Content.CAPTURED):
-                slot.empty()
+            if slot.content is _Content.FILLING:
+                self._empty(slot)
+            elif slot.content is _Content.CAPTURED:
+                slot.content = _Content.ABANDONED
         for id in [id for id in self._generations if chosen is None or id.step > chosen]:
             self._forget(id)
+
+    def _empty(self, slot: _Slot) -> None:
+        """There is no image in it; nor is there a generation any more if this was its last."""
+        id = slot.generation
+        slot.empty()
+        if id is not None and not self._is_held(id):
+            self._generations.pop(id, None)
 
     def _forget(self, id: GenerationId) -> None:
         """Its images are no more, but one that is being filled now stays so."""
@@ -165,66 +184,77 @@ class Generations:
             return Refusal(Reason.STALE_EPOCH, f"this is epoch {self.epoch}")
         if step <= self._newest_step.get(rank, -1):
             return Refusal(Reason.OLD_STEP, f"step {step} is not after the one before")
-        freed = self._free_other_sizes(rank, nbytes)
-        number = self._reusable(rank)
+        freed = self._free_useless(rank, nbytes, world)
+        number = self._empty_slot(rank)
         fresh = False
         if number is None:
             problem = self._no_room(rank, nbytes)
-            if problem is not None:
-                return problem
-            number = next(self._numbers)
-            self._slots[number] = _Slot(rank, nbytes)
-            fresh = True
-        slot = self._slots[number]
-        before = slot.generation
-        slot.content = _Content.FILLING
-        slot.generation = GenerationId(self.epoch, step)
-        slot.filler = client
-        slot.mappers.add(client)
-        if before is not None and not self._is_held(before):
-            self._generations.pop(before, None)
-        self._generations.setdefault(slot.generation, _Generation(world))
+            if problem is None:
+                number = next(self._numbers)
+                self._slots[number] = _Slot(rank, nbytes, made=False)
+                fresh = True
+            else:
+                number = self._overwritable(rank)
+                if number is None:
+                    return problem
+        self._begin_filling(self._slots[number], client, GenerationId(self.epoch, step), world)
         self._newest_step[rank] = step
         return Grant(number, fresh, freed)
+
+    def _begin_filling(self, slot: _Slot, client: int, id: GenerationId, world: int) -> None:
+        before = self._generations.get(slot.generation) if slot.generation else None
+        if before is not None:
+            before.lost = True
+            before.agreed = False
+        self._empty(slot)
+        slot.content = _Content.FILLING
+        slot.generation = id
+        slot.filler = client
+        slot.mappers.add(client)
+        self._generations.setdefault(id, _Generation(world))
 
     def _is_held(self, id: GenerationId) -> bool:
         return any(slot.generation == id for slot in self._slots.values())
 
-    def _free_other_sizes(self, rank: int, nbytes: int) -> tuple[int, ...]:
-        """The state is laid out anew: slots of its former size are of no use, once nothing protects
-        what is in them."""
+    def _free_useless(self, rank: int, nbytes: int, world: int) -> tuple[int, ...]:
+        """The state is laid out anew, or on fewer ranks: slots of its former size, and those of
+        ranks that are no more, are of no use once nothing protects what is in them."""
         freed = [
             number
             for number, slot in self._slots.items()
-            if slot.rank == rank and slot.nbytes != nbytes and self._may_be_filled(slot)
+            if (slot.rank >= world or (slot.rank == rank and slot.nbytes != nbytes))
+            and self._may_be_filled(slot)
         ]
         for number in freed:
+            self._empty(self._slots[number])
             del self._slots[number]
         return tuple(freed)
 
-    def _reusable(self, rank: int) -> int | None:
-        """The slot of ``rank`` whose loss matters least; None where there is to be a new one."""
-        mine = {number: slot for number, slot in self._slots.items() if slot.rank == rank}
-        usable = {number: slot for number, slot in mine.items() if self._may_be_filled(slot)}
-        empty = [n for n, slot in usable.items() if slot.content is _Content.FREE]
-        if empty:
-            return empty[0]
-        in_use = [slot for slot in mine.values() if not self._is_mapped_by_stale(slot)]
-        if len(in_use) < self._slots_per_rank or not usable:
-            return None
-        return min(usable, key=lambda n: usable[n].generation or GenerationId(-1, -1))
+    def _usable(self, rank: int) -> dict[int, _Slot]:
+        return {
+            number: slot
+            for number, slot in self._slots.items()
+            if slot.rank == rank and self._may_be_filled(slot)
+        }
+
+    def _empty_slot(self, rank: int) -> int | None:
+        """A slot of ``rank`` that nothing is lost with."""
+        for number, slot in self._usable(rank).items():
+            if slot.content is _Content.FREE:
+                return number
+        return None
+
+    def _overwritable(self, rank: int) -> int | None:
+        """The slot of ``rank`` whose loss matters least."""
+        usable = self._usable(rank)
+        return min(usable, key=lambda n: usable[n].generation or GenerationId(-1, -1), default=None)
 
     def _may_be_filled(self, slot: _Slot) -> bool:
-        if slot.content in (_Content.FILLING, _Content.CAPTURED):
+        if not slot.made or slot.content not in (_Content.FREE, _Content.SEALED):
             return False
-        if slot.readers or self._is_mapped_by_stale(slot):
+        if slot.readers or slot.flushes or self._is_mapped_by_stale(slot):
             return False
-        if slot.generation is None:
-            return True
-        of = self._generations.get(slot.generation)
-        if of is None:
-            return True
-        return slot.generation != self.newest_agreed and not of.flushes
+        return slot.generation is None or slot.generation != self.newest_agreed
 
     def _is_mapped_by_stale(self, slot: _Slot) -> bool:
         """Whether a living process of an older epoch may write to it."""
@@ -263,33 +293,63 @@ class Generations:
             )
         return Refusal(Reason.NO_MEMORY, text)
 
+    def made(self, slot: int) -> None:
+        """A fresh slot has its memory, whatever has become of its filler meanwhile."""
+        self._slots[slot].made = True
+
     def unmade(self, slot: int) -> None:
         """The memory of a fresh slot could not be had."""
+        self._empty(self._slots[slot])
         del self._slots[slot]
 
+    def is_filling(self, slot: int, client: int, id: GenerationId) -> bool:
+        """Whether ``client`` fills the slot with its image of this generation."""
+        held = self._slots.get(slot)
+        return (
+            held is not None
+            and held.content is _Content.FILLING
+            and (held.filler, held.generation) == (client, id)
+        )
+
     def captured(self, slot: int) -> None:
-        """All bytes of the image are in it, whatever becomes of its writer."""
+        """All bytes of the image are in it, whatever becomes of its writer; it is sealed now. To be
+        followed by :meth:`sealed` or :meth:`unsealed`, once nothing writes to it any more."""
         self._slots[slot].content = _Content.CAPTURED
 
     def sealed(self, slot: int) -> None:
         """It is hashed and labelled."""
         self._slots[slot].content = _Content.SEALED
 
-    def dropped(self, slot: int) -> None:
-        """It was not captured."""
-        if self._slots[slot].content is _Content.FILLING:
-            self._slots[slot].empty()
+    def unsealed(self, slot: int) -> None:
+        """Sealing has ended without a label."""
+        self._empty(self._slots[slot])
+
+    def dropped(self, slot: int, client: int) -> bool:
+        """``client`` has captured nothing into it. Whether it was the one to fill it."""
+        held = self._slots.get(slot)
+        if held is None or held.content is not _Content.FILLING or held.filler != client:
+            return False
+        self._empty(held)
+        return True
+
+    def drop_unfinished(self, client: int) -> None:
+        """``client`` will not go on with what it was filling."""
+        for number in self._slots:
+            self.dropped(number, client)
 
     def is_sealing(self, slot: int, id: GenerationId) -> bool:
         """Whether the image of this generation is still what is being sealed there."""
         held = self._slots.get(slot)
         return held is not None and held.content is _Content.CAPTURED and held.generation == id
 
-    def agreed(self, id: GenerationId) -> None:
-        """All ranks have sealed it, and it is alike where it has to be."""
+    def agreed(self, id: GenerationId) -> bool:
+        """All ranks have sealed it, and it is alike where it has to be. Whether it can be gone on
+        from: not where a rank that was ahead has written over its image meanwhile."""
         of = self._generations.get(id)
-        if of is not None:
-            of.agreed = True
+        if of is None or of.lost:
+            return False
+        of.agreed = True
+        return True
 
     def is_agreed(self, id: GenerationId) -> bool:
         """Whether it is."""
@@ -302,15 +362,22 @@ class Generations:
 
     def flushing(self, id: GenerationId) -> None:
         """It is read to be written to storage; to be followed by :meth:`flushed`."""
-        of = self._generations.get(id)
-        if of is not None:
-            of.flushes += 1
+        slots = [
+            slot
+            for slot in self._slots.values()
+            if (slot.generation, slot.content) == (id, _Content.SEALED)
+        ]
+        for slot in slots:
+            slot.flushes += 1
+        self._flushing.setdefault(id, []).append(slots)
 
     def flushed(self, id: GenerationId) -> None:
         """That has ended, well or not."""
-        of = self._generations.get(id)
-        if of is not None:
-            of.flushes -= 1
+        flushes = self._flushing[id]
+        for slot in flushes.pop():
+            slot.flushes -= 1
+        if not flushes:
+            del self._flushing[id]
 
     def durable(self, id: GenerationId) -> None:
         """It is in storage."""
@@ -336,39 +403,47 @@ class Generations:
         """Its process has ended: it has no memory mapped."""
         self._epochs.pop(client, None)
         self._ranks.pop(client, None)
+        self.drop_unfinished(client)
         for slot in self._slots.values():
-            if slot.filler == client and slot.content is _Content.FILLING:
-                slot.empty()
             slot.mappers.discard(client)
             slot.readers.discard(client)
 
     def adopt(
         self, client: int, id: GenerationId, rank: int, world: int, nbytes: int
     ) -> int | Refusal:
-        """A slot for a sealed image that ``client`` has from a keeper that is gone."""
-        if id.epoch > self.epoch or self._epochs.get(client) != self.epoch:
+        """A slot for a sealed image of this epoch, which ``client`` has from a keeper that is gone.
+        Of older epochs it is not known here what a resume has dropped."""
+        if id.epoch != self.epoch or self._epochs.get(client) != self.epoch:
             return Refusal(Reason.STALE_EPOCH, f"this is epoch {self.epoch}")
         for slot in self._slots.values():
             if slot.generation == id and slot.rank == rank:
                 return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is held already")
+        problem = self._beyond_budget(nbytes)
+        if problem is not None:
+            return problem
         number = next(self._numbers)
         self._slots[number] = _Slot(rank, nbytes, _Content.SEALED, id, mappers={client})
         self._generations.setdefault(id, _Generation(world))
-        newest = max(self._newest_step.get(rank, -1), id.step if id.epoch == self.epoch else -1)
-        self._newest_step[rank] = newest
+        self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
         return number
 
     def recall(self, id: GenerationId, rank: int, world: int, nbytes: int) -> int | Refusal:
         """A slot for a sealed image of an earlier keeper, before any trainer has come."""
-        held = sum(slot.nbytes for slot in self._slots.values())
-        if held + nbytes > self.budget_nbytes:
-            text = f"{size_text(held + nbytes)} are more than {size_text(self.budget_nbytes)}"
-            return Refusal(Reason.NO_MEMORY, text)
+        problem = self._beyond_budget(nbytes)
+        if problem is not None:
+            return problem
         self.epoch = max(self.epoch, id.epoch)
         number = next(self._numbers)
         self._slots[number] = _Slot(rank, nbytes, _Content.SEALED, id)
         self._generations.setdefault(id, _Generation(world))
         return number
+
+    def _beyond_budget(self, nbytes: int) -> Refusal | None:
+        held = sum(slot.nbytes for slot in self._slots.values())
+        if held + nbytes <= self.budget_nbytes:
+            return None
+        text = f"{size_text(held + nbytes)} are more than {size_text(self.budget_nbytes)}"
+        return Refusal(Reason.NO_MEMORY, text)
 
     def restorable(self) -> list[HeldRanks]:
         """The generations of which there are sealed images, the newest first."""

@@ -104,7 +104,6 @@ class _Slot:
     memory: Memory
     label: Label | None = None
     label_fd: int = -1
-    owner: _Trainer | None = None
 
     def unlabel(self) -> None:
         """What is in it is no image any more."""
@@ -258,7 +257,7 @@ class Keeper:
         before = self._trainers.get(pid)
         if before is not None:
             before.line.close()
-            self._drop_unfinished(before)
+            self._generations.drop_unfinished(before.number)
             before.line = line
             before.handed.clear()  # it has closed what it was handed, or has given it to us
             before.rank, before.world, before.host = hello.rank, hello.world, hello.host
@@ -285,12 +284,6 @@ class Keeper:
     def _unwatch(self, trainer: _Trainer) -> None:
         asyncio.get_running_loop().remove_reader(trainer.pidfd)
         os.close(trainer.pidfd)
-
-    def _drop_unfinished(self, trainer: _Trainer) -> None:
-        for number, slot in self._slots.items():
-            if slot.owner is trainer:
-                slot.owner = None
-                self._generations.dropped(number)
 
     async def _answer(self, trainer: _Trainer, message: Message, fds: Sequence[int]) -> _Reply:
         """The answer to a request, and the descriptors that go with it; ``fds`` came with it."""
@@ -333,26 +326,25 @@ class Keeper:
         grant = self._generations.fill(
             trainer.number, trainer.rank, message.step, message.nbytes, trainer.world
         )
+        self._forget_unheld()
         if isinstance(grant, Refusal):
             self._counters.skipped += 1
             return self._refuse(trainer, grant), []
-        for number in grant.freed:
-            self._close_slot(number)
-        if grant.slot not in self._slots:
-            refused = await self._make(trainer, grant, message.nbytes)
+        if grant.fresh:
+            refused = await self._make(trainer, grant, message)
             if refused is not None:
                 return refused, []
         slot = self._slots[grant.slot]
         slot.unlabel()
-        slot.owner = trainer
         filled = Filled(grant.slot, message.nbytes)
         if grant.slot in trainer.handed:
             return filled, []
         trainer.handed.add(grant.slot)
         return filled, [slot.memory.fd]
 
-    async def _make(self, trainer: _Trainer, grant: Grant, nbytes: int) -> Refused | None:
+    async def _make(self, trainer: _Trainer, grant: Grant, message: Fill) -> Refused | None:
         """Take the memory of a slot from the system; or say why not."""
+        nbytes = message.nbytes
         spare_nbytes = available_nbytes() - RESERVE_NBYTES
         problem = ""
         if nbytes > spare_nbytes:
@@ -362,20 +354,22 @@ class Keeper:
                 fd = await offload(lambda: sealed_memory(nbytes, reserve=True))
                 memory = Memory(fd, nbytes)
                 await offload(memory.populate)
-                self._slots[grant.slot] = _Slot(memory)
             except OSError as error:
                 problem = f"{nbytes:,} bytes are wanted: {error}"
-        if not problem:
+        if problem:
+            self._generations.unmade(grant.slot)
+            return self._refuse(trainer, Refusal(Reason.NO_MEMORY, problem))
+        self._slots[grant.slot] = _Slot(memory)
+        self._generations.made(grant.slot)
+        id = GenerationId(trainer.epoch, message.step)
+        if self._generations.is_filling(grant.slot, trainer.number, id):
             return None
-        self._generations.unmade(grant.slot)
-        return self._refuse(trainer, Refusal(Reason.NO_MEMORY, problem))
+        text = f"step {message.step} was given up while its memory was made"
+        return self._refuse(trainer, Refusal(Reason.STALE_EPOCH, text))
 
     async def _dropped(self, trainer: _Trainer, message: Dropped, fds: Sequence[int]) -> _Reply:
-        slot = self._slots.get(message.slot)
-        if slot is None or slot.owner is not trainer:
+        if not self._generations.dropped(message.slot, trainer.number):
             raise ValueError(f"slot {message.slot} is not being filled by rank {trainer.rank}")
-        slot.owner = None
-        self._generations.dropped(message.slot)
         return Done(), []
 
     async def _captured(self, trainer: _Trainer, message: Captured, fds: Sequence[int]) -> _Reply:
@@ -383,11 +377,13 @@ class Keeper:
         if stale is not None:
             return stale, []
         slot = self._slots.get(message.slot)
-        if slot is None or slot.owner is not trainer or not fds:
+        generation = GenerationId(trainer.epoch, message.step)
+        filling = self._generations.is_filling(message.slot, trainer.number, generation)
+        if slot is None or not filling or not fds:
             raise ValueError(f"slot {message.slot} is not being filled by rank {trainer.rank}")
         label = Label(
             run=self.options.run,
-            generation=GenerationId(trainer.epoch, message.step),
+            generation=generation,
             rank=trainer.rank,
             world=trainer.world,
             nbytes=slot.memory.nbytes,
@@ -401,18 +397,26 @@ class Keeper:
             draft=read_sealed(fds[0], LABEL_NBYTES_MAX),
         )
         check_sizes(label)
-        slot.owner = None
         self._generations.captured(message.slot)
         self.run_later(self._seal(trainer, message.slot, slot, label))
         return Done(), []
 
     async def _seal(self, trainer: _Trainer, number: int, slot: _Slot, draft: Label) -> None:
         """Hash the image, label it, and vote for it."""
-        digests = await seal(slot.memory, draft.hashed_end, draft.chunk_nbytes, draft.block_nbytes)
+        try:
+            digests = await seal(
+                slot.memory, draft.hashed_end, draft.chunk_nbytes, draft.block_nbytes
+            )
+            label = replace(draft, digests=digests)
+            label_fd = sealed_bytes(await offload(label.encode))
+        except BaseException:
+            self._generations.unsealed(number)
+            raise
         if not self._generations.is_sealing(number, draft.generation):
-            return  # a resume has dropped it meanwhile
-        label = replace(draft, digests=digests)
-        slot.label_fd = sealed_bytes(await offload(label.encode))
+            self._generations.unsealed(number)  # a resume has dropped it meanwhile
+            os.close(label_fd)
+            return
+        slot.label_fd = label_fd
         slot.label = label
         self._generations.sealed(number)
         self._counters.sealed += 1
@@ -429,7 +433,10 @@ class Keeper:
             text = "ranks have captured what does not belong together"
             await self._tell_all(Voided(label.generation, text))
             return
-        self._generations.agreed(label.generation)
+        if not self._generations.agreed(label.generation):
+            text = "later steps have taken the place of some of its images"
+            await self._tell_all(Voided(label.generation, text))
+            return
         self._counters.agreed += 1
         await self._tell_all(Agreed(label.generation))
         wish = self._wishes.get(label.generation)
@@ -507,15 +514,23 @@ class Keeper:
             raise ValueError("that image is not of this run")
         check_sizes(label)
         memory = Memory(os.dup(fds[0]), message.nbytes)
+        budget_nbytes = self._generations.budget_nbytes
+        self._generations.budget_nbytes = self._budget_with(label.nbytes)
         number = self._generations.adopt(
             trainer.number, label.generation, label.rank, label.world, label.nbytes
         )
         if isinstance(number, Refusal):
+            self._generations.budget_nbytes = budget_nbytes
             memory.close()
             return Refused(number.reason.value, number.text), []
         self._slots[number] = _Slot(memory, label, os.dup(fds[1]))
         self.run_later(self._vote(label))
         return Done(), []
+
+    def _budget_with(self, nbytes: int) -> int:
+        """With what is adopted: the system could not spare it because it was in use already."""
+        budget_nbytes = self._generations.budget_nbytes + nbytes
+        return min(budget_nbytes, self.options.budget_nbytes or budget_nbytes)
 
     async def _flush(self, trainer: _Trainer, message: Flush, fds: Sequence[int]) -> _Reply:
         stale = self._stale(trainer)
@@ -551,6 +566,10 @@ class Keeper:
 
     async def _flushed(self, wish: _Wish) -> bool:
         """Whether there is nothing left to do for ``wish``."""
+        if not self._generations.is_agreed(wish.generation):
+            text = "a resume has dropped it"
+            await self._tell_all(FlushFailed(wish.generation, text, True))
+            return True
         images = self._images(wish.generation)
         request = wish.request
         began_s = time.perf_counter()
@@ -562,6 +581,7 @@ class Keeper:
             _log.warning("step %d is not flushed: %s", wish.generation.step, error)
             await self._tell_all(FlushFailed(wish.generation, str(error), final))
             if isinstance(error, DamagedError):
+                self._ballot.void(wish.generation)
                 self._generations.void(wish.generation)
             return final
         nbytes = sum(image.label.nbytes for image in images if image.label.digests)

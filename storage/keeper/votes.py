@@ -77,6 +77,12 @@ class Ballot:
         self._forget_old()
         return outcome
 
+    def void(self, generation: GenerationId) -> None:
+        """It has turned out not to be whole: votes that come again change nothing."""
+        self._counts.pop(generation, None)
+        self._outcomes[generation] = Outcome.VOID
+        self._forget_old()
+
     def _forget_old(self) -> None:
         for id in sorted(self._counts)[:-KEPT]:
             del self._counts[id]
