@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
+from ...errors import SupersededError
 from ..arenas.messages import Flush
 from ..format.fragment import Fragment
 from ..format.lineage import ROOT
@@ -23,7 +24,9 @@ from .written import write_image
 __all__ = ["flush", "flush_to"]
 
 
-async def flush_to(request: Flush, images: Sequence[HeldImage]) -> str:
+async def flush_to(
+    request: Flush, images: Sequence[HeldImage], is_wanted: Callable[[], bool] = lambda: True
+) -> str:
     """:func:`flush` as a trainer has asked for it; the id of the attempt. What configures drivers
     is from now on what configures them for that trainer. Raises UsageError and UriError, too, for
     what is no URI or no options."""
@@ -31,7 +34,7 @@ async def flush_to(request: Flush, images: Sequence[HeldImage]) -> str:
     driver = open_driver(request.uri, len(images), **json.loads(request.options))
     try:
         compression = checked_compression(request.compression or None)
-        return (await flush(driver, images, compression, request.branch)).id
+        return (await flush(driver, images, compression, request.branch, is_wanted)).id
     finally:
         await driver.close()
 
@@ -41,13 +44,17 @@ async def flush(
     images: Sequence[HeldImage],
     compression: Compression | None = None,
     branch: str = ROOT,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> Attempt:
     """Write the images of a generation, one for each rank, in order; and commit them as one
-    checkpoint. Raises DamagedError where memory no longer holds what was sealed; as
+    checkpoint. ``is_wanted()`` is asked before the commit. Raises DamagedError where memory no
+    longer holds what was sealed, SupersededError where it is not wanted any more; as
     :func:`commit_attempt`. Then nothing is committed, unless the put of the manifest failed."""
     attempt = await begin(driver)
     try:
         fragments = [await _fragment(driver, attempt, image, compression) for image in images]
+        if not is_wanted():
+            raise SupersededError("a resume has gone on from before this step", uri=driver.uri)
     except BaseException:
         await give_up(driver, attempt)
         raise

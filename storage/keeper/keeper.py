@@ -9,16 +9,15 @@ keeps a line open.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from ...errors import CoordinationError, DamagedError, HoldfastError
+from ...errors import CoordinationError, DamagedError
 from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label, check_sizes
 from ..arenas.line import Line, MessageError
 from ..arenas.memory import Memory, read_sealed, sealed_bytes, sealed_memory
@@ -30,13 +29,11 @@ from ..arenas.messages import (
     Captured,
     Done,
     Dropped,
-    Durable,
     Enter,
     Event,
     Fill,
     Filled,
     Flush,
-    FlushFailed,
     HeldGeneration,
     Hello,
     Inventory,
@@ -57,73 +54,25 @@ from ..arenas.messages import (
 )
 from ..arenas.room import available_nbytes
 from ..runtime.engine import offload
-from .flush import flush_to
-from .generations import Generations, Grant, Reason, Refusal
+from .generations import Grant, Reason, Refusal
+from .held import Held, HeldSlot
 from .local_level import LocalLevel
 from .options import KeeperOptions
 from .sealing import seal
 from .status import Counters, KeeperStatus
-from .tiers import HeldImage
+from .trainers import Trainer, Trainers
 from .votes import Ballot, Outcome, Vote
+from .writing import Writing
 
 __all__ = ["Keeper"]
 
 HELLO_S = 10.0
 """How long a process that connects may take to say who it is."""
-TELL_S = 5.0
-"""How long a trainer may take to receive what it is told."""
-FLUSH_PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""How long a keeper waits after each failed flush; then the last of them again and again."""
 RESERVE_NBYTES = 256 << 20
 """So much memory is left to the system."""
 
 _log = logging.getLogger(__name__)
 _Reply = tuple[Answer, Sequence[int]]
-
-
-@dataclass(eq=False)
-class _Trainer:
-    """A process that has connected. ``number``: for the state machine. ``handed``: the slots whose
-    memory it has."""
-
-    number: int
-    pid: int
-    rank: int
-    world: int
-    host: str
-    line: Line
-    pidfd: int
-    epoch: int = -1
-    handed: set[int] = field(default_factory=set)
-
-
-@dataclass(eq=False)
-class _Slot:
-    """The memory of a slot; and its label, once the image in it is whole."""
-
-    memory: Memory
-    label: Label | None = None
-    label_fd: int = -1
-
-    def unlabel(self) -> None:
-        """What is in it is no image any more."""
-        self.label = None
-        if self.label_fd >= 0:
-            os.close(self.label_fd)
-            self.label_fd = -1
-
-    def close(self) -> None:
-        """Give its memory back to the system."""
-        self.unlabel()
-        self.memory.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    """A flush that was asked for."""
-
-    generation: GenerationId
-    request: Flush
 
 
 class Keeper:
@@ -134,25 +83,27 @@ class Keeper:
         self.options = options
         spare_nbytes = max(0, available_nbytes() - RESERVE_NBYTES)
         budget_nbytes = min(spare_nbytes, options.budget_nbytes or spare_nbytes)
-        self._generations = Generations(budget_nbytes)
+        self._held = Held(budget_nbytes)
+        self._generations = self._held.generations
         self._ballot = Ballot()
-        self._slots: dict[int, _Slot] = {}
-        self._trainers: dict[int, _Trainer] = {}
-        """By process."""
-        self._numbers = itertools.count(1)
-        self._wishes: dict[GenerationId, _Wish] = {}
+        self._trainers = Trainers(self._gone, self._back)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counters = Counters()
-        self._flushing: GenerationId | None = None
-        self._flush_turn = asyncio.Lock()
         self._began_s = time.time()
         self._used_s = time.monotonic()
         self._local: LocalLevel | None = None
         if options.local is not None:
             self._local = LocalLevel(options.local, options.local_every, options.run)
-        self._writing_locally = False
+        self._writing = Writing(
+            self._held,
+            self._local,
+            self._counters,
+            self.run_later,
+            self._tell_all,
+            self._damaged,
+        )
         self.ended = asyncio.Event()
-        self._handlers: dict[type, Callable[[_Trainer, Any, Sequence[int]], Awaitable[_Reply]]] = {
+        self._handlers: dict[type, Callable[[Trainer, Any, Sequence[int]], Awaitable[_Reply]]] = {
             Enter: self._enter,
             Fill: self._fill,
             Captured: self._captured,
@@ -177,14 +128,14 @@ class Keeper:
                 _log.warning("rank %d: %s", label.rank, number.text)
                 continue
             label_fd = sealed_bytes(await offload(label.encode))
-            self._slots[number] = _Slot(image.memory, label, label_fd)
+            self._held.slots[number] = HeldSlot(image.memory, label, label_fd)
             if self._ballot.cast(Vote.of(label)) is Outcome.AGREED:
                 self._generations.agreed(label.generation)
                 _log.info("step %d is in memory again", label.generation.step)
 
     async def attend(self, line: Line) -> None:
         """Serve one line until it ends. Whatever comes over it, the keeper lives."""
-        trainer: _Trainer | None = None
+        trainer: Trainer | None = None
         try:
             trainer = await self._welcome(line)
             while trainer is not None:
@@ -214,7 +165,7 @@ class Keeper:
         if not task.cancelled() and task.exception() is not None:
             _log.error("a task of the keeper has failed", exc_info=task.exception())
 
-    async def _welcome(self, line: Line) -> _Trainer | None:
+    async def _welcome(self, line: Line) -> Trainer | None:
         """The trainer at the other end; None where it is refused, or only asks for a status."""
         if line.peer_uid != os.getuid():
             raise MessageError(f"it belongs to the user {line.peer_uid}")
@@ -237,7 +188,8 @@ class Keeper:
             _log.warning("process %d is refused: %s", line.peer_pid, refused.text)
             await line.send(encode(number, refused))
             return None
-        trainer = self._known(line, message)
+        trainer = self._trainers.at(line, message)
+        self._used_s = time.monotonic()
         await line.send(encode(number, Welcome(os.getpid())))
         return trainer
 
@@ -250,42 +202,19 @@ class Keeper:
             return Refused("rank", f"rank {hello.rank} of {hello.world}")
         return None
 
-    def _known(self, line: Line, hello: Hello) -> _Trainer:
-        """The process at the other end of ``line``, watched until its end. One that was connected
-        before has lost what it was filling."""
-        pid = line.peer_pid
-        before = self._trainers.get(pid)
-        if before is not None:
-            before.line.close()
-            self._generations.drop_unfinished(before.number)
-            before.line = line
-            before.handed.clear()  # it has closed what it was handed, or has given it to us
-            before.rank, before.world, before.host = hello.rank, hello.world, hello.host
-            return before
-        pidfd = line.peer_pidfd()
-        trainer = _Trainer(
-            next(self._numbers), pid, hello.rank, hello.world, hello.host, line, pidfd
-        )
-        self._trainers[pid] = trainer
+    def _gone(self, trainer: Trainer) -> None:
         self._used_s = time.monotonic()
-        asyncio.get_running_loop().add_reader(pidfd, self._gone, trainer)
-        return trainer
-
-    def _gone(self, trainer: _Trainer) -> None:
-        """A process has ended, and its memory is gone."""
-        self._unwatch(trainer)
-        self._used_s = time.monotonic()
-        if self._trainers.get(trainer.pid) is trainer:
-            del self._trainers[trainer.pid]
-        trainer.line.close()
         self._generations.client_gone(trainer.number)
-        _log.info("rank %d (process %d) has ended", trainer.rank, trainer.pid)
 
-    def _unwatch(self, trainer: _Trainer) -> None:
-        asyncio.get_running_loop().remove_reader(trainer.pidfd)
-        os.close(trainer.pidfd)
+    def _back(self, trainer: Trainer) -> None:
+        self._generations.drop_unfinished(trainer.number)
 
-    async def _answer(self, trainer: _Trainer, message: Message, fds: Sequence[int]) -> _Reply:
+    def _damaged(self, generation: GenerationId) -> None:
+        """Memory no longer holds what was sealed."""
+        self._ballot.void(generation)
+        self._generations.void(generation)
+
+    async def _answer(self, trainer: Trainer, message: Message, fds: Sequence[int]) -> _Reply:
         """The answer to a request, and the descriptors that go with it; ``fds`` came with it."""
         self._used_s = time.monotonic()
         handler = self._handlers.get(type(message))
@@ -297,36 +226,37 @@ class Keeper:
             self._counters.refused += 1
             return Refused("bad", str(error)), []
 
-    async def _enter(self, trainer: _Trainer, message: Enter, fds: Sequence[int]) -> _Reply:
+    async def _enter(self, trainer: Trainer, message: Enter, fds: Sequence[int]) -> _Reply:
         refusal = self._generations.enter(
             trainer.number, trainer.rank, message.epoch, message.chosen
         )
         if refusal is not None:
             return self._refuse(trainer, refusal), []
         trainer.epoch = message.epoch
-        self._forget_unheld()
+        self._writing.forget_dropped()
+        self._close_unheld()
         return Done(), []
 
-    def _stale(self, trainer: _Trainer) -> Refused | None:
+    def _stale(self, trainer: Trainer) -> Refused | None:
         """Why a trainer of an older epoch may change nothing."""
         if trainer.epoch == self._generations.epoch:
             return None
         text = f"epoch {trainer.epoch} is over: this is epoch {self._generations.epoch}"
         return self._refuse(trainer, Refusal(Reason.STALE_EPOCH, text))
 
-    def _refuse(self, trainer: _Trainer, refusal: Refusal) -> Refused:
+    def _refuse(self, trainer: Trainer, refusal: Refusal) -> Refused:
         self._counters.refused += 1
         _log.info("rank %d is refused: %s", trainer.rank, refusal.text)
         return Refused(refusal.reason.value, refusal.text)
 
-    async def _fill(self, trainer: _Trainer, message: Fill, fds: Sequence[int]) -> _Reply:
+    async def _fill(self, trainer: Trainer, message: Fill, fds: Sequence[int]) -> _Reply:
         stale = self._stale(trainer)
         if stale is not None:
             return stale, []
         grant = self._generations.fill(
             trainer.number, trainer.rank, message.step, message.nbytes, trainer.world
         )
-        self._forget_unheld()
+        self._close_unheld()
         if isinstance(grant, Refusal):
             self._counters.skipped += 1
             return self._refuse(trainer, grant), []
@@ -334,7 +264,7 @@ class Keeper:
             refused = await self._make(trainer, grant, message)
             if refused is not None:
                 return refused, []
-        slot = self._slots[grant.slot]
+        slot = self._held.slots[grant.slot]
         slot.unlabel()
         filled = Filled(grant.slot, message.nbytes)
         if grant.slot in trainer.handed:
@@ -342,7 +272,7 @@ class Keeper:
         trainer.handed.add(grant.slot)
         return filled, [slot.memory.fd]
 
-    async def _make(self, trainer: _Trainer, grant: Grant, message: Fill) -> Refused | None:
+    async def _make(self, trainer: Trainer, grant: Grant, message: Fill) -> Refused | None:
         """Take the memory of a slot from the system; or say why not."""
         nbytes = message.nbytes
         spare_nbytes = available_nbytes() - RESERVE_NBYTES
@@ -359,7 +289,7 @@ class Keeper:
         if problem:
             self._generations.unmade(grant.slot)
             return self._refuse(trainer, Refusal(Reason.NO_MEMORY, problem))
-        self._slots[grant.slot] = _Slot(memory)
+        self._held.slots[grant.slot] = HeldSlot(memory)
         self._generations.made(grant.slot)
         id = GenerationId(trainer.epoch, message.step)
         if self._generations.is_filling(grant.slot, trainer.number, id):
@@ -367,16 +297,16 @@ class Keeper:
         text = f"step {message.step} was given up while its memory was made"
         return self._refuse(trainer, Refusal(Reason.STALE_EPOCH, text))
 
-    async def _dropped(self, trainer: _Trainer, message: Dropped, fds: Sequence[int]) -> _Reply:
+    async def _dropped(self, trainer: Trainer, message: Dropped, fds: Sequence[int]) -> _Reply:
         if not self._generations.dropped(message.slot, trainer.number):
             raise ValueError(f"slot {message.slot} is not being filled by rank {trainer.rank}")
         return Done(), []
 
-    async def _captured(self, trainer: _Trainer, message: Captured, fds: Sequence[int]) -> _Reply:
+    async def _captured(self, trainer: Trainer, message: Captured, fds: Sequence[int]) -> _Reply:
         stale = self._stale(trainer)
         if stale is not None:
             return stale, []
-        slot = self._slots.get(message.slot)
+        slot = self._held.slots.get(message.slot)
         generation = GenerationId(trainer.epoch, message.step)
         filling = self._generations.is_filling(message.slot, trainer.number, generation)
         if slot is None or not filling or not fds:
@@ -401,7 +331,7 @@ class Keeper:
         self.run_later(self._seal(trainer, message.slot, slot, label))
         return Done(), []
 
-    async def _seal(self, trainer: _Trainer, number: int, slot: _Slot, draft: Label) -> None:
+    async def _seal(self, trainer: Trainer, number: int, slot: HeldSlot, draft: Label) -> None:
         """Hash the image, label it, and vote for it."""
         try:
             digests = await seal(
@@ -420,7 +350,7 @@ class Keeper:
         slot.label = label
         self._generations.sealed(number)
         self._counters.sealed += 1
-        await self._tell(trainer, Sealed(number, label.generation), [slot.label_fd])
+        await self._trainers.tell(trainer, Sealed(number, label.generation), [slot.label_fd])
         await self._vote(label)
 
     async def _vote(self, label: Label) -> None:
@@ -438,48 +368,11 @@ class Keeper:
             await self._tell_all(Voided(label.generation, text))
             return
         self._counters.agreed += 1
+        self._writing.agreed(label.generation)
         await self._tell_all(Agreed(label.generation))
-        wish = self._wishes.get(label.generation)
-        if wish is not None:
-            self.run_later(self._flush_until_durable(wish))
-        self._write_locally(label.generation)
-
-    def _write_locally(self, generation: GenerationId) -> None:
-        """If it is due. One that is due while another is being written is left out."""
-        local = self._local
-        if local is None or generation.epoch < self._generations.epoch:
-            return
-        if local.due(generation.step) and not self._writing_locally:
-            self.run_later(self._written_locally(local, generation))
-
-    async def _written_locally(self, local: LocalLevel, generation: GenerationId) -> None:
-        self._writing_locally = True
-        self._generations.flushing(generation)
-        try:
-            await local.write(self._images(generation))
-            self._counters.local += 1
-        except (HoldfastError, OSError) as error:
-            self._counters.local_failures += 1
-            _log.warning("step %d is not on local storage: %s", generation.step, error)
-        finally:
-            self._writing_locally = False
-            self._generations.flushed(generation)
-            self._forget_unheld()
-
-    async def _tell(self, trainer: _Trainer, event: Event, fds: Sequence[int] = ()) -> None:
-        """Tell a trainer, if it is still there."""
-        try:
-            async with asyncio.timeout(TELL_S):
-                await trainer.line.send(encode(0, event), fds)
-        except TimeoutError:  # it does not read: it is stopped, and finds its line closed
-            trainer.line.close()
-        except OSError as error:
-            _log.debug("rank %d is not told: %s", trainer.rank, error)
 
     async def _tell_all(self, event: Event) -> None:
-        for trainer in list(self._trainers.values()):
-            if trainer.epoch == self._generations.epoch:
-                await self._tell(trainer, event)
+        await self._trainers.tell_all(event, self._generations.epoch)
 
     def _inventory(self) -> Inventory:
         held = self._generations.restorable()
@@ -491,22 +384,22 @@ class Keeper:
             ),
         )
 
-    async def _look_up(self, trainer: _Trainer, message: LookUp, fds: Sequence[int]) -> _Reply:
+    async def _look_up(self, trainer: Trainer, message: LookUp, fds: Sequence[int]) -> _Reply:
         return self._inventory(), []
 
-    async def _release(self, trainer: _Trainer, message: Release, fds: Sequence[int]) -> _Reply:
+    async def _release(self, trainer: Trainer, message: Release, fds: Sequence[int]) -> _Reply:
         self._generations.released(trainer.number)
         return Done(), []
 
-    async def _open(self, trainer: _Trainer, message: Open, fds: Sequence[int]) -> _Reply:
+    async def _open(self, trainer: Trainer, message: Open, fds: Sequence[int]) -> _Reply:
         number = self._generations.open(trainer.number, message.generation, message.rank)
         if number is None:
             text = f"no image of rank {message.rank} of step {message.generation.step} is held"
             return Refused("missing", text), []
-        slot = self._slots[number]
+        slot = self._held.slots[number]
         return Opened(slot.memory.nbytes), [slot.memory.fd, slot.label_fd]
 
-    async def _adopt(self, trainer: _Trainer, message: Adopt, fds: Sequence[int]) -> _Reply:
+    async def _adopt(self, trainer: Trainer, message: Adopt, fds: Sequence[int]) -> _Reply:
         if len(fds) != 2:
             raise ValueError(f"an image with {len(fds)} descriptors")
         label = Label.decode(read_sealed(fds[1], LABEL_NBYTES_MAX))
@@ -523,7 +416,7 @@ class Keeper:
             self._generations.budget_nbytes = budget_nbytes
             memory.close()
             return Refused(number.reason.value, number.text), []
-        self._slots[number] = _Slot(memory, label, os.dup(fds[1]))
+        self._held.slots[number] = HeldSlot(memory, label, os.dup(fds[1]))
         self.run_later(self._vote(label))
         return Done(), []
 
@@ -532,87 +425,18 @@ class Keeper:
         budget_nbytes = self._generations.budget_nbytes + nbytes
         return min(budget_nbytes, self.options.budget_nbytes or budget_nbytes)
 
-    async def _flush(self, trainer: _Trainer, message: Flush, fds: Sequence[int]) -> _Reply:
+    async def _flush(self, trainer: Trainer, message: Flush, fds: Sequence[int]) -> _Reply:
         stale = self._stale(trainer)
         if stale is not None:
             return stale, []
-        generation = GenerationId(trainer.epoch, message.step)
-        wish = self._wishes[generation] = _Wish(generation, message)
-        if self._generations.is_agreed(generation):
-            self.run_later(self._flush_until_durable(wish))
+        self._writing.want(GenerationId(trainer.epoch, message.step), message)
         return Done(), []
 
-    async def _flush_until_durable(self, wish: _Wish) -> None:
-        """Flush, and try again where that fails, until it is durable, a later one is to be flushed,
-        or memory no longer holds what was sealed."""
-        self._generations.flushing(wish.generation)
-        try:
-            async with self._flush_turn:
-                self._flushing = wish.generation
-                for tried in itertools.count():
-                    if await self._flushed(wish):
-                        return
-                    if self._is_overtaken(wish):
-                        return
-                    await asyncio.sleep(FLUSH_PAUSES_S[min(tried, len(FLUSH_PAUSES_S) - 1)])
-        finally:
-            self._flushing = None
-            self._wishes.pop(wish.generation, None)
-            self._generations.flushed(wish.generation)
-            self._forget_unheld()
-
-    def _is_overtaken(self, wish: _Wish) -> bool:
-        return any(other > wish.generation for other in self._wishes)
-
-    async def _flushed(self, wish: _Wish) -> bool:
-        """Whether there is nothing left to do for ``wish``."""
-        if not self._generations.is_agreed(wish.generation):
-            text = "a resume has dropped it"
-            await self._tell_all(FlushFailed(wish.generation, text, True))
-            return True
-        images = self._images(wish.generation)
-        request = wish.request
-        began_s = time.perf_counter()
-        try:
-            attempt = await flush_to(request, images)
-        except (HoldfastError, OSError) as error:
-            self._counters.flush_failures += 1
-            final = isinstance(error, DamagedError) or self._is_overtaken(wish)
-            _log.warning("step %d is not flushed: %s", wish.generation.step, error)
-            await self._tell_all(FlushFailed(wish.generation, str(error), final))
-            if isinstance(error, DamagedError):
-                self._ballot.void(wish.generation)
-                self._generations.void(wish.generation)
-            return final
-        nbytes = sum(image.label.nbytes for image in images if image.label.digests)
-        seconds = time.perf_counter() - began_s
-        _log.info("step %d is durable after %.1f s", wish.generation.step, seconds)
-        self._counters.flushed += 1
-        self._generations.durable(wish.generation)
-        await self._tell_all(Durable(wish.generation, attempt, nbytes))
-        return True
-
-    def _images(self, generation: GenerationId) -> list[HeldImage]:
-        """Of all ranks, in order."""
-        found = [
-            HeldImage(slot.label, slot.memory)
-            for slot in self._slots.values()
-            if slot.label is not None and slot.label.generation == generation
-        ]
-        return sorted(found, key=lambda image: image.label.rank)
-
-    def _forget_unheld(self) -> None:
+    def _close_unheld(self) -> None:
         """Close what the state machine has given up."""
-        held = self._generations.slots
-        for number in [number for number in self._slots if number not in held]:
-            self._close_slot(number)
-
-    def _close_slot(self, number: int) -> None:
-        slot = self._slots.pop(number, None)
-        if slot is not None:
-            slot.close()
-        for trainer in self._trainers.values():
-            trainer.handed.discard(number)
+        for number in self._held.close_unheld():
+            for trainer in self._trainers:
+                trainer.handed.discard(number)
 
     def status(self) -> KeeperStatus:
         """What it does now."""
@@ -623,10 +447,10 @@ class Keeper:
             began_s=self._began_s,
             epoch=self._generations.epoch,
             budget_nbytes=self._generations.budget_nbytes,
-            held_nbytes=sum(slot.memory.nbytes for slot in self._slots.values()),
-            ranks=sorted({trainer.rank for trainer in self._trainers.values()}),
+            held_nbytes=self._held.nbytes,
+            ranks=sorted({trainer.rank for trainer in self._trainers}),
             generations=self._inventory().generations,
-            flushing=self._flushing,
+            flushing=self._writing.flushing,
             counters=self._counters,
         )
 
@@ -645,9 +469,7 @@ class Keeper:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        for trainer in self._trainers.values():
-            self._unwatch(trainer)
-        for number in list(self._slots):
-            self._close_slot(number)
+        self._trainers.close()
+        self._held.close()
         if self._local is not None:
             await self._local.close()

@@ -37,7 +37,7 @@ from holdfast.storage.arenas.messages import (
 )
 from holdfast.storage.format.fragment import fragment_of
 from holdfast.storage.format.tables import ImageTable
-from holdfast.storage.keeper import keeper as module
+from holdfast.storage.keeper import writing
 from holdfast.storage.keeper.keeper import Keeper
 from holdfast.storage.keeper.options import KeeperOptions
 from holdfast.storage.state.flatten import flatten
@@ -117,23 +117,23 @@ async def capture(arena: Arena, step: int, told: Told) -> FillingSlot:
     return slot
 
 
-def run(test: Callable[[], object]) -> None:
+def run(body: Callable[[], object]) -> None:
     """Run a test's coroutine, with a deadline."""
-    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(body(), 60))  # type: ignore[arg-type]
 
 
 def test_a_step_is_sealed_agreed_and_flushed(tmp_path: Path) -> None:
     """In that order; what is then in storage is what was captured."""
     told = Told()
 
-    async def test() -> None:
+    async def body() -> None:
         async with kept() as (_, folder), trainer(folder) as arena:
             assert await arena.enter(0, None)
             await capture(arena, 5, told)
             assert await arena.flush(Flush(5, str(tmp_path / "c")))
             await told.until(Durable)
 
-    run(test)
+    run(body)
     assert [type(event) for event in told.events] == [Sealed, Agreed, Durable]
     loaded = holdfast.load(tmp_path / "c")
     assert isinstance(loaded, dict)
@@ -149,20 +149,20 @@ def test_a_flush_that_fails_is_tried_again_until_storage_is_back(
     """Each failure is told; meanwhile later steps are kept."""
     told = Told()
     later = Told()
-    flush_to = module.flush_to
+    flush_to = writing.flush_to
     tried = 0
 
-    async def failing(request: Flush, images: Sequence[object]) -> str:
+    async def failing(request: Flush, images: Sequence[object], is_wanted: object) -> str:
         nonlocal tried
         tried += 1
         if tried <= 3:
             raise StorageDownError("no storage today")
-        return await flush_to(request, images)  # type: ignore[arg-type]
+        return await flush_to(request, images, is_wanted)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "flush_to", failing)
-    monkeypatch.setattr(module, "FLUSH_PAUSES_S", (0.05,))
+    monkeypatch.setattr(writing, "flush_to", failing)
+    monkeypatch.setattr(writing, "FLUSH_PAUSES_S", (0.05,))
 
-    async def test() -> None:
+    async def body() -> None:
         async with kept() as (keeper, folder), trainer(folder) as arena:
             await arena.enter(0, None)
             await capture(arena, 1, told)
@@ -174,7 +174,7 @@ def test_a_flush_that_fails_is_tried_again_until_storage_is_back(
             await told.until(Durable)
             assert keeper.status().counters.flush_failures == 3
 
-    run(test)
+    run(body)
     failures = [event for event in told.events if isinstance(event, FlushFailed)]
     assert ["no storage today" in event.text for event in failures] == [True] * 3
     assert not any(event.final for event in failures)
@@ -187,7 +187,7 @@ def test_memory_that_has_changed_is_not_flushed(tmp_path: Path) -> None:
     """The generation is void, and nothing is in storage."""
     told = Told()
 
-    async def test() -> None:
+    async def body() -> None:
         async with kept() as (_, folder), trainer(folder) as arena:
             await arena.enter(0, None)
             slot = await capture(arena, 5, told)
@@ -202,7 +202,7 @@ def test_memory_that_has_changed_is_not_flushed(tmp_path: Path) -> None:
             assert inventory is not None
             assert inventory.generations == ()
 
-    run(test)
+    run(body)
     assert holdfast.list_checkpoints(tmp_path) == []
 
 
@@ -218,7 +218,7 @@ def test_memory_that_has_changed_is_not_flushed(tmp_path: Path) -> None:
 def test_a_stranger_is_refused_with_the_reason(hello: Hello, said: str) -> None:
     """The keeper lives, and counts it."""
 
-    async def test() -> None:
+    async def body() -> None:
         async with kept() as (keeper, folder):
             arena = Arena(folder, hello, DEADLINE_S)
             assert not await arena.open()
@@ -227,21 +227,21 @@ def test_a_stranger_is_refused_with_the_reason(hello: Hello, said: str) -> None:
             async with trainer(folder) as other:
                 assert await other.enter(0, None)
 
-    run(test)
+    run(body)
 
 
 def test_an_older_epoch_is_refused() -> None:
     """Whatever it asks for."""
     told = Told()
 
-    async def test() -> None:
+    async def body() -> None:
         async with kept() as (_, folder), trainer(folder) as arena:
             await arena.enter(1, None)
             await capture(arena, 1, told)
             assert not await arena.enter(0, None)
             assert "is over" in arena.problem
 
-    run(test)
+    run(body)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_an_older_epoch_is_refused() -> None:
 def test_whatever_comes_over_a_line_the_keeper_lives(sent: bytes) -> None:
     """It closes that line, and serves the next one."""
 
-    async def test() -> None:
+    async def body() -> None:
         async with kept() as (_, folder):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
                 sock.connect(folder.socket)
@@ -275,14 +275,14 @@ def test_whatever_comes_over_a_line_the_keeper_lives(sent: bytes) -> None:
                 assert await arena.enter(0, None)
 
     before = len(os.listdir("/proc/self/fd"))
-    run(test)
+    run(body)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_slot_that_was_dropped_is_given_again() -> None:
     """The step is left out."""
 
-    async def test() -> None:
+    async def body() -> None:
         async with kept() as (keeper, folder), trainer(folder) as arena:
             await arena.enter(0, None)
             for step in range(1, 10):
@@ -291,14 +291,14 @@ def test_a_slot_that_was_dropped_is_given_again() -> None:
                 await arena.dropped(slot)
             assert keeper.status().held_nbytes == 8192
 
-    run(test)
+    run(body)
 
 
 def test_what_no_image_can_be_is_refused() -> None:
     """Sizes beyond the memory of the slot would have the keeper read what is not its."""
     told = Told()
 
-    async def test() -> None:
+    async def body() -> None:
         async with kept() as (_, folder), trainer(folder) as arena:
             await arena.enter(0, None)
             slot = await arena.fill(1, 8192)
@@ -309,27 +309,27 @@ def test_what_no_image_can_be_is_refused() -> None:
             assert not await arena.captured(slot, 1, capture, told.events.append)
             assert "contradicts itself" in arena.problem
 
-    run(test)
+    run(body)
     assert told.events == []
 
 
 def test_an_image_that_is_not_there_is_damage() -> None:
     """For whoever goes on from it."""
 
-    async def test() -> None:
+    async def body() -> None:
         async with kept() as (_, folder), trainer(folder) as arena:
             await arena.enter(0, None)
             with pytest.raises(DamagedError, match="no image of rank 3 of step 7"):
                 await arena.image(GenerationId(0, 7), 3)
 
-    run(test)
+    run(body)
 
 
 def test_a_keeper_that_is_gone_voids_what_it_has_not_told() -> None:
     """So nobody waits for it."""
     told = Told()
 
-    async def test() -> None:
+    async def body() -> None:
         async with kept() as (_, folder), trainer(folder) as arena:
             await arena.enter(0, None)
             await capture(arena, 1, told)
@@ -339,13 +339,13 @@ def test_a_keeper_that_is_gone_voids_what_it_has_not_told() -> None:
             assert await arena.fill(2, 8192) is None
             assert arena.problem
 
-    run(test)
+    run(body)
 
 
 def test_where_no_keeper_listens_that_is_said_at_once() -> None:
     """And not after the deadline."""
 
-    async def test() -> None:
+    async def body() -> None:
         with tempfile.TemporaryDirectory(prefix="hk") as base:
             folder = KeeperFolder.of(RUN, Path(base))
             arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), DEADLINE_S)
@@ -354,26 +354,26 @@ def test_where_no_keeper_listens_that_is_said_at_once() -> None:
             assert asyncio.get_running_loop().time() - began_s < 2
             assert "no keeper listens at" in arena.problem
 
-    run(test)
+    run(body)
 
 
 def test_a_keeper_of_another_user_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever could put a socket there could read the state."""
 
-    async def test() -> None:
+    async def body() -> None:
         async with kept() as (_, folder):
             monkeypatch.setattr(Line, "peer_uid", property(lambda self: os.getuid() + 1))
             arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), DEADLINE_S)
             assert not await arena.open()
             assert "another user" in arena.problem
 
-    run(test)
+    run(body)
 
 
 def test_a_line_that_is_closed_wakes_who_waits_for_it() -> None:
     """Rather than have it wait for a descriptor that is another line's by then."""
 
-    async def test() -> None:
+    async def body() -> None:
         async with kept() as (_, folder):
             line = connected(folder.socket)
             waiting = asyncio.ensure_future(line.receive())
@@ -382,4 +382,4 @@ def test_a_line_that_is_closed_wakes_who_waits_for_it() -> None:
             with pytest.raises(ConnectionError):
                 await waiting
 
-    run(test)
+    run(body)
