@@ -57,6 +57,7 @@ def command_parser() -> argparse.ArgumentParser:
         _add_report,
         _add_bench,
         _add_drivers,
+        _add_keeper,
         _add_demo,
     ):
         add(commands)
@@ -386,6 +387,23 @@ def _add_drivers(commands: Parsers) -> None:
         ),
     )
     _with_json(parser)
+
+
+def _add_keeper(commands: Parsers) -> None:
+    from .keeper.arguments import add_commands
+
+    def keeper(**arguments: Any) -> int:
+        from .keeper.command import run
+
+        return run(**arguments)
+
+    parser = _command(
+        commands,
+        keeper,
+        "work with keepers, which hold checkpoints in the memory of hosts",
+        "`holdfast keeper COMMAND --help` tells what each of its commands takes.",
+    )
+    add_commands(parser, _with_json)
 
 
 def _add_demo(commands: Parsers) -> None:

@@ -129,6 +129,19 @@ MANUAL: Mapping[str, Manual] = {
             1: "SCHEME cannot be used here, or --check found a problem",
         },
     ),
+    "keeper": Manual(
+        (
+            (
+                "holdfast keeper periods --step 2s --cost memory=20ms --rate memory=1/2h",
+                "how often to save to memory",
+            ),
+            (
+                "holdfast keeper periods --step 2s --cost remote=8s --rate remote=1/168h",
+                "how often to save to storage",
+            ),
+        ),
+        {0: "it was done"},
+    ),
     "demo": Manual(
         (
             ("holdfast demo", "four ranks, then two"),
