@@ -26,8 +26,9 @@ PROGRAMS = (
     "reshard",
     "small",
     "memory",
+    "parity",
 )
-OWN_SIZE = ("replicas", "reshard", "small", "memory")
+OWN_SIZE = ("replicas", "reshard", "small", "memory", "parity")
 """Programs that know their size themselves; --gib is for the others."""
 
 

@@ -130,8 +130,13 @@ class StripeRepair:
     parity: tuple[ParityBlock, ...]
 
     @property
+    def pulled(self) -> tuple[DataBlock | ParityBlock, ...]:
+        """What has to come from other members."""
+        return (*self.data, *self.parity)
+
+    @property
     def pulled_nbytes(self) -> int:
-        return sum(block.nbytes for block in (*self.data, *self.parity))
+        return sum(block.nbytes for block in self.pulled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +213,7 @@ class Lane:
 
     def to_pull(self, lost: Collection[int], want: int) -> list[DataBlock | ParityBlock]:
         """All that :meth:`repairs` needs, in its order."""
-        return [
-            block for repair in self.repairs(lost, want) for block in (*repair.data, *repair.parity)
-        ]
+        return [block for repair in self.repairs(lost, want) for block in repair.pulled]
 
     def recoverable(self, lost: Collection[int]) -> bool:
         """Whether the images of all ``lost`` members can be made again from what is left."""

@@ -23,6 +23,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ...core.units import ceil_div
+
 __all__ = ["XOR_PIECE_NBYTES", "Bytes", "Isal", "find_isal", "make_pq", "make_xor", "recover"]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -141,83 +143,54 @@ def recover(
     others = [position for position in unknown if position != wanted]
     if not others and 0 in parity:
         make_xor(out, [parity[0][:nbytes], *known.values()])
-    elif not others:
-        _by_q(out, wanted, known, parity[1])
     else:
-        _by_both(out, (wanted, others[0]), known, parity)
+        _through_q(out, (wanted, *others), known, parity)
 
 
-def _by_q(out: Bytes, wanted: int, known: Mapping[int, Bytes], q: Bytes) -> None:
-    """The one lost block, where P is lost too: Q without what is known, divided by its weight."""
-    table = _products(_power(-wanted))
-    work = _Work(len(out))
-    for start in range(0, len(out), PRODUCT_PIECE_NBYTES):
-        stop = min(start + PRODUCT_PIECE_NBYTES, len(out))
-        _, rest = work.rests(known, start, stop)
-        np.bitwise_xor(rest, q[start:stop], out=rest)
-        work.multiply(rest, table, out[start:stop])
-
-
-def _by_both(
-    out: Bytes, lost: tuple[int, int], known: Mapping[int, Bytes], parity: Mapping[int, Bytes]
+def _through_q(
+    out: Bytes, lost: Sequence[int], known: Mapping[int, Bytes], parity: Mapping[int, Bytes]
 ) -> None:
-    """The first of two lost blocks x and y: what is known is taken off P and Q, which leaves
-    x + y and 2ˣ·x + 2ʸ·y, two equations for two unknowns."""
-    wanted, other = lost
-    ratio = _power(other - wanted)
-    p_table = _products(_quotient(ratio, ratio ^ 1))
-    q_table = _products(_quotient(_power(-wanted), ratio ^ 1))
-    work = _Work(len(out))
+    """The first of one or two lost blocks. What is known is taken off Q, which leaves 2ˣ·x. With
+    two of them, it leaves 2ˣ·x + 2ʸ·y; x + y, which is what it leaves of P, in the place of y makes
+    that (2ˣ + 2ʸ)·x."""
+    weight = 0
+    for position in lost:
+        weight ^= _power(position)
+    product = _Product(_quotient(1, weight), len(out))
+    p, q, spare = (np.empty(PRODUCT_PIECE_NBYTES, np.uint8) for _ in range(3))
+    count = max((*lost, *known)) + 1
     for start in range(0, len(out), PRODUCT_PIECE_NBYTES):
         stop = min(start + PRODUCT_PIECE_NBYTES, len(out))
-        p, q = work.rests(known, start, stop)
-        np.bitwise_xor(p, parity[0][start:stop], out=p)
-        np.bitwise_xor(q, parity[1][start:stop], out=q)
-        piece = out[start:stop]
-        work.multiply(p, p_table, piece)
-        work.multiply(q, q_table, p)
-        np.bitwise_xor(piece, p, out=piece)
+        blocks = {position: block[start:stop] for position, block in known.items()}
+        if len(lost) == 2:
+            rest = p[: stop - start]
+            _xor_piece(rest, [parity[0][start:stop], *blocks.values()])
+            blocks[lost[1]] = rest
+        weighted = q[: stop - start]
+        _q_piece(weighted, [blocks.get(i, p[:0]) for i in range(count)], spare)
+        _add(weighted, parity[1][start:stop])
+        product.into(out[start:stop], q)
 
 
-class _Work:
-    """Memory for one piece at a time of a block of ``nbytes``."""
+class _Product:
+    """Multiplies pieces by one factor: two bytes at a time are looked up in a table."""
 
-    def __init__(self, nbytes: int) -> None:
-        size = min(PRODUCT_PIECE_NBYTES, nbytes + nbytes % 2)
-        self._p = np.empty(size, np.uint8)
-        self._q = np.empty(size, np.uint8)
-        self._spare = np.empty(size, np.uint8)
-        self._index = np.empty(size // 2, np.intp)
-        self._product = np.empty(size // 2, np.uint16)
+    def __init__(self, factor: int, nbytes: int) -> None:
+        pairs = ceil_div(min(PRODUCT_PIECE_NBYTES, nbytes), 2)
+        self._table = _products(factor)
+        self._index = np.empty(pairs, np.intp)
+        self._found = np.empty(pairs, np.uint16)
 
-    def rests(self, known: Mapping[int, Bytes], start: int, stop: int) -> tuple[Bytes, Bytes]:
-        """P and Q of what is known of one piece."""
-        length = stop - start
-        p = self._p[:length]
-        q = self._q[:length]
-        count = max(known, default=-1) + 1
-        nothing = self._p[:0]
-        blocks = [known[i][start:stop] if i in known else nothing for i in range(count)]
-        _pq_piece(p, q, blocks, self._spare)
-        return p, q
-
-    def multiply(self, source: Bytes, table: npt.NDArray[np.uint16], out: Bytes) -> None:
-        """Fill ``out`` with ``source``, one of this memory's own pieces, times the factor that
-        ``table`` is of. Two bytes are looked up at a time; where one is left over, the memory has
-        another beside it."""
-        pairs = (len(source) + 1) // 2
-        whole = source if len(source) % 2 == 0 else self._whole(source)
+    def into(self, out: Bytes, piece: Bytes) -> None:
+        """Fill ``out`` with as many bytes of ``piece``, which has at least one more where they are
+        an odd number, times the factor."""
+        pairs = ceil_div(len(out), 2)
         index = self._index[:pairs]
-        product = self._product[:pairs]
-        np.copyto(index, whole.view(np.uint16))
+        found = self._found[:pairs]
+        np.copyto(index, piece[: 2 * pairs].view(np.uint16))
         # Every index is within the table; "clip" is the mode that needs no copy of the outcome.
-        np.take(table, index, out=product, mode="clip")
-        np.copyto(out, product.view(np.uint8)[: len(out)])
-
-    def _whole(self, source: Bytes) -> Bytes:
-        """``source`` with one byte more, of no meaning."""
-        base = self._p if np.shares_memory(source, self._p) else self._q
-        return base[: len(source) + 1]
+        np.take(self._table, index, out=found, mode="clip")
+        np.copyto(out, found.view(np.uint8)[: len(out)])
 
 
 def _xor_piece(out: Bytes, blocks: Sequence[Bytes]) -> None:
@@ -241,6 +214,14 @@ def _pq_piece(p: Bytes, q: Bytes, blocks: Sequence[Bytes], spare: Bytes) -> None
         _double(q, spare[: len(q)])
         _add(q, block)
         _add(p, block)
+
+
+def _q_piece(q: Bytes, blocks: Sequence[Bytes], spare: Bytes) -> None:
+    """Q alone, in the same way."""
+    _copy(q, blocks[-1])
+    for block in reversed(blocks[:-1]):
+        _double(q, spare[: len(q)])
+        _add(q, block)
 
 
 def _copy(out: Bytes, block: Bytes) -> None:

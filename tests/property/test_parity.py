@@ -12,7 +12,6 @@ from holdfast.planner.parity import (
     DataBlock,
     HostDomain,
     Lane,
-    ParityBlock,
     groups,
     lanes,
     protection,
@@ -56,8 +55,7 @@ def rebuilt(
     """The image of ``want``, out of the bytes that are pulled; none comes from a lost member."""
     out = np.full(lane.image_nbytes[want], 0xAA, np.uint8)
     for repair in lane.repairs(lost, want):
-        pulled: tuple[DataBlock | ParityBlock, ...] = (*repair.data, *repair.parity)
-        assert not lost & {block.member for block in pulled}
+        assert not lost & {block.member for block in repair.pulled}
         recover(
             part(out, repair.wanted),
             repair.wanted.position,
