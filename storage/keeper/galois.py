@@ -140,7 +140,7 @@ def recover(
     if short := [row for row, block in parity.items() if len(block) < nbytes]:
         raise ValueError(f"parity {short[0]} is shorter than the {nbytes} bytes that are wanted")
     known = {position: block[:nbytes] for position, block in data.items()}
-    others = [position for position in unknown if position != wanted]
+    others = sorted(set(unknown) - {wanted})
     if not others and 0 in parity:
         make_xor(out, [parity[0][:nbytes], *known.values()])
     else:
