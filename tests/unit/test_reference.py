@@ -82,11 +82,17 @@ def test_every_metric_is_in_the_table() -> None:
 def test_every_option_of_a_command_is_explained(command: str) -> None:
     """And no page explains an option that the command does not have. ``--json`` is explained once,
     for all."""
-    parser = subcommands(command_parser())[command]
+    commands = subcommands(command_parser())
+    parser = commands[command]
     options = {o for a in parser._actions for o in a.option_strings if o.startswith("--")}
     options -= {"--help", "--json"}
     sections = re.split(r"^## ", text_of("cli.md"), flags=re.MULTILINE)
-    text = "".join(s for s in sections if s.startswith(f"`holdfast {command}")) or ""
+    below = tuple(f"`holdfast {name}" for name in commands if name.startswith(f"{command} "))
+    text = "".join(
+        section
+        for section in sections
+        if section.startswith(f"`holdfast {command}") and not section.startswith(below)
+    )
     if command == "bench":
         text += text_of("bench.md")
     listed = {
