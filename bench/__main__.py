@@ -26,6 +26,7 @@ PROGRAMS = (
     "reshard",
     "small",
     "memory",
+    "keeper",
 )
 OWN_SIZE = ("replicas", "reshard", "small", "memory")
 """Programs that know their size themselves; --gib is for the others."""

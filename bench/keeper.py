@@ -1,0 +1,210 @@
+"""A step in the memory of a keeper, and going on from it, beside memcpy, a save to storage, and a
+cold load by DCP.
+
+A keeper runs in a process of its own, as for a trainer. *memcpy* copies as many bytes between warm
+buffers, in pieces of 16 MiB and with as many threads as a capture: larger pieces would bypass the
+processor's cache. A capture goes into slots that were filled before. What is gone on from is
+compared with what was kept. The figures of parity are in another program.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import holdfast
+
+from ..storage.arenas.control import stop
+from ..storage.arenas.folder import KEEPER_DIR_VARIABLE, keeper_folders
+from ..storage.runtime.buffers import HostBuffer
+from ..storage.runtime.engine import CPU_THREADS
+from ..storage.state.bits import copy_memory
+from .contest import Contestant, contest, header, rows
+from .load import contestant as cold_load
+from .machine import describe, sync_tree
+from .options import TINY_GIB, Options, work_folder
+from .options import parse as parse_options
+from .peers.through_dcp import THROUGH_DCP
+from .report import Report, Series, Target, ratio
+from .states import State, build, digests, nbytes_of, zero
+
+__all__: list[str] = []
+
+PIECE_NBYTES = 16 << 20
+MEMCPY = "limit"
+CAPTURE = "captured"
+AGREED = "captured and agreed"
+RESTORE = "holdfast"
+FLUSH = "durable, by the keeper"
+SAVE = "durable, without a keeper"
+DCP = "DCP's cold load"
+
+
+class _Copies:
+    """Copies between two warm buffers."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._source = HostBuffer.allocate(nbytes)
+        self._target = HostBuffer.allocate(nbytes)
+        self._nbytes = nbytes
+        self._threads = ThreadPoolExecutor(CPU_THREADS)
+
+    def run(self) -> None:
+        """Copy all of it."""
+        list(self._threads.map(self._piece, range(0, self._nbytes, PIECE_NBYTES)))
+
+    def _piece(self, start: int) -> None:
+        nbytes = min(PIECE_NBYTES, self._nbytes - start)
+        copy_memory(self._target.address + start, self._source.address + start, nbytes)
+
+
+class _Kept:
+    """A run whose steps are kept in memory."""
+
+    def __init__(self, uri: Path, state: State) -> None:
+        self._state = state
+        self._run = holdfast.Checkpointer(
+            uri, keeper=holdfast.Keeper(linger="10min"), lazy=False, grace_s=None
+        )
+        self._step = 0
+        self._handle: holdfast.SaveHandle | None = None
+
+    def warm_up(self) -> None:
+        """Fill all slots once."""
+        for _ in range(4):
+            self.agree()
+
+    def capture(self) -> None:
+        """Keep a step; return when the state may change."""
+        self._step += 1
+        self._handle = self._run.step(self._step, self._state)
+        if self._handle is None:
+            raise AssertionError(f"step {self._step} is not kept: {self._run.counters}")
+        self._handle.captured.wait()
+
+    def settle(self) -> None:
+        """Return when it is agreed on."""
+        assert self._handle is not None
+        self._handle.agreed.wait()
+
+    def agree(self) -> None:
+        """Keep a step, and return when it survives this process."""
+        self.capture()
+        self.settle()
+
+    def flush(self) -> None:
+        """Have a step in storage, by way of the keeper."""
+        self._step += 1
+        handle = self._run.save(self._step, self._state)
+        if handle is None:
+            raise AssertionError("the step could not be saved")
+        handle.agreed.wait()
+        handle.wait()
+
+    def close(self) -> None:
+        """Let go of the keeper."""
+        self._run.close()
+
+
+def _resume(uri: Path, state: State) -> None:
+    with holdfast.Checkpointer(uri, keeper="auto", grace_s=None) as run:
+        run.resume(state)
+        if run.resumed is None or run.resumed.tier != "memory":
+            raise AssertionError(f"it was not in memory: {run.resumed}")
+
+
+def _compare(state: State, expected: dict[str, bytes]) -> None:
+    if digests(state) != expected:
+        raise AssertionError("what was gone on from is not what was kept")
+
+
+def _contestants(folder: Path, state: State, stack: ExitStack) -> list[Contestant]:
+    expected = digests(state)
+    kept = _Kept(folder / "kept", state)
+    flushed = _Kept(folder / "flushed", state)
+    for run in (kept, flushed):
+        stack.callback(run.close)
+        run.warm_up()
+    left = _Kept(folder / "left", state)
+    left.agree()
+    left.close()
+    (dcp,) = [peer for peer in THROUGH_DCP if peer.name == "DCP"]
+    cold = cold_load(dcp, folder / "dcp", state, expected)
+    saved = folder / "saved"
+    return [
+        Contestant(MEMCPY, _Copies(nbytes_of(state)).run),
+        Contestant(CAPTURE, kept.capture, after=kept.settle),
+        Contestant(AGREED, kept.agree),
+        Contestant(
+            RESTORE,
+            partial(_resume, folder / "left", state),
+            before=partial(zero, state),
+            after=partial(_compare, state, expected),
+        ),
+        Contestant(DCP, cold.run, cold.before, cold.after),
+        Contestant(FLUSH, flushed.flush, after=partial(sync_tree, folder)),
+        Contestant(SAVE, partial(holdfast.save, saved, state), after=partial(sync_tree, folder)),
+    ]
+
+
+def _targets(found: Sequence[Series]) -> list[Target]:
+    by_name = {series.name: series for series in found}
+    memcpy, restore = by_name[MEMCPY], by_name[RESTORE]
+    return [
+        Target("capture, of memcpy", ratio(memcpy, by_name[CAPTURE]), 0.9, at_least=True),
+        Target("going on, of memcpy", ratio(memcpy, restore), 0.5, at_least=True),
+        Target("going on, times DCP's cold load", ratio(by_name[DCP], restore), 8, at_least=True),
+        Target("flush, of a save", ratio(by_name[SAVE], by_name[FLUSH]), 0.9, at_least=True),
+    ]
+
+
+@contextmanager
+def _keepers() -> Iterator[None]:
+    """Keepers of this program alone, which are ended at the end."""
+    before = os.environ.get(KEEPER_DIR_VARIABLE)
+    with tempfile.TemporaryDirectory(prefix="hk") as base:
+        os.environ[KEEPER_DIR_VARIABLE] = base
+        try:
+            yield
+        finally:
+            for folder in keeper_folders(Path(base)):
+                stop(folder)
+            del os.environ[KEEPER_DIR_VARIABLE]
+            if before is not None:
+                os.environ[KEEPER_DIR_VARIABLE] = before
+
+
+def _measured(folder: Path, options: Options) -> Report:
+    state = build(TINY_GIB if options.tiny else options.gib)
+    with _keepers(), ExitStack() as stack:
+        contestants = _contestants(folder, state, stack)
+        found = contest(contestants, options.runs, options.settle_s)
+    nbytes = nbytes_of(state)
+    return Report(
+        "keeper",
+        f"Steps in memory: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one process, "
+        f"{options.runs} rounds",
+        describe(folder),
+        header(),
+        rows(found, nbytes),
+        [] if options.tiny else _targets(found),
+        series=found,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; raises AssertionError where a state does not come back as it was."""
+    options = parse_options("keeper", __doc__, argv)
+    with work_folder(options.folder) as folder:
+        _measured(folder, options).emit(options.json, options.svg)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
