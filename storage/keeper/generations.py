@@ -97,6 +97,7 @@ class _Slot:
     mappers: set[int] = field(default_factory=set)
     """Clients that can write to it."""
     readers: set[int] = field(default_factory=set)
+    """Clients that go on from it, or may."""
     flushes: int = 0
     """How many flushes read it."""
     made: bool = True
@@ -298,7 +299,8 @@ class Generations:
         } | {rank}
         sizes = dict.fromkeys(ranks, nbytes)
         for slot in self._slots.values():
-            if slot.rank in ranks and slot.rank != rank:
+            of_epoch = slot.generation is not None and slot.generation.epoch == self.epoch
+            if slot.rank in ranks and slot.rank != rank and of_epoch:
                 sizes[slot.rank] = slot.nbytes
         wanted = self._slots_per_rank * sum(sizes.values())
         held = sum(slot.nbytes for slot in self._slots.values())
@@ -417,6 +419,14 @@ class Generations:
                 slot.readers.add(client)
                 return number
         return None
+
+    def offer(self, client: int) -> None:
+        """``client`` is about to choose what to go on from: what is agreed stays until
+        :meth:`released`."""
+        for slot in self._slots.values():
+            id = slot.generation
+            if slot.content is _Content.SEALED and id is not None and self.is_agreed(id):
+                slot.readers.add(client)
 
     def released(self, client: int) -> None:
         """``client`` reads nothing any more."""
