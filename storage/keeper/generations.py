@@ -6,10 +6,13 @@ ranks' images are sealed and alike where they have to be. What may not be writte
 
 - the newest generation that is agreed, since a restart may need it;
 - one that is being sealed, flushed, or read by a trainer that restarts, even if it was dropped;
-- memory that a living process of an older epoch has mapped: there is no way to take that from it.
+- memory that a living process of an older epoch has mapped: there is no way to take that from it;
+- an image of a generation that may yet be agreed, or a rank that is ahead would always write over
+  what the others are about to seal.
 
-Where a rank has no slot left, the step is left out. Each resume begins an *epoch*. What it did not
-go on from of later steps is dropped for good, or a later restart might jump to an abandoned branch.
+Where a rank has no slot left, the step is left out, for all ranks. Each resume begins an *epoch*.
+What it did not go on from of later steps is dropped for good, or a later restart might jump to an
+abandoned branch.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ __all__ = [
 
 SLOTS_PER_RANK = 3
 """The newest agreed one, the one that is about to be, and the one that is being filled."""
+LEFT_OUT_KEPT = 64
+"""So many steps that were left out are remembered: ranks are hardly ever that far apart."""
 
 
 class Reason(enum.Enum):
@@ -92,6 +97,7 @@ class _Slot:
     mappers: set[int] = field(default_factory=set)
     """Clients that can write to it."""
     readers: set[int] = field(default_factory=set)
+    """Clients that go on from it, or may."""
     flushes: int = 0
     """How many flushes read it."""
     made: bool = True
@@ -109,7 +115,7 @@ class _Generation:
     world: int
     agreed: bool = False
     lost: bool = False
-    """Whether an image of it was written over: it will never be whole again."""
+    """Whether a rank has no image of it, or not any more: it will not be whole."""
     durable: bool = False
 
 
@@ -131,6 +137,8 @@ class Generations:
         """What flushes read, even where it was dropped meanwhile."""
         self._newest_step: dict[int, int] = {}
         """By rank: the newest step of this epoch that was granted."""
+        self._left_out: list[int] = []
+        """The newest steps of this epoch for which a rank had no slot."""
 
     @property
     def slots(self) -> set[int]:
@@ -152,6 +160,7 @@ class Generations:
         if epoch > self.epoch:
             self.epoch = epoch
             self._newest_step = {}
+            self._left_out = []
             self._drop_later(chosen)
         return None
 
@@ -184,22 +193,32 @@ class Generations:
             return Refusal(Reason.STALE_EPOCH, f"this is epoch {self.epoch}")
         if step <= self._newest_step.get(rank, -1):
             return Refusal(Reason.OLD_STEP, f"step {step} is not after the one before")
+        if step in self._left_out:
+            return Refusal(Reason.NO_FREE_SLOT, f"another rank has no slot for step {step}")
+        self._give_up_behind(rank, step)
         freed = self._free_useless(rank, nbytes, world)
-        number = self._empty_slot(rank)
+        usable = self._by_loss(rank)
+        number = usable[0] if usable else None
         fresh = False
-        if number is None:
+        if number is None or self._slots[number].generation is not None:
             problem = self._no_room(rank, nbytes)
             if problem is None:
                 number = next(self._numbers)
                 self._slots[number] = _Slot(rank, nbytes, made=False)
                 fresh = True
-            else:
-                number = self._overwritable(rank)
-                if number is None:
-                    return problem
+            elif number is None:
+                self._left_out = [*self._left_out, step][-LEFT_OUT_KEPT:]
+                return problem
         self._begin_filling(self._slots[number], client, GenerationId(self.epoch, step), world)
         self._newest_step[rank] = step
         return Grant(number, fresh, freed)
+
+    def _give_up_behind(self, rank: int, step: int) -> None:
+        """``rank`` goes on to ``step``: what it has not captured before will not be whole."""
+        held = {slot.generation for slot in self._slots.values() if slot.rank == rank}
+        for id, of in self._generations.items():
+            if id.epoch == self.epoch and id.step < step and id not in held:
+                of.lost = of.lost or not of.agreed
 
     def _begin_filling(self, slot: _Slot, client: int, id: GenerationId, world: int) -> None:
         before = self._generations.get(slot.generation) if slot.generation else None
@@ -225,36 +244,42 @@ class Generations:
             if (slot.rank >= world or (slot.rank == rank and slot.nbytes != nbytes))
             and self._may_be_filled(slot)
         ]
+        for of_rank in range(world):
+            freed += [number for number in self._surplus(of_rank) if number not in freed]
         for number in freed:
             self._empty(self._slots[number])
             del self._slots[number]
         return tuple(freed)
 
-    def _usable(self, rank: int) -> dict[int, _Slot]:
-        return {
-            number: slot
-            for number, slot in self._slots.items()
-            if slot.rank == rank and self._may_be_filled(slot)
-        }
+    def _surplus(self, rank: int) -> list[int]:
+        """Slots that took the place of others, which a process of an older epoch had mapped until
+        it ended: the other ranks may have too few because of them."""
+        count = sum(not self._is_mapped_by_stale(slot) for slot in self._of_rank(rank).values())
+        return self._by_loss(rank)[: max(0, count - self._slots_per_rank)]
 
-    def _empty_slot(self, rank: int) -> int | None:
-        """A slot of ``rank`` that nothing is lost with."""
-        for number, slot in self._usable(rank).items():
-            if slot.content is _Content.FREE:
-                return number
-        return None
+    def _of_rank(self, rank: int) -> dict[int, _Slot]:
+        return {number: slot for number, slot in self._slots.items() if slot.rank == rank}
 
-    def _overwritable(self, rank: int) -> int | None:
-        """The slot of ``rank`` whose loss matters least."""
-        usable = self._usable(rank)
-        return min(usable, key=lambda n: usable[n].generation or GenerationId(-1, -1), default=None)
+    def _by_loss(self, rank: int) -> list[int]:
+        """The slots of ``rank`` that may be filled, those whose loss matters least first."""
+        mine = self._of_rank(rank)
+        usable = [number for number, slot in mine.items() if self._may_be_filled(slot)]
+        return sorted(usable, key=lambda number: mine[number].generation or GenerationId(-1, -1))
 
     def _may_be_filled(self, slot: _Slot) -> bool:
         if not slot.made or slot.content not in (_Content.FREE, _Content.SEALED):
             return False
         if slot.readers or slot.flushes or self._is_mapped_by_stale(slot):
             return False
-        return slot.generation is None or slot.generation != self.newest_agreed
+        return slot.generation is None or not self._is_wanted(slot.generation)
+
+    def _is_wanted(self, id: GenerationId) -> bool:
+        """Whether it is the newest that is agreed, or may become it."""
+        newest = self.newest_agreed
+        of = self._generations.get(id)
+        if of is None or of.lost or id == newest:
+            return id == newest
+        return id.epoch == self.epoch and (newest is None or id > newest)
 
     def _is_mapped_by_stale(self, slot: _Slot) -> bool:
         """Whether a living process of an older epoch may write to it."""
@@ -274,7 +299,8 @@ class Generations:
         } | {rank}
         sizes = dict.fromkeys(ranks, nbytes)
         for slot in self._slots.values():
-            if slot.rank in ranks and slot.rank != rank:
+            of_epoch = slot.generation is not None and slot.generation.epoch == self.epoch
+            if slot.rank in ranks and slot.rank != rank and of_epoch:
                 sizes[slot.rank] = slot.nbytes
         wanted = self._slots_per_rank * sum(sizes.values())
         held = sum(slot.nbytes for slot in self._slots.values())
@@ -393,6 +419,14 @@ class Generations:
                 slot.readers.add(client)
                 return number
         return None
+
+    def offer(self, client: int) -> None:
+        """``client`` is about to choose what to go on from: what is agreed stays until
+        :meth:`released`."""
+        for slot in self._slots.values():
+            id = slot.generation
+            if slot.content is _Content.SEALED and id is not None and self.is_agreed(id):
+                slot.readers.add(client)
 
     def released(self, client: int) -> None:
         """``client`` reads nothing any more."""

@@ -385,6 +385,7 @@ class Keeper:
         )
 
     async def _look_up(self, trainer: Trainer, message: LookUp, fds: Sequence[int]) -> _Reply:
+        self._generations.offer(trainer.number)
         return self._inventory(), []
 
     async def _release(self, trainer: Trainer, message: Release, fds: Sequence[int]) -> _Reply:

@@ -126,8 +126,8 @@ class MemoryLevel:
         run(self._begin_epoch(epoch, step))
 
     async def _begin_epoch(self, epoch: int, step: int | None) -> None:
-        await self.arena.release()
         await self.arena.enter(epoch, step)
+        await self.arena.release()  # not before: a trainer of the last epoch might write over it
 
     def load(
         self,
