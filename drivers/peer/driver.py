@@ -161,10 +161,7 @@ class PeerDriver(Driver):
         return await self._run("stat", key, stat)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        if prefix:
-            check_key(prefix, uri=self.uri)
-        whole = "/".join(filter(None, (self._prefix, prefix)))
-        target = f"/v1/list?prefix={_quoted(whole)}"
+        target = f"/v1/list?prefix={self._quoted(prefix)}"
 
         def list_all(request: Request) -> bytearray:
             with self._answer(request, "list", prefix, "GET", target) as response:
@@ -304,8 +301,18 @@ class PeerDriver(Driver):
 
     def _target(self, key: str) -> str:
         check_key(key, uri=self.uri)
+        return f"/v1/object/{self._quoted(key)}"
+
+    def _quoted(self, key: str) -> str:
+        """What the keeper calls ``key``, for a request. Raises UriError."""
+        if key:
+            check_key(key, uri=self.uri)
         whole = "/".join(filter(None, (self._prefix, key)))
-        return f"/v1/object/{_quoted(whole)}"
+        try:
+            return quote_from_bytes(os.fsencode(whole), _SAFE)
+        except UnicodeEncodeError as error:
+            message = f"key {key!r} cannot be encoded"
+            raise UriError(message, uri=self.uri, key=key) from error
 
     def _short(self, nbytes: int | None, key: str) -> DamagedError:
         where = "" if nbytes is None else f" at byte {nbytes}"
@@ -320,10 +327,6 @@ class PeerDriver(Driver):
             key=key or None,
             advice="Is it of another version, or something else that listens there?",
         )
-
-
-def _quoted(key: str) -> str:
-    return quote_from_bytes(os.fsencode(key), _SAFE)
 
 
 def _address(authority: str, uri: Uri) -> tuple[str, int]:
