@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 from urllib.parse import quote_from_bytes, unquote_to_bytes, urlsplit
 
 from ...core.aio import wait_out
-from ...errors import DamagedError, StorageDownError, StorageError, UriError
+from ...errors import DamagedError, HoldfastError, StorageDownError, StorageError, UriError
 from ..contract import Buffer, Driver, ObjectInfo, TakePiece, Traits, Upload, check_key, check_small
 from ..options import Option, duration, integer, option_values, switch
 from ..pieces import Rooms, piece_ends
@@ -234,14 +234,22 @@ class PeerDriver(Driver):
         """The head of an answer that is what was asked for. Blocks. Raises StorageError for any
         other, besides what connections raise."""
         wanted = 206 if "Range" in headers else 200
+        refused: HoldfastError | None = None
         with self._connections.answer(request, method, target, headers) as response:
-            if response.status == 416:
-                size = _SIZE.fullmatch(response.getheader("Content-Range") or "")
-                raise self._short(int(size[1]) if size else None, key)
-            if response.status != wanted:
-                retry_after = response.getheader("Retry-After")
-                raise refusal(response.status, retry_after, doing, self.uri, key)
-            yield response
+            if response.status == wanted:
+                yield response
+            else:
+                refused = self._refused(response, doing, key)
+        # Here, where the connection has been kept for the next request.
+        if refused is not None:
+            raise refused
+
+    def _refused(self, response: HTTPResponse, doing: str, key: str) -> HoldfastError:
+        if response.status == 416:
+            size = _SIZE.fullmatch(response.getheader("Content-Range") or "")
+            return self._short(int(size[1]) if size else None, key)
+        retry_after = response.getheader("Retry-After")
+        return refusal(response.status, retry_after, doing, self.uri, key)
 
     @contextmanager
     def _range(

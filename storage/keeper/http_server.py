@@ -35,6 +35,10 @@ _GRACE_S = 5.0
 _BACKLOG = 128
 
 _log = logging.getLogger(__name__)
+_unread = logging.getLogger(f"{__name__}.unread")
+"""Where aiohttp says what it could not read as a request. Anyone may send such, so it is not
+kept."""
+_unread.setLevel(logging.CRITICAL)
 
 
 @dataclass
@@ -61,12 +65,18 @@ class MemoryServer:
         self._connections: dict[asyncio.BaseTransport, _Connection] = {}
         self._running = 0
 
+    @property
+    def connections(self) -> int:
+        """How many there are now."""
+        return len(self._connections)
+
     async def __aenter__(self) -> Self:
         """Raises OSError where the address cannot be used."""
         loop = asyncio.get_running_loop()
         self._http = web.Server(
             self._answer,
             access_log=None,
+            logger=_unread,
             keepalive_timeout=self._options.quiet_s,
             max_line_size=_LINE_NBYTES_MAX,
             max_field_size=_LINE_NBYTES_MAX,
@@ -102,6 +112,13 @@ class MemoryServer:
         except RequestError as error:
             self.served.refused += 1
             return _refusal(error)
+        except (ConnectionError, TimeoutError) as error:
+            _log.debug("the client is gone, or takes nothing: %s", error)
+            connection.abort()
+            return web.Response(status=400)  # which nobody gets
+        except Exception:  # whatever it is, other requests are served
+            _log.exception("a request of %s has failed", request.remote)
+            return web.Response(status=500)
         finally:
             self._running -= 1
             connection.answered()
@@ -266,8 +283,9 @@ class _Connection(asyncio.Protocol):
             _log.warning("a connection is one too many: %d", len(self._others))
             transport.abort()
             return
-        # A writer waits until the system has taken everything.
-        transport.set_write_buffer_limits(high=0)
+        # A writer waits until the system has taken everything. With TLS, where it is copied as it
+        # is encrypted, 0 would mean that a writer waits while there is nothing to take.
+        transport.set_write_buffer_limits(high=1 if self._options.certificate else 0, low=0)
         self._others[transport] = self
         self.answered()
 
