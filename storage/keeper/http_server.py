@@ -83,7 +83,12 @@ class MemoryServer:
             lingering_time=0,
         )
         self._listening = await loop.create_server(
-            self._connection, self.address, self.port, ssl=self._tls, backlog=_BACKLOG
+            self._connection,
+            self.address,
+            self.port,
+            ssl=self._tls,
+            ssl_handshake_timeout=self._options.quiet_s if self._tls else None,
+            backlog=_BACKLOG,
         )
         self.port = self._listening.sockets[0].getsockname()[1]
         return self

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from typing import Any
 from urllib.parse import unquote
 
+from holdfast.drivers.conformance.probes import MemoryProbe
 from holdfast.drivers.contract import Traits, Upload
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.drivers.conformance.probes import MemoryProbe
 from holdfast.drivers.options import option_values
 from holdfast.drivers.peer.driver import PeerDriver
 from holdfast.drivers.uri import Uri
