@@ -14,7 +14,7 @@ import ssl
 from contextlib import ExitStack
 from dataclasses import dataclass
 from email.utils import formatdate
-from typing import Self
+from typing import Self, cast
 
 from aiohttp import hdrs, web
 
@@ -280,8 +280,8 @@ class _Connection(asyncio.Protocol):
         self._is_drained.set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, made: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, made)
         self._transport = transport
         self._inner.connection_made(transport)
         if len(self._others) >= self._options.connections_max:

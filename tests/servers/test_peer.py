@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,8 +35,10 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
+from holdfast.storage.arenas.memory import Memory, sealed_memory
 from holdfast.storage.keeper.serve import address_of, serve
 from holdfast.storage.keeper.serve_options import ServeOptions, new_token
+from holdfast.storage.keeper.shelf import Content
 
 pytest.importorskip(
     "aiohttp", reason="aiohttp is not installed: pip install 'holdfast-checkpoint[keeper]'"
@@ -342,6 +345,36 @@ def test_a_client_that_does_not_read_is_cut_off(shelf: MemfdShelf) -> None:
         assert is_alive(shown)
 
 
+def test_memory_that_is_let_go_is_not_sent_from_any_more(shelf: MemfdShelf) -> None:
+    """A slot that is filled anew as soon as an answer has ended, for a client that is slow: it gets
+    what was there when it asked."""
+    nbytes = 8 << 20
+    held = Memory(sealed_memory(nbytes, reserve=True), nbytes)
+    held.view[:] = b"\x01" * nbytes
+
+    class Refilled(MemfdShelf):
+        @contextlib.contextmanager
+        def open(self, key: str) -> Iterator[Content]:
+            yield Content(held.view, 0.0)
+            held.view[:] = b"\x02" * nbytes
+
+    with showing(Refilled()) as shown, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        slow.settimeout(10)
+        slow.connect(("127.0.0.1", shown.port))
+        slow.sendall(
+            f"GET /v1/object/x HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {shown.token}\r\n\r\n".encode()
+        )
+        time.sleep(0.2)
+        received = bytearray()
+        while chunk := slow.recv(1 << 20):
+            received += chunk
+            time.sleep(0.001)
+    body = received.partition(b"\r\n\r\n")[2]
+    assert body == b"\x01" * nbytes
+    assert held.view[:1] == b"\x02"
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/obj", b"GET /health HTTP/1.1\r\nHost: x\r\nX: "])
 def test_a_request_that_never_ends_is_cut_off(shelf: MemfdShelf, sent: bytes) -> None:
     """A client has some time for the whole of it."""
@@ -588,6 +621,16 @@ def test_options_that_cannot_be_right_are_refused(shelf: MemfdShelf, tmp_path: P
             serve(shelf, options)
     assert address_of("lo") == "127.0.0.1"
     assert address_of("::1") == "::1"
+
+
+def test_a_host_without_aiohttp_is_told_what_to_install(
+    shelf: MemfdShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything listens."""
+    monkeypatch.delitem(sys.modules, "holdfast.storage.keeper.http_server")
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(UsageError, match=r"pip install 'holdfast-checkpoint\[keeper\]'"):
+        serve(shelf, ServeOptions(new_token()))
 
 
 def test_it_listens_on_loopback_alone(shown: Showing) -> None:
