@@ -115,7 +115,7 @@ def declared_options() -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "http", "hdfs", "file", "lustre"])
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "http", "hdfs", "file", "lustre", "peer"])
 def test_every_option_of_a_scheme_is_explained(scheme: str) -> None:
     """Some page tells what each option of a driver is for, and calls it by its name."""
     pages = [*REFERENCE.glob("*.md"), *(REFERENCE.parent / "how-to").glob("*.md")]
@@ -129,6 +129,7 @@ def test_every_option_of_a_scheme_is_explained(scheme: str) -> None:
     "page",
     [
         "docs/reference/layers.md",
+        "docs/reference/peer.md",
         "docs/how-to/use-hdfs.md",
         "docs/how-to/use-lustre.md",
         "docs/how-to/use-object-storage.md",
