@@ -74,6 +74,17 @@ def _run(commands: Commands) -> None:
         help="steps between two that are written there (default: 1)",
     )
 
+    parser.add_argument(
+        "--serve",
+        metavar="WHERE",
+        help="let what it holds be read over HTTP, by peer://: an interface or an address, and "
+        "perhaps a port: eth0:7070",
+    )
+    parser.add_argument(
+        "--certificate", metavar="FILE", default="", help="of the server, for TLS; with --key"
+    )
+    parser.add_argument("--key", metavar="FILE", default="", help="of the certificate")
+
 
 def _status(commands: Commands) -> argparse.ArgumentParser:
     parser = _command(

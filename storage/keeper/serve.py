@@ -23,9 +23,13 @@ from .shelf import Shelf
 if TYPE_CHECKING:
     from .http_server import MemoryServer
 
-__all__ = ["address_of", "serve"]
+__all__ = ["address_of", "interface_and_port", "serve"]
 
 _TOKEN = re.compile(r"[0-9a-f]{32}")
+_WHERE = re.compile(
+    r"(?:(?P<bare>[^\[\]:\s]+)|\[(?P<bracketed>[0-9a-fA-F:.]+)\])(?::(?P<port>[0-9]{1,5}))?"
+)
+_PORT_MAX = 65535
 _SIOCGIFADDR = 0x8915
 
 
@@ -42,6 +46,18 @@ def serve(shelf: Shelf, options: ServeOptions) -> AbstractAsyncContextManager[Me
             advice="pip install 'holdfast-checkpoint[keeper]'",
         ) from error
     return MemoryServer(shelf, options, address_of(options.interface), _tls(options))
+
+
+def interface_and_port(text: str) -> tuple[str, int]:
+    """What ``eth0:7070``, ``10.0.0.5``, ``[::1]:7070`` and the like say; port 0 where none is
+    named. Raises UsageError."""
+    match = _WHERE.fullmatch(text)
+    if match is None or int(match["port"] or 0) > _PORT_MAX:
+        raise UsageError(
+            f"{text!r} is no place to serve at",
+            advice="Name an interface or an address, and perhaps a port: eth0:7070.",
+        )
+    return match["bare"] or match["bracketed"], int(match["port"] or 0)
 
 
 def address_of(interface: str) -> str:
