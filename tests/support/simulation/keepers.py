@@ -24,7 +24,7 @@ from holdfast.storage.training import memory_level
 from holdfast.storage.training.epochs import Epochs
 from holdfast.storage.training.memory_level import InMemory
 
-__all__ = ["SimulatedKeeper", "Trainer", "Violation", "World", "run_seed"]
+__all__ = ["SIZE_MAX", "SimulatedKeeper", "Trainer", "Violation", "World", "run_seed"]
 
 PIECES = 3
 TURNS = 900
@@ -33,6 +33,8 @@ CALM_TURNS = 4000
 """How many may be done afterwards until everything is as it should be."""
 STATE_NBYTES = 12
 FLUSH_EVERY = 4
+SIZE_MAX = 3
+"""Of a job, in ranks."""
 RUN = "run"
 
 State = tuple[int, int, int]
@@ -379,7 +381,7 @@ class World:
         self.resizes = draw.choice([0.0, 0.3])
         self.fault_rate = draw.choice([0.01, 0.03, 0.06])
         self.seal_weight = draw.choice([0.3, 1.0, 3.0])
-        self.size = draw.randint(1, 3)
+        self.size = draw.randint(1, SIZE_MAX)
         self.counts: Counter[str] = Counter()
         self.lineage: dict[int, int] = {}
         self.storage: dict[int, int] = {}
@@ -502,7 +504,7 @@ class World:
     def begin_job(self) -> None:
         """A job begins, perhaps on another number of ranks; the one before is over."""
         if self.job is not None and self.random.random() < self.resizes:
-            self.size = self.random.choice([1, 2, 3])
+            self.size = self.random.randint(1, SIZE_MAX)
         self.job = Job(next(self.jobs), self.size)
         self.restart = self.resume(self.job)
 
@@ -659,9 +661,7 @@ class World:
     def fault(self) -> None:
         """One of them."""
         living = [trainer for trainer in self.trainers if trainer.alive and not trainer.paused]
-        kind = self.random.choice(
-            ["one", "all", "all", "keeper", "pause", "pause", "wake", "flip", "line"]
-        )
+        kind = self.random.choice(["one", "all", "all", "keeper", "pause", "pause", "wake", "flip"])
         self.count(f"fault: {kind}")
         if kind == "one" and living:
             self.kill(self.random.choice(living))

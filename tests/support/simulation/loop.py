@@ -18,7 +18,7 @@ from typing import Any
 
 from holdfast.core.lru import LruCache
 from holdfast.storage.operations.global_plan import GlobalPlans
-from holdfast.storage.operations.save import PLANS_KEPT
+from holdfast.storage.operations.save_job import PLANS_KEPT
 
 from ..clock import WithoutThreads
 

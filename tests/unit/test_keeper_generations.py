@@ -1,0 +1,370 @@
+"""Which slot of a keeper may be filled, what a restart may go on from, and what is dropped."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.keeper.generations import Generations, Grant, Reason, Refusal
+
+SIZE = 100
+A, B = 1, 2
+"""Clients of ranks 0 and 1."""
+
+
+def entered(*clients: int, budget: int = 10_000, epoch: int = 0) -> Generations:
+    """One that these clients, of ranks 0, 1 and so on, have entered."""
+    generations = Generations(budget)
+    for rank, client in enumerate(clients):
+        assert generations.enter(client, rank, epoch, None) is None
+    return generations
+
+
+def granted(
+    generations: Generations, client: int, step: int, world: int = 1, nbytes: int = SIZE
+) -> int:
+    """The slot that is granted, with its memory."""
+    grant = generations.fill(client, client - 1, step, nbytes, world)
+    assert isinstance(grant, Grant), grant
+    if grant.fresh:
+        generations.made(grant.slot)
+    return grant.slot
+
+
+def sealed(generations: Generations, client: int, step: int, world: int = 1) -> int:
+    """The slot of an image that is captured and sealed."""
+    slot = granted(generations, client, step, world)
+    generations.captured(slot)
+    generations.sealed(slot)
+    return slot
+
+
+def agreed(generations: Generations, step: int, *clients: int, epoch: int = 0) -> list[int]:
+    """The slots of a generation that all clients have sealed."""
+    slots = [sealed(generations, client, step, len(clients)) for client in clients]
+    assert generations.agreed(GenerationId(epoch, step))
+    return slots
+
+
+def reason(answer: Grant | Refusal | int | None) -> Reason:
+    """Why it is refused."""
+    assert isinstance(answer, Refusal), answer
+    assert answer.text
+    return answer.reason
+
+
+def test_three_slots_are_filled_in_turn() -> None:
+    """Memory is made three times; then the oldest step gives way."""
+    generations = entered(A)
+    slots = [agreed(generations, step, A)[0] for step in range(1, 8)]
+    assert len(set(slots)) == 3
+    assert slots[:3] == slots[3:6]
+    assert [held.id.step for held in generations.restorable()] == [7, 6, 5]
+
+
+def test_the_newest_agreed_generation_is_never_filled() -> None:
+    """However many later steps fail: they share what is left."""
+    generations = entered(A)
+    (kept,) = agreed(generations, 1, A)
+    for step in range(2, 12):
+        slot = granted(generations, A, step)
+        assert slot != kept
+        assert generations.dropped(slot, A)
+    assert generations.newest_agreed == GenerationId(0, 1)
+
+
+def test_a_step_without_a_slot_is_left_out() -> None:
+    """While the others are filled or sealed; one that is given back can be filled again."""
+    generations = entered(A)
+    agreed(generations, 1, A)
+    first, second = granted(generations, A, 2), granted(generations, A, 3)
+    generations.captured(first)
+    assert reason(generations.fill(A, 0, 4, SIZE, 1)) is Reason.NO_FREE_SLOT
+    assert generations.dropped(second, A)
+    assert granted(generations, A, 5) == second
+
+
+def test_what_one_rank_leaves_out_the_others_leave_out() -> None:
+    """It would not be whole: so ranks that drift apart keep the same steps."""
+    generations = entered(A, B)
+    agreed(generations, 1, A, B)
+    for step in (2, 3):
+        granted(generations, A, step, 2)
+    assert reason(generations.fill(A, 0, 4, SIZE, 2)) is Reason.NO_FREE_SLOT
+    assert reason(generations.fill(B, 1, 4, SIZE, 2)) is Reason.NO_FREE_SLOT
+    granted(generations, B, 5, 2)
+
+
+def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
+    """What it has sealed is not written over while the others may yet seal it; but it is once one
+    of them has gone on without it."""
+    generations = entered(A, B)
+    first = sealed(generations, A, 1, 2)
+    for step in (2, 3):
+        sealed(generations, A, step, 2)
+    assert reason(generations.fill(A, 0, 4, SIZE, 2)) is Reason.NO_FREE_SLOT
+    sealed(generations, B, 2, 2)  # and so not step 1
+    assert granted(generations, A, 5, 2) == first
+    assert generations.agreed(GenerationId(0, 2))
+    assert not generations.agreed(GenerationId(0, 1))
+
+
+def test_a_step_comes_once() -> None:
+    """Steps of an epoch grow; those of another epoch are others."""
+    generations = entered(A)
+    agreed(generations, 5, A)
+    assert reason(generations.fill(A, 0, 5, SIZE, 1)) is Reason.OLD_STEP
+    assert reason(generations.fill(A, 0, 4, SIZE, 1)) is Reason.OLD_STEP
+    assert generations.enter(A, 0, 1, 3) is None
+    granted(generations, A, 4)
+
+
+def test_an_older_epoch_is_refused() -> None:
+    """Nobody enters one, is granted a slot in one, or hands over an image of one; nor does a client
+    that has not entered any."""
+    generations = entered(A, epoch=4)
+    assert reason(generations.enter(B, 1, 3, None)) is Reason.STALE_EPOCH
+    assert reason(generations.fill(B, 1, 1, SIZE, 2)) is Reason.STALE_EPOCH
+    assert generations.enter(B, 1, 5, None) is None
+    assert reason(generations.fill(A, 0, 1, SIZE, 2)) is Reason.STALE_EPOCH
+    old = GenerationId(4, 1)
+    assert reason(generations.adopt(A, old, 0, 2, SIZE)) is Reason.STALE_EPOCH
+    assert reason(generations.adopt(B, old, 1, 2, SIZE)) is Reason.STALE_EPOCH
+
+
+def test_a_resume_drops_what_it_did_not_go_on_from() -> None:
+    """Later steps are no more, nor what is being filled; earlier ones stay."""
+    generations = entered(A)
+    for step in (1, 2, 3):
+        agreed(generations, step, A)
+    assert generations.enter(B, 0, 1, 2) is None
+    assert [held.id.step for held in generations.restorable()] == [2, 1]
+    assert generations.newest_agreed == GenerationId(0, 2)
+    assert generations.enter(B, 0, 2, None) is None
+    assert generations.restorable() == []
+
+
+def test_memory_that_a_living_process_of_an_older_epoch_has_mapped_is_not_handed_out() -> None:
+    """Other memory takes its place; once the process has ended, it can be filled, and what is more
+    than three slots is given back."""
+    generations = entered(A)
+    old = {agreed(generations, step, A)[0] for step in (1, 2, 3)}
+    assert generations.enter(B, 0, 1, None) is None
+    slots = []
+    for step in (1, 2, 3):
+        slots.append(granted_to_second(generations, step))
+        generations.captured(slots[-1])
+    assert not set(slots) & old
+    assert reason(generations.fill(B, 0, 4, SIZE, 1)) is Reason.NO_FREE_SLOT
+    generations.client_gone(A)
+    grant = generations.fill(B, 0, 5, SIZE, 1)
+    assert reason(grant) is Reason.NO_FREE_SLOT
+    assert generations.slots == set(slots)
+    generations.sealed(slots[0])
+    assert generations.agreed(GenerationId(1, 1))
+    generations.sealed(slots[1])
+    assert generations.agreed(GenerationId(1, 2))
+    assert granted_to_second(generations, 6) == slots[0]
+
+
+def test_what_is_hashed_is_not_filled_though_a_resume_has_dropped_it() -> None:
+    """Its pages are still being written; it is free when that has ended."""
+    generations = entered(A)
+    slot = granted(generations, A, 1)
+    generations.captured(slot)
+    generations.client_gone(A)
+    generations.enter(B, 0, 1, None)
+    assert not generations.is_sealing(slot, GenerationId(0, 1))
+    others = {granted_to_second(generations, step) for step in (1, 2)}
+    assert slot not in others
+    assert reason(generations.fill(B, 0, 3, SIZE, 1)) is Reason.NO_FREE_SLOT
+    generations.unsealed(slot)
+    assert granted_to_second(generations, 4) == slot
+
+
+def granted_to_second(generations: Generations, step: int) -> int:
+    """A slot for rank 0, to the second client."""
+    grant = generations.fill(B, 0, step, SIZE, 1)
+    assert isinstance(grant, Grant)
+    if grant.fresh:
+        generations.made(grant.slot)
+    return grant.slot
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_what_is_flushed_is_not_filled(dropped: bool) -> None:
+    """Not even where a resume drops it meanwhile; two flushes of it are two."""
+    generations = entered(A)
+    (slot,) = agreed(generations, 1, A)
+    id = GenerationId(0, 1)
+    generations.flushing(id)
+    generations.flushing(id)
+    if dropped:
+        generations.void(id)
+    else:
+        agreed(generations, 2, A)
+    used = {granted(generations, A, 3)}
+    generations.flushed(id)
+    assert slot not in used
+    used_again = generations.fill(A, 0, 4, SIZE, 1)
+    assert not isinstance(used_again, Grant) or used_again.slot != slot
+    generations.flushed(id)
+    assert granted(generations, A, 5) == slot
+
+
+def test_what_a_restart_was_offered_or_reads_is_not_filled() -> None:
+    """Until it has let go of it, or has ended."""
+    generations = entered(A)
+    (slot,) = agreed(generations, 1, A)
+    generations.offer(B)
+    agreed(generations, 2, A)
+    agreed(generations, 3, A)
+    assert granted(generations, A, 4) != slot
+    generations.released(B)
+    assert generations.open(B, GenerationId(0, 1), 0) == slot
+    assert reason(generations.fill(A, 0, 5, SIZE, 1)) is Reason.NO_FREE_SLOT
+    generations.client_gone(B)
+    assert granted(generations, A, 6) == slot
+
+
+def test_only_sealed_images_are_opened() -> None:
+    """Of that rank and generation."""
+    generations = entered(A)
+    slot = granted(generations, A, 1)
+    id = GenerationId(0, 1)
+    assert generations.open(B, id, 0) is None
+    generations.captured(slot)
+    assert generations.open(B, id, 0) is None
+    generations.sealed(slot)
+    assert generations.open(B, id, 1) is None
+    assert generations.open(B, GenerationId(0, 2), 0) is None
+    assert generations.open(B, id, 0) == slot
+
+
+def test_a_process_that_dies_leaves_what_it_has_captured() -> None:
+    """What it was filling is free; what it had captured is sealed; what it had not, is not."""
+    generations = entered(A)
+    captured, filling = granted(generations, A, 1), granted(generations, A, 2)
+    generations.captured(captured)
+    generations.client_gone(A)
+    assert generations.is_sealing(captured, GenerationId(0, 1))
+    assert not generations.is_filling(filling, A, GenerationId(0, 2))
+    generations.sealed(captured)
+    assert generations.agreed(GenerationId(0, 1))
+    assert [held.id.step for held in generations.restorable()] == [1]
+
+
+def test_only_the_one_that_fills_a_slot_can_drop_it() -> None:
+    """Nor is it filled with any other step than the one it was granted for."""
+    generations = entered(A, B)
+    slot = granted(generations, A, 1, 2)
+    assert not generations.dropped(slot, B)
+    assert not generations.dropped(slot + 1, A)
+    assert generations.is_filling(slot, A, GenerationId(0, 1))
+    assert not generations.is_filling(slot, A, GenerationId(0, 2))
+    assert not generations.is_filling(slot, B, GenerationId(0, 1))
+    assert generations.dropped(slot, A)
+    assert not generations.dropped(slot, A)
+
+
+def test_memory_that_is_still_made_is_not_granted_again() -> None:
+    """Though its filler has died meanwhile. If it cannot be made, there is no slot."""
+    generations = entered(A)
+    grant = generations.fill(A, 0, 1, SIZE, 1)
+    assert isinstance(grant, Grant)
+    assert grant.fresh
+    generations.client_gone(A)
+    generations.enter(B, 0, 1, None)
+    other = generations.fill(B, 0, 1, SIZE, 1)
+    assert isinstance(other, Grant)
+    assert other.slot != grant.slot
+    generations.made(grant.slot)
+    generations.unmade(other.slot)
+    assert generations.slots == {grant.slot}
+    assert granted_to_second(generations, 2) == grant.slot
+
+
+def test_too_little_memory_is_refused_with_the_sum() -> None:
+    """Before the first step: three images of each rank, not only the first of them, have to fit."""
+    generations = entered(A, B, budget=6 * SIZE - 1)
+    answer = generations.fill(A, 0, 1, SIZE, 2)
+    assert reason(answer) is Reason.NO_MEMORY
+    assert isinstance(answer, Refusal)
+    assert answer.text.startswith("3 images of 100 B for 2 ranks take 600 B")
+    assert generations.slots == set()
+    granted(entered(A, B, budget=6 * SIZE), A, 1, 2)
+
+
+def test_images_of_another_size_take_the_place_of_the_former() -> None:
+    """Those that nothing protects go at once, the newest agreed one when it is no more that."""
+    generations = entered(A, budget=6 * SIZE)
+    agreed(generations, 1, A)
+    (kept,) = agreed(generations, 2, A)
+    grant = generations.fill(A, 0, 3, 2 * SIZE, 1)
+    assert isinstance(grant, Grant)
+    assert grant.fresh
+    assert len(grant.freed) == 1
+    assert generations.slots == {kept, grant.slot}
+    generations.made(grant.slot)
+    generations.captured(grant.slot)
+    generations.sealed(grant.slot)
+    assert generations.agreed(GenerationId(0, 3))
+    again = generations.fill(A, 0, 4, 2 * SIZE, 1)
+    assert isinstance(again, Grant)
+    assert again.freed == (kept,)
+
+
+def test_ranks_that_are_no_more_give_back_their_memory() -> None:
+    """What the fewer ranks went on from stays until there is something newer."""
+    generations = entered(A, B, budget=6 * SIZE)
+    agreed(generations, 1, A, B)
+    agreed(generations, 2, A, B)
+    for client in (A, B):
+        generations.client_gone(client)
+    alone = 3
+    generations.enter(alone, 0, 1, 2)
+    grant = generations.fill(alone, 0, 3, 2 * SIZE, 1)
+    assert isinstance(grant, Grant)
+    generations.made(grant.slot)
+    assert {held.id.step for held in generations.restorable()} == {2}
+    generations.captured(grant.slot)
+    generations.sealed(grant.slot)
+    assert generations.agreed(GenerationId(1, 3))
+    assert isinstance(generations.fill(alone, 0, 4, 2 * SIZE, 1), Grant)
+    assert {held.id.step for held in generations.restorable()} == {3}
+
+
+def test_an_adopted_image_is_as_good_as_one_that_was_sealed_here() -> None:
+    """Once only, and within the budget; steps go on after it."""
+    generations = entered(A, budget=4 * SIZE)
+    id = GenerationId(0, 5)
+    slot = generations.adopt(A, id, 0, 1, SIZE)
+    assert isinstance(slot, int)
+    assert reason(generations.adopt(A, id, 0, 1, SIZE)) is Reason.DUPLICATE
+    assert reason(generations.adopt(A, GenerationId(0, 4), 0, 1, 4 * SIZE)) is Reason.NO_MEMORY
+    assert generations.agreed(id)
+    assert reason(generations.fill(A, 0, 5, SIZE, 1)) is Reason.OLD_STEP
+    assert granted(generations, A, 6) != slot
+
+
+def test_a_recalled_image_is_there_before_any_trainer() -> None:
+    """Its epoch is over when the next one begins; what does not fit is refused."""
+    generations = Generations(SIZE)
+    id = GenerationId(3, 5)
+    assert isinstance(generations.recall(id, 0, 1, SIZE), int)
+    assert reason(generations.recall(GenerationId(3, 4), 0, 1, SIZE)) is Reason.NO_MEMORY
+    assert generations.agreed(id)
+    assert reason(generations.enter(A, 0, 2, None)) is Reason.STALE_EPOCH
+    assert generations.enter(A, 0, 4, 5) is None
+    assert generations.newest_agreed == id
+
+
+def test_a_void_generation_is_no_more() -> None:
+    """What was agreed before is the newest again."""
+    generations = entered(A)
+    agreed(generations, 1, A)
+    agreed(generations, 2, A)
+    generations.void(GenerationId(0, 2))
+    assert generations.newest_agreed == GenerationId(0, 1)
+    assert not generations.is_agreed(GenerationId(0, 2))
+    assert [held.id.step for held in generations.restorable()] == [1]
