@@ -9,9 +9,11 @@ compared with what was kept. The figures of parity are in another program.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,11 +22,14 @@ from pathlib import Path
 
 import holdfast
 
-from ..storage.arenas.control import stop
-from ..storage.arenas.folder import KEEPER_DIR_VARIABLE, keeper_folders
+from ..core.decoded_json import int_in, object_in
+from ..storage.arenas.control import status_of, stop
+from ..storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder, keeper_folders
+from ..storage.arenas.messages import Flush
 from ..storage.runtime.buffers import HostBuffer
-from ..storage.runtime.engine import CPU_THREADS
+from ..storage.runtime.engine import CPU_THREADS, start
 from ..storage.state.bits import copy_memory
+from ..storage.training.run_identity import RUN_KEY
 from .contest import Contestant, contest, header, rows
 from .load import contestant as cold_load
 from .machine import describe, sync_tree
@@ -37,12 +42,14 @@ from .states import State, build, digests, nbytes_of, zero
 __all__: list[str] = []
 
 PIECE_NBYTES = 16 << 20
+FLUSHED_S = 120.0
+LOOK_S = 0.002
 MEMCPY = "limit"
 CAPTURE = "captured"
 AGREED = "captured and agreed"
 RESTORE = "holdfast"
-FLUSH = "durable, by the keeper"
-SAVE = "durable, without a keeper"
+FLUSH = "memory to storage"
+SAVE = "save to storage"
 DCP = "DCP's cold load"
 
 
@@ -69,6 +76,7 @@ class _Kept:
 
     def __init__(self, uri: Path, state: State) -> None:
         self._state = state
+        self._uri = uri
         self._run = holdfast.Checkpointer(
             uri, keeper=holdfast.Keeper(linger="10min"), lazy=False, grace_s=None
         )
@@ -98,14 +106,25 @@ class _Kept:
         self.capture()
         self.settle()
 
-    def flush(self) -> None:
-        """Have a step in storage, by way of the keeper."""
-        self._step += 1
-        handle = self._run.save(self._step, self._state)
-        if handle is None:
-            raise AssertionError("the step could not be saved")
-        handle.agreed.wait()
-        handle.wait()
+    def flush(self, uri: Path) -> None:
+        """Have the step that was kept last in storage, from where it lies."""
+        memory = self._run._memory
+        assert memory is not None
+        before = self._flushed()
+        if not start(memory.arena.flush(Flush(self._step, str(uri)))).result():
+            raise AssertionError(f"the keeper does not flush: {memory.arena.problem}")
+        until_s = time.monotonic() + FLUSHED_S
+        while self._flushed() == before:
+            if time.monotonic() > until_s:
+                raise AssertionError("the step did not come to storage")
+            time.sleep(LOOK_S)
+
+    def _flushed(self) -> int:
+        """How many steps its keeper has flushed."""
+        run = json.loads((self._uri / RUN_KEY).read_text())["run"]
+        status = status_of(KeeperFolder.of(run))
+        assert status is not None
+        return int_in(object_in(status["counters"], "counters")["flushed"], "flushed")
 
     def close(self) -> None:
         """Let go of the keeper."""
@@ -152,7 +171,12 @@ def _contestants(folder: Path, state: State, stack: ExitStack) -> list[Contestan
             after=partial(_compare, state, expected),
         ),
         Contestant(DCP, cold.run, cold.before, cold.after),
-        Contestant(FLUSH, flushed.flush, after=partial(sync_tree, folder)),
+        Contestant(
+            FLUSH,
+            partial(flushed.flush, folder / "from memory"),
+            before=flushed.agree,
+            after=partial(sync_tree, folder),
+        ),
         Contestant(SAVE, partial(_save, saved, state), after=partial(sync_tree, folder)),
     ]
 
