@@ -27,7 +27,7 @@ from ..arenas.messages import Durable
 from ..pipeline.image_writer import Callbacks
 from ..ranks.calls import Call
 from ..ranks.process_group import current_rank, current_team, current_world
-from ..ranks.team import Team
+from ..ranks.team import Solo, Team
 from ..runtime.engine import offload, start
 from ..runtime.progress import ProgressReporter
 from ..state.device import Queued, beside, devices_of
@@ -147,10 +147,10 @@ def begin_memory_step(
     began_s = time.perf_counter()
     rank = current_rank()
     recorder = recorder_of(options.telemetry, rank)
-    with recording(recorder):
-        team = None
-        if agrees:
-            team = current_team(Call("keep", uri, step), options.deadline_s, saving=True)
+    team: Team | None = None
+    if agrees:
+        team = current_team(Call("keep", uri, step), options.deadline_s, saving=True)
+    with recording(recorder), announcing_errors(team or Solo()):
         world = current_world()
         save = _prepared(_Call(uri, step, options, began_s, recorder, by), state, world)
         save.logs_failure = False

@@ -23,7 +23,7 @@ from typing import Literal, Self, SupportsFloat, SupportsIndex
 
 from ...drivers.registry import open_driver
 from ...drivers.uri import join
-from ...errors import CoordinationError, UsageError
+from ...errors import CoordinationError, HoldfastError, UsageError
 from ..format.packed import Compression, checked_compression
 from ..operations.deadline import Deadline
 from ..operations.differences import Strict
@@ -149,6 +149,8 @@ class Checkpointer:
         self._keeping: list[PendingSave] = []
         """Steps that are on their way to memory."""
         self._accord_made = False
+        self._join_at = 0
+        self._join_pause = 1
         self.resumed: Resumed | None = None
         """What :meth:`resume` has gone on from, and out of which tier."""
         self._pending: list[PendingSave] = []
@@ -228,6 +230,7 @@ class Checkpointer:
         found = self.resumed.step
         self._schedule.begin_at(found or 0)
         self._decisions.begin_run()
+        self._accord_made = False
         self._last = found or None
         self._newest = found
         self._at = found or 0
@@ -266,7 +269,7 @@ class Checkpointer:
         ):
             return None
         try:
-            kept = self._memory is not None and self._is_kept(step)
+            kept = self._is_kept(step)
             due = self._schedule.due(step, self._decisions) and step != self._last
             if due:
                 self._stats.due(step)
@@ -350,12 +353,24 @@ class Checkpointer:
         return self._begin(step, state, number)
 
     def _is_kept(self, step: int) -> bool:
-        """Whether ``step`` is to be kept in memory. A run that has not resumed joins its keepers
-        here."""
-        assert self._memory is not None
-        if not self._memory.joined:
+        """Whether ``step`` is to be kept in memory."""
+        return self._has_joined(step) and self._memory is not None and self._memory.due(step)
+
+    def _has_joined(self, step: int) -> bool:
+        """Whether this run has keepers. One that has not resumed joins them here. Where it cannot,
+        it tries again after twice as many steps, on all ranks alike."""
+        if self._memory is None or self._memory.joined:
+            return self._memory is not None
+        if step < self._join_at:
+            return False
+        self._join_at = step + self._join_pause
+        self._join_pause *= 2
+        try:
             begin_run(self._memory, self._root, self._save_options.deadline_s)
-        return self._memory.due(step)
+        except HoldfastError as error:
+            self._stats.not_kept(step, f"there are no keepers: {error}")
+            return False
+        return True
 
     def _keep(self, step: int, state: object) -> SaveHandle | None:
         """Begin to keep a step in memory. One that cannot be is left out, and counted."""
@@ -434,7 +449,11 @@ class Checkpointer:
         try:
             handle, ended = begin_save(
                 Destination(
-                    self._root.uri, self._root.options, name, self._printed + name, self._by(name)
+                    self._root.uri,
+                    self._root.options,
+                    name,
+                    self._printed + name,
+                    self._by(step, name),
                 ),
                 state,
                 step,
@@ -460,12 +479,10 @@ class Checkpointer:
         self._pending.append(PendingSave(step, handle, ended, followed))
         return handle
 
-    def _by(self, name: str) -> ByKeeper | None:
+    def _by(self, step: int, name: str) -> ByKeeper | None:
         """How a save to the checkpoint of this name goes by way of keepers, if the run has any."""
-        if self._memory is None:
+        if self._memory is None or not self._has_joined(step):
             return None
-        if not self._memory.joined:
-            begin_run(self._memory, self._root, self._save_options.deadline_s)
         uri = str(join(self._root.uri, name))
         return self._memory.by(Storage(uri, self._root.options, self._save_options.compression))
 

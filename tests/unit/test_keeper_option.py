@@ -11,6 +11,7 @@ import pytest
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.arenas.control import stop
 from holdfast.storage.arenas.folder import (
     KEEPER_DIR_VARIABLE,
     KeeperFolder,
@@ -21,6 +22,7 @@ from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import HeldGeneration
 from holdfast.storage.arenas.room import available_nbytes
 from holdfast.storage.runtime.engine import run
+from holdfast.storage.training import checkpointer
 from holdfast.storage.training.epochs import EPOCHS_KEY, Epochs, put_epochs, read_epochs
 from holdfast.storage.training.memory_level import InMemory, kept_everywhere, next_epoch
 from holdfast.storage.training.run_identity import RUN_KEY, known_run_id, run_id
@@ -207,3 +209,37 @@ def test_a_control_group_limits_what_there_is(tmp_path: Path) -> None:
     assert available_nbytes(proc, groups) == (1 << 20) + 4096
     (inner / "memory.max").write_text("5\n")
     assert available_nbytes(proc, groups) == 0
+
+
+def test_a_run_that_cannot_join_its_keepers_trains_on_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tries again after twice as many steps each time, and saves to storage meanwhile."""
+    tried: list[int] = []
+
+    def failing(memory: object, root: object, deadline_s: float) -> None:
+        tried.append(step)
+        raise holdfast.StorageDownError("no storage today")
+
+    monkeypatch.setattr(checkpointer, "begin_run", failing)
+    with holdfast.Checkpointer(tmp_path, every=5, keeper="auto", grace_s=None) as run_:
+        for step in range(1, 20):
+            run_.step(step, {"step": step})
+            run_.wait()
+        assert run_.counters.saved == 3
+        assert run_.counters.kept == 0
+    assert tried == [1, 2, 4, 8, 16]
+
+
+def test_a_state_that_cannot_be_kept_is_left_out_and_said(tmp_path: Path) -> None:
+    """And training goes on."""
+    with tempfile.TemporaryDirectory(prefix="hk") as base, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEEPER_DIR_VARIABLE, base)
+        with holdfast.Checkpointer(tmp_path, keeper="auto", grace_s=None) as run_:
+            assert run_.step(1, {"x": object()}) is None
+            handle = run_.step(2, {"x": 3})
+            assert handle is not None
+            handle.wait(30)
+            assert (run_.counters.kept, run_.counters.not_kept) == (1, 1)
+        for folder in keeper_folders():
+            stop(folder)
