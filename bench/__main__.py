@@ -27,8 +27,9 @@ PROGRAMS = (
     "small",
     "memory",
     "keeper",
+    "parity",
 )
-OWN_SIZE = ("replicas", "reshard", "small", "memory")
+OWN_SIZE = ("replicas", "reshard", "small", "memory", "parity")
 """Programs that know their size themselves; --gib is for the others."""
 
 

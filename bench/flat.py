@@ -20,7 +20,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import holdfast
 
 from ..drivers.registry import open_driver
-from ..storage.operations.save import SaveJob, run_save
+from ..storage.operations.save import run_save
+from ..storage.operations.save_job import SaveJob
 from ..storage.ranks.keys import StoreLike
 from ..storage.ranks.store_team import StoreTeam
 from ..storage.runtime.engine import start

@@ -119,6 +119,10 @@ def _resume(uri: Path, state: State) -> None:
             raise AssertionError(f"it was not in memory: {run.resumed}")
 
 
+def _save(uri: Path, state: State) -> None:
+    holdfast.save(uri, state)
+
+
 def _compare(state: State, expected: dict[str, bytes]) -> None:
     if digests(state) != expected:
         raise AssertionError("what was gone on from is not what was kept")
@@ -149,7 +153,7 @@ def _contestants(folder: Path, state: State, stack: ExitStack) -> list[Contestan
         ),
         Contestant(DCP, cold.run, cold.before, cold.after),
         Contestant(FLUSH, flushed.flush, after=partial(sync_tree, folder)),
-        Contestant(SAVE, partial(holdfast.save, saved, state), after=partial(sync_tree, folder)),
+        Contestant(SAVE, partial(_save, saved, state), after=partial(sync_tree, folder)),
     ]
 
 

@@ -359,24 +359,6 @@ def _add_bench(commands: Parsers) -> None:
     _with_json(parser)
 
 
-def _add_keeper(commands: Parsers) -> None:
-    from .keeper.arguments import add_arguments
-
-    def keeper(**arguments: Any) -> int:
-        from .keeper.command import run
-
-        return run(**arguments)
-
-    parser = _command(
-        commands,
-        keeper,
-        "keep steps of a run in this host's memory, and show what keepers do",
-        "A Checkpointer with keeper= starts one by itself.",
-    )
-    add_arguments(parser)
-    _with_json(parser)
-
-
 def _add_drivers(commands: Parsers) -> None:
     def drivers(check: bool, **arguments: Any) -> int:
         if check:
@@ -405,6 +387,23 @@ def _add_drivers(commands: Parsers) -> None:
         ),
     )
     _with_json(parser)
+
+
+def _add_keeper(commands: Parsers) -> None:
+    from .keeper.arguments import add_commands
+
+    def keeper(**arguments: Any) -> int:
+        from .keeper.command import run
+
+        return run(**arguments)
+
+    parser = _command(
+        commands,
+        keeper,
+        "work with keepers, which hold checkpoints in the memory of hosts",
+        "`holdfast keeper COMMAND --help` tells what each of its commands takes.",
+    )
+    add_commands(parser, _with_json)
 
 
 def _add_demo(commands: Parsers) -> None:

@@ -119,12 +119,42 @@ MANUAL: Mapping[str, Manual] = {
         },
     ),
     "keeper": Manual(
+        (("holdfast keeper status", "what the keepers of this host hold"),),
+        {0: "it was done"},
+    ),
+    "keeper run": Manual(
         (
-            ("holdfast keeper status", "what the keepers of this host hold"),
             ("holdfast keeper run s3://bucket/run --memory 200GiB", "be the keeper of a run"),
-            ("holdfast keeper stop", "have them end, and free the memory"),
+            (
+                "holdfast keeper run /run --local /nvme/keepers --local-every 50",
+                "survive a reboot, too",
+            ),
         ),
-        {0: "it was done; of status: also where there is none", 1: "of stop: there is none"},
+        {0: "it has ended", 1: "another keeper of the run is alive"},
+    ),
+    "keeper status": Manual(
+        (
+            ("holdfast keeper status", "of all runs of this user"),
+            ("holdfast keeper status s3://bucket/run --watch", "of one, again and again"),
+        ),
+        {0: "it was shown, also where there is none"},
+    ),
+    "keeper stop": Manual(
+        (("holdfast keeper stop", "end all keepers of this user, and free the memory"),),
+        {0: "they end", 1: "there was none"},
+    ),
+    "keeper periods": Manual(
+        (
+            (
+                "holdfast keeper periods --step 2s --cost memory=20ms --rate memory=1/2h",
+                "how often to save to memory",
+            ),
+            (
+                "holdfast keeper periods --step 2s --cost remote=8s --rate remote=1/168h",
+                "how often to save to storage",
+            ),
+        ),
+        {0: "it was worked out"},
     ),
     "drivers": Manual(
         (

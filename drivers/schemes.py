@@ -75,6 +75,7 @@ SCHEMES: Mapping[str, Scheme] = {
     ),
     "gs": Scheme("holdfast.drivers.objects.gs:GcsDriver", extra="gs", modules=("obstore",)),
     "az": Scheme("holdfast.drivers.objects.az:AzureDriver", extra="az", modules=("obstore",)),
+    "peer": Scheme("holdfast.drivers.peer.driver:PeerDriver", example="peer://example:8700/"),
     "http": Scheme("holdfast.drivers.objects.http:HttpDriver", extra="s3", modules=("obstore",)),
     "https": Scheme("holdfast.drivers.objects.http:HttpDriver", extra="s3", modules=("obstore",)),
 }

@@ -1,1 +1,1 @@
-"""``holdfast keeper``: keepers of this host, and how often to keep what."""
+"""``holdfast keeper``: a group of commands, one in each module."""

@@ -2,6 +2,7 @@
 
     <base>/<run>/lock      held by the keeper of the run as long as it lives; names its process
     <base>/<run>/socket    where trainers connect
+    <base>/<run>/token     what whoever reads its memory over HTTP has to know
     <base>/<run>/log       what the keeper says, if a trainer has started it
 
 The base is what HOLDFAST_KEEPER_DIR names, else ``$XDG_RUNTIME_DIR/holdfast``, else
@@ -57,6 +58,20 @@ class KeeperFolder:
     def lock(self) -> Path:
         """Held by the keeper."""
         return self.path / "lock"
+
+    @property
+    def token(self) -> Path:
+        """What whoever reads the keeper's memory over HTTP has to know."""
+        return self.path / "token"
+
+    def write_token(self, token: str) -> None:
+        """Leave it for this user's processes."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(self.token, flags, 0o600)
+        try:
+            os.write(fd, token.encode())
+        finally:
+            os.close(fd)
 
     @property
     def log(self) -> Path:

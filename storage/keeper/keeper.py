@@ -56,6 +56,7 @@ from ..arenas.room import available_nbytes
 from ..runtime.engine import offload
 from .generations import Grant, Reason, Refusal
 from .held import Held, HeldSlot
+from .held_shelf import HeldShelf
 from .local_level import LocalLevel
 from .options import KeeperOptions
 from .sealing import seal
@@ -102,6 +103,10 @@ class Keeper:
             self._tell_all,
             self._damaged,
         )
+        self.shelf = HeldShelf(self._held, options.run, self.status)
+        """What is served over HTTP."""
+        self.address = ""
+        """Where."""
         self.ended = asyncio.Event()
         self._handlers: dict[type, Callable[[Trainer, Any, Sequence[int]], Awaitable[_Reply]]] = {
             Enter: self._enter,
@@ -452,6 +457,7 @@ class Keeper:
             ranks=sorted({trainer.rank for trainer in self._trainers}),
             generations=self._inventory().generations,
             flushing=self._writing.flushing,
+            address=self.address,
             counters=self._counters,
         )
 

@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ...errors import HoldfastError, UsageError
@@ -26,9 +26,13 @@ from ..arenas.line import Line, listening
 from ..runtime.engine import CPU_THREADS
 from .keeper import Keeper
 from .options import KeeperOptions
+from .serve import address_of, interface_and_port, serve
+from .serve_options import ServeOptions, new_token
 
 __all__ = ["RunningError", "keep", "main"]
 
+TOKEN_VARIABLE = "HOLDFAST_PEER_TOKEN"
+"""The variable that has the token, if that is not a new one for each keeper."""
 GRACE_S = 30.0
 """How long a keeper that is told to end goes on with what is under way."""
 _LOOK_S = 1.0
@@ -71,7 +75,8 @@ async def keep(options: KeeperOptions, folder: KeeperFolder) -> None:
         accepting = asyncio.ensure_future(_accept(sock, keeper))
         _log.info("keeper of run %s, process %d, at %s", options.run, os.getpid(), folder.path)
         try:
-            await _until_ended(keeper, options.linger_s)
+            async with _served(keeper, folder):
+                await _until_ended(keeper, options.linger_s)
         finally:
             accepting.cancel()
             sock.close()
@@ -79,6 +84,24 @@ async def keep(options: KeeperOptions, folder: KeeperFolder) -> None:
                 os.unlink(folder.socket)
             await keeper.close(GRACE_S)
         _log.info("keeper of run %s ends", options.run)
+
+
+@contextlib.asynccontextmanager
+async def _served(keeper: Keeper, folder: KeeperFolder) -> AsyncIterator[None]:
+    """In the body, what the keeper holds can be read over HTTP, if it is to be. The token is that
+    of the environment, or else a new one; it lies in the keeper's folder."""
+    options = keeper.options
+    if options.serve is None:
+        yield
+        return
+    interface, port = interface_and_port(options.serve)
+    token = os.environ.get(TOKEN_VARIABLE) or new_token()
+    folder.write_token(token)
+    served = ServeOptions(token, interface, port, options.certificate, options.key)
+    async with serve(keeper.shelf, served) as server:
+        keeper.address = f"{address_of(interface)}:{server.port}"
+        _log.info("memory is served at %s", keeper.address)
+        yield
 
 
 async def _accept(sock: socket.socket, keeper: Keeper) -> None:

@@ -32,7 +32,8 @@ class Counters:
 @dataclass(frozen=True)
 class KeeperStatus:
     """What a keeper does now. ``ranks``: those whose processes are connected. ``flushing``: the
-    generation that is being written to storage."""
+    generation that is being written to storage. ``address``: where memory is served, "" where it
+    is not."""
 
     run: str
     host: str
@@ -44,6 +45,7 @@ class KeeperStatus:
     ranks: Sequence[int]
     generations: Sequence[HeldGeneration]
     flushing: GenerationId | None
+    address: str
     counters: Counters
 
     def as_json(self) -> dict[str, object]:
@@ -68,5 +70,6 @@ class KeeperStatus:
                 for held in self.generations
             ],
             "flushing_step": None if self.flushing is None else self.flushing.step,
+            "address": self.address,
             "counters": asdict(self.counters),
         }

@@ -16,6 +16,7 @@ from ...drivers.uri import parse
 from ...errors import CoordinationError, UsageError
 from ..arenas.folder import KeeperFolder
 from ..keeper.options import KeeperOptions
+from ..keeper.serve import interface_and_port
 from ..runtime.engine import offload
 
 __all__ = ["Keeper", "KeeperOption", "checked_keeper", "start_keeper"]
@@ -39,6 +40,10 @@ class Keeper:
     holds every ``local_every`` steps. A keeper that is started after the host has rebooted has it
     in memory again.
 
+    ``serve``: where what the keeper holds can be read over HTTP, by ``peer://``: an interface or an
+    address, and perhaps a port after a colon, such as ``"eth0:7070"``; None: nowhere. Without
+    ``certificate`` and ``key``, files in PEM, there is no TLS.
+
     Raises UsageError for what is none of that, UriError for what is no folder.
     """
 
@@ -50,6 +55,9 @@ class Keeper:
     starts: bool = True
     local: str | os.PathLike[str] | None = None
     local_every: int = 1
+    serve: str | None = None
+    certificate: str = ""
+    key: str = ""
 
     def __post_init__(self) -> None:
         for name, steps in (("every", self.every), ("local_every", self.local_every)):
@@ -57,6 +65,8 @@ class Keeper:
                 raise UsageError(f"Keeper: {name} is {steps!r}", advice="Give a number of steps.")
         if self.local is not None:
             resolved_options(parse(self.local))
+        if self.serve is not None:
+            interface_and_port(self.serve)
         if not self.deadline_s > 0:
             raise UsageError(f"Keeper: deadline_s is {self.deadline_s!r}")
         for name, value, parsed in (
@@ -84,6 +94,9 @@ class Keeper:
             parse_duration(self.linger),
             None if self.local is None else str(parse(self.local)),
             self.local_every,
+            self.serve,
+            self.certificate,
+            self.key,
         )
 
 

@@ -84,19 +84,17 @@ def test_a_killed_trainer_whose_children_live_on_is_noticed(run: KeptRun) -> Non
 def test_a_keeper_that_dies_is_replaced_and_nothing_sealed_is_lost(
     run: KeptRun, world: int
 ) -> None:
-    """Trainers hand the next keeper what they have mapped; here it is told of no further step."""
-    job = Job(7, every=100, accident=Accident(5, "kill keeper", rank=0), pause_s=0.5)
+    """Trainers start the next one, and hand it what they have mapped."""
+    job = Job(15, every=100, accident=Accident(5, "kill keeper", rank=0), pause_s=0.5)
     found = run.train(job, world)
     assert found.code == 0
-    check_losses(found, 7)
+    check_losses(found, 15)
     status = run.status()
     assert status["counters"]["agreed"] >= 1
-    held = {generation["step"] for generation in status["generations"]}
-    assert held & {4, 5}
-    after = run.train(Job(9), world)
+    after = run.train(Job(17), world)
     assert after.resumed["tier"] == "memory"
     assert after.resumed["step"] >= 5
-    check_losses(after, 9)
+    check_losses(after, 17)
 
 
 def test_a_keeper_that_hangs_holds_up_training_for_its_deadline_only(run: KeptRun) -> None:

@@ -29,6 +29,12 @@ from holdfast.storage.format.columns import decode_columns, encode_columns
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import Manifest, check_complete
 from holdfast.storage.format.packed import Compression
+from holdfast.storage.keeper.http_requests import (
+    RequestError,
+    asked_of,
+    is_authorized,
+    range_of,
+)
 from holdfast.storage.pipeline.image_reader import plan_reads
 
 from .tiny import tiny
@@ -212,8 +218,25 @@ def config(data: bytes) -> bool:
     return used
 
 
+def request(data: bytes) -> bool:
+    """A request to a keeper is refused, or asks for a plain key, and for bytes that the object has."""
+    script = Script(data)
+    nbytes = script.choice(INTS)
+    target, _, header = script.rest().decode("utf-8", "surrogateescape").partition("\n")
+    assert not is_authorized(header, "0123456789abcdef" * 2)
+    try:
+        asked = asked_of(target)
+        assert not asked.key or {"", ".", ".."}.isdisjoint(asked.key.split("/"))
+        wanted = range_of(header, nbytes)
+        assert wanted is not None
+        assert 0 <= wanted.start < wanted.stop <= nbytes
+    except RequestError as error:
+        return error.status not in (400, 404, 416)
+    return True
+
+
 TARGETS: dict[str, Callable[[bytes], bool]] = {
-    "manifest": manifest, "packed": packed, "header": header, "text": text, "uri": uri, "config": config,
+    "manifest": manifest, "packed": packed, "header": header, "text": text, "uri": uri, "config": config, "request": request,
 }  # fmt: skip
 """Each says whether its input was used, not refused."""
 
@@ -238,5 +261,6 @@ def seeds(target: str) -> list[bytes]:
         "header": [whole[:-16], whole[8 : 8 + int.from_bytes(whole[:8], "little")]],
         "text": [json.dumps(head).encode()],
         "uri": [b"s3://bucket:1/a/b?endpoint=http://x:1&retries=3", b"s3://user:pw@bucket/a", b"file:///a%20b", b"/a/b", b"s3:/x", b"hdfs://a:1/b#c"],
+        "request": [b"\6/v1/object/run/a\nbytes=0-3", b"\6/v1/list?prefix=%2e%2e\nbytes=-2", b"\4/v1/object/a%00b\nbytes=9-"],
         "config": [b'[common]\nretries = 3\n["s3://bucket"]\nendpoint = "x"\n[profile.a.s3]\nb = 1\n', b"a = [[[[", b"32MiB", b"1.5s"],
     }[target]  # fmt: skip

@@ -21,6 +21,7 @@ __all__ = ["FILES", "TESTS", "ban", "running"]
 
 FILES = frozenset(
     {
+        "property/test_parity.py",
         "property/test_planner_box.py",
         "property/test_planner_coverage.py",
         "property/test_planner_loading.py",
@@ -29,6 +30,7 @@ FILES = frozenset(
         "unit/test_checks.py",
         "unit/test_cli_check.py",
         "unit/test_cli_drivers.py",
+        "unit/test_cli_keeper_periods.py",
         "unit/test_core_aio.py",
         "unit/test_core_spans.py",
         "unit/test_core_units.py",
@@ -47,6 +49,7 @@ FILES = frozenset(
         "unit/test_driver_tasks.py",
         "unit/test_driver_threads.py",
         "unit/test_errors.py",
+        "unit/test_galois.py",
         "unit/test_layer_kinds.py",
         "unit/test_layer_retry.py",
         "unit/test_layers.py",
@@ -56,6 +59,8 @@ FILES = frozenset(
         "unit/test_objects_places.py",
         "unit/test_objects_runtime.py",
         "unit/test_objects_upload.py",
+        "unit/test_parity.py",
+        "unit/test_periods.py",
         "unit/test_planner_balance.py",
         "unit/test_planner_box.py",
         "unit/test_planner_columns.py",

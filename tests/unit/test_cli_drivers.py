@@ -197,7 +197,7 @@ def test_options_are_no_part_of_a_drivers_uri(
 ) -> None:
     """Ranks compare where they save to, and what their environments say may differ."""
     for variable in ("FILE_THREADS", "LUSTRE_THREADS", "S3_CONCURRENCY", "GS_CONCURRENCY", "AZ_CONCURRENCY",
-                     "HTTP_CONCURRENCY", "HTTPS_CONCURRENCY", "HDFS_STREAMS", "FSSPEC_MEMORY_THREADS"):  # fmt: skip
+                     "HTTP_CONCURRENCY", "HTTPS_CONCURRENCY", "PEER_CONCURRENCY", "HDFS_STREAMS", "FSSPEC_MEMORY_THREADS"):  # fmt: skip
         monkeypatch.setenv(f"HOLDFAST_{variable}", "3")
     _, printed = document(capsys)
     said = {

@@ -86,7 +86,6 @@ def test_the_keeper_of_a_run_is_started_by_hand(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run"], "of which run?"),
         (["run", "x", "--memory", "lots"], "lots"),
         (["status", "nowhere"], "no Checkpointer with a keeper has used this folder"),
     ],

@@ -195,7 +195,7 @@ def test_every_help_has_examples(command: str) -> None:
     with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit):
-            command_parser().parse_args([command, "--help"])
+            command_parser().parse_args([*command.split(), "--help"])
     text = out.getvalue()
     assert [line for line in text.splitlines() if len(line) > 80] == []
     _, _, ending = text.partition("\nexamples:\n")

@@ -82,11 +82,17 @@ def test_every_metric_is_in_the_table() -> None:
 def test_every_option_of_a_command_is_explained(command: str) -> None:
     """And no page explains an option that the command does not have. ``--json`` is explained once,
     for all."""
-    parser = subcommands(command_parser())[command]
+    commands = subcommands(command_parser())
+    parser = commands[command]
     options = {o for a in parser._actions for o in a.option_strings if o.startswith("--")}
     options -= {"--help", "--json"}
     sections = re.split(r"^## ", text_of("cli.md"), flags=re.MULTILINE)
-    text = "".join(s for s in sections if s.startswith(f"`holdfast {command}")) or ""
+    below = tuple(f"`holdfast {name}" for name in commands if name.startswith(f"{command} "))
+    text = "".join(
+        section
+        for section in sections
+        if section.startswith(f"`holdfast {command}") and not section.startswith(below)
+    )
     if command == "bench":
         text += text_of("bench.md")
     listed = {
@@ -109,7 +115,7 @@ def declared_options() -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "http", "hdfs", "file", "lustre"])
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "http", "hdfs", "file", "lustre", "peer"])
 def test_every_option_of_a_scheme_is_explained(scheme: str) -> None:
     """Some page tells what each option of a driver is for, and calls it by its name."""
     pages = [*REFERENCE.glob("*.md"), *(REFERENCE.parent / "how-to").glob("*.md")]
@@ -123,6 +129,7 @@ def test_every_option_of_a_scheme_is_explained(scheme: str) -> None:
     "page",
     [
         "docs/reference/layers.md",
+        "docs/reference/peer.md",
         "docs/how-to/use-hdfs.md",
         "docs/how-to/use-lustre.md",
         "docs/how-to/use-object-storage.md",

@@ -24,11 +24,14 @@ def commands_page() -> str:
 
 
 def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command, by its name."""
-    (commands,) = (
-        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    )
-    return dict(commands.choices)
+    """The parser of each command, by its name; of one below another, by both names."""
+    found = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                found[name] = below
+                found |= {f"{name} {inner}": one for inner, one in subcommands(below).items()}
+    return found
 
 
 def _section(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -1,0 +1,196 @@
+"""What parity costs: XOR of three blocks, P and Q of four, and a block made again, beside a memcpy
+of as many bytes.
+
+By one thread, so all times are processor times: what else runs on the machine changes them least.
+The blocks are far larger than caches. The memcpy goes by 16 MiB, as a save copies: larger calls
+pass the cache by, and are faster on some machines.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from ..storage.keeper.galois import Bytes, Isal, find_isal, make_pq, make_xor, recover
+from ..storage.runtime.buffers import HostBuffer
+from .contest import Contestant, contest
+from .machine import describe
+from .options import GIB, Options, parse, work_folder
+from .ratios import median_ratio
+from .report import Report, Series, Target
+
+__all__: list[str] = []
+
+MEMCPY = "memcpy"
+MEMCPY_CALL_NBYTES = 16 << 20
+XOR_BLOCKS = 3
+PQ_BLOCKS = 4
+CHECKED_NBYTES = 1 << 20
+"""Of the outcome of each run, from the beginning and from the end."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to make parity, or a block; at ``share_min`` of the rate of a memcpy, if that is
+    promised."""
+
+    name: str
+    share_min: float | None
+    run: Callable[[], None]
+    check: Callable[[], None]
+    before: Callable[[], None] = _nothing
+
+
+class _Memory:
+    """Noise, and room for what is made of it; warm."""
+
+    def __init__(self, nbytes: int) -> None:
+        unit = nbytes // (XOR_BLOCKS * PQ_BLOCKS) // 4096 * 4096
+        self.nbytes = unit * XOR_BLOCKS * PQ_BLOCKS
+        self._data = _allocated(self.nbytes)
+        pattern = np.random.default_rng(0).integers(0, 256, unit, dtype=np.uint8)
+        for number, start in enumerate(range(0, self.nbytes, unit)):
+            np.add(pattern, np.uint8(number), out=self._data[start : start + unit])
+        self.p, self.q, self.out = (_allocated(self.nbytes // XOR_BLOCKS) for _ in range(3))
+
+    def blocks(self, count: int) -> list[Bytes]:
+        """All noise, as so many blocks."""
+        return list(self._data.reshape(count, -1))
+
+    def copy(self) -> None:
+        """Copy all noise, into room that is used again and again."""
+        for block in self.blocks(XOR_BLOCKS):
+            for start in range(0, len(block), MEMCPY_CALL_NBYTES):
+                stop = start + MEMCPY_CALL_NBYTES
+                np.copyto(self.out[start:stop], block[start:stop])
+
+
+def _allocated(nbytes: int) -> Bytes:
+    memory = np.frombuffer(HostBuffer.allocate(nbytes).view, np.uint8)
+    memory.fill(0xAA)
+    return memory
+
+
+def _ways(memory: _Memory, isal: Isal | None) -> list[_Way]:
+    xor = _xor_way(memory, None)
+    pq = _pq_way(memory, None)
+    found = [xor, pq, _rebuild_way(memory, pq.run)]
+    if isal is not None:
+        found += [_xor_way(memory, isal), _pq_way(memory, isal)]
+    return found
+
+
+def _xor_way(memory: _Memory, isal: Isal | None) -> _Way:
+    blocks = memory.blocks(XOR_BLOCKS)
+
+    def run() -> None:
+        make_xor(memory.p, blocks, isal)
+
+    def check() -> None:
+        for ends in _ends(memory.p, *blocks):
+            _compare(ends[0], np.bitwise_xor.reduce(ends[1:]))
+
+    return _Way(_named("XOR 3+1", isal), 1.0, run, check)
+
+
+def _pq_way(memory: _Memory, isal: Isal | None) -> _Way:
+    blocks = memory.blocks(PQ_BLOCKS)
+    size = len(blocks[0])
+
+    def run() -> None:
+        make_pq(memory.p[:size], memory.q[:size], blocks, isal)
+
+    def check() -> None:
+        """Two blocks follow from the others and from P and Q."""
+        for p, q, *ends in _ends(memory.p[:size], memory.q[:size], *blocks):
+            made = np.empty_like(p)
+            recover(made, 1, {0: ends[0], 3: ends[3]}, {0: p, 1: q}, (1, 2))
+            _compare(made, ends[1])
+
+    return _Way(_named("P+Q 4+2", isal), 0.33 if isal is None else 0.9, run, check)
+
+
+def _rebuild_way(memory: _Memory, make_parity: Callable[[], None]) -> _Way:
+    """One of two lost blocks: the costliest way, four blocks in and one out."""
+    blocks = memory.blocks(PQ_BLOCKS)
+    size = len(blocks[0])
+    out = memory.out[:size]
+
+    def run() -> None:
+        parity = {0: memory.p[:size], 1: memory.q[:size]}
+        recover(out, 1, {0: blocks[0], 3: blocks[3]}, parity, (1, 2))
+
+    def check() -> None:
+        _compare(out, blocks[1])
+
+    return _Way("one of two lost of 4+2, numpy", None, run, check, make_parity)
+
+
+def _named(name: str, isal: Isal | None) -> str:
+    return f"{name}, {'numpy' if isal is None else 'ISA-L'}"
+
+
+def _ends(*arrays: Bytes) -> list[list[Bytes]]:
+    """The first bytes of all, and the last ones."""
+    return [
+        [array[:CHECKED_NBYTES] for array in arrays],
+        [array[-CHECKED_NBYTES:] for array in arrays],
+    ]
+
+
+def _compare(made: Bytes, expected: Bytes) -> None:
+    if not np.array_equal(made, expected):
+        raise AssertionError("the parity that was made is wrong")
+
+
+def _report(options: Options, isal: Isal | None, machine: dict[str, str]) -> Report:
+    memory = _Memory(int(options.gib * GIB))
+    ways = _ways(memory, isal)
+    contestants = [
+        Contestant(MEMCPY, memory.copy),
+        *(Contestant(way.name, way.run, way.before, way.check) for way in ways),
+    ]
+    found = contest(contestants, options.runs, options.settle_s)
+    copied_s = found[0].own_processor_s
+    shares = [median_ratio(copied_s, series.own_processor_s) for series in found]
+    targets = [
+        Target(f"{way.name}: of the rate of a memcpy", share, way.share_min, at_least=True)
+        for way, share in zip(ways, shares[1:], strict=True)
+        if way.share_min is not None and not options.tiny
+    ]
+    return Report(
+        "parity",
+        f"Parity: {memory.nbytes / 1e9:.2f} GB of data, one thread, {options.runs} rounds",
+        machine,
+        ["", "CPU s", "GB/s", "of memcpy"],
+        [_row(series, share, memory.nbytes) for series, share in zip(found, shares, strict=True)],
+        targets,
+        [] if isal else ["ISA-L is not installed here (libisal.so.2; Debian: libisal2)."],
+        series=found,
+    )
+
+
+def _row(series: Series, share: float, nbytes: int) -> list[str]:
+    busy_s = median(series.own_processor_s)
+    return [series.name, f"{busy_s:.3f}", f"{nbytes / busy_s / 1e9:.2f}", f"{share:.2f}"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 if a target was missed. Raises AssertionError where parity is wrong."""
+    options = parse("parity", __doc__, argv, gib=1.0)
+    with work_folder(options.folder) as folder:
+        report = _report(options, find_isal(), describe(folder))
+    report.emit(options.json, options.svg)
+    return int(any(not target.met for target in report.targets))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

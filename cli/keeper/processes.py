@@ -1,0 +1,131 @@
+"""``holdfast keeper run``, ``status`` and ``stop``: the keepers of this host."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from ...core.units import size_text
+from ...errors import UsageError
+from ...storage.arenas import control
+from ...storage.arenas.folder import KeeperFolder, keeper_folders
+from ...storage.keeper.process import RunningError, keep
+from ...storage.operations.location import Place
+from ...storage.runtime import engine
+from ...storage.training.keeper_option import Keeper
+from ...storage.training.run_identity import known_run_id, run_id
+from ..commands import complain, print_json
+from ..tables import print_table
+from ..text import is_terminal
+
+__all__ = ["run", "status", "stop"]
+
+_WATCH_S = 1.0
+_CLEAR = "\x1b[H\x1b[2J"
+_TITLES = (
+    "run",
+    "process",
+    "epoch",
+    "ranks",
+    "newest",
+    "agreed",
+    "memory",
+    "of",
+    "flushed",
+    "skipped",
+)
+
+
+def run(uri: str, **options: Any) -> int:
+    """Be the keeper of a run in the foreground, until a signal, or nobody needs it any more; 1 if
+    another one is alive. ``options``: of a :class:`Keeper`."""
+    option = Keeper(**options)
+
+    async def identify() -> str:
+        async with Place.of(uri, None).opened() as driver:
+            return await run_id(driver)
+
+    found = engine.run(identify())
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    try:
+        asyncio.run(keep(option.of_process(found), KeeperFolder.of(found)))
+    except RunningError as error:
+        complain(str(error))
+        return 1
+    return 0
+
+
+def _folders(uri: str | None) -> list[KeeperFolder]:
+    """Those of one run, or of all."""
+    if uri is None:
+        return keeper_folders()
+
+    async def identify() -> str | None:
+        async with Place.of(uri, None).opened() as driver:
+            return await known_run_id(driver)
+
+    run = engine.run(identify())
+    if run is None:
+        raise UsageError("no Checkpointer with a keeper has used this folder", uri=uri)
+    return [KeeperFolder.of(run)]
+
+
+def _statuses(uri: str | None) -> list[dict[str, Any]]:
+    statuses = [control.status_of(folder) for folder in _folders(uri)]
+    return [status for status in statuses if status is not None]
+
+
+def status(uri: str | None, *, watch: bool, json_output: bool) -> int:
+    """Print what the keeper of a run does, or what all do; 0 also where there is none."""
+    if watch and not json_output:
+        return _watch(uri)
+    return _show(_statuses(uri), json_output=json_output)
+
+
+def _show(statuses: list[dict[str, Any]], *, json_output: bool) -> int:
+    if json_output:
+        print_json({"keepers": statuses})
+    elif not statuses:
+        print("no keeper is alive on this host")
+    else:
+        print_table("keepers", _TITLES, [_cells(status) for status in statuses], ("run",))
+    return 0
+
+
+def _watch(uri: str | None) -> int:
+    while True:
+        statuses = _statuses(uri)
+        if is_terminal():
+            print(_CLEAR, end="")
+        _show(statuses, json_output=False)
+        time.sleep(_WATCH_S)
+
+
+def _cells(status: dict[str, Any]) -> tuple[str, ...]:
+    """One line of the table."""
+    generations = status["generations"]
+    agreed = [held["step"] for held in generations if held["agreed"]]
+    steps = [held["step"] for held in generations]
+    counters = status["counters"]
+    return (
+        status["run"][:12],
+        str(status["pid"]),
+        str(status["epoch"]) if status["epoch"] >= 0 else "-",
+        str(len(status["ranks"])),
+        str(max(steps, default="-")),
+        str(max(agreed, default="-")),
+        size_text(status["held_nbytes"]),
+        size_text(status["budget_nbytes"]),
+        str(counters["flushed"]),
+        str(counters["skipped"]),
+    )
+
+
+def stop(uri: str | None) -> int:
+    """Have the keeper of a run end, or all; 1 if there was none."""
+    stopped = sum(control.stop(folder) for folder in _folders(uri))
+    if not stopped:
+        complain("no keeper is alive on this host")
+    return int(not stopped)

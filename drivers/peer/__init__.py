@@ -1,0 +1,1 @@
+"""Memory of keepers on other hosts, over HTTP, for reading only."""

@@ -1,0 +1,384 @@
+"""``peer://host:port/run/step-00000500``: what the keeper of another host has in memory, for
+reading only.
+
+Answers are received into the caller's memory, by blocking threads: ranges of images are large, and
+Python's own client costs the least processor time for them. A request that is cancelled is cut off
+at its socket, so that it does not wait for a host that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.client import HTTPResponse
+from itertools import pairwise
+from typing import Any, ClassVar, NoReturn, TypeVar
+from urllib.parse import quote_from_bytes, unquote_to_bytes, urlsplit
+
+from ...core.aio import wait_out
+from ...errors import DamagedError, HoldfastError, StorageDownError, StorageError, UriError
+from ..contract import Buffer, Driver, ObjectInfo, TakePiece, Traits, Upload, check_key, check_small
+from ..options import Option, duration, integer, option_values, switch
+from ..pieces import Rooms, piece_ends
+from ..threads import OperationThreads
+from ..uri import Uri
+from .connections import Connections, Request
+from .errors import failures, refusal
+
+__all__ = ["PeerDriver"]
+
+MODIFIED_HEADER = "X-Holdfast-Modified"
+LIST_NBYTES_MAX = 256 << 20
+"""The longest list that is received: that of about a million objects."""
+CLOSE_TIMEOUT_S = 60.0
+
+_PIECE_NBYTES = 1 << 20
+_SAFE = "/"
+_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
+_SIZE = re.compile(r"bytes \*/(\d{1,18})", re.ASCII)
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,256}", re.ASCII)
+
+T = TypeVar("T")
+
+
+def token(text: str) -> str:
+    """A parser of what a keeper knows its run by. Raises ValueError, which does not repeat it."""
+    if text and not _TOKEN.fullmatch(text):
+        raise ValueError("is up to 256 letters, digits and signs of -._~+/=")
+    return text
+
+
+class PeerDriver(Driver):
+    """What lies below one key of a keeper. Everything that would change it raises StorageError."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "token": Option(token, "", "of the run; never in the URI: HOLDFAST_PEER_TOKEN has it"),
+        "tls": Option(switch, False, "whether the keeper speaks TLS"),
+        "ca": Option(
+            str, "", "file, in PEM, of authorities whose certificates are trusted instead"
+        ),
+        "concurrency": Option(integer(1, 64), 4, "requests in flight, each in a thread"),
+        "timeout": Option(duration(0.1, 3600), 30.0, "for how long nothing may come"),
+    }
+
+    def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
+        """``values``: one for each of OPTIONS. Raises UriError where they name no keeper."""
+        self.uri = uri.root
+        authority, _, path = uri.location.partition("/")
+        host, port = _address(authority, uri)
+        self._prefix = _root(path, uri)
+        self.traits = Traits(
+            part_nbytes=16 << 20,
+            part_min_nbytes=1,
+            align_nbytes=1,
+            concurrency=values["concurrency"],
+            coalesce_nbytes=256 << 10,
+            part_order="any",
+            exclusive_is_atomic=False,
+            shared=True,
+            piece_nbytes=_PIECE_NBYTES,
+        )
+        headers = {"User-Agent": "holdfast"}
+        if values["token"]:
+            headers["Authorization"] = f"Bearer {values['token']}"
+        self._connections = Connections(
+            host,
+            port,
+            timeout_s=values["timeout"],
+            tls=_tls(values["ca"], uri) if values["tls"] else None,
+            headers=headers,
+        )
+        self._threads = OperationThreads(values["concurrency"], uri=self.uri, errors=failures)
+        self._rooms = Rooms(_PIECE_NBYTES)
+
+    @classmethod
+    def open(cls, uri: Uri) -> PeerDriver:
+        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not
+        know."""
+        return cls(uri, option_values(cls.OPTIONS, uri))
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        target = self._target(key)
+
+        def read(request: Request) -> None:
+            with self._range(request, key, target, start, len(into)) as response:
+                request.fill(response, into)
+
+        if not len(into):
+            await self._check_end(key, start)
+            return
+        await self._run("read", key, read)
+
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        """See :meth:`Driver.read_pieces`. Each piece is taken while the processor's cache holds
+        it."""
+        target = self._target(key)
+
+        def read(request: Request) -> None:
+            ends = piece_ends(start, nbytes, _PIECE_NBYTES)
+            with (
+                self._rooms.room() as room,
+                self._range(request, key, target, start, nbytes) as response,
+            ):
+                for begin, end in pairwise(ends):
+                    piece = memoryview(room)[: end - begin]
+                    request.fill(response, piece)
+                    request.check()
+                    take(piece)
+
+        if not nbytes:
+            await self._check_end(key, start)
+            return
+        await self._run("read", key, read)
+
+    async def get(self, key: str) -> bytes:
+        target = self._target(key)
+
+        def get(request: Request) -> bytes:
+            with self._answer(request, "get", key, "GET", target) as response:
+                nbytes = self._nbytes(response, key)
+                check_small(nbytes, self.uri, key)
+                data = bytearray(nbytes)
+                request.fill(response, memoryview(data))
+            return bytes(data)
+
+        return await self._run("get", key, get)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        target = self._target(key)
+
+        def stat(request: Request) -> ObjectInfo:
+            with self._answer(request, "stat", key, "HEAD", target) as response:
+                modified_s = _seconds(response.getheader(MODIFIED_HEADER))
+                return ObjectInfo(key, self._nbytes(response, key), modified_s)
+
+        return await self._run("stat", key, stat)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        target = f"/v1/list?prefix={self._quoted(prefix)}"
+
+        def list_all(request: Request) -> bytearray:
+            with self._answer(request, "list", prefix, "GET", target) as response:
+                nbytes = self._nbytes(response, prefix)
+                if nbytes > LIST_NBYTES_MAX:
+                    raise self._senseless(f"a list of {nbytes:,} bytes", prefix)
+                data = bytearray(nbytes)
+                request.fill(response, memoryview(data))
+            return data
+
+        for line in (await self._run("list", prefix, list_all)).splitlines():
+            info = self._info(line)
+            if not prefix or info.key == prefix or info.key.startswith(prefix + "/"):
+                yield info
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        self._refuse(key)
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        self._refuse(key)
+
+    async def delete(self, key: str) -> None:
+        self._refuse(key)
+
+    async def delete_all(self, prefix: str) -> None:
+        self._refuse(prefix)
+
+    async def sweep(self, prefix: str) -> None:
+        self._refuse(prefix)
+
+    async def close(self) -> None:
+        try:
+            await self._threads.close(CLOSE_TIMEOUT_S)
+        finally:
+            self._connections.close()
+
+    def _refuse(self, key: str) -> NoReturn:
+        check_key(key, uri=self.uri)
+        raise StorageError(
+            "peer:// is for reading only", uri=self.uri, key=key, advice="Save to another URI."
+        )
+
+    async def _run(self, doing: str, key: str, call: Callable[[Request], T]) -> T:
+        """``call`` in a thread. Where the caller is cancelled its request is cut off, and the
+        thread waited for, which uses the caller's memory."""
+        request = Request()
+        task = asyncio.ensure_future(self._threads.operate(doing, key, call, request))
+
+        def cut() -> None:
+            task.cancel()
+            request.cut()
+
+        cancelled = await wait_out([task], on_cancel=cut)
+        if cancelled is None:
+            return task.result()
+        if task.cancelled():
+            raise cancelled from None
+        raise cancelled from task.exception()
+
+    @contextmanager
+    def _answer(
+        self,
+        request: Request,
+        doing: str,
+        key: str,
+        method: str,
+        target: str,
+        **headers: str,
+    ) -> Iterator[HTTPResponse]:
+        """The head of an answer that is what was asked for. Blocks. Raises StorageError for any
+        other, besides what connections raise."""
+        wanted = 206 if "Range" in headers else 200
+        refused: HoldfastError | None = None
+        with self._connections.answer(request, method, target, headers) as response:
+            if response.status == wanted:
+                yield response
+            else:
+                refused = self._refused(response, doing, key)
+        # Here, where the connection has been kept for the next request.
+        if refused is not None:
+            raise refused
+
+    def _refused(self, response: HTTPResponse, doing: str, key: str) -> HoldfastError:
+        if response.status == 416:
+            size = _SIZE.fullmatch(response.getheader("Content-Range") or "")
+            return self._short(int(size[1]) if size else None, key)
+        retry_after = response.getheader("Retry-After")
+        return refusal(response.status, retry_after, doing, self.uri, key)
+
+    @contextmanager
+    def _range(
+        self, request: Request, key: str, target: str, start: int, nbytes: int
+    ) -> Iterator[HTTPResponse]:
+        """An answer that holds these bytes, at least one, and no others."""
+        if start < 0:
+            raise self._short(None, key)
+        asked = f"bytes={start}-{start + nbytes - 1}"
+        with self._answer(request, "read", key, "GET", target, Range=asked) as response:
+            said = response.getheader("Content-Range") or ""
+            match = _RANGE.fullmatch(said)
+            if match is None:
+                raise self._senseless(f"the range {said!r}", key)
+            first, last, size = map(int, match.groups())
+            if size < start + nbytes:
+                raise self._short(size, key)
+            if first != start or last != start + nbytes - 1 or response.length != nbytes:
+                raise self._senseless(f"the range {said!r} for {asked!r}", key)
+            yield response
+
+    async def _check_end(self, key: str, start: int) -> None:
+        """Raise DamagedError where the object ends before ``start``."""
+        nbytes = (await self.stat(key)).nbytes
+        if not 0 <= start <= nbytes:
+            raise self._short(nbytes, key)
+
+    def _nbytes(self, response: HTTPResponse, key: str) -> int:
+        text = response.getheader("Content-Length") or ""
+        if not text.isdecimal() or len(text) > 18:
+            raise self._senseless("an answer without a length", key)
+        return int(text)
+
+    def _info(self, line: bytearray) -> ObjectInfo:
+        """A line of a list. Raises StorageError where it is none, or of something that is not below
+        the root."""
+        try:
+            said = json.loads(line)
+            whole, nbytes, modified_s = said["key"], said["nbytes"], said["modified_s"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise self._senseless("a line that is no object", "") from error
+        root = f"{self._prefix}/" if self._prefix else ""
+        if not (
+            isinstance(whole, str)
+            and whole.startswith(root)
+            and type(nbytes) is int
+            and 0 <= nbytes < 1 << 63
+            and isinstance(modified_s, int | float)
+            and math.isfinite(modified_s)
+        ):
+            raise self._senseless("a line that is no object of this folder", "")
+        try:
+            key = check_key(whole.removeprefix(root))
+        except UriError as error:
+            raise self._senseless("a key that is no plain path", "") from error
+        return ObjectInfo(key, nbytes, float(modified_s))
+
+    def _target(self, key: str) -> str:
+        check_key(key, uri=self.uri)
+        return f"/v1/object/{self._quoted(key)}"
+
+    def _quoted(self, key: str) -> str:
+        """What the keeper calls ``key``, for a request. Raises UriError."""
+        if key:
+            check_key(key, uri=self.uri)
+        whole = "/".join(filter(None, (self._prefix, key)))
+        try:
+            return quote_from_bytes(os.fsencode(whole), _SAFE)
+        except UnicodeEncodeError as error:
+            message = f"key {key!r} cannot be encoded"
+            raise UriError(message, uri=self.uri, key=key) from error
+
+    def _short(self, nbytes: int | None, key: str) -> DamagedError:
+        where = "" if nbytes is None else f" at byte {nbytes}"
+        return DamagedError(
+            f"the object ends{where} before the bytes that are wanted", uri=self.uri, key=key
+        )
+
+    def _senseless(self, what: str, key: str) -> StorageError:
+        return StorageDownError(
+            f"the keeper answers with {what}",
+            uri=self.uri,
+            key=key or None,
+            advice="Is it of another version, or something else that listens there?",
+        )
+
+
+def _address(authority: str, uri: Uri) -> tuple[str, int]:
+    """Host and port. Raises UriError."""
+    advice = "Write peer://host:port/run/step; an IPv6 address stands in brackets."
+    if "@" in authority:
+        raise UriError("a keeper knows no users", uri=uri.redacted, advice=advice)
+    try:
+        parts = urlsplit(f"//{authority}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        message = f"the address of a keeper: {error}"
+        raise UriError(message, uri=uri.redacted, advice=advice) from error
+    if not host or not port:
+        raise UriError("a keeper has a host and a port", uri=uri.redacted, advice=advice)
+    return host, port
+
+
+def _root(path: str, uri: Uri) -> str:
+    """The key of the root."""
+    root = os.fsdecode(unquote_to_bytes(os.fsencode(path.strip("/"))))
+    if root:
+        check_key(root, uri=uri.redacted)
+    return root
+
+
+def _seconds(text: str | None) -> float:
+    """Since the epoch, as a keeper says it; 0 where it does not."""
+    try:
+        seconds = float(text or 0)
+    except ValueError:
+        return 0.0
+    if not math.isfinite(seconds):
+        return 0.0
+    return seconds
+
+
+def _tls(ca: str, uri: Uri) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca or None)
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror or "there is none in PEM"
+        raise UriError(
+            f"the certificates to trust, {ca}: {reason}",
+            uri=uri.redacted,
+            advice="The option ca names this file.",
+        ) from error

@@ -1,0 +1,344 @@
+"""Parity over the images of several hosts: who guards whom, which bytes go into which stripe, and
+what has to be pulled to rebuild an image that is lost.
+
+Hosts form groups whose members lie in different failure domains. Within a group the images of all
+members are cut into blocks of one length, and each stripe takes one block of each of ``width``
+members. Its parity lies with the members that give it none, and rotates from stripe to stripe, as
+in RAID-5 and RAID-6 (Chen et al., ACM Computing Surveys 26(2), 1994). REFT (Wang et al., 2023)
+guards snapshots in host memory that way. Every member holds as much parity as any other, and any
+``parity`` members of a group can be lost.
+
+Hosts with several ranks have several images each: the first images of all members form one lane,
+the second ones another, and so on. A lane knows nothing of the others.
+
+Scope: byte ranges and names. What is done with the bytes is in ``storage/keeper/galois.py``, and
+when it is done is decided by the keepers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ..core.units import ceil_div, round_up
+
+__all__ = [
+    "BLOCK_ALIGN",
+    "GROUP_HOSTS",
+    "DataBlock",
+    "Group",
+    "HostDomain",
+    "Lane",
+    "Mode",
+    "ParityBlock",
+    "Protection",
+    "StripeRepair",
+    "groups",
+    "lanes",
+    "protection",
+]
+
+Mode = Literal["auto", "off", "copy", "xor", "pq"]
+"""``copy``: a copy of each image on another host; ``xor``: any host of a group may be lost;
+``pq``: any two; ``auto``: nothing on one host, a copy on two, XOR from three."""
+
+GROUP_HOSTS = 4
+"""Hosts of a group, where nothing else is asked for."""
+COPY_HOSTS = 2
+BLOCK_ALIGN = 4096
+"""Blocks begin at multiples of this within an image, so that they lie in whole pages."""
+_PARITY_BLOCKS = {"copy": 1, "xor": 1, "pq": 2}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class HostDomain:
+    """A host, and the failure domain that it lies in: a rack, a power supply, or itself."""
+
+    host: str
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Hosts that guard each other's images, in the order that blocks go by."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """How the hosts of a job are protected. Without groups ``mode`` is "off", and ``reason`` says
+    why."""
+
+    mode: Mode
+    groups: tuple[Group, ...] = ()
+    reason: str = ""
+
+    @property
+    def parity(self) -> int:
+        """How many hosts of a group may be lost."""
+        return _PARITY_BLOCKS.get(self.mode, 0)
+
+    def width(self, group: Group) -> int:
+        """How many members of ``group`` give a block to each stripe. Raises ValueError where
+        nothing is protected."""
+        if self.mode == "off":
+            raise ValueError("nothing is protected, so there are no stripes")
+        if self.mode == "copy":
+            return 1
+        return len(group.hosts) - self.parity
+
+
+@dataclass(frozen=True, slots=True)
+class DataBlock:
+    """Bytes [``start``, ``stop``) of the image of ``member``, which is block ``position`` both of
+    that image and of the stripe. It counts as followed by zeros; it has no bytes beyond the end of
+    the image."""
+
+    member: int
+    position: int
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ParityBlock:
+    """A block of parity that ``member`` holds: of ``stripe``, row 0 (P, the XOR of the data) or
+    row 1 (Q, weighted by powers of the generator)."""
+
+    member: int
+    stripe: int
+    row: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StripeRepair:
+    """How one block of a lost image is made again: from ``data`` and ``parity``, of which the
+    bytes that are named suffice. ``unknown`` are the positions of all lost blocks of the stripe."""
+
+    stripe: int
+    wanted: DataBlock
+    unknown: tuple[int, ...]
+    data: tuple[DataBlock, ...]
+    parity: tuple[ParityBlock, ...]
+
+    @property
+    def pulled(self) -> tuple[DataBlock | ParityBlock, ...]:
+        """What has to come from other members."""
+        return (*self.data, *self.parity)
+
+    @property
+    def pulled_nbytes(self) -> int:
+        return sum(block.nbytes for block in self.pulled)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One image of each member of a group, member by member, and how they are cut.
+
+    Stripe s has its parity with the members s, s + 1, … (``parity`` of them), and takes block j of
+    the member s + parity + j for each j below ``width``, all modulo the number of members. So
+    block j of any image is at position j of its stripe.
+    """
+
+    image_nbytes: tuple[int, ...]
+    parity: int
+    width: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.parity <= 2:
+            raise ValueError(f"a stripe has one or two blocks of parity, not {self.parity}")
+        if not 1 <= self.width <= len(self.image_nbytes) - self.parity:
+            raise ValueError(
+                f"stripes of {self.width} + {self.parity} blocks need as many members, and there "
+                f"are {len(self.image_nbytes)}"
+            )
+
+    @property
+    def members(self) -> int:
+        return len(self.image_nbytes)
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of every block of parity, and of data with its zeros."""
+        return round_up(ceil_div(max(self.image_nbytes), self.width), BLOCK_ALIGN)
+
+    def block(self, member: int, position: int) -> DataBlock:
+        """One block of one image."""
+        nbytes = self.image_nbytes[member]
+        start = min(position * self.block_nbytes, nbytes)
+        stop = min(start + self.block_nbytes, nbytes)
+        return DataBlock(member, position, start, stop)
+
+    def stripe_of(self, block: DataBlock) -> int:
+        """The stripe that ``block`` goes into."""
+        return (block.member - self.parity - block.position) % self.members
+
+    def data(self, stripe: int) -> tuple[DataBlock, ...]:
+        """The blocks of a stripe, by position: what has to be pulled to make its parity."""
+        return tuple(
+            self.block((stripe + self.parity + position) % self.members, position)
+            for position in range(self.width)
+        )
+
+    def parities(self, stripe: int) -> tuple[ParityBlock, ...]:
+        """The parity of a stripe, by row. A stripe without data has parity without bytes."""
+        nbytes = max(block.nbytes for block in self.data(stripe))
+        return tuple(
+            ParityBlock((stripe + row) % self.members, stripe, row, nbytes)
+            for row in range(self.parity)
+        )
+
+    def held_by(self, member: int) -> tuple[ParityBlock, ...]:
+        """All parity that ``member`` holds: one block of each row."""
+        return tuple(
+            self.parities((member - row) % self.members)[row] for row in range(self.parity)
+        )
+
+    def repairs(self, lost: Collection[int], want: int) -> tuple[StripeRepair, ...]:
+        """What to pull, block by block, to make the image of the lost member ``want`` again: the
+        least whole blocks, cut off where the wanted one ends. Blocks without bytes need none.
+
+        Raises ValueError where too many members are lost for that.
+        """
+        blocks = (self.block(want, position) for position in range(self.width))
+        return tuple(self._repair(block, frozenset(lost)) for block in blocks if block.nbytes)
+
+    def to_pull(self, lost: Collection[int], want: int) -> list[DataBlock | ParityBlock]:
+        """All that :meth:`repairs` needs, in its order."""
+        return [block for repair in self.repairs(lost, want) for block in repair.pulled]
+
+    def recoverable(self, lost: Collection[int]) -> bool:
+        """Whether the images of all ``lost`` members can be made again from what is left."""
+        try:
+            for member in lost:
+                self.repairs(lost, member)
+        except ValueError:
+            return False
+        return True
+
+    def _repair(self, wanted: DataBlock, lost: Collection[int]) -> StripeRepair:
+        stripe = self.stripe_of(wanted)
+        data = self.data(stripe)
+        # A block without bytes is zeros, wherever its member is.
+        unknown = tuple(b.position for b in data if b.member in lost and b.nbytes)
+        left = [block for block in self.parities(stripe) if block.member not in lost]
+        if len(unknown) > len(left):
+            raise ValueError(
+                f"stripe {stripe} has lost {len(unknown)} blocks, and {len(left)} of its "
+                f"{self.parity} blocks of parity are left"
+            )
+        nbytes = wanted.nbytes
+        return StripeRepair(
+            stripe,
+            wanted,
+            unknown,
+            tuple(_shortened(b, nbytes) for b in data if b.nbytes and b.member not in lost),
+            tuple(
+                ParityBlock(b.member, stripe, b.row, min(b.nbytes, nbytes))
+                for b in left[: len(unknown)]
+            ),
+        )
+
+
+def _shortened(block: DataBlock, nbytes: int) -> DataBlock:
+    stop = min(block.stop, block.start + nbytes)
+    return DataBlock(block.member, block.position, block.start, stop)
+
+
+def lanes(images: Sequence[Sequence[int]], parity: int, width: int) -> tuple[Lane, ...]:
+    """The lanes of a group: ``images`` has the sizes of each member's images, in bytes, in the
+    order of its ranks. A member with fewer images than others has empty ones instead."""
+    count = max(map(len, images), default=0)
+    return tuple(
+        Lane(
+            tuple(sizes[number] if number < len(sizes) else 0 for sizes in images),
+            parity,
+            width,
+        )
+        for number in range(count)
+    )
+
+
+def protection(
+    hosts: Sequence[HostDomain], mode: Mode = "auto", group: int = GROUP_HOSTS
+) -> Protection:
+    """How ``hosts`` are protected. ``auto`` takes what can be had, and never fails.
+
+    Raises ValueError where hosts or failure domains are too few for any other mode, or no mode is
+    called that.
+    """
+    if mode == "off":
+        return Protection("off", reason="it is off")
+    if mode == "auto":
+        return _automatic(hosts, group)
+    if mode not in get_args(Mode):
+        raise ValueError(f"{mode!r} is none of {', '.join(get_args(Mode))}")
+    if mode == "copy":
+        group = COPY_HOSTS
+    return Protection(mode, tuple(groups(hosts, group, _PARITY_BLOCKS[mode])))
+
+
+def _automatic(hosts: Sequence[HostDomain], group: int) -> Protection:
+    reason = "there is one host"
+    modes: tuple[Mode, ...] = ()
+    if len(hosts) == 2:
+        modes = ("copy",)
+    elif len(hosts) > 2:
+        modes = ("xor", "copy")
+    for mode in modes:
+        try:
+            return protection(hosts, mode, group)
+        except ValueError as error:
+            reason = str(error)
+    return Protection("off", reason=reason)
+
+
+def groups(hosts: Sequence[HostDomain], group: int, parity: int) -> list[Group]:
+    """``hosts`` in groups of ``group`` or more, as many groups as there can be, whose sizes differ
+    by one at most: of ``group`` or one more, unless the hosts are too few for that. Alike for all
+    orders of ``hosts``.
+
+    Members of a group lie in different domains where that can be; nowhere do more than ``parity``
+    members share one, so that the loss of a domain can be made good. Raises ValueError where that
+    cannot be.
+    """
+    _check(hosts, group, parity)
+    by_domain = defaultdict[str, list[str]](list)
+    for one in sorted(hosts):
+        by_domain[one.domain].append(one.host)
+    # Dealt like cards, domain by domain: each is spread over as many groups as it can be.
+    dealt = [host for domain in sorted(by_domain) for host in by_domain[domain]]
+    count = max(1, len(dealt) // group)
+    found = [Group(tuple(dealt[number::count])) for number in range(count)]
+    domain_of = {one.host: one.domain for one in hosts}
+    for each in found:
+        domain, shared = Counter(domain_of[host] for host in each.hosts).most_common(1)[0]
+        if shared > parity:
+            raise ValueError(
+                f"{len(hosts)} hosts in {len(by_domain)} failure domains make no groups of "
+                f"{len(each.hosts)} that survive the loss of a domain: {shared} hosts of one group "
+                f"would lie in {domain}, and {parity} of a group may be lost"
+            )
+    return found
+
+
+def _check(hosts: Sequence[HostDomain], group: int, parity: int) -> None:
+    if len({one.host for one in hosts}) != len(hosts):
+        raise ValueError("a host is named twice")
+    if group <= parity:
+        raise ValueError(
+            f"a group of {group} hosts cannot lose {parity} of them; it needs {parity + 1} or more"
+        )
+    if len(hosts) <= parity:
+        raise ValueError(
+            f"{len(hosts)} hosts cannot guard against the loss of {parity}: {parity + 1} or more "
+            "are needed"
+        )

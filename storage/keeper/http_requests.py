@@ -1,0 +1,117 @@
+"""What an HTTP request asks of a keeper: from its text to a value, or to a refusal. No I/O."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import unquote_to_bytes
+
+from ...drivers.contract import check_key
+from ...errors import UriError
+
+__all__ = [
+    "LIST_PATH",
+    "OBJECT_PATH",
+    "Asked",
+    "RequestError",
+    "asked_of",
+    "is_authorized",
+    "range_of",
+]
+
+LIST_PATH = "/v1/list"
+OBJECT_PATH = "/v1/object/"
+
+What = Literal["health", "status", "metrics", "list", "object"]
+
+_PLAIN: dict[str, What] = {"/health": "health", "/status": "status", "/metrics": "metrics"}
+# More digits than these are beyond any memory.
+_RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))", re.ASCII)
+
+
+class RequestError(Exception):
+    """A request that is refused. ``status``: of HTTP."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """``key``: of an object, or the prefix of a list."""
+
+    what: What
+    key: str = ""
+
+
+def asked_of(target: str) -> Asked:
+    """What the target of a request line, a path and perhaps a query, asks for. Raises
+    RequestError."""
+    path, _, query = target.partition("?")
+    if path == LIST_PATH:
+        return Asked("list", _prefix(query))
+    if query:
+        raise RequestError(400, "only a list takes a query")
+    if path.startswith(OBJECT_PATH):
+        return Asked("object", _key(path.removeprefix(OBJECT_PATH)))
+    if path in _PLAIN:
+        return Asked(_PLAIN[path])
+    raise RequestError(404, "no such path")
+
+
+def _prefix(query: str) -> str:
+    if not query:
+        return ""
+    name, equals, text = query.partition("=")
+    if name != "prefix" or not equals or "&" in text:
+        raise RequestError(400, "a list takes one parameter, prefix")
+    if not text:
+        return ""
+    return _key(text)
+
+
+def _key(text: str) -> str:
+    try:
+        return check_key(os.fsdecode(unquote_to_bytes(text)))
+    except (UriError, UnicodeError) as error:
+        raise RequestError(400, "that is not a plain relative path") from error
+
+
+def range_of(header: str | None, nbytes: int) -> range | None:
+    """The bytes that the header ``Range`` asks for of an object of ``nbytes``; None where it asks
+    for all. Raises RequestError: 416 where the object has none of them, 400 where it is no single
+    range of bytes."""
+    if header is None:
+        return None
+    match = _RANGE.fullmatch(header.strip())
+    if match is None:
+        raise RequestError(400, "only a single range of bytes is served")
+    first, last, suffix = match.groups()
+    if suffix is not None:
+        start = max(0, nbytes - int(suffix))
+        stop = nbytes
+    else:
+        start = int(first)
+        stop = nbytes
+        if last is not None:
+            if int(last) < start:
+                raise RequestError(400, "that range ends before it begins")
+            stop = min(nbytes, int(last) + 1)
+    if start >= stop:
+        raise RequestError(416, "the object ends before that range")
+    return range(start, stop)
+
+
+def is_authorized(header: str | None, token: str) -> bool:
+    """Whether the header ``Authorization`` carries ``token``; how long this takes does not say how
+    much of it is right."""
+    if header is None:
+        return False
+    kind, _, given = header.partition(" ")
+    if kind.lower() != "bearer":
+        return False
+    return hmac.compare_digest(given.strip().encode("utf-8", "replace"), token.encode())

@@ -1,0 +1,97 @@
+"""Serves memory to other hosts over HTTP: where, to whom, and within which limits.
+
+A server listens on loopback unless an interface is named. All but ``/health`` takes the run's
+token, which is for the ranks of its job alone. TLS is spoken where a certificate is given; without
+it the token and the images cross the network as they are.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import re
+import socket
+import ssl
+import struct
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
+
+from ...errors import UsageError
+from .serve_options import ServeOptions
+from .shelf import Shelf
+
+if TYPE_CHECKING:
+    from .http_server import MemoryServer
+
+__all__ = ["address_of", "interface_and_port", "serve"]
+
+_TOKEN = re.compile(r"[0-9a-f]{32}")
+_WHERE = re.compile(
+    r"(?:(?P<bare>[^\[\]:\s]+)|\[(?P<bracketed>[0-9a-fA-F:.]+)\])(?::(?P<port>[0-9]{1,5}))?"
+)
+_PORT_MAX = 65535
+_SIOCGIFADDR = 0x8915
+
+
+def serve(shelf: Shelf, options: ServeOptions) -> AbstractAsyncContextManager[MemoryServer]:
+    """Serve ``shelf`` until the end of the body. Raises UsageError for options that cannot be
+    right, or where aiohttp is not installed; OSError where the address cannot be used."""
+    if not _TOKEN.fullmatch(options.token):
+        raise UsageError("the token of a run has 32 hexadecimal digits")
+    try:
+        from .http_server import MemoryServer
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "memory is served to other hosts by aiohttp, which is not installed",
+            advice="pip install 'holdfast-checkpoint[keeper]'",
+        ) from error
+    return MemoryServer(shelf, options, address_of(options.interface), _tls(options))
+
+
+def interface_and_port(text: str) -> tuple[str, int]:
+    """What ``eth0:7070``, ``10.0.0.5``, ``[::1]:7070`` and the like say; port 0 where none is
+    named. Raises UsageError."""
+    match = _WHERE.fullmatch(text)
+    if match is None or int(match["port"] or 0) > _PORT_MAX:
+        raise UsageError(
+            f"{text!r} is no place to serve at",
+            advice="Name an interface or an address, and perhaps a port: eth0:7070.",
+        )
+    return match["bare"] or match["bracketed"], int(match["port"] or 0)
+
+
+def address_of(interface: str) -> str:
+    """The address to listen on: that of the network interface of this name, or ``interface``, which
+    is an address. Raises UsageError where it is neither."""
+    try:
+        return str(ipaddress.ip_address(interface))
+    except ValueError:
+        pass
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            answer = fcntl.ioctl(
+                asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15])
+            )
+    except OSError as error:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise UsageError(
+            f"{interface!r} is neither an address nor an interface with one",
+            advice=f"Interfaces of this host: {names}.",
+        ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _tls(options: ServeOptions) -> ssl.SSLContext | None:
+    if not options.certificate and not options.key:
+        return None
+    if not options.certificate or not options.key:
+        raise UsageError("TLS takes a certificate and its key, and one of them is missing")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(options.certificate, options.key)
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror or type(error).__name__
+        raise UsageError(
+            f"the certificate {options.certificate} and its key {options.key}: {reason}"
+        ) from error
+    return context

@@ -1,0 +1,640 @@
+"""Memory on other hosts: a real server over sealed memory, what ``peer://`` and others read from
+it, and what it answers to requests that are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.shelves import MemfdShelf, Showing, showing, until
+
+import holdfast
+from holdfast.cli import app
+from holdfast.core.aio import side_by_side
+from holdfast.drivers.registry import open_driver
+from holdfast.errors import (
+    AccessError,
+    BusyError,
+    DamagedError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+    UsageError,
+)
+from holdfast.storage.arenas.memory import Memory, sealed_memory
+from holdfast.storage.keeper.serve import address_of, serve
+from holdfast.storage.keeper.serve_options import ServeOptions, new_token
+from holdfast.storage.keeper.shelf import Content
+
+pytest.importorskip(
+    "aiohttp", reason="aiohttp is not installed: pip install 'holdfast-checkpoint[keeper]'"
+)
+
+BIG = os.urandom(5_000_001)
+
+
+@pytest.fixture
+def shelf() -> MemfdShelf:
+    """Two runs in memory."""
+    made = MemfdShelf()
+    made.add("run/a/big", BIG)
+    made.add("run/b", b"small")
+    made.add("other/b", b"another run's")
+    return made
+
+
+@pytest.fixture
+def shown(shelf: MemfdShelf) -> Iterator[Showing]:
+    """A server of it."""
+    with showing(shelf, quiet_s=20.0) as server:
+        yield server
+
+
+def exchanged(shown: Showing, data: bytes, *, ends: bool = False) -> bytes:
+    """What the server sends until it closes the connection. ``ends``: nothing more will be sent to
+    it, so it closes the connection even where it waits for more."""
+    with socket.create_connection(("127.0.0.1", shown.port), timeout=10) as sock:
+        sock.sendall(data)
+        if ends:
+            sock.shutdown(socket.SHUT_WR)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while chunk := sock.recv(1 << 20):
+                received += chunk
+        return received
+
+
+def asked(
+    shown: Showing, target: str, *headers: str, method: str = "GET", token: str | None = None
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers in lower case, and body of the answer to one request."""
+    lines = [f"{method} {target} HTTP/1.1", "Host: x", "Connection: close"]
+    lines.append(f"Authorization: Bearer {shown.token if token is None else token}")
+    answer = exchanged(shown, "\r\n".join([*lines, *headers, "", ""]).encode())
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *fields = head.decode().split("\r\n")
+    named = dict(field.lower().split(": ", 1) for field in fields)
+    return int(status.split()[1]), named, body
+
+
+def is_alive(shown: Showing) -> bool:
+    """Whether the server answers as ever."""
+    return asked(shown, "/v1/object/run/b")[2] == b"small"
+
+
+# Reading
+
+
+def test_what_is_on_the_shelf_is_read(shown: Showing, shelf: MemfdShelf) -> None:
+    """Ranges, whole objects, sizes, times and lists; and nothing is pinned afterwards."""
+
+    async def use() -> None:
+        driver = open_driver(shown.uri("run"), token=shown.token)
+        into = memoryview(bytearray(3_000_000))
+        await driver.read("a/big", 1_234_567, into)
+        assert into == BIG[1_234_567:4_234_567]
+        assert await driver.fetch("a/big", 5_000_000, 1) == BIG[5_000_000:]
+        pieces: list[bytes] = []
+        await driver.read_pieces("a/big", 77, 4_000_000, lambda p: pieces.append(bytes(p)))
+        assert b"".join(pieces) == BIG[77:4_000_077]
+        assert len(pieces) == 4
+        assert await driver.get("b") == b"small"
+        info = await driver.stat("a/big")
+        assert (info.nbytes, info.modified_s) == (len(BIG), shelf.modified_s)
+        assert sorted([i.key async for i in driver.list()]) == ["a/big", "b"]
+        assert [i.key async for i in driver.list("a")] == ["a/big"]
+        assert [i.key async for i in driver.list("a/b")] == []
+        await driver.close()
+
+    asyncio.run(use())
+    assert set(shelf.pinned.values()) == {0}
+
+
+def test_what_is_not_there_is_told(shown: Showing) -> None:
+    """A missing object, a range beyond the end; another run is not below this root."""
+
+    async def use() -> None:
+        driver = open_driver(shown.uri("run"), token=shown.token)
+        into = memoryview(bytearray(4))
+        for call in (driver.get("x"), driver.stat("other/b"), driver.read("a", 0, into)):
+            with pytest.raises(NotFoundError):
+                await call
+        for start, wanted in ((2, into), (5, into), (100, into), (6, into[:0]), (-1, into)):
+            with pytest.raises(DamagedError, match="ends"):
+                await driver.read("b", start, wanted)
+        await driver.read("b", 5, into[:0])
+        await driver.close()
+
+    asyncio.run(use())
+
+
+def test_connections_are_used_again(shelf: MemfdShelf) -> None:
+    """Also after answers that are refusals; and a connection that the server has closed meanwhile
+    is replaced unseen."""
+
+    async def use(shown: Showing) -> None:
+        driver = open_driver(shown.uri("run"), token=shown.token, retries=0)
+        for _ in range(5):
+            assert await driver.get("b") == b"small"
+            with pytest.raises(NotFoundError):
+                await driver.get("x")
+            assert shown.server.connections == 1
+        until(lambda: not shown.server.connections, "the connection is closed")
+        assert await driver.get("b") == b"small"
+        await driver.close()
+
+    with showing(shelf, quiet_s=2.0) as shown:
+        asyncio.run(use(shown))
+
+
+def test_reads_at_the_same_time(shown: Showing) -> None:
+    """Twenty of them, over four connections at most."""
+
+    async def use() -> None:
+        driver = open_driver(shown.uri("run"), token=shown.token)
+        found = [memoryview(bytearray(1_000_000)) for _ in range(20)]
+        await side_by_side(
+            *(driver.read("a/big", 200_000 * i, into) for i, into in enumerate(found))
+        )
+        for i, into in enumerate(found):
+            assert into == BIG[200_000 * i : 200_000 * i + 1_000_000]
+        assert shown.server.connections <= 4
+        await driver.close()
+
+    asyncio.run(use())
+
+
+# A checkpoint
+
+
+def test_a_checkpoint_in_memory_is_one_for_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``ls``, ``show``, ``verify``, ``cp``, ``load`` and ``open`` take it as they take one on
+    disk."""
+    state = {"w": torch.randn(3_000_000), "ü x": torch.arange(5), "step": 500}
+    holdfast.save(tmp_path / "run/step-00000500", state)
+    with showing(MemfdShelf.of_folder(tmp_path / "run", "run")) as shown:
+        monkeypatch.setenv("HOLDFAST_PEER_TOKEN", shown.token)
+        root = shown.uri("run")
+        uri = shown.uri("run/step-00000500")
+        assert "step-00000500" in run("ls", root)
+        assert "ü x" in run("show", uri)
+        assert run("verify", uri).startswith("ok: 2 files")
+        run("cp", uri, f"file://{tmp_path}/copy")
+        found = holdfast.load(uri)
+        with holdfast.open(uri) as checkpoint:
+            assert torch.equal(checkpoint.read("w", rows=slice(7, 9)), state["w"][7:9])
+        with pytest.raises(StorageError, match="reading only"):
+            holdfast.save(shown.uri("run/step-00000501"), state)
+    for loaded in (found, holdfast.load(tmp_path / "copy")):
+        assert torch.equal(loaded["w"], state["w"])
+        assert torch.equal(loaded["ü x"], state["ü x"])
+
+
+def run(*arguments: str) -> str:
+    """What a command prints; it ends with 0."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        status = app.run(arguments)
+    assert status == 0, out.getvalue()
+    return out.getvalue()
+
+
+def test_a_flipped_bit_in_memory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load from another host verifies what it reads."""
+    holdfast.save(tmp_path / "run", {"w": torch.arange(1_000_000)})
+    [image] = [p for p in tmp_path.glob("run/data/*/*") if p.suffix == ".safetensors"]
+    data = bytearray(image.read_bytes())
+    data[len(data) // 3] ^= 4
+    image.write_bytes(data)
+    with showing(MemfdShelf.of_folder(tmp_path / "run", "run")) as shown:
+        monkeypatch.setenv("HOLDFAST_PEER_TOKEN", shown.token)
+        with pytest.raises(DamagedError, match="w"):
+            holdfast.load(shown.uri("run"))
+
+
+def test_curl_gets_a_file(shown: Showing, tmp_path: Path) -> None:
+    """Whole, in a range, and resumed."""
+    authorization = f"Authorization: Bearer {shown.token}"
+    url = f"http://127.0.0.1:{shown.port}/v1/object/run/a/big"
+    file = tmp_path / "file"
+    file.write_bytes(BIG[:1000])
+    curl = ["curl", "-sSf", "--max-time", "30", "-H", authorization, url]
+    try:
+        subprocess.run([*curl, "-C", "-", "-o", str(file)], check=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("curl is not installed")
+    assert file.read_bytes() == BIG
+    done = subprocess.run([*curl, "-r", "5-9"], check=True, timeout=60, capture_output=True)
+    assert done.stdout == BIG[5:10]
+
+
+# TLS
+
+
+def test_tls(shelf: MemfdShelf, tmp_path: Path) -> None:
+    """Served with a certificate of a private authority: who names the authority reads; who does
+    not, or who speaks no TLS, gets an error that says so, at once."""
+    trustme = pytest.importorskip("trustme", reason="trustme is not installed")
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost", "127.0.0.1")
+    certificate, key, ca = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "ca.pem"))
+    issued.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(ca)
+    for blob in issued.cert_chain_pems:
+        blob.write_to_path(certificate, append=True)
+
+    async def use(shown: Showing) -> None:
+        driver = open_driver(shown.uri("run", tls="on", ca=ca), token=shown.token)
+        assert await driver.get("a/big") == BIG
+        await driver.close()
+        began_s = time.monotonic()
+        stranger = open_driver(shown.uri("run", tls="on"), token=shown.token)
+        with pytest.raises(StorageError, match=r"not trusted.*\?ca="):
+            await stranger.get("b")
+        await stranger.close()
+        plain = open_driver(shown.uri("run"), token=shown.token, retries=0)
+        with pytest.raises(StorageError):
+            await plain.get("b")
+        await plain.close()
+        assert time.monotonic() - began_s < 20
+
+    with showing(shelf, certificate=certificate, key=key) as shown:
+        asyncio.run(use(shown))
+    with showing(shelf) as shown:
+
+        async def without() -> None:
+            driver = open_driver(shown.uri("run", tls="on", ca=ca), token=shown.token)
+            with pytest.raises(StorageError, match="no TLS connection"):
+                await driver.get("b")
+            await driver.close()
+
+        asyncio.run(without())
+
+
+# Deadlines
+
+
+def test_a_read_that_is_cancelled_ends_at_once(shelf: MemfdShelf) -> None:
+    """Its keeper sends nothing more, and for an hour nobody would see that; the memory of the read
+    is not written to any more."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+
+        async def use() -> float:
+            driver = open_driver(f"peer://127.0.0.1:{port}/run?timeout=1h", op_timeout_s="off")
+            read = asyncio.ensure_future(driver.read("x", 0, memoryview(bytearray(10))))
+            await asyncio.sleep(0.3)
+            read.cancel()
+            began_s = time.monotonic()
+            with pytest.raises(asyncio.CancelledError):
+                await read
+            await driver.close()
+            return time.monotonic() - began_s
+
+        assert asyncio.run(use()) < 10
+
+
+def test_a_keeper_that_is_silent_is_given_up(shelf: MemfdShelf) -> None:
+    """After ``timeout``, with an error that may be tried again; one that is gone at once."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+
+        async def use() -> None:
+            driver = open_driver(f"peer://127.0.0.1:{port}/run?timeout=300ms", retries=0)
+            with pytest.raises(StorageDownError, match="does not answer"):
+                await driver.get("x")
+            await driver.close()
+
+        asyncio.run(use())
+
+    async def gone() -> None:
+        driver = open_driver(f"peer://127.0.0.1:{port}/run", retries=0)
+        with pytest.raises(StorageDownError):
+            await driver.get("x")
+        await driver.close()
+
+    asyncio.run(gone())
+
+
+def test_a_client_that_does_not_read_is_cut_off(shelf: MemfdShelf) -> None:
+    """So that it does not keep memory pinned."""
+    shelf.add("run/huge", bytes(64 << 20))
+    with showing(shelf, quiet_s=0.5) as shown, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", shown.port))
+        request = f"GET /v1/object/run/huge HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {shown.token}\r\n\r\n"
+        sock.sendall(request.encode())
+        until(lambda: shelf.pinned.get("run/huge") == 1, "the answer has begun")
+        until(lambda: shelf.pinned["run/huge"] == 0, "the answer is given up")
+        assert is_alive(shown)
+
+
+def test_memory_that_is_let_go_is_not_sent_from_any_more(shelf: MemfdShelf) -> None:
+    """A slot that is filled anew as soon as an answer has ended, for a client that is slow: it gets
+    what was there when it asked."""
+    nbytes = 8 << 20
+    held = Memory(sealed_memory(nbytes, reserve=True), nbytes)
+    held.view[:] = b"\x01" * nbytes
+
+    class Refilled(MemfdShelf):
+        @contextlib.contextmanager
+        def open(self, key: str) -> Iterator[Content]:
+            yield Content(held.view, 0.0)
+            held.view[:] = b"\x02" * nbytes
+
+    with showing(Refilled()) as shown, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        slow.settimeout(10)
+        slow.connect(("127.0.0.1", shown.port))
+        slow.sendall(
+            f"GET /v1/object/x HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {shown.token}\r\n\r\n".encode()
+        )
+        time.sleep(0.2)
+        received = bytearray()
+        while chunk := slow.recv(1 << 20):
+            received += chunk
+            time.sleep(0.001)
+    body = received.partition(b"\r\n\r\n")[2]
+    assert body == b"\x01" * nbytes
+    assert held.view[:1] == b"\x02"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /v1/obj", b"GET /health HTTP/1.1\r\nHost: x\r\nX: "])
+def test_a_request_that_never_ends_is_cut_off(shelf: MemfdShelf, sent: bytes) -> None:
+    """A client has some time for the whole of it."""
+    with showing(shelf, quiet_s=0.5) as shown:
+        with socket.create_connection(("127.0.0.1", shown.port), timeout=10) as sock:
+            sock.sendall(sent)
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(100) == b""
+        assert is_alive(shown)
+
+
+# Limits
+
+
+def test_connections_beyond_the_limit_are_closed(shelf: MemfdShelf) -> None:
+    """Those that are there go on; when one ends there is room again."""
+    with showing(shelf, connections_max=2) as shown, contextlib.ExitStack() as stack:
+        kept = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", shown.port), timeout=10))
+            for _ in range(2)
+        ]
+        until(lambda: shown.server.connections == 2, "both are there")
+        with contextlib.suppress(ConnectionError):
+            assert (
+                exchanged(shown, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                == b""
+            )
+        kept[0].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert kept[0].recv(1000).startswith(b"HTTP/1.1 200")
+        kept[0].close()
+        until(lambda: shown.server.connections == 1, "one is gone")
+        assert is_alive(shown)
+
+
+def test_requests_beyond_the_limit_come_back_later(shelf: MemfdShelf) -> None:
+    """They are told so, and the retry layer does it."""
+    shelf.add("run/huge", bytes(64 << 20))
+    with showing(shelf, requests_max=1) as shown, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", shown.port))
+        slow.sendall(
+            f"GET /v1/object/run/huge HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {shown.token}\r\n\r\n".encode()
+        )
+        until(lambda: shelf.pinned.get("run/huge") == 1, "the first is under way")
+
+        async def use() -> None:
+            driver = open_driver(shown.uri("run"), token=shown.token, retries=0)
+            with pytest.raises(BusyError) as raised:
+                await driver.get("b")
+            assert raised.value.retry_after_s == 1.0
+            await driver.close()
+            patient = open_driver(shown.uri("run"), token=shown.token)
+            asyncio.get_running_loop().call_later(0.3, slow.close)
+            assert await patient.get("b") == b"small"
+            await patient.close()
+
+        asyncio.run(use())
+
+
+# Requests
+
+
+def test_status_metrics_and_health(shown: Showing) -> None:
+    """JSON, Prometheus' text, and a word."""
+    assert asked(shown, "/health", token="wrong")[::2] == (200, b"ok\n")
+    status, headers, body = asked(shown, "/status")
+    assert (status, json.loads(body)) == (200, {"objects": 3})
+    assert headers["content-type"].startswith("application/json")
+    body = asked(shown, "/metrics")[2]
+    assert b"objects 3\n" in body
+    assert re.search(rb"^holdfast_keeper_http_requests_total [1-9]", body, re.MULTILINE)
+
+
+@pytest.mark.parametrize("token", ["", "0" * 32, "x", "é", "\x7f" * 32, "a b"])
+@pytest.mark.parametrize("path", ["/v1/list", "/v1/object/run/b", "/status", "/metrics", "/x"])
+def test_a_wrong_token_gets_nothing(shown: Showing, path: str, token: str) -> None:
+    """Not even whether something is there."""
+    status, headers, body = asked(shown, path, token=token)
+    assert status in (400, 401)
+    assert b"small" not in body
+    if status == 401:
+        assert headers["www-authenticate"] == "bearer"
+
+
+def test_a_wrong_token_is_an_access_error(shown: Showing) -> None:
+    """Which says where tokens are looked for, and shows none."""
+
+    async def use() -> None:
+        driver = open_driver(shown.uri("run"), token="0123456789abcdef" * 2)
+        with pytest.raises(AccessError, match="HOLDFAST_PEER_TOKEN") as raised:
+            await driver.get("b")
+        assert "0123456789abcdef" not in str(raised.value) + repr(driver)
+        await driver.close()
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "found"),
+    [
+        ("bytes=0-0", 206, b"s"), ("bytes=1-", 206, b"mall"), ("bytes=-2", 206, b"ll"), ("bytes=2-100", 206, b"all"), ("bytes=-100", 206, b"small"),
+        ("bytes=5-", 416, b""), ("bytes=-0", 416, b""), ("bytes=9-12", 416, b""), ("bytes=3-2", 400, None), ("bytes=0-0,2-3", 400, None),
+        ("bytes=", 400, None), ("bytes=-", 400, None), ("lines=1-2", 400, None), ("bytes=1-2x", 400, None), ("bytes=" + "9" * 400 + "-", 400, None), ("bytes=-1-2", 400, None),
+    ],
+)  # fmt: skip
+def test_ranges(shown: Showing, said: str, status: int, found: bytes | None) -> None:
+    """A single range is served as far as the object goes; none of it there is 416; all else is
+    refused."""
+    answered, headers, body = asked(shown, "/v1/object/run/b", f"Range: {said}")
+    assert answered == status
+    if found is not None:
+        assert body == found
+        assert re.fullmatch(r"bytes (\d-\d|\*)/5", headers["content-range"])
+
+
+def test_head_says_what_get_would(shown: Showing) -> None:
+    """Size and time, without a body."""
+    status, headers, body = asked(shown, "/v1/object/run/a/big", method="HEAD")
+    assert (status, headers["content-length"], body) == (200, str(len(BIG)), b"")
+    assert headers["accept-ranges"] == "bytes"
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("/v1/object/../../etc/passwd", 400), ("/v1/object/run/../other/b", 400), ("/v1/object/%2e%2e/other/b", 400), ("/v1/object//etc/passwd", 400),
+        ("/v1/object/run%2F..%2Fother/b", 400), ("/v1/object/run/b%00", 400), ("/v1/object/", 400), ("/v1/object/run/./b", 400), ("/v1/object/run/b?x=1", 400),
+        ("/v1/object/run/nothing", 404), ("/v1/object/run", 404), ("/", 404), ("/v1", 404), ("//v1/list", 404), ("/v1/list/", 404), ("/etc/passwd", 404),
+        ("/v1/list?prefix=../..", 400), ("/v1/list?other=x", 400), ("/v1/list?prefix=run&prefix=other", 400), ("/v1/list?prefix=run&x", 400), ("http://other/v1/list", 404),
+        ("/v1/object/" + "x" * 20_000, 400),
+    ],
+)  # fmt: skip
+def test_paths_that_lead_nowhere(shown: Showing, target: str, status: int) -> None:
+    """No path leads out of the shelf, and what is refused says why."""
+    answered, _, body = asked(shown, target)
+    assert answered == status
+    assert body
+    assert is_alive(shown)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "CONNECT", "BREW"])
+def test_only_get_and_head_are_served(shown: Showing, method: str) -> None:
+    """Nothing can be changed."""
+    assert asked(shown, "/v1/object/run/b", method=method)[0] in (400, 405)
+    assert is_alive(shown)
+
+
+@pytest.mark.parametrize(
+    "headers", [["Content-Length: 5"], ["Transfer-Encoding: chunked"], ["Content-Length: -1"], ["Content-Length: 99999999999999999999"], ["Content-Length: 3", "Transfer-Encoding: chunked"]]
+)  # fmt: skip
+def test_no_request_has_a_body(shown: Showing, headers: list[str]) -> None:
+    """One that announces a body is refused before the body comes."""
+    status, _, body = asked(shown, "/v1/object/run/b", *headers)
+    assert status == 400
+    assert body != b"small"
+    assert is_alive(shown)
+
+
+def test_headers_are_bounded(shown: Showing) -> None:
+    """In length and in number."""
+    long = f"GET /health HTTP/1.1\r\nHost: x\r\nX: {'a' * 100_000}\r\n\r\n"
+    many = "GET /health HTTP/1.1\r\nHost: x\r\n" + "X: a\r\n" * 50_000 + "\r\n"
+    for request in (long, many):
+        with contextlib.suppress(ConnectionError):
+            answer = exchanged(shown, request.encode())
+            assert answer == b"" or re.match(rb"HTTP/1\.[01] 400", answer)
+    assert is_alive(shown)
+
+
+PIECES = [
+    b"GET ", b"HEAD ", b"POST ", b"/v1/object/run/b", b"/v1/object/run/a/big", b"/v1/list?prefix=", b"/health", b"/status", b"%2e%2e/", b"../", b"%", b"\0", b"\xff", b"?",
+    b" HTTP/1.1\r\n", b" HTTP/0.9\r\n", b" HTTP/9.9\r\n", b"Host: x\r\n", b"Range: bytes=", b"0-", b"-5", b"99999999999999999999-", b",", b"\r\n", b"\n", b"\r", b" ", b"Authorization: Bearer ",
+    b"Content-Length: 4\r\n", b"Transfer-Encoding: chunked\r\n", b"5\r\nabcde\r\n0\r\n\r\n", b"Expect: 100-continue\r\n", b"Upgrade: websocket\r\nConnection: Upgrade\r\n", b"Connection: keep-alive\r\n", b"A" * 9000, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tried() -> Iterator[tuple[Showing, MemfdShelf]]:
+    """A server that is sent anything."""
+    shelf = MemfdShelf()
+    shelf.add("run/b", b"small")
+    shelf.add("run/a/big", BIG)
+    with showing(shelf, quiet_s=20.0) as shown:
+        yield shown, shelf
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(PIECES), st.binary(max_size=20)), max_size=14))
+def test_anything_may_be_sent(tried: tuple[Showing, MemfdShelf], pieces: list[bytes]) -> None:
+    """Without the token nothing of an object comes back, whatever the request; the server lives,
+    and pins nothing."""
+    shown, shelf = tried
+    data = b"".join(pieces)
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        answer = exchanged(shown, data, ends=True)
+    assert b"small" not in answer
+    assert BIG[:20] not in answer
+    assert is_alive(shown)
+    until(lambda: not any(shelf.pinned.values()), "nothing is pinned")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 400), st.integers(0, 255), st.booleans())
+def test_a_request_that_is_cut_or_altered(
+    tried: tuple[Showing, MemfdShelf], at: int, other: int, cut: bool
+) -> None:
+    """A request that is right but for a byte, or for its end, is answered or refused."""
+    shown, shelf = tried
+    right = f"GET /v1/object/run/a/big HTTP/1.1\r\nHost: x\r\nRange: bytes=5-24\r\nAuthorization: Bearer {shown.token}\r\nConnection: close\r\n\r\n".encode()
+    at %= len(right)
+    data = right[:at] if cut else right[:at] + bytes([other]) + right[at + 1 :]
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        answer = exchanged(shown, data, ends=True)
+    status = re.match(rb"HTTP/1\.[01] (\d+)", answer)
+    assert answer == b"" or (
+        status is not None and int(status[1]) in (200, 206, 400, 401, 404, 405, 416)
+    )
+    assert is_alive(shown)
+    until(lambda: not any(shelf.pinned.values()), "nothing is pinned")
+
+
+# Options
+
+
+def test_options_that_cannot_be_right_are_refused(shelf: MemfdShelf, tmp_path: Path) -> None:
+    """A weak token, half of a certificate, a file that is none, an interface that is not there."""
+    token = new_token()
+    assert len(token) == 32
+    assert token != new_token()
+    assert token not in repr(ServeOptions(token))
+    (tmp_path / "file").write_text("no certificate")
+    file = str(tmp_path / "file")
+    for options in (
+        ServeOptions(""),
+        ServeOptions("secret"),
+        ServeOptions(token, certificate=file),
+        ServeOptions(token, certificate=file, key=file),
+        ServeOptions(token, certificate=file + "x", key=file),
+        ServeOptions(token, interface="no-such-interface"),
+    ):
+        with pytest.raises(UsageError):
+            serve(shelf, options)
+    assert address_of("lo") == "127.0.0.1"
+    assert address_of("::1") == "::1"
+
+
+def test_a_host_without_aiohttp_is_told_what_to_install(
+    shelf: MemfdShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything listens."""
+    monkeypatch.delitem(sys.modules, "holdfast.storage.keeper.http_server")
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(UsageError, match=r"pip install 'holdfast-checkpoint\[keeper\]'"):
+        serve(shelf, ServeOptions(new_token()))
+
+
+def test_it_listens_on_loopback_alone(shown: Showing) -> None:
+    """Unless an interface is named."""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", shown.port), timeout=10)
+    assert is_alive(shown)

@@ -1,0 +1,36 @@
+"""The benchmark of parity: that it runs, and checks what was made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.bench import parity
+
+
+def test_a_tiny_run_ends_well(tmp_path: Path) -> None:
+    """It has a row for each way, beside the memcpy, leaves its figures where asked and nothing else,
+    and judges nothing."""
+    file = tmp_path / "out.json"
+    assert parity.main(["--tiny", "--dir", str(tmp_path / "dir"), "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    names = [row[0] for row in found["rows"]]
+    assert names[:3] == ["memcpy", "XOR 3+1, numpy", "P+Q 4+2, numpy"]
+    assert [series["name"] for series in found["series"]] == names
+    assert all(series["own_processor_s"] for series in found["series"])
+    assert found["targets"] == []
+    assert list((tmp_path / "dir").iterdir()) == []
+
+
+def test_wrong_parity_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that is fast because it makes something else is no result."""
+
+    def lazy_xor(out: np.ndarray, blocks: list[np.ndarray], isal: object = None) -> None:
+        np.copyto(out, blocks[0])
+
+    monkeypatch.setattr(parity, "make_xor", lazy_xor)
+    with pytest.raises(AssertionError, match="the parity that was made is wrong"):
+        parity.main(["--tiny", "--dir", str(tmp_path)])

@@ -1,0 +1,88 @@
+"""``holdfast keeper periods``: what it prints, for people and for programs, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from holdfast.cli.app import run
+
+LEVELS = (
+    "--step=2s",
+    "--cost=memory=20ms",
+    "--rate=memory=1/2h",
+    "--cost=local=1s",
+    "--rate=local=2/48h",
+)
+
+
+def test_periods_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each level, in the order of costs."""
+    assert run(["keeper", "periods", *LEVELS]) == 0
+    title, header, memory, local = capsys.readouterr().out.rstrip().splitlines()
+    assert title == "Periods"
+    assert header.split() == ["level", "cost", "failures", "best", "every", "steps", "lost"]
+    assert memory.split() == ["memory", "20", "ms", "1/2", "h", "17", "s", "16", "s", "8", "0.24%"]
+    assert local.split() == [
+        "local",
+        "1",
+        "s",
+        "1/24",
+        "h",
+        "6.92",
+        "min",
+        "6.93",
+        "min",
+        "208",
+        "0.48%",
+    ]
+
+
+def test_periods_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    """One document, with times in seconds."""
+    assert run(["keeper", "periods", "--json", *LEVELS]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_s"] == 2.0
+    assert [level["name"] for level in found["levels"]] == ["memory", "local"]
+    memory = found["levels"][0]
+    assert memory["cost_s"] == pytest.approx(0.02)
+    assert memory["rate_per_s"] == pytest.approx(1 / 7200)
+    assert (memory["every_steps"], memory["every_s"]) == (8, 16.0)
+    assert memory["best_s"] == pytest.approx(16.95, abs=0.01)
+    assert memory["lost_part"] == pytest.approx(0.00236, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step=2s", "--cost=a=1s", "--rate=b=1/1h"], "the level a has no --rate"),
+        (["--step=2s", "--cost=b=1s", "--rate=a=1/1h", "--rate=b=1/1h"], "a has no --cost"),
+        (["--step=2s", "--cost=1s", "--rate=a=1/1h"], "--cost 1s names no level"),
+        (
+            ["--step=2s", "--cost=a=1s", "--cost=a=2s", "--rate=a=1/1h"],
+            "given twice for the level a",
+        ),
+        (["--step=2s", "--cost=a=1s", "--rate=a=2h"], "--rate: '2h' is no rate"),
+        (["--step=2s", "--cost=a=1s", "--rate=a=1/0s"], "--rate: '1/0s' is no rate"),
+        (["--step=2s", "--cost=a=1s", "--rate=a=0/1h"], "a: a rate of 0.0 per second"),
+        (["--step=soon", "--cost=a=1s", "--rate=a=1/1h"], "--step: 'soon' is no duration"),
+        (["--step=0s", "--cost=a=1s", "--rate=a=1/1h"], "a step of 0.0 seconds"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 2, nothing on stdout, and a message that names it."""
+    assert run(["keeper", "periods", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+
+
+def test_the_group_wants_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """And says so."""
+    with pytest.raises(SystemExit) as caught:
+        run(["keeper"])
+    assert caught.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""How often to save: Young's and Daly's periods, in steps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from holdfast.planner.periods import Level, period_s, periods
+
+HOUR_S = 3600.0
+
+
+def test_young_where_saves_are_short() -> None:
+    """20 ms against one failure in two hours: √(2·C/λ) but for the save itself."""
+    assert period_s(0.02, 1 / (2 * HOUR_S)) == pytest.approx(
+        math.sqrt(2 * 0.02 * 2 * HOUR_S), rel=2e-3
+    )
+
+
+@pytest.mark.parametrize("cost_s", [0.1, 30.0, 600.0])
+def test_no_other_period_loses_much_less(cost_s: float) -> None:
+    """Daly's series is within a thousandth of the best that there is, also where a save is not short
+    beside the time between failures. The best is found by trying."""
+    rate = 1 / HOUR_S
+
+    def lost_part(every_s: float) -> float:
+        return 1 - rate * every_s / math.expm1(rate * (every_s + cost_s))
+
+    best = min(lost_part(1.01**n) for n in range(1200))
+    assert lost_part(period_s(cost_s, rate)) == pytest.approx(best, abs=1e-3)
+
+
+def test_saves_that_take_longer_than_failures_are_apart() -> None:
+    """There is no good answer, and the period is the time between failures."""
+    assert period_s(3 * HOUR_S, 1 / HOUR_S) == HOUR_S
+
+
+def test_periods_are_whole_steps() -> None:
+    """Each level has its own; a slower one is saved at a step at which the faster one is, too."""
+    found = periods(
+        [
+            Level("memory", 0.02, 1 / (2 * HOUR_S)),
+            Level("local", 1.0, 1 / (24 * HOUR_S)),
+            Level("remote", 8.0, 1 / (7 * 24 * HOUR_S)),
+        ],
+        step_s=2.0,
+    )
+    assert [one.every_steps for one in found] == [8, 208, 1456]
+    assert [one.every_s for one in found] == [16.0, 416.0, 2912.0]
+    assert [round(one.best_s) for one in found] == [17, 415, 3105]
+    assert [f"{one.lost_part:.2%}" for one in found] == ["0.24%", "0.48%", "0.51%"]
+
+
+def test_a_save_that_costs_nothing_is_made_at_every_step() -> None:
+    """And so is one whose period is below a step."""
+    free, cheap = periods([Level("a", 0.0, 1e-3), Level("b", 0.001, 1.0)], step_s=10.0)
+    assert (free.every_steps, free.best_s) == (1, 0.0)
+    assert cheap.every_steps == 1
+
+
+def test_what_is_no_level_is_refused() -> None:
+    """By name."""
+    with pytest.raises(ValueError, match="memory: a cost of -1 seconds"):
+        Level("memory", -1, 1.0)
+    with pytest.raises(ValueError, match="memory: a rate of 0 per second"):
+        Level("memory", 1, 0)
+    with pytest.raises(ValueError, match="a step of 0 seconds"):
+        periods([Level("memory", 1, 1.0)], 0)
+    with pytest.raises(ValueError, match="two levels have the same name"):
+        periods([Level("memory", 1, 1.0)] * 2, 1.0)
