@@ -220,12 +220,16 @@ class Generations:
             if id.epoch == self.epoch and id.step < step and id not in held:
                 of.lost = of.lost or not of.agreed
 
-    def _begin_filling(self, slot: _Slot, client: int, id: GenerationId, world: int) -> None:
-        before = self._generations.get(slot.generation) if slot.generation else None
-        if before is not None:
-            before.lost = True
-            before.agreed = False
+    def _lose(self, slot: _Slot) -> None:
+        """What is in it gives way: other slots may hold more of its generation."""
+        of = self._generations.get(slot.generation) if slot.generation else None
+        if of is not None:
+            of.lost = True
+            of.agreed = False
         self._empty(slot)
+
+    def _begin_filling(self, slot: _Slot, client: int, id: GenerationId, world: int) -> None:
+        self._lose(slot)
         slot.content = _Content.FILLING
         slot.generation = id
         slot.filler = client
@@ -247,7 +251,7 @@ class Generations:
         for of_rank in range(world):
             freed += [number for number in self._surplus(of_rank) if number not in freed]
         for number in freed:
-            self._empty(self._slots[number])
+            self._lose(self._slots[number])
             del self._slots[number]
         return tuple(freed)
 

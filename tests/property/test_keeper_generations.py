@@ -88,8 +88,24 @@ class KeeperMachine(RuleBasedStateMachine):
     @rule(data=st.data(), ahead=st.booleans())
     def fill(self, data: Any, ahead: bool) -> None:
         """A process asks for a slot, also one that belongs to an older epoch."""
-        client = data.draw(st.sampled_from(sorted(self.rank_of)))
         self.step += ahead
+        self.ask(data.draw(st.sampled_from(sorted(self.rank_of))))
+
+    @rule()
+    def keep(self) -> None:
+        """All ranks keep a step, as they do when nothing goes wrong."""
+        self.step += 1
+        for client, epoch in self.epoch_of.items():
+            slot = self.ask(client) if epoch == self.generations.epoch else None
+            if slot is None:
+                continue
+            if slot in self.unmade:
+                self.make_slot(slot, True)
+            self.capture_slot(slot, True)
+            self.seal_slot(slot, True)
+
+    def ask(self, client: int) -> int | None:
+        """The slot that is granted."""
         rank = self.rank_of[client]
         before = self.generations.slots
         grant = self.generations.fill(client, rank, self.step, self.nbytes, WORLD)
@@ -99,7 +115,7 @@ class KeeperMachine(RuleBasedStateMachine):
             self.forget(slot)
             self.mapped.pop(slot, None)
         if not isinstance(grant, Grant):
-            return
+            return None
         slot = grant.slot
         assert self.epoch_of[client] == self.generations.epoch
         assert grant.fresh == (slot not in self.sizes)
@@ -111,6 +127,7 @@ class KeeperMachine(RuleBasedStateMachine):
         self.image[slot] = (GenerationId(self.generations.epoch, self.step), rank)
         self.filling[slot] = client
         self.mapped.setdefault(slot, set()).add(client)
+        return slot
 
     def is_free(self, slot: int) -> bool:
         """Whether nothing is lost, or used by two, if it is filled."""
@@ -130,9 +147,11 @@ class KeeperMachine(RuleBasedStateMachine):
     @rule(well=st.booleans())
     def make(self, well: bool) -> None:
         """The memory of a slot is there, or cannot be had."""
-        if not self.unmade:
-            return
-        slot = min(self.unmade)
+        if self.unmade:
+            self.make_slot(min(self.unmade), well)
+
+    def make_slot(self, slot: int, well: bool) -> None:
+        """This one."""
         self.unmade.discard(slot)
         if well:
             self.generations.made(slot)
@@ -147,9 +166,11 @@ class KeeperMachine(RuleBasedStateMachine):
     def capture(self, well: bool) -> None:
         """What is filled for the longest time is whole, or is dropped."""
         made = [slot for slot in self.filling if slot not in self.unmade]
-        if not made:
-            return
-        slot = made[0]
+        if made:
+            self.capture_slot(made[0], well)
+
+    def capture_slot(self, slot: int, well: bool) -> None:
+        """This one."""
         client = self.filling.pop(slot)
         assert self.generations.is_filling(slot, client, self.image[slot][0])
         if well:
@@ -162,9 +183,11 @@ class KeeperMachine(RuleBasedStateMachine):
     @rule(well=st.booleans())
     def seal(self, well: bool) -> None:
         """Hashing ends; and if that was the last rank, the generation is agreed."""
-        if not self.sealing:
-            return
-        slot = min(self.sealing)
+        if self.sealing:
+            self.seal_slot(min(self.sealing), well)
+
+    def seal_slot(self, slot: int, well: bool) -> None:
+        """This one."""
         self.sealing.discard(slot)
         id, _ = self.image[slot]
         if not well or not self.generations.is_sealing(slot, id):
@@ -210,4 +233,4 @@ class KeeperMachine(RuleBasedStateMachine):
 
 
 TestKeeperMachine = KeeperMachine.TestCase
-TestKeeperMachine.settings = examples(150)
+TestKeeperMachine.settings = examples(200)

@@ -30,6 +30,7 @@ from holdfast.storage.format import fragment, manifest, packed
 from holdfast.storage.operations import (
     copy,
     global_plan,
+    kept_save,
     load,
     plan_leader,
     prune,
@@ -181,6 +182,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         image_copier,
         image_reader,
         image_writer,
+        kept_save,
         load,
         member,
         plan_leader,
@@ -214,7 +216,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     yield local, "OperationThreads", _NoThreads
     for module in (following, member, rendezvous, store_team):
         yield module, "asyncio", _Patient()
-    yield save, "plan_save", _planned
+    yield kept_save, "plan_save", _planned
     yield save, "written_fragment", _told_once(save.written_fragment)
     yield save, "merge", _merged_once(save.merge)
     yield rounds, "decode_fragment", _decoded_once(rounds.decode_fragment)
