@@ -110,6 +110,11 @@ class Arena:
         self._sealed: dict[int, int] = {}
         """Descriptors of labels, by slot."""
         self._listeners: dict[GenerationId, Listener] = {}
+        self._capturing = 0
+        """Slots that are being captured into: as long as there are any, no other keeper is looked
+        for, since it might give the same memory to the next capture."""
+        self._no_capture = asyncio.Event()
+        self._no_capture.set()
         self._reopening: asyncio.Task[None] | None = None
         self._closed = False
         self.problem = "no keeper was looked for"
@@ -176,10 +181,33 @@ class Arena:
         if memory is None or filled.nbytes != nbytes:
             self.problem = f"the keeper has given slot {filled.slot} without its memory"
             return None
-        label_fd = self._sealed.pop(filled.slot, None)
+        self._forget_label(filled.slot)
+        self._forget_other_sizes(nbytes)
+        self._capturing += 1
+        self._no_capture.clear()
+        return FillingSlot(filled.slot, memory)
+
+    def _capture_has_ended(self) -> None:
+        self._capturing -= 1
+        if not self._capturing:
+            self._no_capture.set()
+
+    def _forget_label(self, number: int) -> None:
+        label_fd = self._sealed.pop(number, None)
         if label_fd is not None:
             os.close(label_fd)
-        return FillingSlot(filled.slot, memory)
+
+    def _forget_other_sizes(self, nbytes: int) -> None:
+        """Unmap slots of a former layout, once there are two of this one: the memory that the
+        keeper gives up is not free before."""
+        sizes = [memory.nbytes for memory in self._slots.values()]
+        if sizes.count(nbytes) < 2:
+            return
+        for number, memory in list(self._slots.items()):
+            if memory.nbytes != nbytes:
+                self._forget_label(number)
+                memory.close()
+                del self._slots[number]
 
     async def captured(
         self, slot: FillingSlot, step: int, capture: Capture, listener: Listener
@@ -199,17 +227,22 @@ class Arena:
             dict(capture.equal),
         )
         self._listeners[generation] = listener
-        draft_fd = sealed_bytes(capture.draft)
+        taken = False
         try:
-            taken = await self._done(message, [draft_fd])
+            draft_fd = sealed_bytes(capture.draft)
+            try:
+                taken = await self._done(message, [draft_fd])
+            finally:
+                os.close(draft_fd)
         finally:
-            os.close(draft_fd)
-        if not taken:
-            self._listeners.pop(generation, None)
+            self._capture_has_ended()
+            if not taken:
+                self._listeners.pop(generation, None)
         return taken
 
     async def dropped(self, slot: FillingSlot) -> None:
         """Give back a slot into which nothing was captured."""
+        self._capture_has_ended()
         await self._done(Dropped(slot.number))
 
     async def flush(self, request: Flush) -> bool:
@@ -307,6 +340,7 @@ class Arena:
         """Look for a keeper until there is one, and hand it what this rank has sealed."""
         for tried in itertools.count():
             await asyncio.sleep(PAUSES_S[min(tried, len(PAUSES_S) - 1)])
+            await self._no_capture.wait()
             if not await self.open():
                 _log.info("rank %d has no keeper: %s", self._hello.rank, self.problem)
                 continue

@@ -143,17 +143,18 @@ async def _capture(
         equal = await _equal(job, global_plan)
         chunks = TensorChunks(plan.layout, plan.source)
         await capture_into(slot.memory, plan.layout, chunks, job.callbacks.moved)
+        job.callbacks.captured()
+        head = ("", job.step, job.created_s)
+        draft = fragment_of(head, rank, plan.reported, plan.shards, _no_image(), job.flat.tree)
+        encoded = await offload(draft.encode)
     except BaseException:
         await keeping.arena.dropped(slot)
         raise
-    job.callbacks.captured()
-    head = ("", job.step, job.created_s)
-    draft = fragment_of(head, rank, plan.reported, plan.shards, _no_image(), job.flat.tree)
     capture = Capture(
         layout=plan.layout,
         has_shards=chunks_to_write(plan.layout) > 0,
         created_s=job.created_s,
-        draft=await offload(draft.encode),
+        draft=encoded,
         accord="" if global_plan is None else global_plan.id.hex(),
         equal=equal,
     )
