@@ -239,7 +239,8 @@ def test_a_state_that_cannot_be_kept_is_left_out_and_said(tmp_path: Path) -> Non
             assert run_.step(1, {"x": object()}) is None
             handle = run_.step(2, {"x": 3})
             assert handle is not None
-            handle.wait(30)
+            run_.wait()
+            assert handle.agreed.done()
             assert (run_.counters.kept, run_.counters.not_kept) == (1, 1)
         for folder in keeper_folders():
             stop(folder)
