@@ -8,11 +8,12 @@ is opened by its own URI, and its manifest says which files it has.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from ...errors import StorageError
-from ..contract import ObjectInfo, Upload, check_key
+from ..contract import ObjectInfo, check_key
 from ..options import Option
+from ..read_only import ReadOnly
 from ..uri import Uri
 from .driver import ObjectDriver
 from .options import COMMON_OPTIONS, Requests
@@ -22,9 +23,10 @@ __all__ = ["HttpDriver"]
 _READING = ("part_size", "concurrency", "timeout", "read_timeout", "deadline", "ca", "proxy")
 
 
-class HttpDriver(ObjectDriver):
+class HttpDriver(ReadOnly, ObjectDriver):
     """What lies below one URL. Everything that would change or list it raises StorageError."""
 
+    reading_only: ClassVar[str] = "http:// is for reading only"
     OPTIONS: ClassVar[Mapping[str, Option]] = {name: COMMON_OPTIONS[name] for name in _READING}
     deviations: ClassVar[Mapping[str, str]] = {}
 
@@ -45,12 +47,6 @@ class HttpDriver(ObjectDriver):
     async def _check_container(self, key: str) -> None:
         """A web server has no buckets."""
 
-    async def create(self, key: str, nbytes: int) -> Upload:
-        self._refuse(key)
-
-    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        self._refuse(key)
-
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         if prefix:
             check_key(prefix, uri=self.uri)
@@ -58,18 +54,3 @@ class HttpDriver(ObjectDriver):
             "a web server cannot say what there is", uri=self.uri, key=prefix or None
         )
         yield  # what makes this a generator
-
-    async def delete(self, key: str) -> None:
-        self._refuse(key)
-
-    async def delete_all(self, prefix: str) -> None:
-        self._refuse(prefix)
-
-    async def sweep(self, prefix: str) -> None:
-        self._refuse(prefix)
-
-    def _refuse(self, key: str) -> NoReturn:
-        check_key(key, uri=self.uri)
-        raise StorageError(
-            "http:// is for reading only", uri=self.uri, key=key, advice="Save to another URI."
-        )

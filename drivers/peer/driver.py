@@ -18,14 +18,15 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPResponse
 from itertools import pairwise
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote_from_bytes, unquote_to_bytes, urlsplit
 
 from ...core.aio import wait_out
 from ...errors import DamagedError, HoldfastError, StorageDownError, StorageError, UriError
-from ..contract import Buffer, Driver, ObjectInfo, TakePiece, Traits, Upload, check_key, check_small
+from ..contract import Buffer, Driver, ObjectInfo, TakePiece, Traits, check_key, check_small
 from ..options import Option, duration, integer, option_values, switch
 from ..pieces import Rooms, piece_ends
+from ..read_only import ReadOnly
 from ..threads import OperationThreads
 from ..uri import Uri
 from .connections import Connections, Request
@@ -54,9 +55,10 @@ def token(text: str) -> str:
     return text
 
 
-class PeerDriver(Driver):
+class PeerDriver(ReadOnly, Driver):
     """What lies below one key of a keeper. Everything that would change it raises StorageError."""
 
+    reading_only: ClassVar[str] = "peer:// is for reading only"
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "token": Option(token, "", "of the run; never in the URI: HOLDFAST_PEER_TOKEN has it"),
         "tls": Option(switch, False, "whether the keeper speaks TLS"),
@@ -177,32 +179,11 @@ class PeerDriver(Driver):
             if not prefix or info.key == prefix or info.key.startswith(prefix + "/"):
                 yield info
 
-    async def create(self, key: str, nbytes: int) -> Upload:
-        self._refuse(key)
-
-    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        self._refuse(key)
-
-    async def delete(self, key: str) -> None:
-        self._refuse(key)
-
-    async def delete_all(self, prefix: str) -> None:
-        self._refuse(prefix)
-
-    async def sweep(self, prefix: str) -> None:
-        self._refuse(prefix)
-
     async def close(self) -> None:
         try:
             await self._threads.close(CLOSE_TIMEOUT_S)
         finally:
             self._connections.close()
-
-    def _refuse(self, key: str) -> NoReturn:
-        check_key(key, uri=self.uri)
-        raise StorageError(
-            "peer:// is for reading only", uri=self.uri, key=key, advice="Save to another URI."
-        )
 
     async def _run(self, doing: str, key: str, call: Callable[[Request], T]) -> T:
         """``call`` in a thread. Where the caller is cancelled its request is cut off, and the

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 from ...drivers.contract import (
     Buffer,
     Driver,
     ObjectInfo,
     Traits,
-    Upload,
     check_key,
     check_small,
 )
 from ...drivers.options import Option
+from ...drivers.read_only import ReadOnly
 from ...errors import DamagedError, NotFoundError, StorageError
 from ..arenas.label import Label
 from ..arenas.memory import Memory
@@ -42,9 +42,10 @@ def manifest_of(labels: Sequence[Label]) -> bytes:
     return merge([join([label.fragment() for label in in_order])]).encode()
 
 
-class TiersDriver(Driver):
+class TiersDriver(ReadOnly, Driver):
     """The images of one generation, and their manifest."""
 
+    reading_only: ClassVar[str] = "a checkpoint in memory is for reading only"
     remote: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
@@ -88,21 +89,6 @@ class TiersDriver(Driver):
             if not prefix or key == prefix or key.startswith(prefix + "/"):
                 yield await self.stat(key)
 
-    async def create(self, key: str, nbytes: int) -> Upload:
-        self._refuse(key)
-
-    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        self._refuse(key)
-
-    async def delete(self, key: str) -> None:
-        self._refuse(key)
-
-    async def delete_all(self, prefix: str) -> None:
-        self._refuse(prefix)
-
-    async def sweep(self, prefix: str) -> None:
-        self._refuse(prefix)
-
     async def close(self) -> None:
         self._closed = True
         self._images = {}
@@ -128,7 +114,3 @@ class TiersDriver(Driver):
                 key=key,
             )
         return content[start : start + nbytes]
-
-    def _refuse(self, key: str) -> NoReturn:
-        check_key(key, uri=self.uri)
-        raise StorageError("a checkpoint in memory is for reading only", uri=self.uri, key=key)
