@@ -96,7 +96,7 @@ drills: $(READY) test-servers  ## kill, cut off and fill up real servers in the 
 	@$(BIN)/pytest -m drill tests/servers $(TEST_ARGS)
 
 crash: $(READY)  ## kill saves and cut their power at every point, not at some; an hour, best as root
-	@HOLDFAST_TEST_CRASH_POINTS=all $(BIN)/pytest tests/crash -o faulthandler_timeout=14400 $(TEST_ARGS)
+	@HOLDFAST_TEST_CRASH_POINTS=all $(BIN)/pytest -m "" tests/crash -o faulthandler_timeout=14400 $(TEST_ARGS)
 
 damage: $(READY)  ## every byte and every length of a small checkpoint, before every reader; half an hour, or PART=0-2000 of them
 	@HOLDFAST_TEST_DAMAGE=$(or $(PART),all) $(BIN)/pytest tests/property/test_damage.py -o faulthandler_timeout=14400 $(TEST_ARGS)

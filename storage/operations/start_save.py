@@ -22,7 +22,7 @@ from ...core.spans import Recorder, recording, span
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...drivers.uri import Uri, join
-from ...errors import UsageError
+from ...errors import DeadlineError, UsageError
 from ..arenas.messages import Durable
 from ..pipeline.image_writer import Callbacks
 from ..ranks.calls import Call
@@ -54,6 +54,9 @@ __all__ = ["Destination", "begin_memory_step", "begin_save", "step_of_state"]
 LAZY_PAUSE_S = 0.002
 """How long a lazy save pauses first. Its Python code would make the trainer, which is returning
 from the call, wait for the GIL, up to 5 ms each time."""
+
+AGREED_S = 120.0
+"""How long a step that is kept in memory waits for the other ranks."""
 
 _log = logging.getLogger(__name__)
 _in_flight: dict[str, Future[None]] = {}
@@ -347,7 +350,9 @@ class _RunningSave:
         assert keeping is not None
         self.job.release_state()
         async with self._deadline.holds(self.handle.uri, rank):
-            return await asyncio.wrap_future(keeping.ended)
+            if keeping.storage is not None:
+                return await asyncio.wrap_future(keeping.ended)
+            return await _agreed(keeping, rank)
 
     def stay_in_memory(self) -> None:
         """The step is agreed on, and goes nowhere else."""
@@ -388,6 +393,17 @@ class _RunningSave:
         if self._job is not None:
             self._job.release_state()
             self._job = None
+
+
+async def _agreed(keeping: Keeping, rank: int) -> Durable | None:
+    """Wait for a step to be agreed on. Raises DeadlineError where other ranks do not keep it."""
+    try:
+        async with asyncio.timeout(AGREED_S):
+            return await asyncio.wrap_future(keeping.ended)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"the step is in memory here, and not on all ranks within {AGREED_S:g} s", rank=rank
+        ) from error
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -37,7 +37,7 @@ def check_losses(found: Found, steps: int) -> None:
     assert found.losses == {step: expected[step] for step in range(begun + 1, steps + 1)}
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.drill), 2])
 def test_all_trainers_are_killed_between_two_steps(run: KeptRun, world: int) -> None:
     """The job goes on from the last step, out of memory; storage has only an older one."""
     run.train(Job(9, every=4, accident=Accident(6, "kill")), world)
@@ -47,6 +47,7 @@ def test_all_trainers_are_killed_between_two_steps(run: KeptRun, world: int) -> 
     check_losses(found, 9)
 
 
+@pytest.mark.drill
 def test_one_of_two_trainers_is_killed(run: KeptRun) -> None:
     """torchrun ends the other one; the next job has lost at most the step at hand."""
     run.train(Job(9, accident=Accident(6, "kill", rank=1)), 2)
@@ -55,7 +56,10 @@ def test_one_of_two_trainers_is_killed(run: KeptRun) -> None:
     check_losses(found, 9)
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(point, marks=[pytest.mark.drill] * (point != "copy")) for point in POINTS],
+)
 def test_a_trainer_is_killed_while_a_step_is_captured(run: KeptRun, point: str) -> None:
     """The job goes on from the step before, and its slots are used again."""
     run.train(Job(5, accident=Accident(5, f"kill before {point}")))
@@ -80,7 +84,7 @@ def test_a_killed_trainer_whose_children_live_on_is_noticed(run: KeptRun) -> Non
     assert found.counters["not_kept"] == 0
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.drill), 2])
 def test_a_keeper_that_dies_is_replaced_and_nothing_sealed_is_lost(
     run: KeptRun, world: int
 ) -> None:
@@ -125,6 +129,7 @@ def test_what_is_on_storage_of_the_host_is_in_memory_again_after_it_has_rebooted
     assert len(list(kept.iterdir())) == 2
 
 
+@pytest.mark.drill
 def test_a_trainer_that_wakes_in_another_epoch_is_refused_and_harms_nothing(run: KeptRun) -> None:
     """It was stopped, so a new job has taken its place, while it has memory of the keeper mapped
     that cannot be taken from it."""
@@ -203,6 +208,7 @@ def test_a_trainer_that_is_told_to_end_leaves_its_step_in_storage(run: KeptRun) 
     assert step in (3, 4)
 
 
+@pytest.mark.drill
 def test_memory_that_is_older_than_storage_is_not_gone_back_to(run: KeptRun) -> None:
     """As where a job has trained on without a keeper meanwhile."""
     run.train(Job(3, accident=Accident(3, "kill")))
@@ -214,6 +220,7 @@ def test_memory_that_is_older_than_storage_is_not_gone_back_to(run: KeptRun) -> 
     check_losses(found, 8)
 
 
+@pytest.mark.drill
 def test_a_step_that_was_left_behind_does_not_come_back(run: KeptRun) -> None:
     """A job goes on from step 4, because step 5 is damaged, and is killed at once. What a later job
     goes on from is not the former step 5."""

@@ -19,7 +19,7 @@ from holdfast.storage.exchange import broadcast, setup
 from holdfast.storage.operations import rounds
 from holdfast.storage.ranks import answer, calls, failures, messages
 from holdfast.storage.ranks.messages import Nothing, codec
-from holdfast.storage.training import decisions, resume
+from holdfast.storage.training import decisions, memory_level, resume
 
 MODULES = [broadcast, setup, rounds, calls, failures, messages, answer, decisions, resume]
 KINDS = [
@@ -35,6 +35,8 @@ KINDS = [
     decisions.Decision,
     decisions.QuestionRecord,
     resume.Candidates,
+    resume.RunId,
+    memory_level.InMemory,
     rounds.AgreeVerdict,
     rounds.Arrived,
     rounds.Begun,
@@ -45,6 +47,8 @@ KINDS = [
     rounds.Fit,
     rounds.FitReport,
     rounds.HeldStatement,
+    rounds.Keepable,
+    rounds.Kept,
     rounds.Hosts,
     rounds.OnHost,
     rounds.PlanDecision,

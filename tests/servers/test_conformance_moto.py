@@ -11,6 +11,7 @@ from support.conformance_run import run_conformance
 KIT_S = 300
 
 
+@pytest.mark.drill  # real servers of S3 prove more
 @pytest.mark.timeout(KIT_S + 20)
 def test_the_kit_passes(moto_url: str, tmp_path: Path) -> None:
     """Every trial that applies passes, and nothing is declared as a deviation."""

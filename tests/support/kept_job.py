@@ -104,6 +104,8 @@ def main() -> None:
             time.sleep(60)  # as a worker of a data loader may outlive its trainer
             os._exit(0)
         for step in range(at + 1, job.steps + 1):
+            if world > 1:
+                dist.barrier()  # as gradients keep ranks together
             loss = take_step(state, step)
             if job.accident is not None and job.accident.step == step:
                 arm(job.accident, rank)
@@ -142,7 +144,7 @@ def take_step(state: dict[str, Any], step: int) -> float:
 def wait_for(handle: holdfast.SaveHandle) -> None:
     """Until the step is safe, if it comes to that."""
     try:
-        handle.wait(20)
+        handle.wait(10)
     except holdfast.HoldfastError as error:
         print(f"step not kept: {error}", file=sys.stderr)
 
