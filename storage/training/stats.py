@@ -52,8 +52,6 @@ class Stats:
         self.counters = Counters()
         self.durable_step = 0
         """The newest step that is in storage."""
-        self.kept_step = 0
-        """The newest step that is in the memory of keepers."""
         self._error: BaseException | None = None
         self._first_error: BaseException | None = None
         self._lock = new_lock()
@@ -73,7 +71,6 @@ class Stats:
 
     def kept(self, step: int) -> None:
         """It is in the memory of keepers."""
-        self.kept_step = step
         self._add(kept=1)
 
     def not_kept(self, step: int, why: str) -> None:
