@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["at_most", "side_by_side", "to_the_end", "wait_out"]
+__all__ = ["all_or_none", "at_most", "side_by_side", "to_the_end", "wait_out"]
 
 T = TypeVar("T")
 
@@ -104,3 +104,41 @@ async def at_most(limit: int, coroutines: Iterable[Coroutine[Any, Any, None]]) -
     finally:
         for coroutine in given:
             coroutine.close()  # one that never had its turn, because this was cancelled
+
+
+async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all of them at the same time. The first that fails, or is cancelled, has the others
+    cancelled; what it raised is raised once all have ended. Likewise if the caller is cancelled."""
+    tasks: list[asyncio.Future[None]] = []
+    first: asyncio.Future[None] | None = None
+    asked_to_end = False
+
+    def begun(coroutine: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        task = asyncio.ensure_future(coroutine)
+        task.add_done_callback(ended)
+        return task
+
+    def ended(task: asyncio.Future[None]) -> None:
+        nonlocal first
+        if task.cancelled() or task.exception() is not None:
+            first = first or task
+            cancel_all()
+
+    def cancel_all() -> None:
+        nonlocal asked_to_end
+        if not asked_to_end:
+            asked_to_end = True
+            for task in tasks:
+                task.cancel()
+
+    tasks += map(begun, coroutines)
+    cancelled = await wait_out(tasks, on_cancel=cancel_all)
+    try:
+        if cancelled is not None:
+            raise cancelled
+        if first is not None:
+            first.result()
+    finally:
+        # The error's frames hold this one, and all memory that was in use in them.
+        tasks.clear()
+        first = cancelled = None

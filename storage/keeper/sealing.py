@@ -1,31 +1,67 @@
-"""Sealing: a captured image is hashed where it lies, and its pages are written behind it."""
+"""Sealing: a captured image is hashed where it lies, and its pages are written behind it. Whether
+memory holds the image of a label is found out likewise."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from ...core.aio import at_most
 from ...core.units import ceil_div
 from ...planner.image import DIGEST_NBYTES
+from ..arenas.label import Label
 from ..arenas.memory import Memory
 from ..format.digest import digest, page_of
 from ..runtime.engine import CPU_THREADS, offload
 
-__all__ = ["seal"]
+__all__ = ["is_sealed", "seal"]
 
 
 async def seal(memory: Memory, hashed_end: int, chunk_nbytes: int, block_nbytes: int) -> bytes:
     """Hash bytes [0, hashed_end) of the image in ``memory``, write its pages, and return the
     digests of its chunks, 16 bytes each. Nothing is done where nothing is hashed: a rank without a
     shard has no image."""
-    chunks = ceil_div(hashed_end, chunk_nbytes)
-    digests = bytearray(DIGEST_NBYTES * chunks)
+    digests = bytearray(DIGEST_NBYTES * ceil_div(hashed_end, chunk_nbytes))
+
+    def sealed(chunk: int, page: bytes, at: int) -> None:
+        memory.view[at : at + len(page)] = page
+        digests[chunk * DIGEST_NBYTES : (chunk + 1) * DIGEST_NBYTES] = digest(page)
+
+    await _each_page(memory, hashed_end, chunk_nbytes, block_nbytes, sealed)
+    return bytes(digests)
+
+
+async def is_sealed(memory: Memory, label: Label) -> bool:
+    """Whether what lies in ``memory``, of ``label.nbytes``, is the image of ``label``, with its
+    pages. The sizes that the label tells are those of an image: see ``check_sizes``."""
+    damaged = set[int]()
+    digests = label.digests
+
+    def compare(chunk: int, page: bytes, at: int) -> None:
+        expected = digests[chunk * DIGEST_NBYTES : (chunk + 1) * DIGEST_NBYTES]
+        if digest(page) != expected or memory.view[at : at + len(page)] != page:
+            damaged.add(chunk)
+
+    if len(digests) != DIGEST_NBYTES * ceil_div(label.hashed_end, label.chunk_nbytes):
+        return False
+    await _each_page(memory, label.hashed_end, label.chunk_nbytes, label.block_nbytes, compare)
+    return not damaged
+
+
+async def _each_page(
+    memory: Memory,
+    hashed_end: int,
+    chunk_nbytes: int,
+    block_nbytes: int,
+    take: Callable[[int, bytes, int], None],
+) -> None:
+    """Hash all chunks. ``take`` is given each one's number, its page, and where in the image that
+    belongs; it is called in threads."""
     page_nbytes = DIGEST_NBYTES * (chunk_nbytes // block_nbytes)
 
     def hash_chunk(chunk: int) -> None:
         start = chunk * chunk_nbytes
         page = page_of(memory.view[start : min(start + chunk_nbytes, hashed_end)], block_nbytes)
-        at = hashed_end + chunk * page_nbytes
-        memory.view[at : at + len(page)] = page
-        digests[chunk * DIGEST_NBYTES : (chunk + 1) * DIGEST_NBYTES] = digest(page)
+        take(chunk, page, hashed_end + chunk * page_nbytes)
 
-    await at_most(CPU_THREADS, (offload(hash_chunk, chunk) for chunk in range(chunks)))
-    return bytes(digests)
+    chunks = range(ceil_div(hashed_end, chunk_nbytes))
+    await at_most(CPU_THREADS, (offload(hash_chunk, chunk) for chunk in chunks))

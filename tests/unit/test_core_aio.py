@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from holdfast.core.aio import at_most, side_by_side, to_the_end
+from holdfast.core.aio import all_or_none, at_most, side_by_side, to_the_end
 
 pytestmark = pytest.mark.clocked
 
@@ -116,3 +116,59 @@ def test_at_most_closes_what_never_had_its_turn(no_leaks: None) -> None:
 def test_nothing_side_by_side_is_nothing() -> None:
     """No coroutine, no result."""
     assert asyncio.run(side_by_side()) == []
+
+
+@pytest.mark.parametrize("cancels_itself", [False, True])
+def test_the_first_failure_ends_all_of_it(cancels_itself: bool) -> None:
+    """The others are cancelled, and waited for; also where one was cancelled by itself."""
+    ended = []
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        if cancels_itself:
+            raise asyncio.CancelledError
+        raise OSError(5, "Input/output error")
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0)
+            ended.append("waits")
+
+    async def main() -> None:
+        with pytest.raises(asyncio.CancelledError if cancels_itself else OSError):
+            await all_or_none([waits(), fails(), waits()])
+        assert ended == ["waits", "waits"]
+
+    asyncio.run(main())
+
+
+def test_who_is_cancelled_ends_all_of_it() -> None:
+    """However often: each is cancelled once, and has ended when the caller returns."""
+    ended = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)
+            ended.append("waits")
+            raise
+
+    async def main() -> None:
+        caller = asyncio.create_task(all_or_none([waits(), waits()]))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            caller.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert ended == ["waits", "waits"]
+
+    asyncio.run(main())
+
+
+def test_all_of_nothing_is_done() -> None:
+    """Without an error."""
+    asyncio.run(all_or_none([]))

@@ -1,0 +1,427 @@
+"""Keepers that guard each other's images: whatever is lost comes back byte for byte, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.guarded import STEP, Members, members, room
+
+from holdfast.core.units import MIB
+from holdfast.errors import DamagedError, StorageDownError, StorageError, UsageError
+from holdfast.planner.parity import DataBlock, ParityBlock
+from holdfast.storage.arenas.hosts import GuardedGroup
+from holdfast.storage.arenas.label import GenerationId, Label
+from holdfast.storage.arenas.memory import Memory
+from holdfast.storage.format.digest import digest
+from holdfast.storage.keeper.combining import BUFFERS_NBYTES, PULLED_NBYTES_MAX, WORKERS, Block
+from holdfast.storage.keeper.guarding import guard, image_nbytes, parity_is_intact, rebuild
+
+SHAPES = [
+    pytest.param("copy", [[70_000], [50_000]], 1, id="copy of 2"),
+    pytest.param("copy", [[0, 9000], [50_000, 1]], 1, id="copy of 2, one image missing"),
+    pytest.param("xor", [[70_000], [50_000], [1]], 1, id="xor of 3"),
+    pytest.param("xor", [[70_000, 9000], [50_000, 0], [1, 1], [40_000]], 1, id="xor of 4, 2 ranks"),
+    pytest.param("xor", [[70_000], [0], [33_000], [40_000], [64_000]], 1, id="xor of 5"),
+    pytest.param("pq", [[70_000], [50_000], [1]], 2, id="pq of 3"),
+    pytest.param("pq", [[70_000, 1], [50_000, 0], [0, 9000], [40_000]], 2, id="pq of 4, 2 ranks"),
+    pytest.param("pq", [[70_000], [50_000], [33_000], [40_000], [64_000]], 2, id="pq of 5"),
+]
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def with_members(
+    mode: str, sizes: list[list[int]], body: Callable[[Members], Awaitable[None]]
+) -> None:
+    """Run ``body`` with a group; then give its memory back."""
+
+    async def main() -> None:
+        group = await members(mode, sizes)
+        try:
+            await body(group)
+            assert group.in_flight == 0
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+        finally:
+            group.close()
+
+    asyncio.run(main())
+
+
+def mapped() -> int:
+    """How many mappings of memory without a name this process has."""
+    with open("/proc/self/maps") as file:
+        return sum("memfd:holdfast" in line for line in file)
+
+
+@pytest.mark.parametrize(("mode", "sizes", "good"), SHAPES)
+def test_every_loss_that_may_be_is_made_good(mode: str, sizes: list[list[int]], good: int) -> None:
+    """Of each member and of each two where two may be lost: all their images come back byte for byte,
+    and nothing is asked of a host that is lost. Where more are lost, no other image comes back."""
+
+    async def body(group: Members) -> None:
+        await group.guard_all()
+        count = len(sizes)
+        for number in range(1, good + 2):
+            for lost in itertools.combinations(range(count), number):
+                for rank in (rank for member in lost for rank in group.group.ranks[member]):
+                    try:
+                        memory = await group.rebuilt(rank, lost)
+                    except DamagedError as error:
+                        assert number > good
+                        assert (
+                            f"{number} hosts of a group of {count} are lost, and {mode} makes good "
+                            f"{good}: the image of rank {rank} of step 70 cannot be made again"
+                        ) in str(error)
+                        continue
+                    if image_nbytes(Label.decode(group.labels[rank])):
+                        assert memory.view == group.images[rank].view
+                    memory.close()
+
+    with_members(mode, sizes, body)
+
+
+def test_one_loss_too_many_is_refused() -> None:
+    """Where all images have bytes, always; and before anything is pulled."""
+
+    async def body(group: Members) -> None:
+        await group.guard_all()
+        group.pulled_nbytes = 0
+        for lost in itertools.combinations(range(4), 2):
+            with pytest.raises(
+                DamagedError, match="2 hosts of a group of 4 are lost, and xor makes"
+            ):
+                await group.rebuilt(lost[0], lost)
+        assert group.pulled_nbytes == 0
+
+    with_members("xor", [[90_000]] * 4, body)
+
+
+def test_parity_is_what_others_need_and_no_more() -> None:
+    """Each member holds a third of an image; who rebuilds one pulls three times its bytes."""
+
+    async def body(group: Members) -> None:
+        await group.guard_all()
+        nbytes = group.images[0].nbytes
+        for member, guarded in group.held.items():
+            (held,) = guarded.parities
+            assert held.block.member == member
+            assert nbytes / 3 <= held.block.nbytes <= nbytes / 3 + 4096
+            assert held.memory is not None
+            assert held.memory.nbytes == held.block.nbytes
+            labels = sum(map(len, group.labels.values()))
+            assert guarded.nbytes == held.block.nbytes + labels
+            assert guarded.labels == group.labels
+        group.pulled_nbytes = 0
+        (await group.rebuilt(2, [2])).close()
+        # The last block of an image is shorter, and counts in another stripe.
+        assert 3 * nbytes - 2 * 4096 < group.pulled_nbytes <= 3 * nbytes
+
+    with_members("xor", [[1_000_000]] * 4, body)
+
+
+def test_a_rank_without_a_shard_costs_nothing() -> None:
+    """It has a slot, and a label; what lies in the slot is of no interest to anyone."""
+
+    async def body(group: Members) -> None:
+        group.images[0].view[:] = b"x" * group.images[0].nbytes
+        await group.guard_all()
+        assert [p.memory for p in group.held[1].parities] == [None]
+        assert await parity_is_intact(group.held[1].parities[0])
+        assert image_nbytes(Label.decode(group.labels[0])) == 0
+        group.pulled_nbytes = 0
+        (await group.rebuilt(0, [0])).close()
+        assert group.pulled_nbytes == 0
+
+    with_members("copy", [[0], [50_000]], body)
+
+
+def test_flipped_bits_of_parity_are_found() -> None:
+    """By whoever holds it, before it is handed out; and else by whoever makes an image of it."""
+
+    async def body(group: Members) -> None:
+        await group.guard_all()
+        held = group.held[0].parities[0]
+        assert held.digest == digest(held.view)
+        assert await parity_is_intact(held)
+        for at in (0, held.block.nbytes // 2, held.block.nbytes - 1):
+            held.view[at] ^= 1
+            assert not await parity_is_intact(held)
+            wrong = 0
+            for rank in (1, 2):
+                try:
+                    memory = await group.rebuilt(rank, [rank])
+                except DamagedError as error:
+                    wrong += 1
+                    assert f"rank {rank} of step 70, made again" in str(error)
+                    assert "does not match its label" in str(error)
+                else:
+                    assert memory.view == group.images[rank].view
+            assert wrong > 0
+            held.view[at] ^= 1
+
+    with_members("xor", [[90_000], [90_000], [90_000]], body)
+
+
+@pytest.mark.parametrize("at", [0, 8191, 20_000, -1], ids=["first", "page", "later", "digests"])
+@pytest.mark.parametrize("mode", ["copy", "xor", "pq"])
+def test_flipped_bits_on_the_way_are_found(mode: str, at: int) -> None:
+    """In the data, and in the digests at its end: no image that differs from its label is
+    returned."""
+
+    async def body(group: Members) -> None:
+        await group.guard_all()
+        (lane,) = group.group.lanes({rank: held.nbytes for rank, held in group.images.items()})
+        place = at % group.images[0].nbytes
+        (repair,) = (
+            one
+            for one in lane.repairs([0], 0)
+            if one.wanted.start <= place < one.wanted.start + one.wanted.nbytes
+        )
+
+        def flip(block: Block, start: int, into: memoryview) -> None:
+            """In the last block of the stripe, which is parity, that byte counts."""
+            if block == repair.pulled[-1]:
+                into[place - repair.wanted.start - start] ^= 0x10
+
+        group.after = flip
+        with pytest.raises(DamagedError, match=r"rank 0 of step 70, made again .*\(rank 0\)"):
+            await group.rebuilt(0, [0])
+        group.after = None
+        memory = await group.rebuilt(0, [0])
+        assert memory.view == group.images[0].view
+        memory.close()
+
+    with_members(mode, [[100_000]] * (2 if mode == "copy" else 4), body)
+
+
+def test_an_image_that_has_changed_since_it_was_sealed_is_not_passed_on() -> None:
+    """Parity of it makes nothing that would match a label."""
+
+    async def body(group: Members) -> None:
+        group.images[1].view[5000] ^= 1
+        await group.guard_all()
+        with pytest.raises(DamagedError, match="rank 1 of step 70, made again"):
+            await group.rebuilt(1, [1])
+
+    with_members("copy", [[9000], [50_000]], body)
+
+
+@pytest.mark.parametrize("doing", ["guard", "rebuild"])
+@pytest.mark.parametrize("end", ["fails", "is cancelled", "cancels itself"])
+@pytest.mark.parametrize("after", [0, 1, 4, 9])
+@pytest.mark.parametrize("mode", ["copy", "xor", "pq"])
+def test_what_does_not_end_well_leaves_nothing(mode: str, after: int, end: str, doing: str) -> None:
+    """A pull fails, or all of it is cancelled: the other pulls are ended, no task stays, and all
+    memory is given back, however far it had come."""
+    before = mapped()
+
+    async def body(group: Members) -> None:
+        await group.guard_all()
+        kept = mapped()
+        count = 0
+        work: asyncio.Future[Any] | None = None
+
+        async def stop(block: Block, into: memoryview) -> None:
+            nonlocal count
+            count += 1
+            if count == after + 1:
+                if end == "fails":
+                    raise StorageError("the network is gone")
+                if end == "cancels itself":
+                    raise asyncio.CancelledError
+                assert work is not None
+                work.cancel()
+            if count > after:
+                await asyncio.sleep(60)
+
+        group.before = stop
+        if doing == "guard":
+            work = asyncio.ensure_future(
+                guard(group.group, 0, STEP, group.labels, group.pull, room)
+            )
+        else:
+            work = asyncio.ensure_future(group.rebuilt(0, [0]))
+        try:
+            (await work).close()
+            assert count <= after
+        except (StorageError, asyncio.CancelledError) as error:
+            assert isinstance(error, StorageError) is (end == "fails")
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert group.in_flight == 0
+        work = None
+        await asyncio.sleep(
+            0
+        )  # the loop itself holds a task until the turn is over that it ends in
+        gc.collect()
+        assert mapped() == kept
+
+    sizes = [[100_000, 30_000, 1000]] * (2 if mode == "copy" else 4)
+    with_members(mode, sizes, body)
+    assert mapped() == before
+
+
+def test_a_failure_does_not_wait_for_what_was_not_begun() -> None:
+    """The first one ends all of it."""
+
+    async def body(group: Members) -> None:
+        count = 0
+
+        async def fail(block: Block, into: memoryview) -> None:
+            nonlocal count
+            count += 1
+            raise StorageDownError("gone")
+
+        group.before = fail
+        with pytest.raises(StorageDownError, match="gone"):
+            await guard(group.group, 0, STEP, group.labels, group.pull, room)
+        assert count <= WORKERS
+
+    with_members("copy", [[9000] * 40] * 2, body)
+
+
+def test_no_room_is_said_and_what_there_was_is_given_back() -> None:
+    """The second block finds none."""
+    made: list[Memory] = []
+
+    def little(nbytes: int) -> Memory:
+        if made:
+            raise OSError(28, "No space left on device")
+        made.append(room(nbytes))
+        return made[0]
+
+    async def body(group: Members) -> None:
+        with pytest.raises(OSError, match="No space left"):
+            await guard(group.group, 0, STEP, group.labels, group.pull, little)
+        assert made[0].fd == -1
+        assert group.pulled_nbytes == 0
+
+    with_members("copy", [[9000, 9000]] * 2, body)
+
+
+@pytest.mark.parametrize(("mode", "count"), [("copy", 2), ("xor", 3), ("xor", 5), ("pq", 4)])
+def test_several_pulls_are_under_way_in_bounded_memory(mode: str, count: int) -> None:
+    """Of large images: as many as workers have blocks, none larger than may be, and all together no
+    more than the buffers."""
+
+    async def body(group: Members) -> None:
+        async def slow(block: Block, into: memoryview) -> None:
+            await asyncio.sleep(0.002)
+
+        group.before = slow
+        await group.guard_all()
+        width = 1 if mode == "copy" else count - (2 if mode == "pq" else 1)
+        assert 2 <= group.most_in_flight <= WORKERS * width
+        (await group.rebuilt(1, [1])).close()
+        assert group.most_in_flight <= WORKERS * (count - 1)
+        assert MIB <= group.largest <= PULLED_NBYTES_MAX
+        assert group.most_nbytes <= BUFFERS_NBYTES
+
+    with_members(mode, [[20 * MIB + 5]] * count, body)
+
+
+def labels_of(group: Members, rank: int, **changes: Any) -> dict[int, bytes]:
+    """All labels, one of them altered."""
+    altered = replace(Label.decode(group.labels[rank]), **changes).encode()
+    return {**group.labels, rank: altered}
+
+
+def test_labels_that_cannot_be_right_are_refused_by_name() -> None:
+    """Damaged, missing, of another rank or step, or with sizes that no image has: nothing is
+    pulled."""
+
+    async def body(group: Members) -> None:
+        other = GenerationId(1, 71)
+        cases = [
+            ({**group.labels, 1: group.labels[1][:-1] + b"x"}, DamagedError, "its own checksum"),
+            ({0: group.labels[0]}, UsageError, "the label of rank 1 is missing"),
+            ({**group.labels, 1: group.labels[0]}, DamagedError, "rank 0 .* not that of rank 1"),
+            (labels_of(group, 1, generation=other), DamagedError, "not belong to that of rank 0"),
+            (labels_of(group, 1, run="other"), DamagedError, "not belong to that of rank 0"),
+            (labels_of(group, 1, nbytes=5), DamagedError, "contradicts itself: its pages"),
+        ]
+        for labels, kind, text in cases:
+            with pytest.raises(kind, match=text):
+                await guard(group.group, 0, STEP, labels, group.pull, room)
+            with pytest.raises(kind, match=text):
+                await rebuild(group.group, 1, [1], labels, group.pull, group.images[1])
+        with pytest.raises(DamagedError, match="rank 0 of step 70 is not that of step 71"):
+            await guard(group.group, 0, other, group.labels, group.pull, room)
+        assert group.pulled_nbytes == 0
+
+    with_members("copy", [[9000], [50_000]], body)
+
+
+def test_calls_that_cannot_be_right_are_refused() -> None:
+    """Ranks and members that are not of the group, memory of another size, groups that are none."""
+
+    async def body(group: Members) -> None:
+        await group.guard_all()
+        with pytest.raises(UsageError, match="a group of 2 hosts has no member 2"):
+            await guard(group.group, 2, STEP, group.labels, group.pull, room)
+        with pytest.raises(UsageError, match="rank 7 is in no place of this group"):
+            await rebuild(group.group, 7, [1], group.labels, group.pull, group.images[1])
+        with pytest.raises(UsageError, match=r"of 53,456 bytes does not go into 12,\d+"):
+            await rebuild(group.group, 1, [1], group.labels, group.pull, group.images[0])
+        for mode, text in [("raid", "'raid' is no way to protect"), ("pq", "host-0, host-1: ")]:
+            none = GuardedGroup(mode, group.group.names, group.group.ranks)
+            with pytest.raises(UsageError, match=text):
+                await guard(none, 0, STEP, group.labels, group.pull, room)
+
+    with_members("copy", [[9000], [50_000]], body)
+
+
+def test_an_image_is_made_again_beside_the_host_that_has_lost_it() -> None:
+    """A member whose memory is gone counts as lost for its own image, also where it is not named."""
+
+    async def body(group: Members) -> None:
+        await group.guard_all()
+        memory = await group.rebuilt(0, [])
+        assert memory.view == group.images[0].view
+        memory.close()
+
+    with_members("xor", [[90_000]] * 3, body)
+
+
+def test_a_label_whose_digests_are_too_few_matches_no_image() -> None:
+    """However right the bytes are."""
+
+    async def body(group: Members) -> None:
+        await group.guard_all()
+        digests = Label.decode(group.labels[1]).digests
+        assert len(digests) > 16
+        labels = labels_of(group, 1, digests=digests[:-16])
+        memory = room(group.images[1].nbytes)
+        with pytest.raises(DamagedError, match="does not match its label"):
+            await rebuild(group.group, 1, [1], labels, group.pull, memory)
+        memory.close()
+
+    with_members("copy", [[9000], [50_000]], body)
+
+
+def test_blocks_are_asked_of_whom_they_lie_with() -> None:
+    """Data of an image by its place in it, and parity by stripe and row, which the member holds."""
+    seen: list[Block] = []
+
+    async def body(group: Members) -> None:
+        async def note(block: Block, into: memoryview) -> None:
+            seen.append(block)
+
+        await group.guard_all()
+        group.before = note
+        (await group.rebuilt(0, [0])).close()
+        for block in seen:
+            if isinstance(block, ParityBlock):
+                held = group.held[block.member].parities
+                assert (block.stripe, block.row) in {(p.block.stripe, p.block.row) for p in held}
+            else:
+                assert isinstance(block, DataBlock)
+                assert block.stop <= group.images[block.member].nbytes
+        assert {type(block) for block in seen} == {DataBlock, ParityBlock}
+
+    with_members("pq", [[90_000]] * 4, body)
