@@ -28,8 +28,9 @@ PROGRAMS = (
     "memory",
     "keeper",
     "parity",
+    "rebuild",
 )
-OWN_SIZE = ("replicas", "reshard", "small", "memory", "parity")
+OWN_SIZE = ("replicas", "reshard", "small", "memory", "parity", "rebuild")
 """Programs that know their size themselves; --gib is for the others."""
 
 

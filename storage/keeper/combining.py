@@ -37,8 +37,9 @@ BUFFERS_NBYTES = 64 * MIB
 """Of all that is pulled and not combined yet."""
 PULLED_NBYTES_MAX = 16 * MIB
 """Of one pull: larger ones are no faster."""
-WORKERS = 4
-"""Ranges that are made at the same time: while one is combined, others are pulled."""
+WORKERS = 2
+"""Parts that are made at the same time: while one is combined, another is pulled. More of them take
+no less time, and more processor time, since each of their pulls is smaller."""
 _COMBINED_NBYTES = MIB
 """What is made of so many bytes stays in a processor's cache until the last of them is added."""
 Combine: TypeAlias = Callable[[Bytes, Sequence[Bytes]], None]

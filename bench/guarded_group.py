@@ -1,0 +1,157 @@
+"""A group of four keepers that guard each other by XOR, in one process, and two ways to their
+memory: the server that keepers have, and bare sockets.
+
+Both send from where images and parity lie. A bare server is asked for bytes of one object by
+:data:`ASKED`, and sends them from a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from ..core.units import round_up
+from ..errors import NotFoundError
+from ..planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES, blocks_of
+from ..planner.parity import ParityBlock
+from ..storage.arenas.hosts import GuardedGroup
+from ..storage.arenas.label import GenerationId, Label
+from ..storage.arenas.memory import Memory, sealed_memory
+from ..storage.keeper.combining import Block
+from ..storage.keeper.guarding import guard
+from ..storage.keeper.sealing import seal
+from ..storage.keeper.serve import serve
+from ..storage.keeper.serve_options import ServeOptions
+from ..storage.keeper.shelf import Content, Item
+
+__all__ = ["ASKED", "GENERATION", "GROUP", "RUN", "key_of", "label_key", "room", "serve_group"]
+
+RUN = "run"
+GENERATION = GenerationId(1, 1)
+GROUP = GuardedGroup("xor", ("a", "b", "c", "d"), ((0,), (1,), (2,), (3,)))
+ASKED = struct.Struct("!64sQQ")
+"""The key of an object, and from where on how many of its bytes are wanted."""
+_SENT_NBYTES = 1 << 20
+
+
+def key_of(block: Block) -> str:
+    """The object that a block is a part of."""
+    if isinstance(block, ParityBlock):
+        return f"{block.member}/parity-{block.stripe}-{block.row}"
+    return f"{block.member}/image"
+
+
+def label_key(rank: int) -> str:
+    """The object that is the label of a rank."""
+    return f"{rank}/label"
+
+
+def room(nbytes: int) -> Memory:
+    """Memory, as a keeper makes it for an image."""
+    memory = Memory(sealed_memory(nbytes, reserve=True), nbytes)
+    memory.populate()
+    return memory
+
+
+class _Shelf:
+    """Objects in memory, by their keys below :data:`RUN`."""
+
+    def __init__(self, objects: Mapping[str, memoryview]) -> None:
+        self.objects = objects
+
+    def listing(self) -> Sequence[Item]:
+        """See ``Shelf``."""
+        return [Item(f"{RUN}/{key}", len(view), 0.0) for key, view in self.objects.items()]
+
+    @contextmanager
+    def open(self, key: str) -> Iterator[Content]:
+        """See ``Shelf``."""
+        view = self.objects.get(key.removeprefix(f"{RUN}/"))
+        if view is None:
+            raise NotFoundError("no such object", key=key)
+        yield Content(view, 0.0)
+
+    def status(self) -> Mapping[str, object]:
+        """See ``Shelf``."""
+        return {}
+
+    def metrics(self) -> str:
+        """See ``Shelf``."""
+        return ""
+
+
+async def _image(rank: int, nbytes: int) -> tuple[Memory, Label]:
+    """An image of noise, sealed."""
+    hashed_end = round_up(nbytes, PAGE_NBYTES)
+    memory = room(hashed_end + DIGEST_NBYTES * blocks_of(hashed_end, BLOCK_NBYTES))
+    random = np.random.default_rng(rank)
+    for start in range(0, nbytes, CHUNK_NBYTES):
+        part = memory.view[start : min(start + CHUNK_NBYTES, nbytes)]
+        part[:] = random.bytes(len(part))
+    draft = Label(
+        run=RUN,
+        generation=GENERATION,
+        rank=rank,
+        world=len(GROUP.names),
+        nbytes=memory.nbytes,
+        hashed_end=hashed_end,
+        chunk_nbytes=CHUNK_NBYTES,
+        block_nbytes=BLOCK_NBYTES,
+        created_s=0.0,
+    )
+    digests = await seal(memory, hashed_end, CHUNK_NBYTES, BLOCK_NBYTES)
+    return memory, replace(draft, digests=digests)
+
+
+async def _objects(nbytes: int) -> dict[str, memoryview]:
+    """All images of ``nbytes``, all parity of them, and the labels."""
+    images, labels = {}, {}
+    for rank in range(len(GROUP.names)):
+        images[rank], label = await _image(rank, nbytes)
+        labels[rank] = label.encode()
+
+    async def pull(member: int, lane: int, block: Block, start: int, into: memoryview) -> None:
+        assert not isinstance(block, ParityBlock)
+        begin = block.start + start
+        into[:] = images[member].view[begin : begin + len(into)]
+
+    objects = {f"{rank}/image": memory.view for rank, memory in images.items()}
+    for member in range(len(GROUP.names)):
+        held = await guard(GROUP, member, GENERATION, labels, pull, room)
+        objects.update({key_of(parity.block): parity.view for parity in held.parities})
+    objects.update({label_key(rank): memoryview(label) for rank, label in labels.items()})
+    return objects
+
+
+def _send(connection: socket.socket, objects: Mapping[str, memoryview]) -> None:
+    with connection:
+        while asked := connection.recv(ASKED.size, socket.MSG_WAITALL):
+            key, start, nbytes = ASKED.unpack(asked)
+            view = objects[key.rstrip(b"\0").decode()]
+            for at in range(start, start + nbytes, _SENT_NBYTES):
+                connection.sendall(view[at : min(at + _SENT_NBYTES, start + nbytes)])
+
+
+def _accept(listening: socket.socket, objects: Mapping[str, memoryview]) -> None:
+    while True:
+        connection, _ = listening.accept()
+        threading.Thread(target=_send, args=(connection, objects), daemon=True).start()
+
+
+async def serve_group(nbytes: int, token: str) -> None:
+    """Serve a group whose images have ``nbytes`` until standard input ends. Prints the ports of the
+    keepers' server and of the bare one."""
+    objects = await _objects(nbytes)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=_accept, args=(listening, objects), daemon=True).start()
+        async with serve(_Shelf(objects), ServeOptions(token)) as server:
+            print(server.port, listening.getsockname()[1], flush=True)
+            await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

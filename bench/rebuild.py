@@ -1,0 +1,236 @@
+"""An image of a lost host, made again of what three others hold, and parity made of their images:
+over ``peer://``, beside bare sockets that move the same bytes.
+
+All hosts are one process here, which serves their memory on loopback; so whoever is measured shares
+the processors with it. *Bare sockets* receive with as many threads as the drivers of three hosts,
+a mebibyte at a time, and drop it. What is made again is compared with its label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+from ..drivers.options import option_values
+from ..drivers.peer.driver import PeerDriver
+from ..drivers.uri import parse as parse_uri
+from ..planner.parity import Lane
+from ..storage.arenas.label import Label
+from ..storage.keeper.combining import Block
+from ..storage.keeper.guarding import guard, image_nbytes, rebuild
+from ..storage.keeper.serve_options import new_token
+from ..storage.runtime.engine import run
+from .contest import Contestant, contest
+from .guarded_group import (
+    ASKED,
+    GENERATION,
+    GROUP,
+    RUN,
+    key_of,
+    label_key,
+    room,
+    serve_group,
+)
+from .machine import describe
+from .options import GIB, Options, options, parser, work_folder
+from .report import LIMIT, OURS, Report, Series, Target, ratio
+
+__all__: list[str] = []
+
+LOST = 0
+PULLED_PER_BYTE = 3
+"""Two blocks of data and one of parity for each that is made again."""
+GUARD = "parity"
+THREADS = 12
+_RECEIVED_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to move ``nbytes``."""
+
+    name: str
+    nbytes: int
+    run: Callable[[], None]
+
+
+class _Peers:
+    """The three hosts that are left, as drivers."""
+
+    def __init__(self, port: int, token: str) -> None:
+        uri = parse_uri(f"peer://127.0.0.1:{port}/{RUN}")
+        values = {**option_values(PeerDriver.OPTIONS, uri), "token": token}
+        self._drivers = {
+            member: PeerDriver(uri, values) for member in range(len(GROUP.names)) if member != LOST
+        }
+        self.labels = run(self._labels())
+        self.label = Label.decode(self.labels[LOST])
+        self._image = room(self.label.nbytes)
+
+    async def _labels(self) -> dict[int, bytes]:
+        (driver, *_) = self._drivers.values()
+        return {rank: await driver.get(label_key(rank)) for rank in range(len(GROUP.names))}
+
+    async def _pull(
+        self, member: int, lane: int, block: Block, start: int, into: memoryview
+    ) -> None:
+        at = start + getattr(block, "start", 0)
+        await self._drivers[member].read(key_of(block), at, into)
+
+    @property
+    def lane(self) -> Lane:
+        """Of the images."""
+        sizes = {rank: image_nbytes(Label.decode(label)) for rank, label in self.labels.items()}
+        (lane,) = GROUP.lanes(sizes)
+        return lane
+
+    def rebuild(self) -> None:
+        """Make the lost image again."""
+        run(rebuild(GROUP, LOST, [LOST], self.labels, self._pull, self._image))
+
+    def guard(self) -> None:
+        """Make the parity that the lost host would hold, and give it back."""
+        run(guard(GROUP, LOST, GENERATION, self.labels, self._pull, room)).close()
+
+    def close(self) -> None:
+        """Close the drivers."""
+        run(self._close())
+        self._image.close()
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(driver.close() for driver in self._drivers.values()))
+
+
+class _Bare:
+    """Threads that receive the same blocks, each over a connection of its own."""
+
+    def __init__(self, port: int, blocks: Sequence[Block]) -> None:
+        self._ranges = list(_ranges(blocks))
+        self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(THREADS)]
+        self._threads = ThreadPoolExecutor(THREADS)
+
+    def run(self) -> None:
+        """Receive all of them."""
+        list(self._threads.map(self._receive, range(THREADS)))
+
+    def _receive(self, thread: int) -> None:
+        connection = self._sockets[thread]
+        piece = memoryview(bytearray(_RECEIVED_NBYTES))
+        for key, start, nbytes in self._ranges[thread::THREADS]:
+            connection.sendall(ASKED.pack(key.encode(), start, nbytes))
+            left = nbytes
+            while left:
+                count = connection.recv_into(piece[: min(left, _RECEIVED_NBYTES)])
+                if not count:
+                    raise AssertionError("the bare server has ended")
+                left -= count
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._threads.shutdown()
+        for connection in self._sockets:
+            connection.close()
+
+
+def _ranges(blocks: Sequence[Block]) -> Iterator[tuple[str, int, int]]:
+    """Of about as many bytes as a pull has."""
+    for block in blocks:
+        first = getattr(block, "start", 0)
+        for start in range(0, block.nbytes, 4 * _RECEIVED_NBYTES):
+            nbytes = min(4 * _RECEIVED_NBYTES, block.nbytes - start)
+            yield key_of(block), first + start, nbytes
+
+
+@contextmanager
+def _served(nbytes: int, token: str) -> Iterator[tuple[int, int]]:
+    """The ports of a group that another process serves."""
+    command = [sys.executable, "-m", "holdfast.bench.rebuild", "--serve", str(nbytes), token]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as serving:
+        assert serving.stdin is not None
+        assert serving.stdout is not None
+        try:
+            ports = serving.stdout.readline().split()
+            if len(ports) != 2:
+                raise RuntimeError("the hosts that are to be measured have not begun")
+            yield int(ports[0]), int(ports[1])
+        finally:
+            serving.stdin.close()
+
+
+def _report(given: Options, machine: dict[str, str]) -> Report:
+    image_nbytes = int(given.gib * GIB) // PULLED_PER_BYTE
+    token = new_token()
+    with _served(image_nbytes, token) as (port, bare_port):
+        peers = _Peers(port, token)
+        lane = peers.lane
+        blocks = lane.to_pull([LOST], LOST)
+        bare = _Bare(bare_port, blocks)
+        (own,) = lane.held_by(LOST)
+        moved = sum(block.nbytes for block in blocks)
+        ways = [
+            _Way(LIMIT, moved, bare.run),
+            _Way(OURS, moved, peers.rebuild),
+            _Way(GUARD, sum(block.nbytes for block in lane.data(own.stripe)), peers.guard),
+        ]
+        try:
+            found = contest([Contestant(w.name, w.run) for w in ways], given.runs, given.settle_s)
+        finally:
+            bare.close()
+            peers.close()
+    targets = []
+    if not given.tiny:
+        name = "an image made again: pulled per second, of bare sockets"
+        targets.append(Target(name, ratio(found[0], found[1]), 0.5, at_least=True))
+    return Report(
+        "rebuild",
+        f"Hosts that guard each other by XOR, four a group: {moved / 1e9:.2f} GB are pulled for an "
+        f"image of {peers.label.nbytes / 1e9:.2f} GB, {given.runs} rounds",
+        machine,
+        ["", "median s", "GB/s pulled", "of the limit", "own CPU s per GiB", "all CPU s per GiB"],
+        [_row(way, series, found[0], moved) for way, series in zip(ways, found, strict=True)],
+        targets,
+        series=found,
+    )
+
+
+def _row(way: _Way, series: Series, limit: Series, moved: int) -> list[str]:
+    share = ratio(limit, series) * way.nbytes / moved
+    gib = way.nbytes / GIB
+    return [
+        way.name,
+        f"{series.median:.3f}",
+        f"{way.nbytes / series.median / 1e9:.2f}",
+        f"{share:.2f}",
+        f"{median(series.own_processor_s) / gib:.2f}",
+        f"{median(series.all_processor_s) / gib:.2f}",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 if a target was missed. Raises DamagedError where the image that was
+    made again is another one."""
+    arguments = parser("rebuild", __doc__, gib=1.5)
+    arguments.add_argument("--serve", nargs=2, help="for internal use")
+    parsed = arguments.parse_args(argv)
+    if parsed.serve:
+        nbytes, token = parsed.serve
+        asyncio.run(serve_group(int(nbytes), token))
+        return 0
+    given = options(parsed)
+    with work_folder(given.folder) as folder:
+        report = _report(given, describe(folder))
+    report.emit(given.json, given.svg)
+    return int(any(not target.met for target in report.targets))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
