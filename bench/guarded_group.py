@@ -1,5 +1,5 @@
-"""A group of four keepers that guard each other by XOR, in one process, and two ways to their
-memory: the server that keepers have, and bare sockets.
+"""A group of four hosts that guard each other by XOR, each a process, and two ways to their memory:
+the server that keepers have, and bare sockets.
 
 Both send from where images and parity lie. A bare server is asked for bytes of one object by
 :data:`ASKED`, and sends them from a thread.
@@ -8,6 +8,7 @@ Both send from where images and parity lie. A bare server is asked for bytes of 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
 import sys
@@ -111,8 +112,8 @@ async def _image(rank: int, nbytes: int) -> tuple[Memory, Label]:
     return memory, replace(draft, digests=digests)
 
 
-async def _objects(nbytes: int) -> dict[str, memoryview]:
-    """All images of ``nbytes``, all parity of them, and the labels."""
+async def _objects(nbytes: int) -> tuple[dict[str, Memory], dict[str, bytes]]:
+    """All images of ``nbytes`` and all parity of them; and the labels."""
     images, labels = {}, {}
     for rank in range(len(GROUP.names)):
         images[rank], label = await _image(rank, nbytes)
@@ -123,12 +124,13 @@ async def _objects(nbytes: int) -> dict[str, memoryview]:
         begin = block.start + start
         into[:] = images[member].view[begin : begin + len(into)]
 
-    objects = {f"{rank}/image": memory.view for rank, memory in images.items()}
+    objects = {f"{rank}/image": memory for rank, memory in images.items()}
     for member in range(len(GROUP.names)):
         held = await guard(GROUP, member, GENERATION, labels, pull, room)
-        objects.update({key_of(parity.block): parity.view for parity in held.parities})
-    objects.update({label_key(rank): memoryview(label) for rank, label in labels.items()})
-    return objects
+        for parity in held.parities:
+            assert parity.memory is not None
+            objects[key_of(parity.block)] = parity.memory
+    return objects, {label_key(rank): label for rank, label in labels.items()}
 
 
 def _send(connection: socket.socket, objects: Mapping[str, memoryview]) -> None:
@@ -146,12 +148,34 @@ def _accept(listening: socket.socket, objects: Mapping[str, memoryview]) -> None
         threading.Thread(target=_send, args=(connection, objects), daemon=True).start()
 
 
-async def serve_group(nbytes: int, token: str) -> None:
-    """Serve a group whose images have ``nbytes`` until standard input ends. Prints the ports of the
-    keepers' server and of the bare one."""
-    objects = await _objects(nbytes)
+def serve_group(nbytes: int, token: str, members: Sequence[int]) -> None:
+    """Let these ``members`` of a group whose images have ``nbytes`` serve what they hold, each from
+    a process of its own, until standard input ends. Each prints who it is, and the ports of its
+    keeper's server and of its bare one."""
+    objects, labels = asyncio.run(_objects(nbytes))
+    children = []
+    for member in members:
+        child = os.fork()  # no thread is left of what has been done so far
+        if not child:
+            asyncio.run(_serve_member(member, token, objects, labels))
+            return
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+async def _serve_member(
+    member: int, token: str, objects: Mapping[str, Memory], labels: Mapping[str, bytes]
+) -> None:
+    # A forked process has the descriptors of that memory, but it is not mapped there.
+    held = {
+        key: Memory(os.dup(memory.fd), memory.nbytes, writable=False).view
+        for key, memory in objects.items()
+        if key.startswith(f"{member}/")
+    }
+    held.update({key: memoryview(label) for key, label in labels.items()})
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        threading.Thread(target=_accept, args=(listening, objects), daemon=True).start()
-        async with serve(_Shelf(objects), ServeOptions(token)) as server:
-            print(server.port, listening.getsockname()[1], flush=True)
+        threading.Thread(target=_accept, args=(listening, held), daemon=True).start()
+        async with serve(_Shelf(held), ServeOptions(token)) as server:
+            print(member, server.port, listening.getsockname()[1], flush=True)
             await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

@@ -1,8 +1,8 @@
 """An image of a lost host, made again of what three others hold, and parity made of their images:
 over ``peer://``, beside bare sockets that move the same bytes.
 
-All hosts are one process here, which serves their memory on loopback; so whoever is measured shares
-the processors with it. *Bare sockets* receive with as many threads as the drivers of three hosts,
+Each of these hosts is a process, which serves its memory on loopback; so whoever is measured shares
+the processors with them. *Bare sockets* receive with as many threads as the drivers of three hosts,
 a mebibyte at a time, and drop it. What is made again is compared with its label.
 """
 
@@ -12,7 +12,7 @@ import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,11 +45,13 @@ from .report import LIMIT, OURS, Report, Series, Target, ratio
 __all__: list[str] = []
 
 LOST = 0
+LEFT = (1, 2, 3)
 PULLED_PER_BYTE = 3
 """Two blocks of data and one of parity for each that is made again."""
 GUARD = "parity"
-THREADS = 12
+THREADS_PER_HOST = 4
 _RECEIVED_NBYTES = 1 << 20
+_ASKED_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,12 @@ class _Way:
 class _Peers:
     """The three hosts that are left, as drivers."""
 
-    def __init__(self, port: int, token: str) -> None:
-        uri = parse_uri(f"peer://127.0.0.1:{port}/{RUN}")
-        values = {**option_values(PeerDriver.OPTIONS, uri), "token": token}
-        self._drivers = {
-            member: PeerDriver(uri, values) for member in range(len(GROUP.names)) if member != LOST
-        }
+    def __init__(self, ports: Mapping[int, int], token: str) -> None:
+        self._drivers = {}
+        for member, port in ports.items():
+            uri = parse_uri(f"peer://127.0.0.1:{port}/{RUN}")
+            values = {**option_values(PeerDriver.OPTIONS, uri), "token": token}
+            self._drivers[member] = PeerDriver(uri, values)
         self.labels = run(self._labels())
         self.label = Label.decode(self.labels[LOST])
         self._image = room(self.label.nbytes)
@@ -111,19 +113,23 @@ class _Peers:
 class _Bare:
     """Threads that receive the same blocks, each over a connection of its own."""
 
-    def __init__(self, port: int, blocks: Sequence[Block]) -> None:
-        self._ranges = list(_ranges(blocks))
-        self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(THREADS)]
-        self._threads = ThreadPoolExecutor(THREADS)
+    def __init__(self, ports: Mapping[int, int], blocks: Sequence[Block]) -> None:
+        self._shares: list[tuple[socket.socket, list[tuple[str, int, int]]]] = []
+        for member, port in ports.items():
+            ranges = list(_ranges([block for block in blocks if block.member == member]))
+            for number in range(THREADS_PER_HOST):
+                connection = socket.create_connection(("127.0.0.1", port))
+                self._shares.append((connection, ranges[number::THREADS_PER_HOST]))
+        self._threads = ThreadPoolExecutor(len(self._shares))
 
     def run(self) -> None:
         """Receive all of them."""
-        list(self._threads.map(self._receive, range(THREADS)))
+        list(self._threads.map(self._receive, self._shares))
 
-    def _receive(self, thread: int) -> None:
-        connection = self._sockets[thread]
+    def _receive(self, share: tuple[socket.socket, Sequence[tuple[str, int, int]]]) -> None:
+        connection, ranges = share
         piece = memoryview(bytearray(_RECEIVED_NBYTES))
-        for key, start, nbytes in self._ranges[thread::THREADS]:
+        for key, start, nbytes in ranges:
             connection.sendall(ASKED.pack(key.encode(), start, nbytes))
             left = nbytes
             while left:
@@ -135,7 +141,7 @@ class _Bare:
     def close(self) -> None:
         """Close all connections."""
         self._threads.shutdown()
-        for connection in self._sockets:
+        for connection, _ in self._shares:
             connection.close()
 
 
@@ -143,25 +149,29 @@ def _ranges(blocks: Sequence[Block]) -> Iterator[tuple[str, int, int]]:
     """Of about as many bytes as a pull has."""
     for block in blocks:
         first = getattr(block, "start", 0)
-        for start in range(0, block.nbytes, 4 * _RECEIVED_NBYTES):
-            nbytes = min(4 * _RECEIVED_NBYTES, block.nbytes - start)
+        for start in range(0, block.nbytes, _ASKED_NBYTES):
+            nbytes = min(_ASKED_NBYTES, block.nbytes - start)
             yield key_of(block), first + start, nbytes
 
 
 @contextmanager
-def _served(nbytes: int, token: str) -> Iterator[tuple[int, int]]:
-    """The ports of a group that another process serves."""
+def _served(nbytes: int, token: str) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
+    """The ports of the hosts that are left: of their keepers, and of their bare servers."""
     command = [sys.executable, "-m", "holdfast.bench.rebuild", "--serve", str(nbytes), token]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as serving:
         assert serving.stdin is not None
         assert serving.stdout is not None
+        ports, bare_ports = {}, {}
         try:
-            ports = serving.stdout.readline().split()
-            if len(ports) != 2:
-                raise RuntimeError("the hosts that are to be measured have not begun")
-            yield int(ports[0]), int(ports[1])
+            for _ in LEFT:
+                found = serving.stdout.readline().split()
+                if len(found) != 3:
+                    raise RuntimeError("the hosts that are to be measured have not begun")
+                member, port, bare_port = map(int, found)
+                ports[member], bare_ports[member] = port, bare_port
+            yield ports, bare_ports
         finally:
             serving.stdin.close()
 
@@ -169,11 +179,11 @@ def _served(nbytes: int, token: str) -> Iterator[tuple[int, int]]:
 def _report(given: Options, machine: dict[str, str]) -> Report:
     image_nbytes = int(given.gib * GIB) // PULLED_PER_BYTE
     token = new_token()
-    with _served(image_nbytes, token) as (port, bare_port):
-        peers = _Peers(port, token)
+    with _served(image_nbytes, token) as (ports, bare_ports):
+        peers = _Peers(ports, token)
         lane = peers.lane
         blocks = lane.to_pull([LOST], LOST)
-        bare = _Bare(bare_port, blocks)
+        bare = _Bare(bare_ports, blocks)
         (own,) = lane.held_by(LOST)
         moved = sum(block.nbytes for block in blocks)
         ways = [
@@ -223,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = arguments.parse_args(argv)
     if parsed.serve:
         nbytes, token = parsed.serve
-        asyncio.run(serve_group(int(nbytes), token))
+        serve_group(int(nbytes), token, LEFT)
         return 0
     given = options(parsed)
     with work_folder(given.folder) as folder:
