@@ -59,6 +59,7 @@ class FaultProxy:
         self._lock = threading.Lock()
         self._upstream = upstream
         self._server = socket.create_server(("127.0.0.1", 0))
+        self._port = self._server.getsockname()[1]
         self._sockets: set[socket.socket] = set()
         self._unheard: set[socket.socket] = set()
         """Of servers whose next answer is lost."""
@@ -68,7 +69,7 @@ class FaultProxy:
     @property
     def endpoint(self) -> str:
         """Where it listens."""
-        return f"http://127.0.0.1:{self._server.getsockname()[1]}"
+        return f"http://127.0.0.1:{self._port}"
 
     def __enter__(self) -> FaultProxy:
         self._start(self._accept)
@@ -76,7 +77,10 @@ class FaultProxy:
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
-        self._server.shutdown(socket.SHUT_RDWR)
+        try:
+            self._server.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it is away
+            pass
         self._server.close()
         self.cut_all()
         for thread in self._threads:
@@ -108,13 +112,28 @@ class FaultProxy:
             try:
                 server = socket.create_connection(self._upstream, 5)
             except OSError:
-                self._cut(client)
+                self._stay_away(client)
                 continue
             self._sockets |= {client, server}
             for one in (client, server):
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._start(self._pump, client, server, True)
             self._start(self._pump, server, client, False)
+
+    def _stay_away(self, client: socket.socket) -> None:
+        """The server is down: listen no more until it is there again, so that connections are
+        refused as it would refuse them. One that is accepted and cut at once is another fault,
+        which clients take for an answer that is not one."""
+        self._server.close()
+        self._cut(client)
+        while not self._closed:
+            try:
+                socket.create_connection(self._upstream, 5).close()
+            except OSError:
+                time.sleep(0.02)
+                continue
+            self._server = socket.create_server(("127.0.0.1", self._port))
+            return
 
     def _refuse(self, client: socket.socket) -> None:
         """Let it say what it wants, then send it away."""
