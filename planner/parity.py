@@ -37,6 +37,7 @@ __all__ = [
     "StripeRepair",
     "groups",
     "lanes",
+    "parity_of",
     "protection",
 ]
 
@@ -79,7 +80,7 @@ class Protection:
     @property
     def parity(self) -> int:
         """How many hosts of a group may be lost."""
-        return _PARITY_BLOCKS.get(self.mode, 0)
+        return parity_of(self.mode)
 
     def width(self, group: Group) -> int:
         """How many members of ``group`` give a block to each stripe. Raises ValueError where
@@ -251,6 +252,11 @@ class Lane:
 def _shortened(block: DataBlock, nbytes: int) -> DataBlock:
     stop = min(block.stop, block.start + nbytes)
     return DataBlock(block.member, block.position, block.start, stop)
+
+
+def parity_of(mode: str) -> int:
+    """How many hosts of a group may be lost."""
+    return _PARITY_BLOCKS.get(mode, 0)
 
 
 def lanes(images: Sequence[Sequence[int]], parity: int, width: int) -> tuple[Lane, ...]:

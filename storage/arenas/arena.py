@@ -25,6 +25,7 @@ from ...planner.image import ImageLayout
 from ..runtime.engine import offload
 from .client import KeeperClient, Refusal
 from .folder import KeeperFolder
+from .hosts import KeeperHost
 from .label import LABEL_NBYTES_MAX, GenerationId, Label
 from .memory import Memory, read_sealed, sealed_bytes
 from .messages import (
@@ -44,6 +45,7 @@ from .messages import (
     LookUp,
     Open,
     Opened,
+    Rebuild,
     Release,
     Request,
     Sealed,
@@ -55,6 +57,8 @@ __all__ = ["Arena", "Capture", "FillingSlot", "Listener"]
 PAUSES_S = (0.2, 1.0, 5.0, 30.0)
 """How long a rank waits before it looks for a keeper again; then the last of them again and
 again."""
+REBUILD_S = 900.0
+"""How long a keeper may take to make a lost image again, which is pulled from other hosts."""
 _CONNECT_PAUSE_S = 0.02
 
 A = TypeVar("A")
@@ -103,8 +107,7 @@ class Arena:
         self._deadline_s = deadline_s
         self._start = start
         self._client: KeeperClient | None = None
-        self._epoch = -1
-        self._chosen: int | None = None
+        self._enters = Enter(-1, None)
         self._slots: dict[int, Memory] = {}
         """Memory of slots, by number, mapped to be written to."""
         self._sealed: dict[int, int] = {}
@@ -156,11 +159,15 @@ class Arena:
         )
         self._client = client
 
-    async def enter(self, epoch: int, chosen: int | None) -> bool:
-        """Training goes on in ``epoch``, from step ``chosen``; whether the keeper agrees."""
-        self._epoch = epoch
-        self._chosen = chosen
-        return await self._done(Enter(epoch, chosen))
+    @property
+    def host(self) -> KeeperHost | None:
+        """The keeper; None where there is none."""
+        return None if self._client is None else self._client.host
+
+    async def enter(self, enters: Enter) -> bool:
+        """Training goes on in an epoch; whether the keeper agrees."""
+        self._enters = enters
+        return await self._done(enters)
 
     async def fill(self, step: int, nbytes: int) -> FillingSlot | None:
         """A slot for an image of this epoch; None where there is none: :attr:`problem` says
@@ -214,7 +221,7 @@ class Arena:
     ) -> bool:
         """Hand over an image that was captured; ``listener`` is told what becomes of it. Whether
         the keeper has taken it."""
-        generation = GenerationId(self._epoch, step)
+        generation = GenerationId(self._enters.epoch, step)
         layout = capture.layout
         message = Captured(
             slot.number,
@@ -276,6 +283,10 @@ class Arena:
             raise DamagedError(f"the label of rank {rank} in memory is that of another image")
         return label, memory
 
+    async def rebuild(self, request: Rebuild) -> bool:
+        """Have a lost image made again, in the keeper's memory; whether it is there then."""
+        return await self._try(request, Done, deadline_s=REBUILD_S) is not None
+
     async def release(self) -> None:
         """What was opened may be written over."""
         await self._done(Release())
@@ -284,7 +295,11 @@ class Arena:
         return await self._try(request, Done, fds) is not None
 
     async def _try(
-        self, request: Request, answer: type[A], fds: Sequence[int] = ()
+        self,
+        request: Request,
+        answer: type[A],
+        fds: Sequence[int] = (),
+        deadline_s: float | None = None,
     ) -> tuple[A, tuple[int, ...]] | None:
         """The keeper's answer; None where it refuses, or is gone: :attr:`problem` says why. One
         that does not answer in time is as good as gone."""
@@ -292,7 +307,7 @@ class Arena:
         if client is None:
             return None
         try:
-            return await client.ask(request, answer, fds)
+            return await client.ask(request, answer, fds, deadline_s)
         except Refusal as refusal:
             self.problem = refusal.text
             return None
@@ -355,7 +370,7 @@ class Arena:
         self._slots.clear()
         self._sealed.clear()
         try:
-            if not await self.enter(self._epoch, self._chosen):
+            if not await self.enter(self._enters):
                 return False
             for number, label_fd in labels.items():
                 memory = slots[number]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ...errors import CoordinationError, DeadlineError
+from .hosts import KeeperHost
 from .line import Line, MessageError, Received, connected
 from .messages import (
     Answer,
@@ -60,6 +61,8 @@ class KeeperClient:
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[tuple[Answer, tuple[int, ...]]]] = {}
         self._closed = False
+        self.host = KeeperHost("", "")
+        """Which keeper it is."""
         self._reading = asyncio.ensure_future(self._read())
 
     @classmethod
@@ -80,18 +83,25 @@ class KeeperClient:
             raise CoordinationError(f"what listens at {path} belongs to another user")
         client = cls(line, deadline_s, told, lost)
         try:
-            await client.ask(hello, Welcome)
+            welcome, _ = await client.ask(hello, Welcome)
+            client.host = welcome.host
         except BaseException:
             await client.close()
             raise
         return client
 
     async def ask(
-        self, request: Request, answer: type[A], fds: Sequence[int] = ()
+        self,
+        request: Request,
+        answer: type[A],
+        fds: Sequence[int] = (),
+        deadline_s: float | None = None,
     ) -> tuple[A, tuple[int, ...]]:
         """The answer to ``request``, and the descriptors that came with it, which are the caller's
-        to close. Raises :class:`Refusal`; CoordinationError where the line is gone, or the keeper
-        answers something else; DeadlineError."""
+        to close. ``deadline_s``: for what takes longer than other requests. Raises
+        :class:`Refusal`; CoordinationError where the line is gone, or the keeper answers something
+        else; DeadlineError."""
+        deadline_s = deadline_s or self._deadline_s
         if self._closed or self._reading.done():
             raise CoordinationError("the keeper is gone")
         number = next(self._numbers)
@@ -99,13 +109,11 @@ class KeeperClient:
         future = asyncio.get_running_loop().create_future()
         self._asked[number] = future
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(deadline_s):
                 await self._line.send(encode(number, request), fds)
                 found, received = await asyncio.shield(future)
         except TimeoutError as error:
-            raise DeadlineError(
-                f"the keeper has not answered within {self._deadline_s:g} s"
-            ) from error
+            raise DeadlineError(f"the keeper has not answered within {deadline_s:g} s") from error
         except ConnectionError as error:
             raise CoordinationError("the keeper is gone") from error
         finally:

@@ -3,6 +3,7 @@
     <base>/<run>/lock      held by the keeper of the run as long as it lives; names its process
     <base>/<run>/socket    where trainers connect
     <base>/<run>/token     what whoever reads its memory over HTTP has to know
+    <base>/<run>/identity  its name among the keepers of the run, and the port that it serves at
     <base>/<run>/log       what the keeper says, if a trainer has started it
 
 The base is what HOLDFAST_KEEPER_DIR names, else ``$XDG_RUNTIME_DIR/holdfast``, else
@@ -25,6 +26,8 @@ __all__ = ["KEEPER_DIR_VARIABLE", "RUN_PATTERN", "KeeperFolder", "base_folder", 
 KEEPER_DIR_VARIABLE = "HOLDFAST_KEEPER_DIR"
 RUN_PATTERN = re.compile(r"[0-9a-f]{32}")
 """The ids of runs."""
+NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,100}")
+"""The names of keepers."""
 _PATH_NBYTES_MAX = 107
 """Of a unix socket."""
 
@@ -66,12 +69,27 @@ class KeeperFolder:
 
     def write_token(self, token: str) -> None:
         """Leave it for this user's processes."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self.token, flags, 0o600)
-        try:
-            os.write(fd, token.encode())
-        finally:
-            os.close(fd)
+        _write(self.token, token)
+
+    def read_token(self) -> str:
+        """That of a former keeper; "" where there was none."""
+        return _read(self.token)
+
+    @property
+    def identity(self) -> Path:
+        """What a keeper that takes the place of another goes on as."""
+        return self.path / "identity"
+
+    def read_identity(self) -> tuple[str, int]:
+        """The name and the port of the keeper before, "" and 0 where there was none."""
+        name, _, port = _read(self.identity).partition(" ")
+        if not NAME_PATTERN.fullmatch(name) or not port.isdecimal():
+            return "", 0
+        return name, int(port)
+
+    def write_identity(self, name: str, port: int) -> None:
+        """Leave it for the keeper that takes this one's place."""
+        _write(self.identity, f"{name} {port}")
 
     @property
     def log(self) -> Path:
@@ -84,6 +102,27 @@ class KeeperFolder:
         for path in (self.path.parent, self.path):
             path.mkdir(mode=0o700, parents=path == self.path.parent, exist_ok=True)
             check_own(path)
+
+
+def _write(path: Path, text: str) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o600)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def _read(path: Path) -> str:
+    """A short file; "" where there is none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return ""
+    try:
+        return os.read(fd, 4096).decode(errors="replace").strip()
+    finally:
+        os.close(fd)
 
 
 def check_own(path: Path) -> None:

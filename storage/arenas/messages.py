@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from ...errors import CoordinationError
 from ..ranks.messages import codec
+from .hosts import GuardedGroup, KeeperHost
 from .label import GenerationId
 
 __all__ = [
@@ -29,13 +30,16 @@ __all__ = [
     "Filled",
     "Flush",
     "FlushFailed",
+    "Guarded",
     "HeldGeneration",
+    "HeldGuard",
     "Hello",
     "Inventory",
     "LookUp",
     "Message",
     "Open",
     "Opened",
+    "Rebuild",
     "Refused",
     "Release",
     "Request",
@@ -49,7 +53,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +70,13 @@ class Hello:
 @dataclass(frozen=True, slots=True)
 class Enter:
     """Training goes on in ``epoch``, from ``chosen``: a step of memory or of storage, None for the
-    run's beginning. What is later is dropped for good."""
+    run's beginning. What is later is dropped for good. ``hosts``: the keepers of the job, this one
+    among them; none where this one is alone. ``groups``: of those that guard each other."""
 
     epoch: int
     chosen: int | None
+    hosts: tuple[KeeperHost, ...] = ()
+    groups: tuple[GuardedGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +124,18 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class Rebuild:
+    """Make the image of ``rank``, which is lost, again, out of what the others of its ``group``
+    have: all but the members ``lost``. ``hosts``: where they are."""
+
+    generation: GenerationId
+    rank: int
+    group: GuardedGroup
+    lost: tuple[int, ...]
+    hosts: tuple[KeeperHost, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """All that this trainer has opened may be written over."""
 
@@ -155,9 +174,10 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answers :class:`Hello`."""
+    """Answers :class:`Hello`: which keeper this is, but for its ranks."""
 
     pid: int
+    host: KeeperHost
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +214,24 @@ class HeldGeneration:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldGuard:
+    """A keeper's part of the parity of a generation: that of the ``member`` of ``group`` in this
+    place."""
+
+    generation: GenerationId
+    world: int
+    group: GuardedGroup
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
 class Inventory:
-    """Answers :class:`LookUp`."""
+    """Answers :class:`LookUp`. ``hosts``: the keepers of the last job."""
 
     epoch: int
     generations: tuple[HeldGeneration, ...]
+    guards: tuple[HeldGuard, ...] = ()
+    hosts: tuple[KeeperHost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +259,13 @@ class Sealed:
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """Tells that all ranks' images of a generation are whole, and alike where they have to be."""
+
+    generation: GenerationId
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """Tells that there is parity of all images of a generation: it outlives hosts."""
 
     generation: GenerationId
 
@@ -264,6 +304,7 @@ Request: TypeAlias = (
     | Dropped
     | LookUp
     | Open
+    | Rebuild
     | Release
     | Adopt
     | Flush
@@ -271,7 +312,7 @@ Request: TypeAlias = (
     | Stop
 )
 Answer: TypeAlias = Welcome | Refused | Done | Filled | Inventory | Opened | Status
-Event: TypeAlias = Sealed | Agreed | Voided | Durable | FlushFailed
+Event: TypeAlias = Sealed | Agreed | Guarded | Voided | Durable | FlushFailed
 Message: TypeAlias = Request | Answer | Event
 
 _KINDS = {kind.__name__: kind for kind in (*Request.__args__, *Answer.__args__, *Event.__args__)}

@@ -5,6 +5,8 @@ A slot holds the image of one rank. A *generation* is one step of the job: it is
 ranks' images are sealed and alike where they have to be. What may not be written over:
 
 - the newest generation that is agreed, since a restart may need it;
+- the newest of which all keepers have made parity, since a restart without one of the hosts may
+  need it; and the one that they make parity of now;
 - one that is being sealed, flushed, or read by a trainer that restarts, even if it was dropped;
 - memory that a living process of an older epoch has mapped: there is no way to take that from it;
 - an image of a generation that may yet be agreed, or a rank that is ahead would always write over
@@ -116,7 +118,6 @@ class _Generation:
     agreed: bool = False
     lost: bool = False
     """Whether a rank has no image of it, or not any more: it will not be whole."""
-    durable: bool = False
 
 
 class Generations:
@@ -139,6 +140,8 @@ class Generations:
         """By rank: the newest step of this epoch that was granted."""
         self._left_out: list[int] = []
         """The newest steps of this epoch for which a rank had no slot."""
+        self._guarding: GenerationId | None = None
+        self._guarded: GenerationId | None = None
 
     @property
     def slots(self) -> set[int]:
@@ -149,6 +152,30 @@ class Generations:
     def newest_agreed(self) -> GenerationId | None:
         """What a restart can go on from, whichever processes die."""
         return max((id for id, of in self._generations.items() if of.agreed), default=None)
+
+    def guarding(self, id: GenerationId | None) -> None:
+        """Parity is made of this generation: other keepers read it. None: of none."""
+        self._guarding = id
+
+    def guarded(self, id: GenerationId | None) -> None:
+        """The newest generation that parity of all its images has been made of: it is what is left
+        where a host is lost."""
+        self._guarded = id
+
+    def will_not_come(self, id: GenerationId) -> bool:
+        """Whether a rank of this keeper will never seal its image of this generation: it has none,
+        and has gone on."""
+        if id.epoch != self.epoch:
+            return True
+        of = self._generations.get(id)
+        if id.step in self._left_out or (of is not None and of.lost):
+            return True
+        held = {slot.rank for slot in self._slots.values() if slot.generation == id}
+        return any(
+            rank not in held and self._newest_step.get(rank, -1) >= id.step
+            for client, rank in self._ranks.items()
+            if self._epochs.get(client) == self.epoch
+        )
 
     def enter(self, client: int, rank: int, epoch: int, chosen: int | None) -> Refusal | None:
         """``client`` goes on in ``epoch``, from step ``chosen``; None: from the beginning. The
@@ -161,6 +188,7 @@ class Generations:
             self.epoch = epoch
             self._newest_step = {}
             self._left_out = []
+            self._guarding = None
             self._drop_later(chosen)
         return None
 
@@ -280,9 +308,11 @@ class Generations:
     def _is_wanted(self, id: GenerationId) -> bool:
         """Whether it is the newest that is agreed, or may become it."""
         newest = self.newest_agreed
+        if id in (newest, self._guarding, self._guarded):
+            return True
         of = self._generations.get(id)
-        if of is None or of.lost or id == newest:
-            return id == newest
+        if of is None or of.lost:
+            return False
         return id.epoch == self.epoch and (newest is None or id > newest)
 
     def _is_mapped_by_stale(self, slot: _Slot) -> bool:
@@ -409,12 +439,6 @@ class Generations:
         if not flushes:
             del self._flushing[id]
 
-    def durable(self, id: GenerationId) -> None:
-        """It is in storage."""
-        of = self._generations.get(id)
-        if of is not None:
-            of.durable = True
-
     def open(self, client: int, id: GenerationId, rank: int) -> int | None:
         """The slot of an image, which ``client`` reads until it is :meth:`released`; None where
         there is none."""
@@ -465,12 +489,19 @@ class Generations:
         self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
         return number
 
-    def recall(self, id: GenerationId, rank: int, world: int, nbytes: int) -> int | Refusal:
-        """A slot for a sealed image of an earlier keeper, before any trainer has come."""
+    def recall(
+        self, id: GenerationId, rank: int, world: int, nbytes: int, *, epoch: bool = True
+    ) -> int | Refusal:
+        """A slot for a sealed image that is here again: of an earlier keeper, before any trainer
+        has come, whose ``epoch`` this one begins with; or one that was lost with its host."""
+        for slot in self._slots.values():
+            if slot.generation == id and slot.rank == rank:
+                return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is held already")
         problem = self._beyond_budget(nbytes)
         if problem is not None:
             return problem
-        self.epoch = max(self.epoch, id.epoch)
+        if epoch:
+            self.epoch = max(self.epoch, id.epoch)
         number = next(self._numbers)
         self._slots[number] = _Slot(rank, nbytes, _Content.SEALED, id)
         self._generations.setdefault(id, _Generation(world))

@@ -1,16 +1,22 @@
 """What a keeper holds, as other hosts and other tools see it: a folder of checkpoints, one for each
-step that is agreed on."""
+step that is agreed on and is here as a whole. Other keepers, and trainers of the run, read single
+images, labels and parity besides, see :mod:`.reading`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ...core.lru import LruCache
 from ...errors import NotFoundError
 from ..arenas.label import GenerationId
+from ..arenas.messages import Inventory
 from ..format.manifest import MANIFEST_KEY
+from ..ranks.messages import codec
+from .guards import Guards
 from .held import Held
+from .reading import INVENTORY_KEY, parse_held
 from .shelf import Content, Item
 from .status import KeeperStatus
 from .tiers import manifest_of
@@ -22,12 +28,23 @@ _MANIFESTS_KEPT = 4
 
 class HeldShelf:
     """A :class:`.shelf.Shelf` of the steps of ``run``. Of two epochs that have come to one step,
-    the later one is shown."""
+    the later one is shown. ``inventory()`` says what there is; ``hear`` takes reports."""
 
-    def __init__(self, held: Held, run: str, status: Callable[[], KeeperStatus]) -> None:
+    def __init__(
+        self,
+        held: Held,
+        guards: Guards,
+        run: str,
+        status: Callable[[], KeeperStatus],
+        inventory: Callable[[], Inventory],
+        hear: Callable[[bytes], Awaitable[bytes]],
+    ) -> None:
         self._held = held
+        self._guards = guards
         self._run = run
         self._status = status
+        self._inventory = inventory
+        self._hear = hear
         self._manifests = LruCache[bytes](_MANIFESTS_KEPT)
 
     def listing(self) -> Sequence[Item]:
@@ -64,16 +81,66 @@ class HeldShelf:
     @contextmanager
     def open(self, key: str) -> Iterator[Content]:
         """See :class:`.shelf.Shelf`."""
+        if key == INVENTORY_KEY:
+            data = codec(Inventory).encode(self._inventory())
+            yield Content(memoryview(data), time.time())
+            return
+        named = parse_held(key)
+        if named is not None:
+            generation, kind, numbers = named
+            opened = self._opened_parity if kind == "parity" else self._opened_image
+            with opened(generation, kind, numbers, key) as content:
+                yield content
+            return
         run, _, rest = key.partition("/")
         folder, _, name = rest.partition("/")
-        generation = self._shown().get(f"{run}/{folder}")
-        if generation is None:
+        shown = self._shown().get(f"{run}/{folder}")
+        if shown is None:
             raise NotFoundError("no such step is in memory", key=key)
-        self._held.generations.flushing(generation)
+        self._held.generations.flushing(shown)
         try:
-            yield self._content(generation, name, key)
+            yield self._content(shown, name, key)
         finally:
-            self._held.generations.flushed(generation)
+            self._held.generations.flushed(shown)
+
+    @contextmanager
+    def _opened_image(
+        self, generation: GenerationId, kind: str, numbers: tuple[int, ...], key: str
+    ) -> Iterator[Content]:
+        """An image, or its label; of a label others of the group have copies."""
+        (rank,) = numbers
+        for image in self._held.images(generation):
+            if image.label.rank == rank:
+                self._held.generations.flushing(generation)
+                try:
+                    view = image.memory.view
+                    if kind == "label":
+                        view = memoryview(image.label.encode())
+                    yield Content(view, image.label.created_s)
+                finally:
+                    self._held.generations.flushed(generation)
+                return
+        with self._guards.opened(generation) as guarded:
+            if guarded is None or kind != "label" or rank not in guarded.labels:
+                raise NotFoundError("no such image is in memory", key=key)
+            yield Content(memoryview(guarded.labels[rank]), time.time())
+
+    @contextmanager
+    def _opened_parity(
+        self, generation: GenerationId, kind: str, numbers: tuple[int, ...], key: str
+    ) -> Iterator[Content]:
+        lane, row = numbers
+        with self._guards.opened(generation) as guarded:
+            parities = guarded.parities if guarded is not None else []
+            for held in parities:
+                if (held.lane, held.block.row) == (lane, row) and held.memory is not None:
+                    yield Content(held.memory.view, time.time())
+                    return
+        raise NotFoundError("no such parity is in memory", key=key)
+
+    async def hear(self, report: bytes) -> bytes:
+        """See :class:`.shelf.Shelf`."""
+        return await self._hear(report)
 
     def _content(self, generation: GenerationId, name: str, key: str) -> Content:
         images = self._held.images(generation)
@@ -99,6 +166,8 @@ class HeldShelf:
             "budget_bytes": status.budget_nbytes,
             "ranks": len(status.ranks),
             "newest_agreed_step": max(agreed, default=-1),
+            "newest_guarded_step": -1 if status.guarded is None else status.guarded.step,
+            "guard_bytes": status.guard_nbytes,
         }
         lines = []
         for name, value in gauges.items():

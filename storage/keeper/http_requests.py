@@ -15,6 +15,7 @@ from ...errors import UriError
 __all__ = [
     "LIST_PATH",
     "OBJECT_PATH",
+    "REPORT_PATH",
     "Asked",
     "RequestError",
     "asked_of",
@@ -24,6 +25,8 @@ __all__ = [
 
 LIST_PATH = "/v1/list"
 OBJECT_PATH = "/v1/object/"
+REPORT_PATH = "/v1/report"
+"""The one path that is posted to."""
 
 What = Literal["health", "status", "metrics", "list", "object"]
 

@@ -2,7 +2,8 @@
 mebibyte at a time.
 
 Whatever a client sends, the server lives: there are limits for lines, headers, requests at a time,
-connections, and for how long a client may be quiet. No request has a body.
+connections, and for how long a client may be quiet. No request has a body but the reports of other
+keepers, and theirs is limited.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Self, cast
 
 from aiohttp import hdrs, web
 
-from ...errors import HoldfastError, NotFoundError
-from .http_requests import Asked, RequestError, asked_of, is_authorized, range_of
+from ...errors import CoordinationError, HoldfastError, NotFoundError
+from .http_requests import REPORT_PATH, Asked, RequestError, asked_of, is_authorized, range_of
+from .reporting import REPORT_NBYTES_MAX, StaleReportError
 from .serve_options import ServeOptions
 from .shelf import Content, Shelf
 
@@ -131,10 +133,11 @@ class MemoryServer:
     async def _answered(
         self, request: web.BaseRequest, connection: _Connection
     ) -> web.StreamResponse:
-        if request.method not in (hdrs.METH_GET, hdrs.METH_HEAD):
+        is_report = request.raw_path == REPORT_PATH and request.method == hdrs.METH_POST
+        if not is_report and request.method not in (hdrs.METH_GET, hdrs.METH_HEAD):
             raise RequestError(405, "only GET and HEAD are served")
-        if request.can_read_body:
-            raise RequestError(400, "no request has a body")
+        if not is_report and request.can_read_body:
+            raise RequestError(400, "this request has no body")
         if self._running > self._options.requests_max:
             raise RequestError(503, "too many requests at a time")
         target = request.raw_path
@@ -143,10 +146,35 @@ class MemoryServer:
         ):
             _log.warning("a request from %s has not the token of this run", request.remote)
             raise RequestError(401, "the token of the run is missing, or is another one")
+        if is_report:
+            return await self._report(request)
         asked = asked_of(target)
         if asked.what == "object":
             return await self._send_object(request, connection, asked.key)
         return self._small(asked)
+
+    async def _report(self, request: web.BaseRequest) -> web.Response:
+        """The report of another keeper."""
+        body = await self._body(request)
+        try:
+            answer = await self._shelf.hear(body)
+        except CoordinationError as error:
+            raise RequestError(400, error.message) from error
+        except StaleReportError as error:
+            raise RequestError(503 if error.later else 409, str(error)) from error
+        return web.Response(body=answer)
+
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        """Received as a whole, in time."""
+        if request.content_length is None or request.content_length > REPORT_NBYTES_MAX:
+            raise RequestError(
+                413, f"a report has a length, of {REPORT_NBYTES_MAX:,} bytes at most"
+            )
+        try:
+            async with asyncio.timeout(self._options.quiet_s):
+                return await request.content.readexactly(request.content_length)
+        except asyncio.IncompleteReadError as error:
+            raise ConnectionResetError("the report is cut short") from error
 
     def _small(self, asked: Asked) -> web.Response:
         if asked.what == "health":
@@ -257,7 +285,7 @@ def _refusal(error: RequestError) -> web.Response:
     elif error.status == 503:
         headers[hdrs.RETRY_AFTER] = "1"
     response = web.Response(status=error.status, text=f"{error}\n", headers=headers)
-    if error.status in (400, 405):  # a body may follow, which nobody reads
+    if error.status in (400, 405, 413):  # a body may follow, which nobody reads
         response.force_close()
     return response
 

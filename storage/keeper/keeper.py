@@ -1,5 +1,5 @@
-"""What a keeper does with what trainers tell it: the shell around :mod:`.generations` and
-:mod:`.votes`, which decide.
+"""What a keeper does with what trainers tell it: the shell around :mod:`.generations`, which
+decides about slots. What is agreed on with other keepers is the subject of :mod:`.agreement`.
 
 All of this runs on one event loop. Trainers are known by their processes: a process that has ended
 has no memory mapped any more, and only the kernel knows when (by a pidfd), since a forked child
@@ -17,14 +17,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...errors import CoordinationError, DamagedError
+from ...errors import CoordinationError, DamagedError, HoldfastError
+from ..arenas.hosts import KeeperHost
 from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label, check_sizes
 from ..arenas.line import Line, MessageError
 from ..arenas.memory import Memory, read_sealed, sealed_bytes, sealed_memory
 from ..arenas.messages import (
     VERSION,
     Adopt,
-    Agreed,
     Answer,
     Captured,
     Done,
@@ -41,20 +41,22 @@ from ..arenas.messages import (
     Message,
     Open,
     Opened,
+    Rebuild,
     Refused,
     Release,
     Sealed,
     Status,
     StatusAsked,
     Stop,
-    Voided,
     Welcome,
     decode,
     encode,
 )
 from ..arenas.room import available_nbytes
 from ..runtime.engine import offload
+from .agreement import Agreement
 from .generations import Grant, Reason, Refusal
+from .guards import Guards, rebuilt
 from .held import Held, HeldSlot
 from .held_shelf import HeldShelf
 from .local_level import LocalLevel
@@ -62,7 +64,6 @@ from .options import KeeperOptions
 from .sealing import seal
 from .status import Counters, KeeperStatus
 from .trainers import Trainer, Trainers
-from .votes import Ballot, Outcome, Vote
 from .writing import Writing
 
 __all__ = ["Keeper"]
@@ -77,16 +78,16 @@ _Reply = tuple[Answer, Sequence[int]]
 
 
 class Keeper:
-    """The keeper of one run on one host."""
+    """The keeper of one run on one host. ``name``: its own among the keepers of the run."""
 
-    def __init__(self, options: KeeperOptions) -> None:
+    def __init__(self, options: KeeperOptions, name: str = "keeper") -> None:
         """Raises OSError where the system does not say how much memory it has."""
         self.options = options
+        self.name = name
         spare_nbytes = max(0, available_nbytes() - RESERVE_NBYTES)
         budget_nbytes = min(spare_nbytes, options.budget_nbytes or spare_nbytes)
         self._held = Held(budget_nbytes)
         self._generations = self._held.generations
-        self._ballot = Ballot()
         self._trainers = Trainers(self._gone, self._back)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counters = Counters()
@@ -95,18 +96,38 @@ class Keeper:
         self._local: LocalLevel | None = None
         if options.local is not None:
             self._local = LocalLevel(options.local, options.local_every, options.run)
+        self._guards = Guards(options.run, options.certificate, self._guards_changed)
+        self._agreement = Agreement(
+            name,
+            self._held,
+            self._guards,
+            self._counters,
+            self._tell_all,
+            self.run_later,
+            options.certificate,
+        )
+        self._reporting = self._agreement.reporting
         self._writing = Writing(
             self._held,
             self._local,
             self._counters,
-            self.run_later,
+            self._reporting,
             self._tell_all,
-            self._damaged,
+            self._agreement.damaged,
         )
-        self.shelf = HeldShelf(self._held, options.run, self.status)
+        self._agreement.writes(self._writing)
+        self.shelf = HeldShelf(
+            self._held,
+            self._guards,
+            options.run,
+            self.status,
+            self._inventory,
+            self._reporting.hear,
+        )
         """What is served over HTTP."""
         self.address = ""
         """Where."""
+        self._token = ""
         self.ended = asyncio.Event()
         self._handlers: dict[type, Callable[[Trainer, Any, Sequence[int]], Awaitable[_Reply]]] = {
             Enter: self._enter,
@@ -115,6 +136,7 @@ class Keeper:
             Dropped: self._dropped,
             LookUp: self._look_up,
             Open: self._open,
+            Rebuild: self._rebuild,
             Release: self._release,
             Adopt: self._adopt,
             Flush: self._flush,
@@ -134,9 +156,20 @@ class Keeper:
                 continue
             label_fd = sealed_bytes(await offload(label.encode))
             self._held.slots[number] = HeldSlot(image.memory, label, label_fd)
-            if self._ballot.cast(Vote.of(label)) is Outcome.AGREED:
-                self._generations.agreed(label.generation)
-                _log.info("step %d is in memory again", label.generation.step)
+            # Only what was agreed on is written there.
+            self._generations.agreed(label.generation)
+            _log.info("step %d of rank %d is in memory again", label.generation.step, label.rank)
+
+    def serves_at(self, address: str, token: str) -> None:
+        """What it holds can be read there, by whoever knows the token."""
+        self.address = address
+        self._token = token
+
+    @property
+    def host(self) -> KeeperHost:
+        """It, as others name it."""
+        tls = bool(self.options.certificate)
+        return KeeperHost(self.name, self.options.host, self.address, self._token, tls)
 
     async def attend(self, line: Line) -> None:
         """Serve one line until it ends. Whatever comes over it, the keeper lives."""
@@ -195,7 +228,7 @@ class Keeper:
             return None
         trainer = self._trainers.at(line, message)
         self._used_s = time.monotonic()
-        await line.send(encode(number, Welcome(os.getpid())))
+        await line.send(encode(number, Welcome(os.getpid(), self.host)))
         return trainer
 
     def _refused(self, hello: Hello) -> Refused | None:
@@ -214,10 +247,9 @@ class Keeper:
     def _back(self, trainer: Trainer) -> None:
         self._generations.drop_unfinished(trainer.number)
 
-    def _damaged(self, generation: GenerationId) -> None:
-        """Memory no longer holds what was sealed."""
-        self._ballot.void(generation)
-        self._generations.void(generation)
+    def _guards_changed(self) -> None:
+        self._counters.guard_failures = self._guards.failures
+        self._agreement.tell_later()
 
     async def _answer(self, trainer: Trainer, message: Message, fds: Sequence[int]) -> _Reply:
         """The answer to a request, and the descriptors that go with it; ``fds`` came with it."""
@@ -238,6 +270,7 @@ class Keeper:
         if refusal is not None:
             return self._refuse(trainer, refusal), []
         trainer.epoch = message.epoch
+        self._agreement.enter(message.epoch, message.chosen, message.hosts, message.groups)
         self._writing.forget_dropped()
         self._close_unheld()
         return Done(), []
@@ -262,6 +295,7 @@ class Keeper:
             trainer.number, trainer.rank, message.step, message.nbytes, trainer.world
         )
         self._close_unheld()
+        self._agreement.look_for_missing()
         if isinstance(grant, Refusal):
             self._counters.skipped += 1
             return self._refuse(trainer, grant), []
@@ -305,6 +339,7 @@ class Keeper:
     async def _dropped(self, trainer: Trainer, message: Dropped, fds: Sequence[int]) -> _Reply:
         if not self._generations.dropped(message.slot, trainer.number):
             raise ValueError(f"slot {message.slot} is not being filled by rank {trainer.rank}")
+        self._agreement.look_for_missing()
         return Done(), []
 
     async def _captured(self, trainer: Trainer, message: Captured, fds: Sequence[int]) -> _Reply:
@@ -356,25 +391,7 @@ class Keeper:
         self._generations.sealed(number)
         self._counters.sealed += 1
         await self._trainers.tell(trainer, Sealed(number, label.generation), [slot.label_fd])
-        await self._vote(label)
-
-    async def _vote(self, label: Label) -> None:
-        outcome = self._ballot.cast(Vote.of(label))
-        if outcome is None:
-            return
-        if outcome is Outcome.VOID:
-            self._generations.void(label.generation)
-            self._counters.void += 1
-            text = "ranks have captured what does not belong together"
-            await self._tell_all(Voided(label.generation, text))
-            return
-        if not self._generations.agreed(label.generation):
-            text = "later steps have taken the place of some of its images"
-            await self._tell_all(Voided(label.generation, text))
-            return
-        self._counters.agreed += 1
-        self._writing.agreed(label.generation)
-        await self._tell_all(Agreed(label.generation))
+        await self._agreement.vote(label)
 
     async def _tell_all(self, event: Event) -> None:
         await self._trainers.tell_all(event, self._generations.epoch)
@@ -387,6 +404,8 @@ class Keeper:
                 HeldGeneration(one.id, one.world, tuple(sorted(one.ranks)), one.agreed)
                 for one in held
             ),
+            self._guards.inventory(),
+            self._reporting.hosts,
         )
 
     async def _look_up(self, trainer: Trainer, message: LookUp, fds: Sequence[int]) -> _Reply:
@@ -404,6 +423,30 @@ class Keeper:
             return Refused("missing", text), []
         slot = self._held.slots[number]
         return Opened(slot.memory.nbytes), [slot.memory.fd, slot.label_fd]
+
+    async def _rebuild(self, trainer: Trainer, message: Rebuild, fds: Sequence[int]) -> _Reply:
+        if any(image.label.rank == message.rank for image in self._held.images(message.generation)):
+            return Done(), []
+        try:
+            label, memory = await rebuilt(message, self.options.run, self.options.certificate)
+        except HoldfastError as error:
+            text = f"the image of rank {message.rank} cannot be made again: {error}"
+            return Refused("lost", text), []
+        number = self._generations.recall(
+            label.generation, label.rank, label.world, label.nbytes, epoch=False
+        )
+        if isinstance(number, Refusal):
+            memory.close()
+            return Refused(number.reason.value, number.text), []
+        label_fd = sealed_bytes(await offload(label.encode))
+        self._held.slots[number] = HeldSlot(memory, label, label_fd)
+        self._generations.agreed(label.generation)
+        self._generations.offer(trainer.number)
+        self._counters.rebuilt += 1
+        _log.info(
+            "the image of rank %d of step %d is here again", label.rank, label.generation.step
+        )
+        return Done(), []
 
     async def _adopt(self, trainer: Trainer, message: Adopt, fds: Sequence[int]) -> _Reply:
         if len(fds) != 2:
@@ -423,7 +466,7 @@ class Keeper:
             memory.close()
             return Refused(number.reason.value, number.text), []
         self._held.slots[number] = HeldSlot(memory, label, os.dup(fds[1]))
-        self.run_later(self._vote(label))
+        self.run_later(self._agreement.vote(label))
         return Done(), []
 
     def _budget_with(self, nbytes: int) -> int:
@@ -459,6 +502,11 @@ class Keeper:
             flushing=self._writing.flushing,
             address=self.address,
             counters=self._counters,
+            name=self.name,
+            hosts=[host.name for host in self._reporting.hosts],
+            protection=next((group.mode for group in self._reporting.groups), "off"),
+            guarded=self._agreement.guarded,
+            guard_nbytes=self._guards.nbytes,
         )
 
     @property
@@ -472,6 +520,7 @@ class Keeper:
         """Finish what is under way, for ``grace_s`` at most; then let go of all memory."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
+        await self._agreement.close()
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:

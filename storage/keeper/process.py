@@ -13,12 +13,15 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ...errors import HoldfastError, UsageError
 from ..arenas.folder import KeeperFolder
@@ -26,8 +29,11 @@ from ..arenas.line import Line, listening
 from ..runtime.engine import CPU_THREADS
 from .keeper import Keeper
 from .options import KeeperOptions
-from .serve import address_of, interface_and_port, serve
+from .serve import address_and_port, interface_and_port, is_token, serve
 from .serve_options import ServeOptions, new_token
+
+if TYPE_CHECKING:
+    from .http_server import MemoryServer
 
 __all__ = ["RunningError", "keep", "main"]
 
@@ -67,41 +73,67 @@ async def keep(options: KeeperOptions, folder: KeeperFolder) -> None:
     with _locked(folder):
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(CPU_THREADS, "holdfast-cpu"))
-        keeper = Keeper(options)
+        name, port = folder.read_identity()
+        keeper = Keeper(options, name or f"keeper-{secrets.token_hex(4)}")
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, keeper.ended.set)
-        await keeper.recall()
-        sock = listening(folder.socket)
-        accepting = asyncio.ensure_future(_accept(sock, keeper))
-        _log.info("keeper of run %s, process %d, at %s", options.run, os.getpid(), folder.path)
         try:
-            async with _served(keeper, folder):
+            await keeper.recall()
+            async with _served(keeper, folder, port), _accepting(keeper, folder):
+                _log.info("keeper of run %s, process %d, %s", options.run, os.getpid(), folder.path)
                 await _until_ended(keeper, options.linger_s)
         finally:
-            accepting.cancel()
-            sock.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(folder.socket)
             await keeper.close(GRACE_S)
         _log.info("keeper of run %s ends", options.run)
 
 
 @contextlib.asynccontextmanager
-async def _served(keeper: Keeper, folder: KeeperFolder) -> AsyncIterator[None]:
+async def _accepting(keeper: Keeper, folder: KeeperFolder) -> AsyncIterator[None]:
+    """In the body, trainers can connect."""
+    sock = listening(folder.socket)
+    accepting = asyncio.ensure_future(_accept(sock, keeper))
+    try:
+        yield
+    finally:
+        accepting.cancel()
+        sock.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(folder.socket)
+
+
+@contextlib.asynccontextmanager
+async def _served(keeper: Keeper, folder: KeeperFolder, port: int) -> AsyncIterator[None]:
     """In the body, what the keeper holds can be read over HTTP, if it is to be. The token is that
-    of the environment, or else a new one; it lies in the keeper's folder."""
+    of the environment, or that of the keeper before, or else a new one; it lies in the keeper's
+    folder. ``port``: of the keeper before, whose place this one takes for other hosts, too, if it
+    can."""
     options = keeper.options
     if options.serve is None:
+        folder.write_identity(keeper.name, 0)
         yield
         return
-    interface, port = interface_and_port(options.serve)
-    token = os.environ.get(TOKEN_VARIABLE) or new_token()
+    interface, named_port = interface_and_port(options.serve)
+    known = folder.read_token()
+    token = os.environ.get(TOKEN_VARIABLE) or (known if is_token(known) else new_token())
     folder.write_token(token)
-    served = ServeOptions(token, interface, port, options.certificate, options.key)
-    async with serve(keeper.shelf, served) as server:
-        keeper.address = f"{address_of(interface)}:{server.port}"
+    served = ServeOptions(token, interface, named_port, options.certificate, options.key)
+    async with contextlib.AsyncExitStack() as stack:
+        server = await _bound(keeper, served, port, stack)
+        folder.write_identity(keeper.name, server.port)
+        keeper.serves_at(address_and_port(server.address, server.port), token)
         _log.info("memory is served at %s", keeper.address)
         yield
+
+
+async def _bound(
+    keeper: Keeper, options: ServeOptions, port: int, stack: contextlib.AsyncExitStack
+) -> MemoryServer:
+    """A server at the port that is named; else at ``port``; else at any."""
+    if port and not options.port:
+        with contextlib.suppress(OSError):  # somebody else has it by now
+            preferred = replace(options, port=port)
+            return await stack.enter_async_context(serve(keeper.shelf, preferred))
+    return await stack.enter_async_context(serve(keeper.shelf, options))
 
 
 async def _accept(sock: socket.socket, keeper: Keeper) -> None:

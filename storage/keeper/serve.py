@@ -23,7 +23,7 @@ from .shelf import Shelf
 if TYPE_CHECKING:
     from .http_server import MemoryServer
 
-__all__ = ["address_of", "interface_and_port", "serve"]
+__all__ = ["address_and_port", "address_of", "interface_and_port", "is_token", "serve"]
 
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _WHERE = re.compile(
@@ -36,7 +36,7 @@ _SIOCGIFADDR = 0x8915
 def serve(shelf: Shelf, options: ServeOptions) -> AbstractAsyncContextManager[MemoryServer]:
     """Serve ``shelf`` until the end of the body. Raises UsageError for options that cannot be
     right, or where aiohttp is not installed; OSError where the address cannot be used."""
-    if not _TOKEN.fullmatch(options.token):
+    if not is_token(options.token):
         raise UsageError("the token of a run has 32 hexadecimal digits")
     try:
         from .http_server import MemoryServer
@@ -79,6 +79,20 @@ def address_of(interface: str) -> str:
             advice=f"Interfaces of this host: {names}.",
         ) from error
     return socket.inet_ntoa(answer[20:24])
+
+
+def address_and_port(address: str, port: int) -> str:
+    """Where others find what listens there. What listens everywhere is found by this host's
+    name."""
+    parsed = ipaddress.ip_address(address)
+    if parsed.is_unspecified:
+        return f"{socket.gethostname()}:{port}"
+    return f"[{address}]:{port}" if parsed.version == 6 else f"{address}:{port}"
+
+
+def is_token(text: str) -> bool:
+    """Whether it can be the token of a run."""
+    return _TOKEN.fullmatch(text) is not None
 
 
 def _tls(options: ServeOptions) -> ssl.SSLContext | None:

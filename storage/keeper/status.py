@@ -16,7 +16,9 @@ class Counters:
     """What has happened since the keeper began. ``sealed``: images; ``agreed`` and ``void``:
     generations; ``skipped``: steps that got no slot; ``refused``: requests; ``flushed`` and
     ``flush_failures``: flushes to storage; ``local`` and ``local_failures``: generations written to
-    storage of this host."""
+    storage of this host; ``guarded`` and ``guard_failures``: generations of whose images there is
+    parity, or was to be; ``rebuilt``: images; ``report_failures``: reports that the lead keeper has
+    not answered."""
 
     sealed: int = 0
     agreed: int = 0
@@ -27,13 +29,19 @@ class Counters:
     flush_failures: int = 0
     local: int = 0
     local_failures: int = 0
+    guarded: int = 0
+    guard_failures: int = 0
+    rebuilt: int = 0
+    report_failures: int = 0
 
 
 @dataclass(frozen=True)
 class KeeperStatus:
     """What a keeper does now. ``ranks``: those whose processes are connected. ``flushing``: the
     generation that is being written to storage. ``address``: where memory is served, "" where it
-    is not."""
+    is not. ``name``: among the keepers of the run; ``hosts``: the names of all of its job;
+    ``protection``: how they guard each other; ``guarded``: the newest generation of whose images
+    there is parity, which takes ``guard_nbytes`` here."""
 
     run: str
     host: str
@@ -47,6 +55,11 @@ class KeeperStatus:
     flushing: GenerationId | None
     address: str
     counters: Counters
+    name: str = ""
+    hosts: Sequence[str] = ()
+    protection: str = "off"
+    guarded: GenerationId | None = None
+    guard_nbytes: int = 0
 
     def as_json(self) -> dict[str, object]:
         """It, as JSON has it."""
@@ -71,5 +84,10 @@ class KeeperStatus:
             ],
             "flushing_step": None if self.flushing is None else self.flushing.step,
             "address": self.address,
+            "name": self.name,
+            "hosts": list(self.hosts),
+            "protection": self.protection,
+            "guarded_step": None if self.guarded is None else self.guarded.step,
+            "guard_nbytes": self.guard_nbytes,
             "counters": asdict(self.counters),
         }

@@ -1,5 +1,5 @@
 """A generation in memory as a driver: what is below the root of a checkpoint, for reading only. So
-whatever reads a checkpoint reads one that is in memory."""
+whatever reads a checkpoint reads one that is in memory, of this host and of others."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from ..arenas.memory import Memory
 from ..format.fragment import join
 from ..format.manifest import MANIFEST_KEY
 from ..format.merge import merge
+from .reading import image_file
 
-__all__ = ["HeldImage", "TiersDriver", "manifest_of"]
+__all__ = ["HeldImage", "PeerImage", "TiersDriver", "manifest_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,16 @@ class HeldImage:
     memory: Memory
 
 
+@dataclass(frozen=True, eq=False)
+class PeerImage:
+    """An image in the memory of another host, below ``driver``, and what is known of it. ``name``:
+    the keeper that holds it."""
+
+    label: Label
+    driver: Driver
+    name: str
+
+
 def manifest_of(labels: Sequence[Label]) -> bytes:
     """The manifest of a generation, from the labels of all its ranks. It is the same wherever it is
     made. Raises DamagedError, CoverageError, SaveError where they do not make a checkpoint."""
@@ -43,13 +54,14 @@ def manifest_of(labels: Sequence[Label]) -> bytes:
 
 
 class TiersDriver(ReadOnly, Driver):
-    """The images of one generation, and their manifest."""
+    """The images of one generation, and their manifest. ``read_nbytes``: what was read so far, of
+    this host and of ``peers``."""
 
     reading_only: ClassVar[str] = "a checkpoint in memory is for reading only"
     remote: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
-    def __init__(self, uri: str, manifest: bytes, images: Sequence[HeldImage]) -> None:
+    def __init__(self, uri: str, manifest: bytes, images: Sequence[HeldImage | PeerImage]) -> None:
         """``uri``: what errors name."""
         self.uri = uri
         self.traits = Traits(
@@ -67,20 +79,38 @@ class TiersDriver(ReadOnly, Driver):
         self._images = {image.label.key: image for image in images if image.label.digests}
         self._created_s = min(image.label.created_s for image in images)
         self._closed = False
+        self.own_nbytes = 0
+        self.peer_nbytes = 0
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        into[:] = self._range(key, start, len(into))
+        content = self._content(key)
+        _check_range(content, start, len(into), self.uri, key)
+        if isinstance(content, PeerImage):
+            await content.driver.read(image_file(content.label.rank), start, into)
+            self.peer_nbytes += len(into)
+        else:
+            into[:] = content[start : start + len(into)]
+            self.own_nbytes += len(into)
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
-        return self._range(key, start, nbytes)
+        content = self._content(key)
+        _check_range(content, start, nbytes, self.uri, key)
+        if isinstance(content, PeerImage):
+            into = memoryview(bytearray(nbytes))
+            await self.read(key, start, into)
+            return into
+        self.own_nbytes += nbytes
+        return content[start : start + nbytes]
 
     async def get(self, key: str) -> bytes:
-        data = self._content(key)
-        check_small(len(data), self.uri, key)
+        nbytes = _nbytes(self._content(key))
+        check_small(nbytes, self.uri, key)
+        data = bytearray(nbytes)
+        await self.read(key, 0, memoryview(data))
         return bytes(data)
 
     async def stat(self, key: str) -> ObjectInfo:
-        return ObjectInfo(key, len(self._content(key)), self._created_s)
+        return ObjectInfo(key, _nbytes(self._content(key)), self._created_s)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         if prefix:
@@ -93,7 +123,7 @@ class TiersDriver(ReadOnly, Driver):
         self._closed = True
         self._images = {}
 
-    def _content(self, key: str) -> memoryview:
+    def _content(self, key: str) -> memoryview | PeerImage:
         check_key(key, uri=self.uri)
         if self._closed:
             raise StorageError("the driver is closed", uri=self.uri, key=key)
@@ -103,14 +133,19 @@ class TiersDriver(ReadOnly, Driver):
             image = self._images[key]
         except KeyError as error:
             raise NotFoundError("no such image in memory", uri=self.uri, key=key) from error
+        if isinstance(image, PeerImage):
+            return image
         return image.memory.buffer(0, image.memory.nbytes).view
 
-    def _range(self, key: str, start: int, nbytes: int) -> memoryview:
-        content = self._content(key)
-        if not 0 <= start <= start + nbytes <= len(content):
-            raise DamagedError(
-                f"object ends at byte {len(content)}, before {start + nbytes}",
-                uri=self.uri,
-                key=key,
-            )
-        return content[start : start + nbytes]
+
+def _nbytes(content: memoryview | PeerImage) -> int:
+    return content.label.nbytes if isinstance(content, PeerImage) else len(content)
+
+
+def _check_range(
+    content: memoryview | PeerImage, start: int, nbytes: int, uri: str, key: str
+) -> None:
+    """Raise DamagedError where the object ends before that."""
+    end = _nbytes(content)
+    if not 0 <= start <= start + nbytes <= end:
+        raise DamagedError(f"object ends at byte {end}, before {start + nbytes}", uri=uri, key=key)

@@ -3,8 +3,7 @@ pure state machine.
 
 Ranks go by a plan that they agreed on earlier, their *accord*; what was equal on several ranks then
 is written by one of them. So a generation is whole if all ranks have sealed their images, by the
-same accord, and what has to be equal still is. All that a vote says is in the label of an image, so
-an outcome can be worked out again.
+same accord, and what has to be equal still is.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..arenas.label import GenerationId, Label
 
-__all__ = ["Ballot", "Outcome", "Vote", "outcome_of_labels"]
+__all__ = ["Ballot", "Outcome", "Vote"]
 
 KEPT = 16
 """So many generations without an outcome are remembered: those before will not have one."""
@@ -77,10 +76,25 @@ class Ballot:
         self._forget_old()
         return outcome
 
-    def void(self, generation: GenerationId) -> None:
-        """It has turned out not to be whole: votes that come again change nothing."""
+    @property
+    def outcomes(self) -> Mapping[GenerationId, Outcome]:
+        """Of the newest generations."""
+        return self._outcomes
+
+    @property
+    def agreed(self) -> list[GenerationId]:
+        """Those of them that are agreed on."""
+        return [id for id, outcome in self._outcomes.items() if outcome is Outcome.AGREED]
+
+    @property
+    def open(self) -> list[GenerationId]:
+        """Those with votes, and without an outcome."""
+        return list(self._counts)
+
+    def decide(self, generation: GenerationId, outcome: Outcome) -> None:
+        """Its outcome is known otherwise: votes that come again change nothing."""
         self._counts.pop(generation, None)
-        self._outcomes[generation] = Outcome.VOID
+        self._outcomes[generation] = outcome
         self._forget_old()
 
     def _forget_old(self) -> None:
@@ -88,15 +102,6 @@ class Ballot:
             del self._counts[id]
         for id in sorted(self._outcomes)[:-KEPT]:
             del self._outcomes[id]
-
-
-def outcome_of_labels(labels: Iterable[Label]) -> Outcome | None:
-    """What the votes of these labels, of one generation, come to; None where some are missing."""
-    ballot = Ballot()
-    outcome = None
-    for label in labels:
-        outcome = ballot.cast(Vote.of(label))
-    return outcome
 
 
 def _are_alike(votes: Iterable[Vote]) -> bool:

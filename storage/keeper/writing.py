@@ -1,6 +1,10 @@
 """What a keeper writes: generations that trainers want in storage, and those that are due on
 storage of the host itself. Neither is in the way of anything else: a failure is told, counted and
-tried again."""
+tried again.
+
+What is to be in storage is committed by the lead keeper. Where there are others, each writes the
+images that it holds when the lead keeper says for which attempt.
+"""
 
 from __future__ import annotations
 
@@ -8,48 +12,60 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from ...errors import DamagedError, HoldfastError
 from ..arenas.label import GenerationId
 from ..arenas.messages import Durable, Event, Flush, FlushFailed
-from .flush import flush_to
+from .flush import flush_part, flush_to
+from .flush_together import flush_together
 from .held import Held
 from .local_level import LocalLevel
+from .reporting import Reporting
+from .standing import FlushEnd, FlushOrder, Standing, Written
 from .status import Counters
 
 __all__ = ["Writing"]
 
 FLUSH_PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """How long a keeper waits after each failed flush; then the last of them again and again."""
+PARTS_KEPT = 2
+"""So many generations at most wait here for the lead keeper to have them written."""
 
 _log = logging.getLogger(__name__)
 
 
 class Writing:
-    """What is being written, and what is to be. ``run_later(work)`` runs a coroutine beside all
-    else; ``tell(event)`` tells the trainers; ``damaged(generation)`` is called where memory no
-    longer holds what was sealed."""
+    """What is being written, and what is to be. ``tell(event)`` tells the trainers;
+    ``damaged(generation)`` is called where memory no longer holds what was sealed."""
 
     def __init__(
         self,
         held: Held,
         local: LocalLevel | None,
         counters: Counters,
-        run_later: Callable[[Coroutine[Any, Any, None]], None],
+        reporting: Reporting,
         tell: Callable[[Event], Awaitable[None]],
         damaged: Callable[[GenerationId], None],
     ) -> None:
         self._held = held
         self._local = local
         self._counters = counters
-        self._run_later = run_later
+        self._reporting = reporting
+        self._run_later = reporting.run_later
         self._tell = tell
         self._damaged = damaged
         self._wanted: dict[GenerationId, Flush] = {}
         self._turn = asyncio.Lock()
         self._writes_locally = False
+        self._parts: dict[GenerationId, Flush] = {}
+        """What waits for the lead keeper, and is kept for that."""
+        self._order: FlushOrder | None = None
+        """The newest that was followed."""
+        self._ended: FlushEnd | None = None
+        """The newest that was followed."""
+        self.written: Written | None = None
+        """What has become of this keeper's part of the newest flush."""
         self.flushing: GenerationId | None = None
         """What is being flushed."""
 
@@ -78,10 +94,63 @@ class Writing:
             is_old = generation.epoch < generations.epoch
             if is_old and not generations.is_agreed(generation):
                 del self._wanted[generation]
+        for generation in [id for id in self._parts if id.epoch < generations.epoch]:
+            self._release_part(generation)
 
     def _begin(self, generation: GenerationId) -> None:
         self._held.generations.flushing(generation)
-        self._run_later(self._flush_until_durable(generation, self._wanted[generation]))
+        if self._reporting.leads:
+            self._run_later(self._flush_until_durable(generation, self._wanted[generation]))
+            return
+        self._parts[generation] = self._wanted.pop(generation)
+        for old in sorted(self._parts)[:-PARTS_KEPT]:
+            self._release_part(old)
+
+    def _release_part(self, generation: GenerationId) -> None:
+        del self._parts[generation]
+        self._held.generations.flushed(generation)
+
+    async def follow(self, standing: Standing) -> None:
+        """Write what the lead keeper says, and tell what has become of it. For that keeper itself
+        there is nothing to do."""
+        if self._reporting.leads:
+            return
+        order, ended = standing.flush, standing.ended
+        if order is not None and order != self._order:
+            self._order = order
+            self._run_later(self._write_part(order))
+        if ended is not None and ended != self._ended:
+            self._ended = ended
+            await self._tell_end(ended)
+
+    async def _write_part(self, order: FlushOrder) -> None:
+        """Write the images that are held here; say what has become of it."""
+        request = self._parts.get(order.generation)
+        images = self._held.images(order.generation)
+        if request is None or not images:
+            problem = f"nothing of step {order.generation.step} is to be written here"
+            written = Written(order.attempt, problem=problem)
+        else:
+            try:
+                written = await flush_part(request, order.attempt, images)
+            except (HoldfastError, OSError) as error:
+                is_damaged = isinstance(error, DamagedError)
+                if is_damaged:
+                    self._damaged(order.generation)
+                written = Written(order.attempt, problem=str(error), damaged=is_damaged)
+        if self._order == order:
+            self.written = written
+            await self._reporting.tell()
+
+    async def _tell_end(self, ended: FlushEnd) -> None:
+        if ended.problem:
+            await self._tell(FlushFailed(ended.generation, ended.problem, ended.final))
+        else:
+            self._counters.flushed += 1
+            await self._tell(Durable(ended.generation, ended.attempt, ended.nbytes))
+        if ended.final:
+            for generation in [id for id in self._parts if id <= ended.generation]:
+                self._release_part(generation)
 
     async def _write_locally(self, local: LocalLevel, generation: GenerationId) -> None:
         try:
@@ -116,14 +185,9 @@ class Writing:
 
     async def _has_ended(self, generation: GenerationId, request: Flush) -> bool:
         """Flush once; whether there is nothing left to do."""
-        images = self._held.images(generation)
         began_s = time.perf_counter()
         try:
-            if not images or len(images) < images[0].label.world:
-                raise DamagedError(f"not all images of step {generation.step} are in memory")
-            attempt = await flush_to(
-                request, images, lambda: self._held.generations.is_agreed(generation)
-            )
+            attempt, nbytes = await self._flush(generation, request)
         except (HoldfastError, OSError) as error:
             self._counters.flush_failures += 1
             is_dropped = not self._held.generations.is_agreed(generation)
@@ -132,10 +196,25 @@ class Writing:
             _log.warning("step %d is not flushed: %s", generation.step, error)
             if is_damaged:
                 self._damaged(generation)
+            self._reporting.end(FlushEnd(generation, "", problem=str(error), final=final))
             await self._tell(FlushFailed(generation, str(error), final))
             return final
-        nbytes = sum(image.label.nbytes for image in images if image.label.digests)
         _log.info("step %d is durable after %.1f s", generation.step, time.perf_counter() - began_s)
         self._counters.flushed += 1
+        self._reporting.end(FlushEnd(generation, attempt, nbytes))
         await self._tell(Durable(generation, attempt, nbytes))
         return True
+
+    async def _flush(self, generation: GenerationId, request: Flush) -> tuple[str, int]:
+        """The id of the attempt, and how many bytes its images have."""
+
+        def is_wanted() -> bool:
+            return self._held.generations.is_agreed(generation)
+
+        images = self._held.images(generation)
+        if not self._reporting.is_alone:
+            return await flush_together(request, generation, images, self._reporting, is_wanted)
+        if not images or len(images) < images[0].label.world:
+            raise DamagedError(f"not all images of step {generation.step} are in memory")
+        attempt = await flush_to(request, images, is_wanted)
+        return attempt, sum(image.label.nbytes for image in images if image.label.digests)

@@ -48,10 +48,11 @@ class Storage:
 @dataclass(frozen=True)
 class ByKeeper:
     """That a save goes by way of a keeper, by its ``arena``; and to where from there. None: it
-    stays in memory."""
+    stays in memory. ``flushes``: this rank is the one that tells the keeper so."""
 
     arena: Arena
     storage: Storage | None = None
+    flushes: bool = True
 
 
 @dataclass(eq=False)
@@ -70,6 +71,7 @@ class Keeping:
     def __init__(self, by: ByKeeper, stages: KeptStages) -> None:
         self.arena = by.arena
         self.storage = by.storage
+        self.flushes = by.flushes
         self._stages = stages
         self.ended: Future[Durable | None] = Future()
 

@@ -21,7 +21,6 @@ from ..format.fragment import fragment_of
 from ..format.tables import ImageTable
 from ..pipeline.capture import TensorChunks, capture_into
 from ..pipeline.chunks import chunks_to_write
-from ..ranks.member import LEADER
 from ..ranks.team import Decide, Team
 from ..runtime.engine import offload
 from ..state.fingerprint import fingerprints
@@ -110,7 +109,7 @@ async def keep(team: Team, job: SaveJob, global_plan: GlobalPlan | None) -> bool
             await keeping.arena.dropped(slot)
         raise
     await _capture(job, slot, plan, team.rank, global_plan)
-    if team.rank == LEADER:
+    if keeping.flushes:
         request = keeping.storage.request(job.step, verdict.branch)
         if not await keeping.arena.flush(request):
             raise CoordinationError(f"the keeper does not write it: {keeping.arena.problem}")

@@ -382,13 +382,15 @@ class Checkpointer:
         agrees = not self._accord_made
         self._accord_made = True
         began_s = time.perf_counter()
+        by = self._memory.by()
+        assert by is not None  # or the step would not be due
         try:
             handle, ended = begin_memory_step(
                 self._printed + checkpoint_name(step),
                 state,
                 step,
                 self._save_options,
-                self._memory.by(),
+                by,
                 agrees=agrees,
             )
             if not self._save_options.lazy:

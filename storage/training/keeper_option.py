@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ...core.units import parse_duration, parse_size
 from ...drivers.registry import resolved_options
 from ...drivers.uri import parse
 from ...errors import CoordinationError, UsageError
+from ...planner.parity import GROUP_HOSTS, Mode
 from ..arenas.folder import KeeperFolder
 from ..keeper.options import KeeperOptions
 from ..keeper.serve import interface_and_port
@@ -42,7 +43,12 @@ class Keeper:
 
     ``serve``: where what the keeper holds can be read over HTTP, by ``peer://``: an interface or an
     address, and perhaps a port after a colon, such as ``"eth0:7070"``; None: nowhere. Without
-    ``certificate`` and ``key``, files in PEM, there is no TLS.
+    ``certificate`` and ``key``, files in PEM, there is no TLS. Keepers of several hosts work
+    together where all of them serve.
+
+    ``protect``: what is done against the loss of a host: ``"copy"``, a copy of each image on
+    another one; ``"xor"``, so that any host of a group may be lost; ``"pq"``, any two; ``"off"``;
+    or ``"auto"``, nothing on one host, a copy on two, XOR from three. ``group``: hosts of a group.
 
     Raises UsageError for what is none of that, UriError for what is no folder.
     """
@@ -58,6 +64,8 @@ class Keeper:
     serve: str | None = None
     certificate: str = ""
     key: str = ""
+    protect: str = "auto"
+    group: int = GROUP_HOSTS
 
     def __post_init__(self) -> None:
         for name, steps in (("every", self.every), ("local_every", self.local_every)):
@@ -67,6 +75,7 @@ class Keeper:
             resolved_options(parse(self.local))
         if self.serve is not None:
             interface_and_port(self.serve)
+        self._check_protection()
         if not self.deadline_s > 0:
             raise UsageError(f"Keeper: deadline_s is {self.deadline_s!r}")
         for name, value, parsed in (
@@ -78,6 +87,14 @@ class Keeper:
                     parsed(value)
             except ValueError as error:
                 raise UsageError(f"Keeper: {name} is {value!r}: {error}") from error
+
+    def _check_protection(self) -> None:
+        modes = get_args(Mode)
+        if self.protect not in modes:
+            advice = f"Give one of {', '.join(modes)}."
+            raise UsageError(f"Keeper: protect is {self.protect!r}", advice=advice)
+        if type(self.group) is not int or self.group < 2:
+            raise UsageError(f"Keeper: group is {self.group!r}", advice="Give a number of hosts.")
 
     @property
     def host(self) -> str:

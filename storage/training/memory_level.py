@@ -3,67 +3,41 @@ go on from."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...errors import DamagedError, SaveError
+from ...errors import DamagedError, HoldfastError, SaveError
 from ..arenas.arena import Arena
 from ..arenas.folder import KeeperFolder
-from ..arenas.label import GenerationId
-from ..arenas.messages import VERSION, HeldGeneration, Hello
-from ..keeper.tiers import HeldImage, TiersDriver, manifest_of
+from ..arenas.hosts import KeeperHost
+from ..arenas.messages import VERSION, Enter, Hello, Rebuild
+from ..keeper.choice import Choice
+from ..keeper.reading import Peers
+from ..keeper.tiers import HeldImage, PeerImage, TiersDriver, manifest_of
 from ..operations.keeping import ByKeeper, Storage
 from ..operations.options import LoadOptions
 from ..operations.start_load import load_state
 from ..ranks.process_group import current_rank, current_world
 from ..runtime.engine import offload, run
-from .epochs import Epochs
 from .keeper_option import Keeper, KeeperOption, checked_keeper, start_keeper
+from .memory_survey import GuardOption, InMemory, Meeting, Struck
 from .naming import checkpoint_name
 
-__all__ = ["InMemory", "MemoryLevel", "kept_everywhere", "memory_level_of", "next_epoch"]
+__all__ = ["LoadedBytes", "MemoryLevel", "memory_level_of"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class InMemory:
-    """What the keeper of a rank's host holds. ``epoch``: -1 where there is no keeper, or none
-    answers."""
+class LoadedBytes:
+    """How many bytes a rank has read of this host's memory, and of other hosts'; and how many bytes
+    the images have that had to be made again."""
 
-    epoch: int = -1
-    generations: tuple[HeldGeneration, ...] = ()
-
-
-def next_epoch(statements: Sequence[InMemory], epochs: Epochs) -> int:
-    """The epoch that begins, after all that are recorded, or that any keeper knows of."""
-    return max(epochs.newest, *(statement.epoch for statement in statements)) + 1
-
-
-def kept_everywhere(
-    statements: Sequence[InMemory], newer_than: int, epochs: Epochs
-) -> list[HeldGeneration]:
-    """The generations to go on from, the best first: those that are agreed on, newer than that
-    step, not left by a later epoch, and of which every rank's keeper holds all images."""
-    found: dict[GenerationId, HeldGeneration] = {}
-    for held in (held for statement in statements for held in statement.generations):
-        is_left = epochs.has_left(held.generation)
-        if held.agreed and held.generation.step > newer_than and not is_left:
-            found[held.generation] = held
-    whole = [
-        held
-        for held in found.values()
-        if all(_holds_all(statement, held) for statement in statements)
-    ]
-    return sorted(whole, key=lambda held: (held.generation.step, held.generation.epoch))[::-1]
-
-
-def _holds_all(statement: InMemory, held: HeldGeneration) -> bool:
-    return any(
-        other.generation == held.generation and len(other.ranks) == held.world
-        for other in statement.generations
-    )
+    own: int = 0
+    peer: int = 0
+    parity: int = 0
 
 
 def memory_level_of(option: KeeperOption, printed: str) -> MemoryLevel | None:
@@ -83,7 +57,15 @@ class MemoryLevel:
         self._option = option
         self._printed = printed
         self._arena: Arena | None = None
+        self._run = ""
         self._last: int | None = None
+        self._struck: list[Struck] = []
+        self._rebuilt_nbytes = 0
+        self.loaded = LoadedBytes()
+        self._flushes = True
+        """Whether this rank is the one that tells its keeper what to write to storage."""
+        self.problem = ""
+        """Why nothing is kept in memory."""
 
     @property
     def joined(self) -> bool:
@@ -96,63 +78,139 @@ class MemoryLevel:
         assert self._arena is not None
         return self._arena
 
+    @property
+    def guards(self) -> GuardOption:
+        """How hosts are to be guarded."""
+        return GuardOption(self._option.protect, self._option.group, self._option.certificate)
+
     def join(self, run_id: str) -> InMemory:
         """Find the keeper of the run, or start one; what it holds."""
-        return run(self._join(run_id))
+        self._run = run_id
+        return run(self._join())
 
-    async def _join(self, run_id: str) -> InMemory:
+    async def _join(self) -> InMemory:
         if self._arena is not None:
             await self._arena.close()
-        folder = KeeperFolder.of(run_id)
+        folder = KeeperFolder.of(self._run)
         option = self._option
-        hello = Hello(VERSION, run_id, current_rank(), current_world(), option.host)
+        hello = Hello(VERSION, self._run, current_rank(), current_world(), option.host)
 
         async def start() -> None:
-            await start_keeper(option, folder, run_id)
+            await start_keeper(option, folder, self._run)
 
         arena = Arena(folder, hello, option.deadline_s, start if option.starts else None)
         self._arena = arena
         if not await arena.open():
             _log.warning("rank %d has no keeper: %s", hello.rank, arena.problem)
-            return InMemory()
-        inventory = await arena.look_up()
-        if inventory is None:
-            return InMemory()
-        return InMemory(inventory.epoch, inventory.generations)
+        return await self._look()
 
-    def begin_epoch(self, epoch: int, step: int | None) -> None:
+    def look(self) -> InMemory:
+        """What the keeper holds now, but for what was found to be damaged."""
+        return run(self._look())
+
+    async def _look(self) -> InMemory:
+        arena = self.arena
+        inventory = await arena.look_up() if arena.is_open else None
+        if inventory is None or arena.host is None:
+            return InMemory(struck=tuple(self._struck))
+        return InMemory(inventory, arena.host, tuple(self._struck))
+
+    def begin_epoch(self, epoch: int, step: int | None, meeting: Meeting) -> None:
         """Training goes on from ``step``, None for its beginning: what is later is no more."""
         self._last = step
-        run(self._begin_epoch(epoch, step))
+        self._struck = []
+        self._rebuilt_nbytes = 0
+        self.problem = meeting.problem
+        own = [host for host in meeting.hosts if current_rank() in host.ranks]
+        self._flushes = not own or current_rank() == own[0].ranks[0]
+        run(self._begin_epoch(Enter(epoch, step, meeting.hosts, meeting.groups)))
 
-    async def _begin_epoch(self, epoch: int, step: int | None) -> None:
-        await self.arena.enter(epoch, step)
+    async def _begin_epoch(self, enters: Enter) -> None:
+        await self.arena.enter(enters)
         await self.arena.release()  # not before: a trainer of the last epoch might write over it
+
+    def rebuild(self, choice: Choice, hosts: Sequence[KeeperHost]) -> None:
+        """Have the keeper of this rank make the images again that fall to it. Raises DamagedError
+        where it cannot."""
+        run(self._rebuild(choice, hosts))
+
+    async def _rebuild(self, choice: Choice, hosts: Sequence[KeeperHost]) -> None:
+        own = self.arena.host
+        if own is None or not any(
+            host.name == own.name and host.ranks[:1] == (current_rank(),) for host in hosts
+        ):
+            return
+        for lost in choice.rebuilt:
+            if lost.at != own.name:
+                continue
+            asks = Rebuild(choice.generation, lost.rank, lost.group, lost.lost, tuple(hosts))
+            if not await self.arena.rebuild(asks):
+                raise DamagedError(f"step {choice.generation.step} in memory: {self.arena.problem}")
+            label, memory = await self.arena.image(choice.generation, lost.rank)
+            memory.close()
+            self._rebuilt_nbytes += label.nbytes
 
     def load(
         self,
-        generation: GenerationId,
-        world: int,
+        choice: Choice,
+        hosts: Sequence[KeeperHost],
         state: object,
         options: LoadOptions,
         touched: set[str],
-    ) -> int:
-        """Load a generation into ``state``; return how many bytes its images have. Every rank calls
-        this. Raises DamagedError where memory does not hold what it should; what a load raises."""
-        images = run(self._images(generation, world))
-        manifest = run(_manifest(images))
-        name = f"{self._printed}{checkpoint_name(generation.step)}"
-        driver = TiersDriver(name, manifest, images)
-        # Each rank reads what it needs: the memory of its host is as near as its own.
-        options = replace(options, exchange=False)
-        load_state(name, state, options, touched, driver)
-        return sum(image.memory.nbytes for image in images)
+    ) -> None:
+        """Load a generation into ``state``; :attr:`loaded` says what was read. Every rank calls
+        this. ``hosts``: where images of other hosts are read from. Raises DamagedError where memory
+        does not hold what it should; what a load raises."""
+        name = f"{self._printed}{checkpoint_name(choice.generation.step)}"
+        peers = Peers(choice.generation, hosts, self._option.certificate)
+        try:
+            images = run(self._images(choice, peers))
+            driver = TiersDriver(name, run(_manifest(images)), images)
+            # Each rank reads what it needs: memory is as near to it as to others.
+            options = replace(options, exchange=False)
+            try:
+                load_state(name, state, options, touched, driver)
+            except HoldfastError as error:
+                self._strike(choice, images, error)
+                raise
+            self.loaded = LoadedBytes(driver.own_nbytes, driver.peer_nbytes, self._rebuilt_nbytes)
+        finally:
+            run(peers.close())
 
-    async def _images(self, generation: GenerationId, world: int) -> list[HeldImage]:
-        return [HeldImage(*await self.arena.image(generation, rank)) for rank in range(world)]
+    def _strike(
+        self, choice: Choice, images: Sequence[HeldImage | PeerImage], error: HoldfastError
+    ) -> None:
+        """Remember which image is damaged: others may have it, or it can be made again."""
+        for image in images:
+            if error.key == image.label.key:
+                own = self.arena.host
+                name = own.name if own is not None else ""
+                if isinstance(image, PeerImage):
+                    name = image.name
+                self._struck.append(Struck(choice.generation, image.label.rank, name))
+
+    async def _images(self, choice: Choice, peers: Peers) -> list[HeldImage | PeerImage]:
+        """Of all ranks, in order; those of this host as they lie."""
+        own = self.arena.host
+        images: list[HeldImage | PeerImage | None] = [None] * choice.world
+        others: list[int] = []
+        for rank, names in enumerate(choice.holders):
+            if own is not None and own.name in names:
+                images[rank] = HeldImage(*await self.arena.image(choice.generation, rank))
+            else:
+                others.append(rank)
+        labels = await asyncio.gather(
+            *(peers.label(choice.holders[rank][0], rank, self._run) for rank in others)
+        )
+        for rank, label in zip(others, labels, strict=True):
+            name = choice.holders[rank][0]
+            images[rank] = PeerImage(label, peers.driver(name), name)
+        return [image for image in images if image is not None]
 
     def due(self, step: int) -> bool:
         """Whether ``step`` is to be kept. Asked once per step, in the order of steps."""
+        if self.problem:
+            return False
         last = self._last
         self._last = step
         every = self._option.every
@@ -160,9 +218,12 @@ class MemoryLevel:
             return step % every == 0
         return step // every > last // every
 
-    def by(self, storage: Storage | None = None) -> ByKeeper:
-        """That a save goes by way of the keeper; and to storage from there, if that is given."""
-        return ByKeeper(self.arena, storage)
+    def by(self, storage: Storage | None = None) -> ByKeeper | None:
+        """That a save goes by way of the keeper; and to storage from there, if that is given. None
+        where keepers cannot work together."""
+        if self.problem:
+            return None
+        return ByKeeper(self.arena, storage, self._flushes)
 
     def close(self) -> None:
         """Let go of the keeper, which goes on."""
@@ -171,7 +232,7 @@ class MemoryLevel:
             self._arena = None
 
 
-async def _manifest(images: Sequence[HeldImage]) -> bytes:
+async def _manifest(images: Sequence[HeldImage | PeerImage]) -> bytes:
     try:
         return await offload(manifest_of, [image.label for image in images])
     except SaveError as error:

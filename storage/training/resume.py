@@ -6,8 +6,8 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,7 +20,8 @@ from ...errors import (
     RankFailedError,
     UsageError,
 )
-from ..arenas.messages import HeldGeneration
+from ..arenas.hosts import KeeperHost
+from ..keeper.choice import Choice, Stock
 from ..operations.listing import ListedCheckpoint
 from ..operations.location import Place
 from ..operations.options import LoadOptions
@@ -32,7 +33,17 @@ from ..ranks.process_group import current_team
 from ..ranks.team import Decide
 from ..runtime.engine import run
 from .epochs import Epochs, put_epochs, read_epochs
-from .memory_level import InMemory, MemoryLevel, kept_everywhere, next_epoch
+from .memory_level import LoadedBytes, MemoryLevel
+from .memory_survey import (
+    GuardOption,
+    InMemory,
+    Meeting,
+    asked,
+    kept_in_memory,
+    meeting,
+    next_epoch,
+    stocks_of,
+)
 from .run_identity import run_id
 from .run_lineage import RunLineage, Survey, is_own
 
@@ -71,15 +82,25 @@ class Candidate:
 class Candidates:
     """What all ranks are to know of the run's folder, and of what is in memory. ``broken``: how
     many checkpoints cannot be opened. ``refused``: why there is nothing to go on from. ``kept``:
-    the generations in memory that are newer than what is in storage, the best first. ``epoch``: the
-    one that begins."""
+    the generations in memory that are newer than what is in storage, the best first; ``peers``:
+    where their images can be read. ``epoch``: the one that begins; ``meeting``: its keepers."""
 
     tried: tuple[Candidate, ...]
     broken: int
     refused: str | None = None
     advice: str | None = None
-    kept: tuple[HeldGeneration, ...] = ()
+    kept: tuple[Choice, ...] = ()
+    peers: tuple[KeeperHost, ...] = ()
     epoch: int = 0
+    meeting: Meeting = field(default_factory=Meeting)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The fields of :class:`Candidates` that say what is in memory."""
+
+    kept: tuple[Choice, ...] = ()
+    peers: tuple[KeeperHost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +114,15 @@ class RunId:
 class Resumed:
     """What a run goes on from. ``step``: None where there was nothing. ``tier``: where it was,
     ``memory`` or ``storage``; ``nbytes``: what this rank has read of it; ``seconds``: how long it
-    took."""
+    took. ``tiers``: the bytes by where they were: in memory of this host (``own``) or of others
+    (``peer``), or in ``storage``; and how many bytes the images have that this rank's keeper has
+    made again out of ``parity``."""
 
     step: int | None
     tier: str
     nbytes: int
     seconds: float
+    tiers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +135,7 @@ class Attempted:
 
 RUN = Round.of("run", Nothing, RunId)
 LOOK = Round.of("resume", InMemory, Candidates)
+CHOOSE = Round.of("resume", InMemory, Choices)
 TRY = Round.of("resume", Attempted, Attempted)
 TAKE_UP = Round.of("resume", Nothing, Nothing)
 
@@ -146,13 +171,15 @@ class Back:
 
 class _Leader:
     """The leader's part: it looks at the run's folder, and records where training goes on.
-    ``keeps``: the run has keepers, and so epochs."""
+    ``guards``: how hosts are to be guarded; None: the run has no keepers, and so no epochs."""
 
-    def __init__(self, lineage: RunLineage, root: Place, back: Back, *, keeps: bool) -> None:
+    def __init__(
+        self, lineage: RunLineage, root: Place, back: Back, guards: GuardOption | None
+    ) -> None:
         self._lineage = lineage
         self._root = root
         self._back = back
-        self._keeps = keeps
+        self._guards = guards
         self._epochs = Epochs()
         self._survey: Survey | None = None
         self._tried: Sequence[ListedCheckpoint] = ()
@@ -162,16 +189,42 @@ class _Leader:
         survey = self._survey = await self._lineage.survey()
         tried = self._tried = self._back.among(survey)
         candidates = _candidates(self._back, self._root, survey, tried)
-        if not self._keeps:
+        if self._guards is None:
             return candidates
         async with self._root.opened() as driver:
             self._epochs = await read_epochs(driver)
-        epoch = next_epoch(statements, self._epochs)
-        newest = max((c.step or 0 for c in tried), default=-1)
-        kept = kept_everywhere(statements, newest, self._epochs)
-        if self._back.asked or not kept:
-            return replace(candidates, epoch=epoch)
-        return replace(candidates, kept=tuple(kept), epoch=epoch, refused=None, advice=None)
+        stocks = stocks_of(statements)
+        others = await asked(stocks, self._guards)
+        candidates = replace(
+            candidates,
+            epoch=next_epoch([*stocks, *others], self._epochs),
+            meeting=meeting(stocks, len(statements), self._guards),
+        )
+        choices = self._choices(statements, stocks, others)
+        if self._back.asked or not choices.kept:
+            return candidates
+        return replace(
+            candidates, kept=choices.kept, peers=choices.peers, refused=None, advice=None
+        )
+
+    async def choose(self, statements: Sequence[InMemory]) -> Choices:
+        """What there is to go on from in memory, now that some of it has turned out to be
+        damaged."""
+        assert self._guards is not None
+        stocks = stocks_of(statements)
+        return self._choices(statements, stocks, await asked(stocks, self._guards))
+
+    def _choices(
+        self, statements: Sequence[InMemory], stocks: Sequence[Stock], others: Sequence[Stock]
+    ) -> Choices:
+        newest = max((c.step or 0 for c in self._tried), default=-1)
+        struck = {one for statement in statements for one in statement.struck}
+        kept, problems = kept_in_memory(
+            stocks, others, len(statements), newest, self._epochs, struck
+        )
+        for problem in problems:
+            _log.warning("%s", problem)
+        return Choices(tuple(kept), tuple(stock.host for stock in (*stocks, *others)))
 
     async def take_up(self, taken: _Taken) -> None:
         """Training goes on from there."""
@@ -182,7 +235,7 @@ class _Leader:
         elif taken.step is not None and self._tried:
             gone_on_from = self._tried[0]  # memory leads on from the newest
         await self._lineage.take_up(gone_on_from, self._survey, record=self._back.asked)
-        if self._keeps:
+        if self._guards is not None:
             async with self._root.opened() as driver:
                 await put_epochs(driver, self._epochs.with_next(taken.epoch, taken.step))
 
@@ -190,11 +243,13 @@ class _Leader:
 @dataclass(frozen=True, slots=True)
 class _Taken:
     """What a run goes on from: a step, None for nothing; in storage, the checkpoint that was tried
-    as number ``chosen``. ``epoch``: the one that begins."""
+    as number ``chosen``; in memory, ``loaded`` says how much of it was where. ``epoch``: the one
+    that begins."""
 
     epoch: int
     step: int | None = None
     chosen: int | None = None
+    loaded: LoadedBytes | None = None
 
     @property
     def tier(self) -> str:
@@ -222,7 +277,7 @@ def resumed(
     raises: the next one would fit no better.
     """
     began_s = time.perf_counter()
-    leader = _Leader(lineage, root, back, keeps=memory is not None)
+    leader = _Leader(lineage, root, back, None if memory is None else memory.guards)
     in_memory = InMemory()
     if memory is not None:
         in_memory = joined(memory, root, options.deadline_s)
@@ -232,7 +287,7 @@ def resumed(
         raise UsageError(candidates.refused, uri=root.uri.redacted, advice=candidates.advice)
     reports: list[LoadReport] = []
     options = replace(options, on_report=reports.append)
-    taken = _load_best(root, candidates, state, options, back, memory)
+    taken = _load_best(leader, root, candidates, state, options, back, memory)
 
     async def take_up(_: Sequence[Nothing]) -> Nothing:
         await leader.take_up(taken)
@@ -241,12 +296,19 @@ def resumed(
     call = Call("resume", root.uri.redacted, taken.step)
     _round(TAKE_UP, call, options.deadline_s, Nothing(), take_up)
     if memory is not None:
-        memory.begin_epoch(taken.epoch, taken.step)
+        memory.begin_epoch(taken.epoch, taken.step, candidates.meeting)
     nbytes = 0 if taken.step is None else reports[-1].bytes_read
-    return Resumed(taken.step, taken.tier, nbytes, time.perf_counter() - began_s)
+    loaded = taken.loaded
+    if loaded is None:
+        tiers = {"storage": nbytes} if nbytes else {}
+    else:
+        tiers = {"own": loaded.own, "peer": loaded.peer, "parity": loaded.parity}
+    seconds = time.perf_counter() - began_s
+    return Resumed(taken.step, taken.tier, nbytes, seconds, tiers)
 
 
 def _load_best(
+    leader: _Leader,
     root: Place,
     candidates: Candidates,
     state: object,
@@ -257,9 +319,10 @@ def _load_best(
     """Load the best that is whole: out of memory, else out of storage."""
     touched: set[str] = set()
     if memory is not None:
-        step = _load_kept(root, candidates, state, options, memory, touched)
-        if step is not None:
-            return _Taken(candidates.epoch, step)
+        kept = _load_kept(leader, root, candidates, state, options, memory, touched)
+        if kept is not None:
+            step, loaded = kept
+            return _Taken(candidates.epoch, step, loaded=loaded)
     chosen = _load_first(root, candidates, state, options, back, touched)
     if chosen is None:
         return _Taken(candidates.epoch)
@@ -284,14 +347,18 @@ def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
     in_memory = joined(memory, root, deadline_s)
 
     async def decide(statements: Sequence[InMemory]) -> Candidates:
+        stocks = stocks_of(statements)
+        others = await asked(stocks, memory.guards)
+        together = meeting(stocks, len(statements), memory.guards)
         async with root.opened() as driver:
             epochs = await read_epochs(driver)
-            epoch = next_epoch(statements, epochs)
+            epoch = next_epoch([*stocks, *others], epochs)
             await put_epochs(driver, epochs.with_next(epoch, None))
-        return Candidates((), 0, epoch=epoch)
+        return Candidates((), 0, epoch=epoch, meeting=together)
 
     call = Call("begin", root.uri.redacted)
-    memory.begin_epoch(_round(LOOK, call, deadline_s, in_memory, decide).epoch, None)
+    candidates = _round(LOOK, call, deadline_s, in_memory, decide)
+    memory.begin_epoch(candidates.epoch, None, candidates.meeting)
 
 
 def _candidates(
@@ -325,24 +392,43 @@ def _candidates(
 
 
 def _load_kept(
+    leader: _Leader,
     root: Place,
     candidates: Candidates,
     state: object,
     options: LoadOptions,
     memory: MemoryLevel,
     touched: set[str],
-) -> int | None:
-    """Load the newest generation in memory that is whole; return its step, None where there is
-    none."""
-    for held in candidates.kept:
-        error = _error_of(
-            partial(memory.load, held.generation, held.world, state, options, touched)
+) -> tuple[int, LoadedBytes] | None:
+    """Load the newest generation in memory that is whole; return its step, and how much of it was
+    where. None where there is none.
+
+    Where one cannot be loaded, all look again: an image that is damaged may be on another host,
+    or can be made again; and a keeper may be gone by now. The same choice is not made twice.
+    """
+    choices = Choices(candidates.kept, candidates.peers)
+    made: set[Choice] = set()
+    while True:
+        choice = next((one for one in choices.kept if one not in made), None)
+        if choice is None:
+            return None
+        made.add(choice)
+        step = choice.generation.step
+        parts = [partial(memory.load, choice, choices.peers, state, options, touched)]
+        if choice.rebuilt:
+            parts.insert(0, partial(memory.rebuild, choice, choices.peers))
+        for part in parts:
+            error = _error_of(part)
+            outcome = _verdict(root, step, options, error, may_misfit=False)
+            if outcome is not Outcome.WHOLE:
+                break
+        if outcome is Outcome.WHOLE:
+            return step, memory.loaded
+        _log.warning(
+            "step %d in memory is damaged, looking for what else there is: %s", step, error
         )
-        step = held.generation.step
-        if _verdict(root, step, options, error, may_misfit=False) is Outcome.WHOLE:
-            return step
-        _log.warning("step %d in memory is damaged, trying what is older: %s", step, error)
-    return None
+        call = Call("resume", root.uri.redacted, step)
+        choices = _round(CHOOSE, call, options.deadline_s, memory.look(), leader.choose)
 
 
 def _load_first(

@@ -19,7 +19,7 @@ from holdfast.storage.exchange import broadcast, setup
 from holdfast.storage.operations import rounds
 from holdfast.storage.ranks import answer, calls, failures, messages
 from holdfast.storage.ranks.messages import Nothing, codec
-from holdfast.storage.training import decisions, memory_level, resume
+from holdfast.storage.training import decisions, memory_survey, resume
 
 MODULES = [broadcast, setup, rounds, calls, failures, messages, answer, decisions, resume]
 KINDS = [
@@ -36,7 +36,8 @@ KINDS = [
     decisions.QuestionRecord,
     resume.Candidates,
     resume.RunId,
-    memory_level.InMemory,
+    memory_survey.InMemory,
+    resume.Choices,
     rounds.AgreeVerdict,
     rounds.Arrived,
     rounds.Begun,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast.storage.arenas.arena import Arena
 from holdfast.storage.arenas.control import status_of
-from holdfast.storage.arenas.folder import KeeperFolder
+from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder
 from holdfast.storage.pipeline.capture import TensorChunks
 
 __all__ = ["POINTS", "Accident", "Job", "main"]
@@ -51,7 +51,10 @@ class Accident:
 @dataclass(frozen=True)
 class Job:
     """What a job does. ``every``: steps between saves to storage, None for none. ``wait``: for each
-    step to be agreed on before the next, so that it is known what is in memory."""
+    step to be agreed on before the next, so that it is known what is in memory. ``hosts``: names of
+    hosts, each of which has as many ranks, a keeper of its own, and an address of the loopback;
+    none: this one, whose keeper serves nothing. ``guards``: whether to wait for parity of each
+    step, too."""
 
     steps: int
     every: int | None = None
@@ -64,6 +67,13 @@ class Job:
     numel: int = 1 << 16
     forks: bool = False
     pause_s: float = 0.0
+    hosts: tuple[str, ...] = ()
+    protect: str = "auto"
+    guards: bool = False
+
+    def host_of(self, rank: int, world: int) -> int:
+        """The place among ``hosts`` of that of ``rank``."""
+        return rank * len(self.hosts) // world
 
     def encode(self) -> str:
         """For the command line."""
@@ -74,6 +84,7 @@ class Job:
         """The inverse."""
         given = json.loads(text)
         accident = given.pop("accident")
+        given["hosts"] = tuple(given["hosts"])
         return cls(**given, accident=None if accident is None else Accident(**accident))
 
 
@@ -88,9 +99,10 @@ def main() -> None:
     keeper = holdfast.Keeper(
         memory=job.memory,
         deadline_s=job.deadline_s,
-        linger="60s",
+        linger="120s",
         local=job.local,
         local_every=job.local_every,
+        **(on_host(job, rank, world) if job.hosts else {}),
     )
     log = (out / f"losses {rank}").open("a", buffering=1)
     with holdfast.Checkpointer(
@@ -99,6 +111,9 @@ def main() -> None:
         at = run.resume(state)
         assert run.resumed is not None
         found = {"step": run.resumed.step, "tier": run.resumed.tier}
+        if job.hosts:
+            found["tiers"] = dict(run.resumed.tiers)
+            found["seconds"] = run.resumed.seconds
         (out / f"resumed {rank}").write_text(json.dumps(found))
         if job.forks and os.fork() == 0:
             time.sleep(60)  # as a worker of a data loader may outlive its trainer
@@ -115,11 +130,36 @@ def main() -> None:
                 happen(job.accident, rank, handle, uri)
             if job.wait and handle is not None:
                 wait_for(handle)
+            if job.guards:
+                wait_for_guard(uri, step)
             time.sleep(job.pause_s)
         run.wait()
         (out / f"counters {rank}").write_text(json.dumps(asdict(run.counters)))
     if world > 1:
         dist.destroy_process_group()
+
+
+def on_host(job: Job, rank: int, world: int) -> dict[str, Any]:
+    """What the keeper of a rank's host is told, and where it is."""
+    place = job.host_of(rank, world)
+    base = Path(os.environ[KEEPER_DIR_VARIABLE]) / job.hosts[place]
+    base.mkdir(mode=0o700, exist_ok=True)
+    os.environ[KEEPER_DIR_VARIABLE] = str(base)
+    return {
+        "domain": job.hosts[place],
+        "serve": f"127.0.0.{place + 2}",
+        "protect": job.protect,
+    }
+
+
+def wait_for_guard(uri: str, step: int) -> None:
+    """Until there is parity of the step, which may take its place later than it is agreed on."""
+    end_s = time.monotonic() + 20
+    while time.monotonic() < end_s:
+        if (status_of(keeper_folder(uri)) or {}).get("guarded_step") == step:
+            return
+        time.sleep(0.01)
+    print(f"no parity of step {step}", file=sys.stderr)
 
 
 def new_state(job: Job, rank: int) -> dict[str, Any]:
@@ -179,13 +219,17 @@ def happen(accident: Accident, rank: int, handle: Any, uri: str) -> None:
 
 
 def keeper_pid(uri: str) -> int:
-    """The process of the run's keeper."""
-    run = json.loads((Path(uri) / "run.json").read_text())["run"]
-    status = status_of(KeeperFolder.of(run))
+    """The process of the run's keeper, on the host of this rank."""
+    status = status_of(keeper_folder(uri))
     assert status is not None
     pid = status["pid"]
     assert isinstance(pid, int)
     return pid
+
+
+def keeper_folder(uri: str) -> KeeperFolder:
+    """That of the run's keeper, on the host of this rank."""
+    return KeeperFolder.of(json.loads((Path(uri) / "run.json").read_text())["run"])
 
 
 if __name__ == "__main__":

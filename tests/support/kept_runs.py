@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,12 @@ from typing import Any
 import holdfast
 from holdfast.errors import CoordinationError
 from holdfast.storage.arenas.control import status_of, stop
-from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder, keeper_folders
+from holdfast.storage.arenas.folder import (
+    KEEPER_DIR_VARIABLE,
+    RUN_PATTERN,
+    KeeperFolder,
+    keeper_folders,
+)
 
 from . import kept_job
 from .kept_job import Job
@@ -109,13 +116,31 @@ class KeptRun:
         assert status is not None
         return status
 
+    def keeper_of(self, host: str) -> KeeperFolder:
+        """The folder of the keeper of this host."""
+        run = json.loads((self.uri / "run.json").read_text())["run"]
+        return KeeperFolder.of(run, self.base / host)
+
+    def status_of(self, host: str) -> dict[str, Any]:
+        """What the keeper of this host does."""
+        status = status_of(self.keeper_of(host))
+        assert status is not None
+        return status
+
+    def lose(self, *hosts: str) -> None:
+        """Hosts break down, with all that is in their memory."""
+        for host in hosts:
+            os.kill(int(self.keeper_of(host).lock.read_text()), signal.SIGKILL)
+            shutil.rmtree(self.base / host)
+
     def steps(self) -> list[int | None]:
         """Those that are in storage."""
         return [c.step for c in holdfast.list_checkpoints(self.uri)]
 
     def end_keepers(self) -> None:
         """End all keepers, however they are."""
-        for folder in keeper_folders(self.base):
+        hosts = [path for path in self.base.iterdir() if not RUN_PATTERN.fullmatch(path.name)]
+        for folder in itertools.chain(*map(keeper_folders, [self.base, *hosts])):
             try:
                 status = status_of(folder)
                 if status is not None:

@@ -26,6 +26,7 @@ from holdfast.storage.arenas.messages import (
     VERSION,
     Agreed,
     Durable,
+    Enter,
     Event,
     Fill,
     Flush,
@@ -128,7 +129,7 @@ def test_a_step_is_sealed_agreed_and_flushed(tmp_path: Path) -> None:
 
     async def body() -> None:
         async with kept() as (_, folder), trainer(folder) as arena:
-            assert await arena.enter(0, None)
+            assert await arena.enter(Enter(0, None))
             await capture(arena, 5, told)
             assert await arena.flush(Flush(5, str(tmp_path / "c")))
             await told.until(Durable)
@@ -164,7 +165,7 @@ def test_a_flush_that_fails_is_tried_again_until_storage_is_back(
 
     async def body() -> None:
         async with kept() as (keeper, folder), trainer(folder) as arena:
-            await arena.enter(0, None)
+            await arena.enter(Enter(0, None))
             await capture(arena, 1, told)
             await arena.flush(Flush(1, str(tmp_path / "c")))
             for step in range(2, 6):
@@ -189,7 +190,7 @@ def test_memory_that_has_changed_is_not_flushed(tmp_path: Path) -> None:
 
     async def body() -> None:
         async with kept() as (_, folder), trainer(folder) as arena:
-            await arena.enter(0, None)
+            await arena.enter(Enter(0, None))
             slot = await capture(arena, 5, told)
             await told.until(Agreed)
             slot.memory.view[9000] ^= 1
@@ -225,7 +226,7 @@ def test_a_stranger_is_refused_with_the_reason(hello: Hello, said: str) -> None:
             assert said in arena.problem
             assert keeper.status().counters.refused == 1
             async with trainer(folder) as other:
-                assert await other.enter(0, None)
+                assert await other.enter(Enter(0, None))
 
     run(body)
 
@@ -236,9 +237,9 @@ def test_an_older_epoch_is_refused() -> None:
 
     async def body() -> None:
         async with kept() as (_, folder), trainer(folder) as arena:
-            await arena.enter(1, None)
+            await arena.enter(Enter(1, None))
             await capture(arena, 1, told)
-            assert not await arena.enter(0, None)
+            assert not await arena.enter(Enter(0, None))
             assert "is over" in arena.problem
 
     run(body)
@@ -272,7 +273,7 @@ def test_whatever_comes_over_a_line_the_keeper_lives(sent: bytes) -> None:
                 except (TimeoutError, OSError):
                     pass
             async with trainer(folder) as arena:
-                assert await arena.enter(0, None)
+                assert await arena.enter(Enter(0, None))
 
     before = len(os.listdir("/proc/self/fd"))
     run(body)
@@ -284,7 +285,7 @@ def test_a_slot_that_was_dropped_is_given_again() -> None:
 
     async def body() -> None:
         async with kept() as (keeper, folder), trainer(folder) as arena:
-            await arena.enter(0, None)
+            await arena.enter(Enter(0, None))
             for step in range(1, 10):
                 slot = await arena.fill(step, 8192)
                 assert slot is not None, arena.problem
@@ -300,7 +301,7 @@ def test_what_no_image_can_be_is_refused() -> None:
 
     async def body() -> None:
         async with kept() as (_, folder), trainer(folder) as arena:
-            await arena.enter(0, None)
+            await arena.enter(Enter(0, None))
             slot = await arena.fill(1, 8192)
             assert slot is not None
             none = np.empty(0, np.int64)
@@ -318,7 +319,7 @@ def test_an_image_that_is_not_there_is_damage() -> None:
 
     async def body() -> None:
         async with kept() as (_, folder), trainer(folder) as arena:
-            await arena.enter(0, None)
+            await arena.enter(Enter(0, None))
             with pytest.raises(DamagedError, match="no image of rank 3 of step 7"):
                 await arena.image(GenerationId(0, 7), 3)
 
@@ -331,7 +332,7 @@ def test_a_keeper_that_is_gone_voids_what_it_has_not_told() -> None:
 
     async def body() -> None:
         async with kept() as (_, folder), trainer(folder) as arena:
-            await arena.enter(0, None)
+            await arena.enter(Enter(0, None))
             await capture(arena, 1, told)
             await told.until(Agreed)
             arena._lost()

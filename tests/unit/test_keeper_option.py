@@ -18,13 +18,15 @@ from holdfast.storage.arenas.folder import (
     base_folder,
     keeper_folders,
 )
+from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.arenas.messages import HeldGeneration
+from holdfast.storage.arenas.messages import HeldGeneration, Inventory
 from holdfast.storage.arenas.room import available_nbytes
+from holdfast.storage.keeper.choice import Choice, Stock
 from holdfast.storage.runtime.engine import run
 from holdfast.storage.training import checkpointer
 from holdfast.storage.training.epochs import EPOCHS_KEY, Epochs, put_epochs, read_epochs
-from holdfast.storage.training.memory_level import InMemory, kept_everywhere, next_epoch
+from holdfast.storage.training.memory_survey import kept_in_memory, next_epoch
 from holdfast.storage.training.run_identity import RUN_KEY, known_run_id, run_id
 
 RUN = "a" * 32
@@ -101,27 +103,39 @@ def held(
     return HeldGeneration(GenerationId(epoch, step), world, tuple(range(ranks)), agreed)
 
 
-def test_the_newest_generation_that_is_whole_everywhere_comes_first() -> None:
-    """Those that are not agreed on, not whole on some host, or not newer than storage are left
-    out."""
-    one = InMemory(3, (held(3, 9, 1), held(3, 8, 2, agreed=False), held(3, 7, 2), held(2, 6, 2)))
-    other = InMemory(3, (held(3, 7, 2), held(2, 6, 2), held(2, 5, 2)))
-    found = kept_everywhere([one, other], 5, Epochs())
-    assert [kept.generation.step for kept in found] == [7, 6]
-    assert kept_everywhere([one, InMemory()], 0, Epochs()) == []
+def stock(*generations: HeldGeneration, name: str = "keeper", epoch: int = 3) -> Stock:
+    """That of a keeper of one rank."""
+    host = KeeperHost(name, "domain", f"{name}:1", ranks=(0,))
+    return Stock(host, Inventory(epoch, generations))
+
+
+def steps(found: tuple[list[Choice], list[str]]) -> list[int]:
+    """Those that can be gone on from."""
+    return [choice.generation.step for choice in found[0]]
+
+
+def test_the_newest_generation_that_is_whole_comes_first() -> None:
+    """Those that are not agreed on, not whole, or not newer than storage are left out."""
+    one = stock(held(3, 9, 1), held(3, 8, 2, agreed=False), held(3, 7, 2), held(2, 6, 2))
+    found = kept_in_memory([one], [], 1, 5, Epochs())
+    assert steps(found) == [7, 6]
+    assert found[1] == [
+        "step 9 in memory is lost: the image of rank 1 is in no memory, and there is no parity of it"
+    ]
+    assert steps(kept_in_memory([], [], 1, 0, Epochs())) == []
 
 
 def test_of_two_epochs_the_later_one_counts() -> None:
     """Where both have come to a step."""
-    one = InMemory(3, (held(2, 7, 2), held(3, 7, 2)))
-    assert kept_everywhere([one], 0, Epochs())[0].generation == GenerationId(3, 7)
+    found, _ = kept_in_memory([stock(held(2, 7, 2), held(3, 7, 2))], [], 1, 0, Epochs())
+    assert found[0].generation == GenerationId(3, 7)
 
 
 def test_an_epoch_is_later_than_all_that_keepers_know_of() -> None:
     """Also where some ranks have none."""
-    assert next_epoch([InMemory(), InMemory(4), InMemory(2)], Epochs()) == 5
-    assert next_epoch([InMemory()], Epochs()) == 0
-    assert next_epoch([InMemory(1)], Epochs(((7, 3),))) == 8
+    assert next_epoch([stock(epoch=4), stock(epoch=2)], Epochs()) == 5
+    assert next_epoch([], Epochs()) == 0
+    assert next_epoch([stock(epoch=1)], Epochs(((7, 3),))) == 8
 
 
 def test_a_line_that_a_later_epoch_has_left_is_not_gone_on_from() -> None:
@@ -136,8 +150,8 @@ def test_a_line_that_a_later_epoch_has_left_is_not_gone_on_from() -> None:
         if epochs.has_left(GenerationId(epoch, step))
     }
     assert left == {(0, 30), (0, 50), (0, 70), (1, 30), (1, 50), (1, 70), (2, 70)}
-    one = InMemory(3, (held(1, 30, 2), held(2, 50, 2)))
-    assert [kept.generation.step for kept in kept_everywhere([one], 0, epochs)] == [50]
+    one = stock(held(1, 30, 2), held(2, 50, 2))
+    assert steps(kept_in_memory([one], [], 1, 0, epochs)) == [50]
 
 
 def test_the_record_of_epochs_is_read_as_it_was_put(driver: MemoryDriver) -> None:

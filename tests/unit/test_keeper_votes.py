@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from holdfast.storage.arenas.label import GenerationId, Label
-from holdfast.storage.keeper.votes import KEPT, Ballot, Outcome, Vote, outcome_of_labels
+from holdfast.storage.keeper.votes import KEPT, Ballot, Outcome, Vote
 
 ID = GenerationId(2, 7)
 
@@ -81,11 +79,11 @@ def test_what_turned_out_to_be_damaged_stays_void() -> None:
     ballot = Ballot()
     ballot.cast(vote(0))
     ballot.cast(vote(1))
-    ballot.void(ID)
+    ballot.decide(ID, Outcome.VOID)
     assert ballot.cast(vote(0)) is Outcome.VOID
     other = GenerationId(2, 8)
     ballot.cast(vote(0, id=other))
-    ballot.void(other)
+    ballot.decide(other, Outcome.VOID)
     assert ballot.cast(vote(1, id=other)) is Outcome.VOID
 
 
@@ -97,12 +95,3 @@ def test_generations_without_an_outcome_are_forgotten() -> None:
         ballot.cast(vote(0, id=GenerationId(2, step)))
     assert ballot.cast(vote(1)) is None
     assert ballot.cast(vote(1, id=GenerationId(2, 7 + KEPT))) is Outcome.AGREED
-
-
-def test_labels_tell_the_outcome_again() -> None:
-    """What a keeper that died has decided, another one works out from labels, in any order."""
-    assert outcome_of_labels([label(1, 2), label(0, 2)]) is Outcome.AGREED
-    assert outcome_of_labels([label(1, 2)]) is None
-    assert outcome_of_labels([]) is None
-    other = replace(label(0, 2), accord="other plan")
-    assert outcome_of_labels([label(1, 2), other]) is Outcome.VOID

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.storage.arenas.label import GenerationId, Label
+from holdfast.storage.arenas.messages import Inventory
 from holdfast.storage.keeper import votes
 from holdfast.storage.keeper.generations import Generations, Grant, Refusal
 from holdfast.storage.keeper.votes import Ballot, Outcome, Vote
 from holdfast.storage.training.epochs import Epochs
-from holdfast.storage.training.memory_level import InMemory
 
 from .breaking import Broken, Patch
 from .keepers import SIZE_MAX, Held, Memory, SimulatedKeeper, State, Task, Trainer, World, run_seed
@@ -145,13 +145,13 @@ def _mixture() -> Iterator[Patch]:
 def _offering(**changed: Any) -> Any:
     real = SimulatedKeeper.inventory
 
-    def inventory(self: SimulatedKeeper) -> InMemory:
+    def inventory(self: SimulatedKeeper) -> Inventory:
         found = real(self)
         generations = [
             replace(held, **{name: change(held) for name, change in changed.items()})
             for held in found.generations
         ]
-        return InMemory(found.epoch, tuple(generations))
+        return replace(found, generations=tuple(generations))
 
     return inventory
 

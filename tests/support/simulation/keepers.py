@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.errors import DamagedError
+from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId, Label
-from holdfast.storage.arenas.messages import HeldGeneration
+from holdfast.storage.arenas.messages import HeldGeneration, Inventory
+from holdfast.storage.keeper.choice import Choice
 from holdfast.storage.keeper.generations import Generations, Refusal
 from holdfast.storage.keeper.votes import Ballot, Outcome, Vote
-from holdfast.storage.training import memory_level
+from holdfast.storage.training import memory_survey
 from holdfast.storage.training.epochs import Epochs
-from holdfast.storage.training.memory_level import InMemory
+from holdfast.storage.training.memory_survey import InMemory
 
 __all__ = ["SIZE_MAX", "SimulatedKeeper", "Trainer", "Violation", "World", "run_seed"]
 
@@ -36,6 +38,7 @@ FLUSH_EVERY = 4
 SIZE_MAX = 3
 """Of a job, in ranks."""
 RUN = "run"
+HOST = KeeperHost("keeper", "host")
 
 State = tuple[int, int, int]
 """The job, the step and the rank that an image is of."""
@@ -303,11 +306,10 @@ class SimulatedKeeper:
             for pieces, label in zip(written, labels, strict=False)
         )
         if not intact:
-            self.ballot.void(id)
+            self.ballot.decide(id, Outcome.VOID)
             self.generations.void(id)
         elif self.generations.is_agreed(id):
             self.world.committed(labels[0].world, written)
-            self.generations.durable(id)
         self.generations.flushed(id)
         self.forget_unheld()
 
@@ -320,10 +322,10 @@ class SimulatedKeeper:
         ]
         return [held for _, _, held in sorted(found, key=lambda one: one[:2])]
 
-    def inventory(self) -> InMemory:
+    def inventory(self) -> Inventory:
         """What there is to go on from."""
         held = self.generations.restorable()
-        return InMemory(
+        return Inventory(
             self.generations.epoch,
             tuple(HeldGeneration(one.id, one.world, one.ranks, one.agreed) for one in held),
         )
@@ -514,13 +516,15 @@ class World:
         keeper = self.keeper
         client = next(self.clients)
         keeper.generations.offer(client)
-        statements = [keeper.inventory() if keeper.alive else InMemory()] * job.world
+        statement = InMemory(keeper.inventory(), HOST) if keeper.alive else InMemory()
+        stocks = memory_survey.stocks_of([statement] * job.world)
         newest = self.stored_at_look = self.newest_stored()
         self.must_reach, self.must_reach_id = self.promised, self.promised_id
         found: tuple[int, int] | None = None
         id: GenerationId | None = None
         try:
-            for candidate in memory_level.kept_everywhere(statements, newest, self.epochs):
+            kept, _ = memory_survey.kept_in_memory(stocks, [], job.world, newest, self.epochs)
+            for candidate in kept:
                 states = yield from self.read(keeper, client, candidate)
                 if states is not None:
                     found = self.whole(candidate, states)
@@ -528,7 +532,7 @@ class World:
                     break
             if found is None and newest:
                 found = newest, self.storage[newest]
-            job.epoch = memory_level.next_epoch(statements, self.epochs)
+            job.epoch = memory_survey.next_epoch(stocks, self.epochs)
             self.take_up(job, found, id)
             job.reader = client
         finally:
@@ -538,9 +542,7 @@ class World:
         self.trainers += job.trainers
         self.restart = None
 
-    def read(
-        self, keeper: SimulatedKeeper, client: int, candidate: HeldGeneration
-    ) -> Iterator[None]:
+    def read(self, keeper: SimulatedKeeper, client: int, candidate: Choice) -> Iterator[None]:
         """The states of all images of a generation; None where one is damaged."""
         id = candidate.generation
         states: list[list[State | None]] = []
@@ -580,7 +582,7 @@ class World:
             return False
         return repr(pieces).encode() == label.digests and held.memory.pages == tuple(pieces)
 
-    def whole(self, candidate: HeldGeneration, states: list[list[State | None]]) -> tuple[int, int]:
+    def whole(self, candidate: Choice, states: list[list[State | None]]) -> tuple[int, int]:
         """The step and the job that the images are of: one, of all ranks."""
         found = {state for pieces in states for state in pieces}
         steps = {(state[1], state[0]) for state in found if state}

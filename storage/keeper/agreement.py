@@ -1,0 +1,182 @@
+"""What a keeper makes of how things stand among the keepers of its job: which generations are
+agreed on, of which one parity is made, and what is written to storage together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from ..arenas.hosts import GuardedGroup, KeeperHost
+from ..arenas.label import GenerationId, Label
+from ..arenas.messages import Agreed, Event, Guarded, Voided
+from .guards import Guards
+from .held import Held
+from .reporting import Reporting
+from .standing import Report, Standing
+from .status import Counters
+from .votes import KEPT, Vote
+from .writing import Writing
+
+__all__ = ["Agreement"]
+
+_log = logging.getLogger(__name__)
+
+
+class Agreement:
+    """Of the keeper ``name``. ``tell(event)`` tells the trainers of this epoch; ``run_later(work)``
+    runs a coroutine beside all else."""
+
+    def __init__(
+        self,
+        name: str,
+        held: Held,
+        guards: Guards,
+        counters: Counters,
+        tell: Callable[[Event], Awaitable[None]],
+        run_later: Callable[[Coroutine[Any, Any, None]], None],
+        certificate: str,
+    ) -> None:
+        self.reporting = Reporting(name, self.report, self.follow, run_later, certificate)
+        self._held = held
+        self._guards = guards
+        self._counters = counters
+        self._tell = tell
+        self._run_later = run_later
+        self._writing: Writing | None = None
+        self._votes: dict[GenerationId, dict[int, Vote]] = {}
+        """Of generations whose outcome is not known here."""
+        self._known: set[GenerationId] = set()
+        """Generations whose outcome was followed."""
+        self._open: tuple[GenerationId, ...] = ()
+        self.guarded: GenerationId | None = None
+        """The newest generation of whose images all keepers have made parity."""
+
+    def writes(self, writing: Writing) -> None:
+        """What writes generations, which needs this to do so together with others."""
+        self._writing = writing
+
+    def enter(
+        self,
+        epoch: int,
+        chosen: int | None,
+        hosts: Sequence[KeeperHost],
+        groups: Sequence[GuardedGroup],
+    ) -> None:
+        """A trainer goes on in ``epoch``; it may not be the first one."""
+        if epoch > self.reporting.lead.epoch:
+            self._votes = {}
+            self._known = set()
+            self._open = ()
+            self._guards.stop()
+            self._guards.drop_later(chosen)
+            if not groups:
+                self._held.generations.guarded(None)
+                self.guarded = None
+        self.reporting.enter(epoch, hosts, groups)
+
+    async def vote(self, label: Label) -> None:
+        """An image is sealed."""
+        id = label.generation
+        if id not in self._known:
+            self._votes.setdefault(id, {})[label.rank] = Vote.of(label)
+            for old in sorted(self._votes)[:-KEPT]:
+                del self._votes[old]
+        await self.reporting.tell()
+
+    def damaged(self, id: GenerationId) -> None:
+        """Memory no longer holds what was sealed."""
+        self._votes.pop(id, None)
+        if self.reporting.is_alone:
+            self.reporting.lead.void(id)
+        self._held.generations.void(id)
+
+    def look_for_missing(self) -> None:
+        """A rank has gone on: others may wait for what it has left out."""
+        if any(map(self._held.generations.will_not_come, self._open)):
+            self.tell_later()
+
+    def tell_later(self) -> None:
+        """There is something new here."""
+        self._run_later(self.reporting.tell())
+
+    def report(self) -> Report:
+        """All that this keeper knows."""
+        generations = self._held.generations
+        epoch = self.reporting.lead.epoch
+        newest = generations.newest_agreed
+        return Report(
+            self.reporting.name,
+            epoch,
+            tuple(vote for votes in self._votes.values() for vote in self._whole(votes)),
+            tuple(id for id in self._open if generations.will_not_come(id)),
+            newest if newest is not None and newest.epoch == epoch else None,
+            self._guards.guarded,
+            self._guards.unguarded,
+            None if self._writing is None else self._writing.written,
+        )
+
+    def _whole(self, votes: dict[int, Vote]) -> Sequence[Vote]:
+        """The votes of all ranks of this keeper, none before they are complete: one report for
+        all."""
+        world = next(iter(votes.values())).world
+        if set(self.reporting.own_ranks(world)) <= votes.keys():
+            return list(votes.values())
+        return ()
+
+    async def follow(self, standing: Standing) -> None:
+        """Make use of how things stand."""
+        self._open = standing.open
+        for id in standing.void:
+            if self._is_news(id, standing):
+                self._counters.void += 1
+                self._held.generations.void(id)
+                text = "ranks have captured what does not belong together, or one has nothing of it"
+                await self._tell(Voided(id, text))
+        for id in standing.agreed:
+            if self._is_news(id, standing):
+                await self._agreed(id)
+        self._known &= {*standing.void, *standing.agreed}
+        await self._guard(standing)
+        if self._writing is not None:
+            self._counters.report_failures = self.reporting.failures
+            await self._writing.follow(standing)
+
+    def _is_news(self, id: GenerationId, standing: Standing) -> bool:
+        if id.epoch != standing.epoch or id in self._known:
+            return False
+        self._known.add(id)
+        self._votes.pop(id, None)
+        return True
+
+    async def _agreed(self, id: GenerationId) -> None:
+        if not self._held.generations.agreed(id):
+            await self._tell(Voided(id, "later steps have taken the place of some of its images"))
+            return
+        self._counters.agreed += 1
+        if self._writing is not None:
+            self._writing.agreed(id)
+        await self._tell(Agreed(id))
+
+    async def _guard(self, standing: Standing) -> None:
+        """Make parity of what all make it of now; keep that of what all have made it of."""
+        generations = self._held.generations
+        generations.guarding(standing.guard)
+        guarded = standing.guarded
+        if guarded is not None and guarded != self.guarded and guarded.epoch == standing.epoch:
+            self.guarded = guarded
+            self._counters.guarded += 1
+            generations.guarded(guarded)
+            await self._tell(Guarded(guarded))
+        self._guards.keep(self.guarded, standing.guard)
+        group = self.reporting.group()
+        if standing.guard is None or group is None:
+            self._guards.stop()
+            return
+        member = group.names.index(self.reporting.name)
+        self._guards.make(standing.guard, group, member, self.reporting.hosts)
+
+    async def close(self) -> None:
+        """Take part in nothing more."""
+        await self.reporting.close()
+        await self._guards.close()

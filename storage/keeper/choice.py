@@ -1,0 +1,144 @@
+"""What a restart can go on from, by what all keepers that can be reached hold. Pure.
+
+A generation is of use where all ranks' images can be had: from a keeper that holds them, or made
+again out of the parity of a group that has lost no more members than that makes good.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...planner.parity import parity_of
+from ..arenas.hosts import GuardedGroup, KeeperHost
+from ..arenas.label import GenerationId
+from ..arenas.messages import HeldGuard, Inventory
+
+__all__ = ["Choice", "Lost", "Stock", "choices"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """What one keeper holds."""
+
+    host: KeeperHost
+    inventory: Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The image of ``rank`` is to be made again by the keeper ``at``, from what its group has but
+    for the members ``lost``."""
+
+    rank: int
+    at: str
+    group: GuardedGroup
+    lost: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A generation that can be gone on from. ``holders``: for each rank, the names of keepers that
+    have its image, or will once it is made again."""
+
+    generation: GenerationId
+    world: int
+    holders: tuple[tuple[str, ...], ...]
+    rebuilt: tuple[Lost, ...] = ()
+
+
+def choices(
+    stocks: Sequence[Stock],
+    rebuilders: Sequence[str],
+    is_of_use: Callable[[GenerationId], bool],
+    struck: Collection[tuple[GenerationId, int, str]] = (),
+) -> tuple[list[Choice], list[str]]:
+    """The generations to go on from, the best first; and why those newer than these are not among
+    them.
+
+    ``rebuilders``: the keepers that may make images again. ``is_of_use``: whether a generation is
+    worth it. ``struck``: images, by generation, rank and keeper, that were found to be damaged.
+    """
+    worlds: dict[GenerationId, int] = {}
+    for stock in stocks:
+        for held in stock.inventory.generations:
+            if held.agreed:
+                worlds[held.generation] = held.world
+        for guard in stock.inventory.guards:
+            worlds[guard.generation] = guard.world
+    found: list[Choice] = []
+    problems: list[str] = []
+    for generation in sorted(worlds, key=lambda id: (id.step, id.epoch), reverse=True):
+        if not is_of_use(generation):
+            continue
+        outcome = _choice(generation, worlds[generation], stocks, rebuilders, struck)
+        if isinstance(outcome, Choice):
+            found.append(outcome)
+        elif not found:
+            problems.append(f"step {generation.step} in memory is lost: {outcome}")
+    return found, problems
+
+
+def _choice(
+    generation: GenerationId,
+    world: int,
+    stocks: Sequence[Stock],
+    rebuilders: Sequence[str],
+    struck: Collection[tuple[GenerationId, int, str]],
+) -> Choice | str:
+    """The choice of a generation, or why there is none."""
+    holders: list[list[str]] = [[] for _ in range(world)]
+    for stock in stocks:
+        for held in stock.inventory.generations:
+            if held.generation == generation and held.world == world:
+                for rank in held.ranks:
+                    if (generation, rank, stock.host.name) not in struck:
+                        holders[rank].append(stock.host.name)
+    missing = [rank for rank in range(world) if not holders[rank]]
+    guards = {
+        stock.host.name: guard
+        for stock in stocks
+        for guard in stock.inventory.guards
+        if guard.generation == generation
+    }
+    load = Counter(dict.fromkeys(rebuilders, 0))
+    load.update(name for names in holders for name in names if name in rebuilders)
+    rebuilt: list[Lost] = []
+    for rank in missing:
+        outcome = _rebuilt(rank, holders, guards)
+        if isinstance(outcome, str):
+            return outcome
+        if not rebuilders:
+            return "no keeper is there that could make images again"
+        at = min(rebuilders, key=lambda name: (load[name], rebuilders.index(name)))
+        load[at] += 1
+        rebuilt.append(Lost(rank, at, *outcome))
+    for lost in rebuilt:
+        holders[lost.rank] = [lost.at]
+    return Choice(generation, world, tuple(tuple(names) for names in holders), tuple(rebuilt))
+
+
+def _rebuilt(
+    rank: int, holders: Sequence[Sequence[str]], guards: Mapping[str, HeldGuard]
+) -> tuple[GuardedGroup, tuple[int, ...]] | str:
+    """The group that can make an image again, and which members it has lost."""
+    groups = {guard.group for guard in guards.values() if _has(guard.group, rank)}
+    problem = f"the image of rank {rank} is in no memory, and there is no parity of it"
+    for group in groups:
+        lost = tuple(
+            member
+            for member, name in enumerate(group.names)
+            if name not in guards or any(name not in holders[of] for of in group.ranks[member])
+        )
+        if len(lost) <= parity_of(group.mode):
+            return group, lost
+        problem = (
+            f"{len(lost)} of {len(group.names)} hosts of a group are, and {group.mode} makes good "
+            f"{parity_of(group.mode)}"
+        )
+    return problem
+
+
+def _has(group: GuardedGroup, rank: int) -> bool:
+    return any(rank in ranks for ranks in group.ranks)

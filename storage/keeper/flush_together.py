@@ -1,0 +1,98 @@
+"""A flush by several keepers: each writes the images that it holds, and the lead keeper commits
+them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from ...errors import DamagedError, SaveError, SupersededError
+from ..arenas.label import GenerationId, Label
+from ..arenas.messages import Flush
+from ..protocol.collect import give_up
+from ..protocol.commit import begin
+from ..protocol.whole import commit_attempt
+from .flush import fragment_of, opened_for, write_part
+from .reading import peers_of
+from .reporting import Reporting
+from .standing import FlushOrder, Written
+from .tiers import HeldImage
+
+__all__ = ["flush_together"]
+
+_LOOK_S = 1.0
+
+
+async def flush_together(
+    request: Flush,
+    generation: GenerationId,
+    images: Sequence[HeldImage],
+    reporting: Reporting,
+    is_wanted: Callable[[], bool],
+) -> tuple[str, int]:
+    """Have a generation written by all keepers of the job, and commit it; the id of the attempt,
+    and how many bytes its images have. ``images``: those that this keeper, the lead keeper, holds.
+
+    Raises SaveError where another keeper cannot write its part, or is not heard any more;
+    DamagedError where memory no longer holds what was sealed; SupersededError where it is not
+    wanted any more. Then nothing is committed. Raises as :func:`commit_attempt`, too.
+    """
+    if not images:
+        raise DamagedError(f"nothing of step {generation.step} is in memory")
+    world = images[0].label.world
+    async with opened_for(request, world) as (driver, compression):
+        attempt = await begin(driver)
+        try:
+            reporting.order(FlushOrder(generation, attempt.id))
+            stored = {
+                image.label.rank: await write_part(driver, attempt.id, image, compression)
+                for image in images
+            }
+            labels = {image.label.rank: image.label for image in images}
+            written = await _written(reporting, is_wanted)
+            for name, part in written.items():
+                stored |= dict(zip(part.ranks, part.stored_nbytes, strict=True))
+                labels |= await _labels(reporting, images[0].label.run, generation, name, part)
+            if labels.keys() != set(range(world)):
+                lacking = sorted(set(range(world)) - labels.keys())
+                raise SaveError(f"no keeper has written the image of rank {lacking[0]}")
+        except BaseException:
+            await give_up(driver, attempt)
+            raise
+        fragments = [
+            fragment_of(labels[rank], attempt.id, stored[rank], compression)
+            for rank in range(world)
+        ]
+        await commit_attempt(driver, attempt, fragments, compression, request.branch)
+    return attempt.id, sum(label.nbytes for label in labels.values() if label.digests)
+
+
+async def _written(reporting: Reporting, is_wanted: Callable[[], bool]) -> Mapping[str, Written]:
+    """What the other keepers have written, once all of them have."""
+    others = reporting.lead.names - {reporting.name}
+    while True:
+        written = reporting.lead.written()
+        for name, part in written.items():
+            if part.problem:
+                kind = DamagedError if part.damaged else SaveError
+                raise kind(f"the keeper {name} does not write its part: {part.problem}")
+        if not is_wanted():
+            raise SupersededError("a resume has gone on from before this step")
+        if written.keys() >= others:
+            return {name: written[name] for name in others}
+        if unheard := reporting.unheard():
+            raise SaveError(f"the keeper {unheard[0]} is not heard any more")
+        await reporting.moved(_LOOK_S)
+
+
+async def _labels(
+    reporting: Reporting,
+    run: str,
+    generation: GenerationId,
+    name: str,
+    part: Written,
+) -> dict[int, Label]:
+    """The labels of the images that another keeper has written."""
+    async with peers_of(generation, reporting.hosts, reporting.certificate) as peers:
+        found = await asyncio.gather(*(peers.label(name, rank, run) for rank in part.ranks))
+    return dict(zip(part.ranks, found, strict=True))

@@ -1,0 +1,223 @@
+"""The parity that a keeper holds of the images of its group, and when it makes it; and images that
+are made again out of that of others."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from ...errors import DamagedError, HoldfastError
+from ...planner.parity import DataBlock
+from ..arenas.hosts import GuardedGroup, KeeperHost
+from ..arenas.label import GenerationId, Label
+from ..arenas.memory import Memory, sealed_memory
+from ..arenas.messages import HeldGuard, Rebuild
+from ..arenas.room import available_nbytes
+from ..runtime.engine import offload
+from .guarding import Block, Guarded, guard, rebuild
+from .reading import Peers, image_file, parity_file, peers_of
+
+__all__ = ["Guards", "rebuilt"]
+
+RESERVE_NBYTES = 256 << 20
+"""So much memory is left to the system."""
+
+_log = logging.getLogger(__name__)
+
+
+class Guards:
+    """``certificate``: a file, of those whom other keepers are trusted by. ``changed()`` is called
+    when parity was made, or could not be."""
+
+    def __init__(self, run: str, certificate: str, changed: Callable[[], None]) -> None:
+        self._run = run
+        self._certificate = certificate
+        self._changed = changed
+        self._held: dict[GenerationId, Guarded] = {}
+        self._pinned: list[Guarded] = []
+        """What is read now."""
+        self._worlds: dict[GenerationId, int] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._making: GenerationId | None = None
+        self.failures = 0
+        self.unguarded: GenerationId | None = None
+        """The newest generation of which parity could not be made."""
+
+    @property
+    def guarded(self) -> GenerationId | None:
+        """The newest generation of which there is parity."""
+        return max(self._held, default=None)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parity."""
+        return sum(held.nbytes for held in self._held.values())
+
+    def inventory(self) -> tuple[HeldGuard, ...]:
+        """What there is."""
+        return tuple(
+            HeldGuard(id, self._worlds[id], held.group, held.member)
+            for id, held in sorted(self._held.items(), reverse=True)
+        )
+
+    def make(
+        self, id: GenerationId, group: GuardedGroup, member: int, hosts: Sequence[KeeperHost]
+    ) -> None:
+        """Begin to make the parity that the keeper in place ``member`` holds of a generation; what
+        was being made is given up."""
+        if id == self._making or id in self._held:
+            return
+        self.stop()
+        self._making = id
+        if self.unguarded == id:
+            self.unguarded = None
+        self._task = asyncio.ensure_future(self._make(id, group, member, hosts))
+
+    async def _make(
+        self, id: GenerationId, group: GuardedGroup, member: int, hosts: Sequence[KeeperHost]
+    ) -> None:
+        try:
+            async with peers_of(id, hosts, self._certificate) as peers:
+                labels = await _labels(peers, group, self._run)
+                world = next(iter(labels.values())).world
+                encoded = {rank: label.encode() for rank, label in labels.items()}
+                held = await guard(group, member, id, encoded, _Pull(peers, group), room)
+            self._held[id] = held
+            self._worlds[id] = world
+        except (HoldfastError, OSError) as error:
+            self.unguarded = id
+            self.failures += 1
+            _log.warning("there is no parity of step %d: %s", id.step, error)
+        finally:
+            if self._making == id:
+                self._making = None
+        self._changed()
+
+    def keep(self, guarded: GenerationId | None, guard: GenerationId | None) -> None:
+        """Let go of the parity of generations but the one that all keepers have made it of, the one
+        that they make it of, and the newest."""
+        for id in sorted(self._held)[:-1]:
+            if guarded is not None and id not in (guarded, guard):
+                self._let_go(id)
+
+    def drop_later(self, chosen: int | None) -> None:
+        """A resume has dropped what is later than this step."""
+        for id in [id for id in self._held if chosen is None or id.step > chosen]:
+            self._let_go(id)
+
+    def _let_go(self, id: GenerationId) -> None:
+        del self._worlds[id]
+        held = self._held.pop(id)
+        if held not in self._pinned:
+            held.close()
+
+    @contextmanager
+    def opened(self, id: GenerationId) -> Iterator[Guarded | None]:
+        """What there is of a generation; it stays until the end of the body."""
+        held = self._held.get(id)
+        if held is None:
+            yield None
+            return
+        self._pinned.append(held)
+        try:
+            yield held
+        finally:
+            self._pinned.remove(held)
+            if held not in self._held.values() and held not in self._pinned:
+                held.close()
+
+    def stop(self) -> None:
+        """Make nothing more now."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+            self._making = None
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        task = self._task
+        self.stop()
+        if task is not None:
+            await asyncio.wait([task])
+        for id in list(self._held):
+            self._let_go(id)
+
+
+class _Pull:
+    """Reads blocks from the keepers of a group."""
+
+    def __init__(self, peers: Peers, group: GuardedGroup) -> None:
+        self._peers = peers
+        self._group = group
+
+    async def __call__(
+        self, member: int, lane: int, block: Block, start: int, into: memoryview
+    ) -> None:
+        driver = self._peers.driver(self._group.names[member])
+        if isinstance(block, DataBlock):
+            rank = self._group.ranks[member][lane]
+            await driver.read(image_file(rank), block.start + start, into)
+        else:
+            await driver.read(parity_file(lane, block.row), start, into)
+
+
+async def _labels(peers: Peers, group: GuardedGroup, run: str) -> dict[int, Label]:
+    """Of all ranks of a group, from the keepers that hold their images."""
+    asked = [
+        (rank, peers.label(name, rank, run))
+        for name, ranks in zip(group.names, group.ranks, strict=True)
+        for rank in ranks
+    ]
+    found = await asyncio.gather(*(label for _, label in asked))
+    return {rank: label for (rank, _), label in zip(asked, found, strict=True)}
+
+
+async def rebuilt(request: Rebuild, run: str, certificate: str) -> tuple[Label, Memory]:
+    """An image that is lost, made again and verified. Raises DamagedError, StorageError, OSError
+    where there is no memory for it."""
+    group, id = request.group, request.generation
+    left = [name for member, name in enumerate(group.names) if member not in request.lost]
+    async with peers_of(id, request.hosts, certificate) as peers:
+        labels = await _labels_of_group(peers, left, group, run)
+        memory = await offload(room, labels[request.rank].nbytes)
+        try:
+            encoded = {rank: label.encode() for rank, label in labels.items()}
+            pull = _Pull(peers, group)
+            label = await rebuild(group, request.rank, request.lost, encoded, pull, memory)
+        except BaseException:
+            memory.close()
+            raise
+    return label, memory
+
+
+async def _labels_of_group(
+    peers: Peers, names: Sequence[str], group: GuardedGroup, run: str
+) -> dict[int, Label]:
+    """Of all ranks of a group, of which each member that is left has copies."""
+    problem: HoldfastError | None = None
+    for name in names:
+        try:
+            ranks = [rank for ranks in group.ranks for rank in ranks]
+            found = await asyncio.gather(*(peers.label(name, rank, run) for rank in ranks))
+            return dict(zip(ranks, found, strict=True))
+        except HoldfastError as error:
+            problem = error
+    raise DamagedError(
+        f"no keeper of the group has the labels of step {peers.generation.step}"
+    ) from problem
+
+
+def room(nbytes: int) -> Memory:
+    """Memory for so many bytes, with its pages. Raises OSError where the system cannot spare
+    it."""
+    spare_nbytes = available_nbytes() - RESERVE_NBYTES
+    if nbytes > spare_nbytes:
+        raise OSError(
+            errno.ENOMEM, f"{nbytes:,} bytes are wanted, and the system can spare {spare_nbytes:,}"
+        )
+    memory = Memory(sealed_memory(nbytes, reserve=True), nbytes)
+    memory.populate()
+    return memory

@@ -1,0 +1,182 @@
+"""What the lead keeper decides for the keepers of a job: which generations are agreed on, of which
+one all make parity, and what is flushed together. A pure state machine. No I/O, no clock.
+
+All of it follows from reports, which keepers repeat until they have seen an answer. So a lead
+keeper that begins anew comes to the same outcomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..arenas.label import GenerationId
+from .standing import FlushEnd, FlushOrder, Report, Standing, Written
+from .votes import Ballot, Outcome
+
+__all__ = ["REST_MAX", "Lead", "is_newer"]
+
+REST_MAX = 32
+"""So many generations at most are left out after one of which parity could not be made."""
+
+
+def is_newer(version: str, than: str) -> bool:
+    """Whether a standing was made after another one; answers overtake each other. That of another
+    lead keeper is."""
+    incarnation, _, count = version.rpartition("/")
+    other_incarnation, _, other_count = than.rpartition("/")
+    return incarnation != other_incarnation or int(count) > int(other_count)
+
+
+class Lead:
+    """``incarnation``: begins the versions of standings, so that those of another lead keeper are
+    told apart from them."""
+
+    def __init__(self, incarnation: str = "") -> None:
+        self._incarnation = incarnation
+        self._count = 0
+        self._ballot = Ballot()
+        self._epoch = -1
+        self._names: frozenset[str] = frozenset()
+        self._guards = False
+        self._guard: GenerationId | None = None
+        self._have_guarded: set[str] = set()
+        self._guarded: GenerationId | None = None
+        self._failures = 0
+        self._rest = 0
+        """The generation that is agreed on after so many more is guarded again."""
+        self._newest: GenerationId | None = None
+        """The newest that is agreed on in this epoch."""
+        self._tried: GenerationId | None = None
+        """The newest of which parity was, or is, to be made."""
+        self._flush: FlushOrder | None = None
+        self._written: dict[str, Written] = {}
+        self._ended: FlushEnd | None = None
+
+    @property
+    def epoch(self) -> int:
+        """-1 where none has begun."""
+        return self._epoch
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The keepers that report."""
+        return self._names
+
+    @property
+    def version(self) -> str:
+        """Of the standing."""
+        return f"{self._incarnation}/{self._count}"
+
+    def begin(self, epoch: int, names: Collection[str], *, guards: bool) -> None:
+        """An epoch of these keepers begins; ``guards``: they make parity. Votes of former epochs
+        come to nothing."""
+        if epoch <= self._epoch:
+            return
+        self._epoch = epoch
+        self._names = frozenset(names)
+        self._guards = guards
+        self._guard = self._tried = self._newest = None
+        self._have_guarded = set()
+        self._failures = self._rest = 0
+        self._flush = None
+        self._written = {}
+        self._count += 1
+
+    def hear(self, report: Report) -> None:
+        """Take a report into account; one of another epoch, or of no keeper of this one, says
+        nothing."""
+        if report.epoch != self._epoch or report.name not in self._names:
+            return
+        before = self._state()
+        for vote in report.votes:
+            if vote.generation.epoch == self._epoch:
+                self._ballot.cast(vote)
+        for generation in report.missing:
+            self._decide(generation, Outcome.VOID)
+        if report.agreed is not None:
+            self._decide(report.agreed, Outcome.AGREED)
+        self._note_guards(report)
+        part, flush = report.written, self._flush
+        if part is not None and flush is not None and part.attempt == flush.attempt:
+            self._written[report.name] = part
+        self._choose_guard()
+        if self._state() != before:
+            self._count += 1
+
+    def _decide(self, generation: GenerationId, outcome: Outcome) -> None:
+        if generation.epoch == self._epoch and generation not in self._ballot.outcomes:
+            self._ballot.decide(generation, outcome)
+
+    def void(self, generation: GenerationId) -> None:
+        """Memory no longer holds what was sealed."""
+        self._ballot.decide(generation, Outcome.VOID)
+        self._choose_guard()
+        self._count += 1
+
+    def _state(self) -> object:
+        return (self.standing(), tuple(sorted(self._written)))
+
+    def _note_guards(self, report: Report) -> None:
+        guard = self._guard
+        if guard is None:
+            return
+        if report.guarded == guard:
+            self._have_guarded.add(report.name)
+            if self._have_guarded == self._names:
+                self._guarded = guard
+                self._failures = 0
+                self._release_guard()
+        elif report.unguarded == guard:
+            self._failures += 1
+            self._rest = min(2 ** (self._failures - 1), REST_MAX)
+            self._release_guard()
+
+    def _release_guard(self) -> None:
+        self._guard = None
+        self._have_guarded = set()
+
+    def _choose_guard(self) -> None:
+        """Guard the newest generation, one at a time. After a failure some are left out: what is
+        guarded takes memory that steps need."""
+        if self._guard is not None and self._ballot.outcomes.get(self._guard) is Outcome.VOID:
+            self._release_guard()
+        newest = max((id for id in self._ballot.agreed if id.epoch == self._epoch), default=None)
+        if newest is None or not self._guards:
+            return
+        if self._newest is None or newest > self._newest:
+            self._newest = newest
+            self._rest = max(0, self._rest - 1)
+        if self._guard is None and self._rest == 0 and newest != self._tried:
+            self._guard = self._tried = newest
+
+    def order(self, flush: FlushOrder) -> None:
+        """All keepers are to write this now."""
+        self._flush = flush
+        self._written = {}
+        self._count += 1
+
+    def written(self) -> dict[str, Written]:
+        """What has become of the flush that was ordered, by keeper."""
+        return dict(self._written)
+
+    def end(self, flush: FlushEnd) -> None:
+        """A flush has ended."""
+        self._flush = None
+        self._written = {}
+        self._ended = flush
+        self._count += 1
+
+    def standing(self) -> Standing:
+        """How things stand."""
+        outcomes = self._ballot.outcomes
+        return Standing(
+            self.version,
+            self._epoch,
+            tuple(sorted(id for id, of in outcomes.items() if of is Outcome.AGREED)),
+            tuple(sorted(id for id, of in outcomes.items() if of is Outcome.VOID)),
+            tuple(sorted(id for id in self._ballot.open if id.epoch == self._epoch)),
+            self._guard,
+            self._guarded,
+            self._flush,
+            self._ended,
+        )

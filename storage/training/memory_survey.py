@@ -1,0 +1,189 @@
+"""What the ranks of a job learn of their keepers before it begins: which there are, what can be
+gone on from, and how they guard each other.
+
+Each rank states what its own keeper holds. Keepers of the job before that no rank has are asked by
+the leader, over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from ...errors import HoldfastError, UsageError
+from ...planner.parity import GROUP_HOSTS, HostDomain, Mode, protection
+from ..arenas.hosts import GuardedGroup, KeeperHost
+from ..arenas.label import GenerationId
+from ..arenas.messages import Inventory
+from ..keeper.choice import Choice, Stock, choices
+from ..keeper.reading import opened_peer
+from ..ranks.messages import codec
+from .epochs import Epochs
+
+__all__ = [
+    "GuardOption",
+    "InMemory",
+    "Meeting",
+    "Struck",
+    "asked",
+    "kept_in_memory",
+    "meeting",
+    "next_epoch",
+    "stocks_of",
+]
+
+ASK_S = 5.0
+"""How long a keeper that no rank has may take to say what it holds."""
+
+NOTHING = Inventory(-1, ())
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """The image of ``rank`` that the keeper ``name`` holds is damaged, or cannot be had."""
+
+    generation: GenerationId
+    rank: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class GuardOption:
+    """How the images of hosts are to be guarded: see :func:`~holdfast.planner.parity.protection`.
+    ``certificate``: a file in PEM, of those whom keepers of other hosts are trusted by, "" without
+    TLS."""
+
+    mode: str = "auto"
+    group: int = GROUP_HOSTS
+    certificate: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """What the keeper of a rank's host holds; ``host``: None where there is none, or none
+    answers. ``struck``: what this rank has found to be damaged."""
+
+    inventory: Inventory = NOTHING
+    host: KeeperHost | None = None
+    struck: tuple[Struck, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """How the keepers of a job work together. ``hosts``: with the ranks of each; none where they
+    cannot: ``problem`` says why."""
+
+    hosts: tuple[KeeperHost, ...] = ()
+    groups: tuple[GuardedGroup, ...] = ()
+    problem: str = ""
+
+
+def stocks_of(statements: Sequence[InMemory]) -> list[Stock]:
+    """The keepers of the ranks, each once, with its ranks."""
+    found: dict[str, Stock] = {}
+    for rank, statement in enumerate(statements):
+        host = statement.host
+        if host is None:
+            continue
+        known = found.get(host.name)
+        ranks = (rank,) if known is None else (*known.host.ranks, rank)
+        found[host.name] = Stock(replace(host, ranks=ranks), statement.inventory)
+    return list(found.values())
+
+
+async def asked(stocks: Sequence[Stock], option: GuardOption) -> list[Stock]:
+    """What the keepers hold that others name, and that no rank has. Those that do not answer are
+    left out."""
+    present = {stock.host.name for stock in stocks}
+    absent = {
+        host.name: host
+        for stock in stocks
+        for host in stock.inventory.hosts
+        if host.name not in present and host.address
+    }
+    found = await asyncio.gather(*(_stock(host, option) for host in absent.values()))
+    return [stock for stock in found if stock is not None]
+
+
+async def _stock(host: KeeperHost, option: GuardOption) -> Stock | None:
+    try:
+        async with asyncio.timeout(ASK_S):
+            driver = opened_peer(host, "held", option.certificate, timeout_s=ASK_S, tries=1)
+            try:
+                data = await driver.get("inventory")
+            finally:
+                await driver.close()
+        return Stock(replace(host, ranks=()), codec(Inventory).decode(data, "an inventory"))
+    except (HoldfastError, TimeoutError) as error:
+        _log.warning("the keeper %s at %s does not answer: %s", host.name, host.address, error)
+        return None
+
+
+def next_epoch(stocks: Sequence[Stock], epochs: Epochs) -> int:
+    """The epoch that begins, after all that are recorded, or that any keeper knows of."""
+    return max((epochs.newest, *(stock.inventory.epoch for stock in stocks))) + 1
+
+
+def kept_in_memory(
+    stocks: Sequence[Stock],
+    others: Sequence[Stock],
+    world: int,
+    newer_than: int,
+    epochs: Epochs,
+    struck: Collection[Struck] = (),
+) -> tuple[list[Choice], list[str]]:
+    """The generations to go on from, the best first: those that are agreed on, newer than that
+    step, not left by a later epoch, and of which all images can be had; and why others cannot.
+    ``stocks``: of the keepers of the job's ``world`` ranks; ``others``: of other keepers."""
+    everyone_has = {rank for stock in stocks for rank in stock.host.ranks} == set(range(world))
+    alone = len(stocks) == 1 and everyone_has
+    within_reach = [stock for stock in (*stocks, *others) if stock.host.address or alone]
+
+    def is_of_use(generation: GenerationId) -> bool:
+        return generation.step > newer_than and not epochs.has_left(generation)
+
+    return choices(
+        within_reach,
+        [stock.host.name for stock in stocks if stock in within_reach],
+        is_of_use,
+        {(one.generation, one.rank, one.name) for one in struck},
+    )
+
+
+def meeting(stocks: Sequence[Stock], world: int, option: GuardOption) -> Meeting:
+    """How these keepers work together from now on. Raises UsageError where they are to be guarded
+    in a way for which they are too few."""
+    ranks = {rank for stock in stocks for rank in stock.host.ranks}
+    if ranks != set(range(world)):
+        lacking = sorted(set(range(world)) - ranks)
+        return Meeting(problem=f"{len(lacking)} ranks have no keeper, rank {lacking[0]} among them")
+    hosts = tuple(stock.host for stock in sorted(stocks, key=lambda stock: stock.host.ranks))
+    unserved = [host for host in hosts if not host.address]
+    if len(hosts) > 1 and unserved:
+        return Meeting(
+            problem=f"there are {len(hosts)} keepers, and that of rank {unserved[0].ranks[0]} does "
+            f"not serve its memory to others: give Keeper(serve=…)"
+        )
+    return Meeting(hosts, _groups(hosts, option))
+
+
+def _groups(hosts: Sequence[KeeperHost], option: GuardOption) -> tuple[GuardedGroup, ...]:
+    by_name = {host.name: host for host in hosts}
+    domains = [HostDomain(host.name, host.domain) for host in hosts]
+    try:
+        found = protection(domains, cast(Mode, option.mode), option.group)
+    except ValueError as error:
+        raise UsageError(
+            f"Keeper(protect={option.mode!r}): {error}",
+            advice='Use more hosts, or protect="auto", which takes what can be had.',
+        ) from error
+    if len(hosts) > 1 and found.mode == "off":
+        _log.warning("images are not guarded against the loss of a host: %s", found.reason)
+    return tuple(
+        GuardedGroup(found.mode, group.hosts, tuple(by_name[name].ranks for name in group.hosts))
+        for group in found.groups
+    )
