@@ -33,18 +33,17 @@ from .messages import (
     Captured,
     Done,
     Dropped,
-    Durable,
     Enter,
     Event,
     Fill,
     Filled,
     Flush,
-    FlushFailed,
     Hello,
     Inventory,
     LookUp,
     Open,
     Opened,
+    Protected,
     Rebuild,
     Release,
     Request,
@@ -62,8 +61,9 @@ REBUILD_S = 900.0
 _CONNECT_PAUSE_S = 0.02
 
 A = TypeVar("A")
-Listener = Callable[[Event], None]
-"""Is told what becomes of a generation."""
+Listener = Callable[[Event], bool]
+"""Is told what becomes of its generation, and which later one is protected in its place; whether
+it wants to be told more."""
 
 _log = logging.getLogger(__name__)
 
@@ -325,12 +325,13 @@ class Arena:
         else:
             for fd in fds:
                 os.close(fd)
-        listener = self._listeners.get(event.generation)
-        if listener is None:
-            return
-        if isinstance(event, (Voided, Durable)) or (isinstance(event, FlushFailed) and event.final):
-            del self._listeners[event.generation]
-        listener(event)
+        told = [event.generation]
+        if isinstance(event, Protected):
+            told += [id for id in self._listeners if id < event.generation]
+        for generation in told:
+            listener = self._listeners.get(generation)
+            if listener is not None and not listener(event):
+                del self._listeners[generation]
 
     def _lost(self) -> None:
         """The line is gone: the keeper has died, or has closed it."""

@@ -30,7 +30,6 @@ __all__ = [
     "Filled",
     "Flush",
     "FlushFailed",
-    "Guarded",
     "HeldGeneration",
     "HeldGuard",
     "Hello",
@@ -39,6 +38,7 @@ __all__ = [
     "Message",
     "Open",
     "Opened",
+    "Protected",
     "Rebuild",
     "Refused",
     "Release",
@@ -264,8 +264,9 @@ class Agreed:
 
 
 @dataclass(frozen=True, slots=True)
-class Guarded:
-    """Tells that there is parity of all images of a generation: it outlives hosts."""
+class Protected:
+    """Tells that there is parity, or are copies, of all images of a generation: it outlives
+    hosts."""
 
     generation: GenerationId
 
@@ -312,7 +313,7 @@ Request: TypeAlias = (
     | Stop
 )
 Answer: TypeAlias = Welcome | Refused | Done | Filled | Inventory | Opened | Status
-Event: TypeAlias = Sealed | Agreed | Guarded | Voided | Durable | FlushFailed
+Event: TypeAlias = Sealed | Agreed | Protected | Voided | Durable | FlushFailed
 Message: TypeAlias = Request | Answer | Event
 
 _KINDS = {kind.__name__: kind for kind in (*Request.__args__, *Answer.__args__, *Event.__args__)}

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..arenas.hosts import GuardedGroup, KeeperHost
 from ..arenas.label import GenerationId, Label
-from ..arenas.messages import Agreed, Event, Guarded, Voided
+from ..arenas.messages import Agreed, Event, Protected, Voided
 from .guards import Guards
 from .held import Held
 from .reporting import Reporting
@@ -49,7 +49,7 @@ class Agreement:
         self._known: set[GenerationId] = set()
         """Generations whose outcome was followed."""
         self._open: tuple[GenerationId, ...] = ()
-        self.guarded: GenerationId | None = None
+        self.protected: GenerationId | None = None
         """The newest generation of whose images all keepers have made parity."""
 
     def writes(self, writing: Writing) -> None:
@@ -72,7 +72,7 @@ class Agreement:
             self._guards.drop_later(chosen)
             if not groups:
                 self._held.generations.guarded(None)
-                self.guarded = None
+                self.protected = None
         self.reporting.enter(epoch, hosts, groups)
 
     async def vote(self, label: Label) -> None:
@@ -163,12 +163,12 @@ class Agreement:
         generations = self._held.generations
         generations.guarding(standing.guard)
         guarded = standing.guarded
-        if guarded is not None and guarded != self.guarded and guarded.epoch == standing.epoch:
-            self.guarded = guarded
-            self._counters.guarded += 1
+        if guarded is not None and guarded != self.protected and guarded.epoch == standing.epoch:
+            self.protected = guarded
+            self._counters.protected += 1
             generations.guarded(guarded)
-            await self._tell(Guarded(guarded))
-        self._guards.keep(self.guarded, standing.guard)
+            await self._tell(Protected(guarded))
+        self._guards.keep(self.protected, standing.guard)
         group = self.reporting.group()
         if standing.guard is None or group is None:
             self._guards.stop()

@@ -166,8 +166,8 @@ class HeldShelf:
             "budget_bytes": status.budget_nbytes,
             "ranks": len(status.ranks),
             "newest_agreed_step": max(agreed, default=-1),
-            "newest_guarded_step": -1 if status.guarded is None else status.guarded.step,
-            "guard_bytes": status.guard_nbytes,
+            "newest_protected_step": -1 if status.protected is None else status.protected.step,
+            "parity_bytes": status.parity_nbytes,
         }
         lines = []
         for name, value in gauges.items():

@@ -166,13 +166,12 @@ class MemoryServer:
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         """Received as a whole, in time."""
-        if request.content_length is None or request.content_length > REPORT_NBYTES_MAX:
-            raise RequestError(
-                413, f"a report has a length, of {REPORT_NBYTES_MAX:,} bytes at most"
-            )
+        nbytes = request.content_length
+        if not nbytes or nbytes > REPORT_NBYTES_MAX:
+            raise RequestError(400, f"a report has a length, of {REPORT_NBYTES_MAX:,} at most")
         try:
             async with asyncio.timeout(self._options.quiet_s):
-                return await request.content.readexactly(request.content_length)
+                return await request.content.readexactly(nbytes)
         except asyncio.IncompleteReadError as error:
             raise ConnectionResetError("the report is cut short") from error
 
@@ -285,7 +284,7 @@ def _refusal(error: RequestError) -> web.Response:
     elif error.status == 503:
         headers[hdrs.RETRY_AFTER] = "1"
     response = web.Response(status=error.status, text=f"{error}\n", headers=headers)
-    if error.status in (400, 405, 413):  # a body may follow, which nobody reads
+    if error.status in (400, 405):  # a body may follow, which nobody reads
         response.force_close()
     return response
 

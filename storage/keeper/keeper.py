@@ -86,8 +86,8 @@ class Keeper:
         self.name = name
         spare_nbytes = max(0, available_nbytes() - RESERVE_NBYTES)
         budget_nbytes = min(spare_nbytes, options.budget_nbytes or spare_nbytes)
-        self._held = Held(budget_nbytes)
-        self._generations = self._held.generations
+        self.held = Held(budget_nbytes)
+        self._generations = self.held.generations
         self._trainers = Trainers(self._gone, self._back)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counters = Counters()
@@ -99,7 +99,7 @@ class Keeper:
         self._guards = Guards(options.run, options.certificate, self._guards_changed)
         self._agreement = Agreement(
             name,
-            self._held,
+            self.held,
             self._guards,
             self._counters,
             self._tell_all,
@@ -108,7 +108,7 @@ class Keeper:
         )
         self._reporting = self._agreement.reporting
         self._writing = Writing(
-            self._held,
+            self.held,
             self._local,
             self._counters,
             self._reporting,
@@ -117,11 +117,11 @@ class Keeper:
         )
         self._agreement.writes(self._writing)
         self.shelf = HeldShelf(
-            self._held,
+            self.held,
             self._guards,
             options.run,
             self.status,
-            self._inventory,
+            self.inventory,
             self._reporting.hear,
         )
         """What is served over HTTP."""
@@ -155,7 +155,7 @@ class Keeper:
                 _log.warning("rank %d: %s", label.rank, number.text)
                 continue
             label_fd = sealed_bytes(await offload(label.encode))
-            self._held.slots[number] = HeldSlot(image.memory, label, label_fd)
+            self.held.slots[number] = HeldSlot(image.memory, label, label_fd)
             # Only what was agreed on is written there.
             self._generations.agreed(label.generation)
             _log.info("step %d of rank %d is in memory again", label.generation.step, label.rank)
@@ -248,7 +248,7 @@ class Keeper:
         self._generations.drop_unfinished(trainer.number)
 
     def _guards_changed(self) -> None:
-        self._counters.guard_failures = self._guards.failures
+        self._counters.protect_failures = self._guards.failures
         self._agreement.tell_later()
 
     async def _answer(self, trainer: Trainer, message: Message, fds: Sequence[int]) -> _Reply:
@@ -303,7 +303,7 @@ class Keeper:
             refused = await self._make(trainer, grant, message)
             if refused is not None:
                 return refused, []
-        slot = self._held.slots[grant.slot]
+        slot = self.held.slots[grant.slot]
         slot.unlabel()
         filled = Filled(grant.slot, message.nbytes)
         if grant.slot in trainer.handed:
@@ -328,7 +328,7 @@ class Keeper:
         if problem:
             self._generations.unmade(grant.slot)
             return self._refuse(trainer, Refusal(Reason.NO_MEMORY, problem))
-        self._held.slots[grant.slot] = HeldSlot(memory)
+        self.held.slots[grant.slot] = HeldSlot(memory)
         self._generations.made(grant.slot)
         id = GenerationId(trainer.epoch, message.step)
         if self._generations.is_filling(grant.slot, trainer.number, id):
@@ -346,7 +346,7 @@ class Keeper:
         stale = self._stale(trainer)
         if stale is not None:
             return stale, []
-        slot = self._held.slots.get(message.slot)
+        slot = self.held.slots.get(message.slot)
         generation = GenerationId(trainer.epoch, message.step)
         filling = self._generations.is_filling(message.slot, trainer.number, generation)
         if slot is None or not filling or not fds:
@@ -396,7 +396,8 @@ class Keeper:
     async def _tell_all(self, event: Event) -> None:
         await self._trainers.tell_all(event, self._generations.epoch)
 
-    def _inventory(self) -> Inventory:
+    def inventory(self) -> Inventory:
+        """What it holds."""
         held = self._generations.restorable()
         return Inventory(
             self._generations.epoch,
@@ -410,7 +411,7 @@ class Keeper:
 
     async def _look_up(self, trainer: Trainer, message: LookUp, fds: Sequence[int]) -> _Reply:
         self._generations.offer(trainer.number)
-        return self._inventory(), []
+        return self.inventory(), []
 
     async def _release(self, trainer: Trainer, message: Release, fds: Sequence[int]) -> _Reply:
         self._generations.released(trainer.number)
@@ -421,11 +422,11 @@ class Keeper:
         if number is None:
             text = f"no image of rank {message.rank} of step {message.generation.step} is held"
             return Refused("missing", text), []
-        slot = self._held.slots[number]
+        slot = self.held.slots[number]
         return Opened(slot.memory.nbytes), [slot.memory.fd, slot.label_fd]
 
     async def _rebuild(self, trainer: Trainer, message: Rebuild, fds: Sequence[int]) -> _Reply:
-        if any(image.label.rank == message.rank for image in self._held.images(message.generation)):
+        if any(image.label.rank == message.rank for image in self.held.images(message.generation)):
             return Done(), []
         try:
             label, memory = await rebuilt(message, self.options.run, self.options.certificate)
@@ -439,7 +440,7 @@ class Keeper:
             memory.close()
             return Refused(number.reason.value, number.text), []
         label_fd = sealed_bytes(await offload(label.encode))
-        self._held.slots[number] = HeldSlot(memory, label, label_fd)
+        self.held.slots[number] = HeldSlot(memory, label, label_fd)
         self._generations.agreed(label.generation)
         self._generations.offer(trainer.number)
         self._counters.rebuilt += 1
@@ -465,7 +466,7 @@ class Keeper:
             self._generations.budget_nbytes = budget_nbytes
             memory.close()
             return Refused(number.reason.value, number.text), []
-        self._held.slots[number] = HeldSlot(memory, label, os.dup(fds[1]))
+        self.held.slots[number] = HeldSlot(memory, label, os.dup(fds[1]))
         self.run_later(self._agreement.vote(label))
         return Done(), []
 
@@ -483,7 +484,7 @@ class Keeper:
 
     def _close_unheld(self) -> None:
         """Close what the state machine has given up."""
-        for number in self._held.close_unheld():
+        for number in self.held.close_unheld():
             for trainer in self._trainers:
                 trainer.handed.discard(number)
 
@@ -496,17 +497,17 @@ class Keeper:
             began_s=self._began_s,
             epoch=self._generations.epoch,
             budget_nbytes=self._generations.budget_nbytes,
-            held_nbytes=self._held.nbytes,
+            held_nbytes=self.held.nbytes,
             ranks=sorted({trainer.rank for trainer in self._trainers}),
-            generations=self._inventory().generations,
+            generations=self.inventory().generations,
             flushing=self._writing.flushing,
             address=self.address,
             counters=self._counters,
             name=self.name,
             hosts=[host.name for host in self._reporting.hosts],
             protection=next((group.mode for group in self._reporting.groups), "off"),
-            guarded=self._agreement.guarded,
-            guard_nbytes=self._guards.nbytes,
+            protected=self._agreement.protected,
+            parity_nbytes=self._guards.nbytes,
         )
 
     @property
@@ -515,6 +516,10 @@ class Keeper:
         if self._trainers or self._tasks:
             return 0.0
         return time.monotonic() - self._used_s
+
+    async def leave(self) -> None:
+        """Take part in what other keepers do no more: nobody is kept waiting for an answer."""
+        await self._reporting.close()
 
     async def close(self, grace_s: float) -> None:
         """Finish what is under way, for ``grace_s`` at most; then let go of all memory."""
@@ -526,6 +531,6 @@ class Keeper:
         if self._tasks:
             await asyncio.wait(self._tasks)
         self._trainers.close()
-        self._held.close()
+        self.held.close()
         if self._local is not None:
             await self._local.close()

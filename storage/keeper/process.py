@@ -82,6 +82,7 @@ async def keep(options: KeeperOptions, folder: KeeperFolder) -> None:
             async with _served(keeper, folder, port), _accepting(keeper, folder):
                 _log.info("keeper of run %s, process %d, %s", options.run, os.getpid(), folder.path)
                 await _until_ended(keeper, options.linger_s)
+                await keeper.leave()
         finally:
             await keeper.close(GRACE_S)
         _log.info("keeper of run %s ends", options.run)

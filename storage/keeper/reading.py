@@ -34,8 +34,9 @@ __all__ = [
 
 HELD = "held"
 INVENTORY_KEY = f"{HELD}/inventory"
-QUIET_S = 30.0
+QUIET_S = 20.0
 """For how long nothing may come from a keeper that is read from."""
+TRIES = 3
 
 _HELD = re.compile(
     r"held/(\d{1,18})-(\d{1,18})/(?:(\d{1,9})\.(label|safetensors)|(\d{1,9})\.(\d)\.parity)",
@@ -82,14 +83,15 @@ def opened_peer(
     certificate: str = "",
     *,
     timeout_s: float = QUIET_S,
-    tries: int | None = None,
+    tries: int = TRIES,
 ) -> Driver:
     """A driver for what ``host`` serves below ``folder``. ``certificate``: a file in PEM, of those
-    who are trusted. ``tries``: of each request; None: as the environment says. Raises UriError,
-    UsageError."""
-    options: dict[str, object] = {"token": host.token, "timeout": f"{timeout_s:g}s"}
-    if tries is not None:
-        options["retries"] = tries - 1
+    who are trusted. ``tries``: of each request. Raises UriError, UsageError."""
+    options: dict[str, object] = {
+        "token": host.token,
+        "timeout": f"{timeout_s:g}s",
+        "retries": tries - 1,
+    }
     if host.tls:
         options["tls"] = "true"
         options["ca"] = certificate

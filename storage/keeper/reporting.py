@@ -78,6 +78,7 @@ class Reporting:
         self._seen = ""
         self._heard_s: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -166,7 +167,7 @@ class Reporting:
         self.lead.hear(report)
         if version != self.lead.version:
             self.run_later(self.tell())
-        elif report.waits and report.seen == version:
+        elif report.waits and report.seen == version and not self._closed:
             moved = self._moved
             try:
                 async with asyncio.timeout(WAIT_S):
@@ -215,10 +216,13 @@ class Reporting:
 
     async def _wait_for_news(self) -> None:
         """Hear what is new at the lead keeper."""
-        for tried in itertools.count():
+        failed = 0
+        while True:
             if await self._reported(waits=True):
+                failed = 0
                 continue
-            await asyncio.sleep(PAUSES_S[min(tried, len(PAUSES_S) - 1)])
+            await asyncio.sleep(PAUSES_S[min(failed, len(PAUSES_S) - 1)])
+            failed += 1
 
     async def _reported(self, *, waits: bool) -> bool:
         """Report once, and follow the answer; whether there was one."""
@@ -270,7 +274,9 @@ class Reporting:
         self._tasks = []
 
     async def close(self) -> None:
-        """Report no more."""
+        """Report no more, and answer those who wait. Safe to call twice."""
+        self._closed = True
+        self._moved.set()
         tasks = self._tasks
         self._stop()
         if tasks:

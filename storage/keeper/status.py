@@ -16,9 +16,9 @@ class Counters:
     """What has happened since the keeper began. ``sealed``: images; ``agreed`` and ``void``:
     generations; ``skipped``: steps that got no slot; ``refused``: requests; ``flushed`` and
     ``flush_failures``: flushes to storage; ``local`` and ``local_failures``: generations written to
-    storage of this host; ``guarded`` and ``guard_failures``: generations of whose images there is
-    parity, or was to be; ``rebuilt``: images; ``report_failures``: reports that the lead keeper has
-    not answered."""
+    storage of this host; ``protected`` and ``protect_failures``: generations of whose images there
+    is parity, or was to be; ``rebuilt``: images; ``report_failures``: reports that the lead keeper
+    has not answered."""
 
     sealed: int = 0
     agreed: int = 0
@@ -29,8 +29,8 @@ class Counters:
     flush_failures: int = 0
     local: int = 0
     local_failures: int = 0
-    guarded: int = 0
-    guard_failures: int = 0
+    protected: int = 0
+    protect_failures: int = 0
     rebuilt: int = 0
     report_failures: int = 0
 
@@ -40,8 +40,8 @@ class KeeperStatus:
     """What a keeper does now. ``ranks``: those whose processes are connected. ``flushing``: the
     generation that is being written to storage. ``address``: where memory is served, "" where it
     is not. ``name``: among the keepers of the run; ``hosts``: the names of all of its job;
-    ``protection``: how they guard each other; ``guarded``: the newest generation of whose images
-    there is parity, which takes ``guard_nbytes`` here."""
+    ``protection``: how they guard each other; ``protected``: the newest generation of whose
+    images all of them have parity, or copies; what this one has takes ``parity_nbytes``."""
 
     run: str
     host: str
@@ -58,8 +58,8 @@ class KeeperStatus:
     name: str = ""
     hosts: Sequence[str] = ()
     protection: str = "off"
-    guarded: GenerationId | None = None
-    guard_nbytes: int = 0
+    protected: GenerationId | None = None
+    parity_nbytes: int = 0
 
     def as_json(self) -> dict[str, object]:
         """It, as JSON has it."""
@@ -87,7 +87,7 @@ class KeeperStatus:
             "name": self.name,
             "hosts": list(self.hosts),
             "protection": self.protection,
-            "guarded_step": None if self.guarded is None else self.guarded.step,
-            "guard_nbytes": self.guard_nbytes,
+            "protected_step": None if self.protected is None else self.protected.step,
+            "parity_nbytes": self.parity_nbytes,
             "counters": asdict(self.counters),
         }

@@ -98,6 +98,13 @@ class StageHandle:
         if not self._future.done():
             self._future.set_exception(error)
 
+    def end(self, error: BaseException | None) -> None:
+        """For the engine: the stage is reached, or will not be."""
+        if error is None:
+            self.reach()
+        else:
+            self.fail(error)
+
 
 def _copy_of(error: BaseException) -> BaseException:
     """A copy of ``error``, to be raised: an exception keeps the frames that it was raised through
@@ -110,6 +117,7 @@ def _copy_of(error: BaseException) -> BaseException:
 
 
 _NO_KEEPER = "it does not go by way of a keeper"
+_UNGUARDED = "no keepers of several hosts guard each other"
 
 
 @dataclass(repr=False)
@@ -119,14 +127,20 @@ class SaveHandle:
     ``captured``: every byte has been copied; the state may change again. ``sealed``: whole in host
     memory and checksummed (with a budget smaller than the image: as each chunk passed through).
     ``agreed``: in the memory of keepers on every rank, so that it survives the trainers.
-    ``durable``: committed, on every rank. A save does not come to ``agreed`` without a keeper, and
-    one that stays in memory does not come to ``durable``: to wait for these is a UsageError.
+    ``protected``: there is parity of it, or copies are, on other hosts, so that it survives the
+    loss of a host; where a later step is protected in its place, this stage fails. ``durable``:
+    committed, on every rank. A save does not come to ``agreed`` without a keeper, nor to
+    ``protected`` where none guard each other, and one that stays in memory does not come to
+    ``durable``: to wait for these is a UsageError.
     """
 
     uri: str
     captured: StageHandle = field(default_factory=lambda: StageHandle("captured"))
     sealed: StageHandle = field(default_factory=lambda: StageHandle("sealed"))
     agreed: StageHandle = field(default_factory=lambda: StageHandle("agreed", absent=_NO_KEEPER))
+    protected: StageHandle = field(
+        default_factory=lambda: StageHandle("protected", absent=_UNGUARDED)
+    )
     durable: StageHandle = field(default_factory=lambda: StageHandle("durable"))
     report: SaveReport | None = None
     """Set when durable."""
@@ -142,14 +156,15 @@ class SaveHandle:
             "captured": self.captured,
             "sealed": self.sealed,
             "agreed": self.agreed,
+            "protected": self.protected,
             "durable": self.durable,
         }
         return {name: stage for name, stage in stages.items() if stage.status != "never"}
 
     @property
     def last(self) -> StageHandle:
-        """The stage with which this save ends."""
-        return list(self._stages.values())[-1]
+        """The stage with which this save ends: protection comes beside it."""
+        return [stage for stage in self._stages.values() if stage is not self.protected][-1]
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
@@ -165,5 +180,5 @@ class SaveHandle:
 
     def fail(self, error: BaseException) -> None:
         """For the engine: no further stage will be reached."""
-        for stage in (self.captured, self.sealed, self.agreed, self.durable):
+        for stage in self._stages.values():
             stage.fail(error)

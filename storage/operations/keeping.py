@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 from ...errors import SaveError
 from ..arenas.arena import Arena
-from ..arenas.messages import Agreed, Durable, Event, Flush, FlushFailed, Sealed, Voided
+from ..arenas.label import GenerationId
+from ..arenas.messages import (
+    Agreed,
+    Durable,
+    Event,
+    Flush,
+    FlushFailed,
+    Protected,
+    Sealed,
+    Voided,
+)
 
 __all__ = ["ByKeeper", "Keeping", "KeptStages", "Storage"]
 
@@ -48,20 +58,23 @@ class Storage:
 @dataclass(frozen=True)
 class ByKeeper:
     """That a save goes by way of a keeper, by its ``arena``; and to where from there. None: it
-    stays in memory. ``flushes``: this rank is the one that tells the keeper so."""
+    stays in memory. ``flushes``: this rank is the one that tells the keeper so. ``protects``:
+    keepers of several hosts guard each other."""
 
     arena: Arena
     storage: Storage | None = None
     flushes: bool = True
+    protects: bool = False
 
 
 @dataclass(eq=False)
 class KeptStages:
     """What a keeper makes of an image, for the engine's loop. ``sealed`` and ``agreed`` are called
-    when it has come so far."""
+    when it has come so far; ``protected`` when it has come that far, or with why it will not."""
 
     sealed: Callable[[], None]
     agreed: Callable[[], None]
+    protected: Callable[[SaveError | None], None]
 
 
 class Keeping:
@@ -73,20 +86,43 @@ class Keeping:
         self.storage = by.storage
         self.flushes = by.flushes
         self._stages = stages
+        self._generation: GenerationId | None = None
+        self._awaits_protection = by.protects
         self.ended: Future[Durable | None] = Future()
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: Event) -> bool:
         """A :data:`~..arenas.arena.Listener`."""
-        if self.ended.done():
-            return
         match event:
             case Sealed():
+                self._generation = event.generation
                 self._stages.sealed()
             case Agreed():
                 self._stages.agreed()
-                if self.storage is None:
+                if self.storage is None and not self.ended.done():
                     self.ended.set_result(None)
+            case Protected():
+                self._is_protected(event.generation)
             case Durable():
-                self.ended.set_result(event)
+                if not self.ended.done():
+                    self.ended.set_result(event)
             case Voided() | FlushFailed(final=True):
-                self.ended.set_exception(SaveError(event.text))
+                error = SaveError(event.text)
+                self._unprotected(error)
+                if not self.ended.done():
+                    self.ended.set_exception(error)
+        return self._awaits_protection or not self.ended.done()
+
+    def _is_protected(self, generation: GenerationId) -> None:
+        if not self._awaits_protection:
+            return
+        if generation == self._generation:
+            self._awaits_protection = False
+            self._stages.protected(None)
+        else:
+            text = f"a later step, {generation.step}, is protected in the place of this one"
+            self._unprotected(SaveError(text))
+
+    def _unprotected(self, error: SaveError) -> None:
+        if self._awaits_protection:
+            self._awaits_protection = False
+            self._stages.protected(error)

@@ -196,7 +196,8 @@ def _prepared(call: _Call, state: object, world: int) -> _RunningSave:
     stages = _Stages(_handle(call.uri, lazy, call.by), call.began_s, lazy, call.recorder)
     keeping = None
     if call.by is not None:
-        kept = KeptStages(stages.sealed, stages.handle.agreed.reach)
+        handle = stages.handle
+        kept = KeptStages(stages.sealed, handle.agreed.reach, handle.protected.end)
         keeping = Keeping(call.by, kept)
     job = SaveJob(
         flat,
@@ -224,6 +225,8 @@ def _handle(uri: str, lazy: LazyCapture | None, by: ByKeeper | None) -> SaveHand
     handle.durable = StageHandle("durable", seen)
     if by is not None:
         handle.agreed = StageHandle("agreed", seen)
+        if by.protects:
+            handle.protected = StageHandle("protected", seen)
         if by.storage is None:
             handle.durable = StageHandle("durable", absent="this step stays in memory")
     return handle

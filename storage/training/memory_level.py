@@ -64,6 +64,8 @@ class MemoryLevel:
         self.loaded = LoadedBytes()
         self._flushes = True
         """Whether this rank is the one that tells its keeper what to write to storage."""
+        self._protects = False
+        """Whether hosts guard each other."""
         self.problem = ""
         """Why nothing is kept in memory."""
 
@@ -121,6 +123,9 @@ class MemoryLevel:
         self._struck = []
         self._rebuilt_nbytes = 0
         self.problem = meeting.problem
+        self._protects = bool(meeting.groups)
+        if meeting.problem and current_rank() == 0:
+            _log.warning("steps are not kept in memory: %s", meeting.problem)
         own = [host for host in meeting.hosts if current_rank() in host.ranks]
         self._flushes = not own or current_rank() == own[0].ranks[0]
         run(self._begin_epoch(Enter(epoch, step, meeting.hosts, meeting.groups)))
@@ -223,7 +228,7 @@ class MemoryLevel:
         where keepers cannot work together."""
         if self.problem:
             return None
-        return ByKeeper(self.arena, storage, self._flushes)
+        return ByKeeper(self.arena, storage, self._flushes, self._protects)
 
     def close(self) -> None:
         """Let go of the keeper, which goes on."""

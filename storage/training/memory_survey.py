@@ -181,7 +181,7 @@ def _groups(hosts: Sequence[KeeperHost], option: GuardOption) -> tuple[GuardedGr
             f"Keeper(protect={option.mode!r}): {error}",
             advice='Use more hosts, or protect="auto", which takes what can be had.',
         ) from error
-    if len(hosts) > 1 and found.mode == "off":
+    if len(hosts) > 1 and found.mode == "off" != option.mode:
         _log.warning("images are not guarded against the loss of a host: %s", found.reason)
     return tuple(
         GuardedGroup(found.mode, group.hosts, tuple(by_name[name].ranks for name in group.hosts))

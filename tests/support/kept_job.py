@@ -156,7 +156,7 @@ def wait_for_guard(uri: str, step: int) -> None:
     """Until there is parity of the step, which may take its place later than it is agreed on."""
     end_s = time.monotonic() + 20
     while time.monotonic() < end_s:
-        if (status_of(keeper_folder(uri)) or {}).get("guarded_step") == step:
+        if (status_of(keeper_folder(uri)) or {}).get("protected_step") == step:
             return
         time.sleep(0.01)
     print(f"no parity of step {step}", file=sys.stderr)

@@ -7,27 +7,25 @@ import asyncio
 import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from support.kept_memory import DEADLINE_S, RUN, Told, capture, kept, run, trainer
 
 import holdfast
 from holdfast.errors import DamagedError, StorageDownError
 from holdfast.planner.image import ImageLayout
-from holdfast.storage.arenas.arena import Arena, Capture, FillingSlot
+from holdfast.storage.arenas.arena import Arena, Capture
 from holdfast.storage.arenas.folder import KeeperFolder
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.arenas.line import Line, connected, listening
+from holdfast.storage.arenas.line import Line, connected
 from holdfast.storage.arenas.messages import (
     VERSION,
     Agreed,
     Durable,
     Enter,
-    Event,
     Fill,
     Flush,
     FlushFailed,
@@ -36,91 +34,7 @@ from holdfast.storage.arenas.messages import (
     Voided,
     encode,
 )
-from holdfast.storage.format.fragment import fragment_of
-from holdfast.storage.format.tables import ImageTable
 from holdfast.storage.keeper import writing
-from holdfast.storage.keeper.keeper import Keeper
-from holdfast.storage.keeper.options import KeeperOptions
-from holdfast.storage.state.flatten import flatten
-from holdfast.storage.state.plan import SavePlan, plan_save
-
-RUN = "0" * 32
-DEADLINE_S = 20.0
-
-
-@asynccontextmanager
-async def kept(**options: object) -> AsyncIterator[tuple[Keeper, KeeperFolder]]:
-    """A keeper that listens, within this process."""
-    with tempfile.TemporaryDirectory(prefix="hk") as base:
-        folder = KeeperFolder.of(RUN, Path(base))
-        folder.make()
-        keeper = Keeper(KeeperOptions(RUN, "here", **options))  # type: ignore[arg-type]
-        sock = listening(folder.socket)
-
-        async def accept() -> None:
-            while True:
-                connection, _ = await asyncio.get_running_loop().sock_accept(sock)
-                keeper.run_later(keeper.attend(Line(connection)))
-
-        accepting = asyncio.ensure_future(accept())
-        try:
-            yield keeper, folder
-        finally:
-            accepting.cancel()
-            sock.close()
-            await keeper.close(0.1)
-
-
-class Told:
-    """What a keeper tells, in order."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    async def until(self, kind: type[Event]) -> Event:
-        """The first event of a kind."""
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                for event in self.events:
-                    if isinstance(event, kind):
-                        return event
-                await asyncio.sleep(0.005)
-
-
-@asynccontextmanager
-async def trainer(folder: KeeperFolder, rank: int = 0, world: int = 1) -> AsyncIterator[Arena]:
-    """One rank's memory of the keeper."""
-    arena = Arena(folder, Hello(VERSION, RUN, rank, world, "here"), DEADLINE_S)
-    assert await arena.open(), arena.problem
-    try:
-        yield arena
-    finally:
-        await arena.close()
-
-
-def planned(value: float) -> SavePlan:
-    """What a lone rank saves."""
-    return plan_save(flatten({"w": torch.full((70_000,), value)}), 0, None)
-
-
-async def capture(arena: Arena, step: int, told: Told) -> FillingSlot:
-    """Capture a step whose weights are its number."""
-    plan = planned(step)
-    slot = await arena.fill(step, plan.layout.nbytes)
-    assert slot is not None, arena.problem
-    plan.source.copy(0, plan.layout.hashed_end, slot.memory.buffer(0, plan.layout.hashed_end))
-    flat = flatten({"w": torch.full((70_000,), float(step))})
-    none = np.empty(0, np.int64)
-    images = ImageTable(none, none, np.empty((0, 16), np.uint8))
-    draft = fragment_of(("", step, 1.0), 0, plan.reported, plan.shards, images, flat.tree)
-    captured = Capture(plan.layout, True, 1.0, draft.encode())
-    assert await arena.captured(slot, step, captured, told.events.append), arena.problem
-    return slot
-
-
-def run(body: Callable[[], object]) -> None:
-    """Run a test's coroutine, with a deadline."""
-    asyncio.run(asyncio.wait_for(body(), 60))  # type: ignore[arg-type]
 
 
 def test_a_step_is_sealed_agreed_and_flushed(tmp_path: Path) -> None:
@@ -138,7 +52,7 @@ def test_a_step_is_sealed_agreed_and_flushed(tmp_path: Path) -> None:
     assert [type(event) for event in told.events] == [Sealed, Agreed, Durable]
     loaded = holdfast.load(tmp_path / "c")
     assert isinstance(loaded, dict)
-    assert (loaded["w"] == 5).all()
+    assert (loaded["w0"] == 5).all()
     with holdfast.open(tmp_path / "c") as checkpoint:
         assert checkpoint.step == 5
         checkpoint.verify()
@@ -181,7 +95,7 @@ def test_a_flush_that_fails_is_tried_again_until_storage_is_back(
     assert not any(event.final for event in failures)
     loaded = holdfast.load(tmp_path / "c")
     assert isinstance(loaded, dict)
-    assert (loaded["w"] == 1).all()
+    assert (loaded["w0"] == 1).all()
 
 
 def test_memory_that_has_changed_is_not_flushed(tmp_path: Path) -> None:
@@ -307,7 +221,7 @@ def test_what_no_image_can_be_is_refused() -> None:
             none = np.empty(0, np.int64)
             layout = ImageLayout(b"", none, none, 1 << 30, 1 << 30, 8192)
             capture = Capture(layout, True, 0.0, b"x")
-            assert not await arena.captured(slot, 1, capture, told.events.append)
+            assert not await arena.captured(slot, 1, capture, told.take)
             assert "contradicts itself" in arena.problem
 
     run(body)

@@ -1,0 +1,148 @@
+"""Keepers of several hosts within this process, each with its own memory, address and trainers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from holdfast.storage.arenas.arena import Arena
+from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
+from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.messages import Agreed, Enter, Event, Rebuild, Voided
+from holdfast.storage.keeper.choice import Choice, Stock
+from holdfast.storage.keeper.keeper import Keeper
+from holdfast.storage.keeper.serve import serve
+from holdfast.storage.keeper.serve_options import ServeOptions
+from holdfast.storage.training.epochs import Epochs
+from holdfast.storage.training.memory_survey import GuardOption, kept_in_memory, meeting
+
+from .kept_memory import Told, capture, kept, trainer
+
+__all__ = ["TOKEN", "KeptHost", "KeptHosts", "kept_hosts"]
+
+TOKEN = "f" * 32
+DEADLINE_S = 20.0
+
+
+@dataclass(eq=False)
+class KeptHost:
+    """A host: its keeper, and the ranks that train there. ``port``: where it serves."""
+
+    name: str
+    keeper: Keeper
+    arenas: dict[int, Arena]
+    stack: AsyncExitStack
+    port: int
+
+    @property
+    def host(self) -> KeeperHost:
+        """As others name it."""
+        return replace(self.keeper.host, ranks=tuple(sorted(self.arenas)))
+
+
+@dataclass(eq=False)
+class KeptHosts:
+    """All hosts of a job."""
+
+    world: int
+    mode: str
+    hosts: dict[str, KeptHost] = field(default_factory=dict)
+    epoch: int = 0
+
+    async def add(self, name: str, ranks: Sequence[int]) -> KeptHost:
+        """A host begins, with trainers of these ranks."""
+        stack = AsyncExitStack()
+        keeper, folder = await stack.enter_async_context(kept(name, name))
+        options = ServeOptions(TOKEN, "127.0.0.1")
+        server = await stack.enter_async_context(serve(keeper.shelf, options))
+        keeper.serves_at(f"127.0.0.1:{server.port}", TOKEN)
+        arenas = {
+            rank: await stack.enter_async_context(trainer(folder, rank, self.world))
+            for rank in ranks
+        }
+        self.hosts[name] = KeptHost(name, keeper, arenas, stack, server.port)
+        return self.hosts[name]
+
+    async def lose(self, name: str) -> None:
+        """A host is gone, with all that it has."""
+        host = self.hosts.pop(name)
+        await host.keeper.leave()
+        await host.stack.aclose()
+
+    def stocks(self) -> list[Stock]:
+        """What the keepers hold that are there."""
+        return [Stock(host.host, host.keeper.inventory()) for host in self.hosts.values()]
+
+    async def enter(
+        self, chosen: int | None = None, seen: Mapping[str, Mapping[str, str]] = {}
+    ) -> None:
+        """Training goes on in the next epoch. ``seen``: what a keeper takes the addresses of others
+        for, by both names."""
+        met = meeting(self.stocks(), self.world, GuardOption(self.mode))
+        assert met.problem == ""
+        for host in self.hosts.values():
+            addresses = seen.get(host.name, {})
+            named = tuple(
+                replace(one, address=addresses.get(one.name, one.address)) for one in met.hosts
+            )
+            for arena in host.arenas.values():
+                assert await arena.enter(Enter(self.epoch, chosen, named, met.groups))
+                await arena.release()
+        self.epoch += 1
+
+    async def step(self, step: int, kind: type[Event] | None = Agreed) -> list[Told]:
+        """Every rank captures a step; what each is told of it, until it is told ``kind``, or that
+        it comes to nothing."""
+        told: list[Told] = []
+        for host in self.hosts.values():
+            for rank, arena in host.arenas.items():
+                told.append(Told())
+                await capture(arena, step, told[-1], rank)
+        if kind is not None:
+            await asyncio.gather(*(one.until((kind, Voided)) for one in told))
+        return told
+
+    def choices(self) -> tuple[list[Choice], list[str]]:
+        """What a restart could go on from."""
+        return kept_in_memory(self.stocks(), [], self.world, -1, Epochs())
+
+    async def rebuild(self, choice: Choice) -> list[str]:
+        """Have the lost images of a choice made again; why that failed, if it did."""
+        problems = []
+        peers = tuple(stock.host for stock in self.stocks())
+        for lost in choice.rebuilt:
+            arena = next(iter(self.hosts[lost.at].arenas.values()))
+            request = Rebuild(choice.generation, lost.rank, lost.group, lost.lost, peers)
+            if not await arena.rebuild(request):
+                problems.append(arena.problem)
+        return problems
+
+    async def image(self, generation: GenerationId, rank: int, name: str) -> bytes:
+        """The bytes of an image that a keeper holds."""
+        arena = next(iter(self.hosts[name].arenas.values()))
+        _, memory = await arena.image(generation, rank)
+        try:
+            return bytes(memory.view)
+        finally:
+            memory.close()
+
+    def group(self) -> GuardedGroup:
+        """The one group of all hosts."""
+        (group,) = meeting(self.stocks(), self.world, GuardOption(self.mode)).groups
+        return group
+
+
+@asynccontextmanager
+async def kept_hosts(mode: str, *ranks: Sequence[int]) -> AsyncIterator[KeptHosts]:
+    """Hosts a, b, c … with these ranks, which have entered the first epoch."""
+    job = KeptHosts(sum(map(len, ranks)), mode)
+    try:
+        for name, of in zip("abcdef", ranks, strict=False):
+            await job.add(name, of)
+        await job.enter()
+        yield job
+    finally:
+        for name in list(job.hosts):
+            await job.lose(name)

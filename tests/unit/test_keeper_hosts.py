@@ -1,0 +1,289 @@
+"""Keepers of several hosts: what they agree on, how they guard each other's images, and what is left
+when hosts are lost. Real keepers, which serve each other over HTTP, within one process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.kept_hosts import TOKEN, KeptHosts, kept_hosts
+from support.kept_memory import Told, capture, run, state_of
+from support.servers.proxy import FaultProxy, Faults
+
+import holdfast
+from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.messages import Agreed, Durable, Flush, Protected, Voided
+from holdfast.storage.keeper.standing import Report
+from holdfast.storage.ranks.messages import codec
+
+NOWHERE = "127.0.0.1:1"
+"""Where nobody listens."""
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for something to become true."""
+    end_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end_s, what
+        await asyncio.sleep(0.01)
+
+
+def kinds(told: Told) -> set[type]:
+    """What was told."""
+    return {type(event) for event in told.events}
+
+
+def test_a_step_is_agreed_on_and_protected_and_written_by_all_keepers(tmp_path: Path) -> None:
+    """Each writes the images that it holds; the lead keeper commits them; all trainers hear of
+    it."""
+
+    async def body() -> None:
+        async with kept_hosts("xor", [0], [1], [2]) as job:
+            for host in job.hosts.values():
+                arena = host.arenas[min(host.arenas)]
+                assert await arena.flush(Flush(2, str(tmp_path / "c")))
+            await job.step(1, Protected)
+            told = await job.step(2, Durable)
+            await until(
+                lambda: all(kinds(one) >= {Agreed, Protected, Durable} for one in told),
+                "everything is told to all",
+            )
+            for host in job.hosts.values():
+                status = host.keeper.status()
+                assert status.protected == GenerationId(0, 2)
+                assert status.protection == "xor"
+                assert status.counters.flushed == 1
+                assert status.counters.agreed == status.counters.protected == 2
+                assert status.parity_nbytes > 0
+
+    run(body)
+    loaded = holdfast.load(tmp_path / "c")
+    assert isinstance(loaded, dict)
+    expected = {k: v for rank in range(3) for k, v in state_of(2, rank).items()}
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    with holdfast.open(tmp_path / "c") as checkpoint:
+        checkpoint.verify()
+
+
+@pytest.mark.parametrize(
+    ("mode", "count", "lost"),
+    [("copy", 2, "a"), ("copy", 2, "b"), ("xor", 3, "a"), ("xor", 4, "c"), ("pq", 4, "bd"), ("pq", 3, "ab")],
+)  # fmt: skip
+def test_lost_hosts_are_made_up_for(mode: str, count: int, lost: str) -> None:
+    """Their images are made again on what is left, byte for byte; the job goes on there, and is
+    protected anew."""
+
+    async def body() -> None:
+        async with kept_hosts(mode, *([rank] for rank in range(count))) as job:
+            await job.step(1, Protected)
+            newest = GenerationId(0, 1)
+            images = [await job.image(newest, rank, "abcd"[rank]) for rank in range(count)]
+            for name in lost:
+                await job.lose(name)
+            for name in lost:
+                await job.add(f"new-{name}", ["abcd".index(name)])
+            (choice,), problems = job.choices()
+            assert problems == []
+            assert choice.generation == newest
+            assert {one.rank for one in choice.rebuilt} == {"abcd".index(name) for name in lost}
+            assert await job.rebuild(choice) == []
+            for rank, (name, *_) in enumerate(choice.holders):
+                assert await job.image(newest, rank, name) == images[rank]
+            await job.enter(1)
+            await job.step(2, Protected)
+            assert {h.keeper.status().protected for h in job.hosts.values()} == {GenerationId(1, 2)}
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("mode", "lost", "problem"),
+    [
+        ("xor", "ab", "2 of 4 hosts of a group are, and xor makes good 1"),
+        ("pq", "abc", "3 of 4 hosts of a group are, and pq makes good 2"),
+        ("off", "a", "the image of rank 0 is in no memory, and there is no parity of it"),
+    ],
+)
+def test_more_hosts_than_can_be_made_up_for_are_named(mode: str, lost: str, problem: str) -> None:
+    """There is nothing in memory to go on from then."""
+
+    async def body() -> None:
+        async with kept_hosts(mode, [0], [1], [2], [3]) as job:
+            await job.step(1, Agreed if mode == "off" else Protected)
+            for name in lost:
+                await job.lose(name)
+            assert job.choices() == ([], [f"step 1 in memory is lost: {problem}"])
+
+    run(body)
+
+
+def test_a_host_that_is_lost_while_a_step_is_being_protected() -> None:
+    """The step before counts, of which there is parity still; also if the newer one was agreed."""
+
+    async def body() -> None:
+        async with kept_hosts("xor", [0], [1], [2]) as job:
+            with FaultProxy(("127.0.0.1", job.hosts["b"].port)) as proxy:
+                address = proxy.endpoint.removeprefix("http://")
+                await job.enter(None, {"a": {"b": address}, "c": {"b": address}})
+                await job.step(1, Protected)
+                proxy.faults = Faults(mute=True)
+                told = await job.step(2)
+                assert Agreed in kinds(told[0])
+                await job.lose("b")
+                (choice,), problems = job.choices()
+                assert choice.generation == GenerationId(1, 1)
+                assert [one.rank for one in choice.rebuilt] == [1]
+                assert problems[0].startswith("step 2 in memory is lost: the image of rank 1 ")
+                assert await job.rebuild(choice) == []
+
+    run(body)
+
+
+def test_a_host_that_is_lost_during_a_rebuild() -> None:
+    """The rebuild ends with what went wrong; the next choice does without that host."""
+
+    async def body() -> None:
+        async with kept_hosts("pq", [0], [1], [2], [3]) as job:
+            await job.step(1, Protected)
+            await job.lose("a")
+            (choice,), _ = job.choices()
+            (lost,) = choice.rebuilt
+            gone = next(name for name in "bcd" if name != lost.at)
+            with FaultProxy(("127.0.0.1", job.hosts[gone].port)) as proxy:
+                keeper = job.hosts[gone].keeper
+                keeper.serves_at(proxy.endpoint.removeprefix("http://"), TOKEN)
+                proxy.faults = Faults(refuse=True)
+                (problem,) = await job.rebuild(choice)
+            assert "cannot be made again" in problem
+            await job.lose(gone)
+            (choice,), _ = job.choices()
+            assert len(choice.rebuilt) == 2
+            assert await job.rebuild(choice) == []
+
+    run(body)
+
+
+def test_keepers_that_are_cut_off_from_each_other_go_on_keeping_steps() -> None:
+    """Nothing is protected, which is counted; steps are agreed on all the same."""
+
+    async def body() -> None:
+        async with kept_hosts("xor", [0], [1], [2]) as job:
+            await job.enter(None, {"b": {"c": NOWHERE}, "c": {"b": NOWHERE}})
+            for step in range(1, 9):
+                told = await job.step(step)
+                assert all(Agreed in kinds(one) for one in told), step
+            status = job.hosts["b"].keeper.status()
+            assert status.protected is None
+            assert status.counters.protect_failures >= 1
+            assert status.counters.skipped == 0
+
+    run(body)
+
+
+def test_a_step_that_one_host_has_left_out_does_not_hold_up_the_others() -> None:
+    """Its images give way, however many such steps there are."""
+
+    async def body() -> None:
+        async with kept_hosts("off", [0], [1]) as job:
+            a, b = (job.hosts[name].arenas for name in "ab")
+            voided = []
+            for step in range(1, 5):
+                voided.append(Told())
+                slot = await a[0].fill(step, 4096)
+                if slot is not None:
+                    await a[0].dropped(slot)
+                slot_b = await b[1].fill(step, 1)
+                if slot_b is not None:
+                    await b[1].dropped(slot_b)
+                await capture(a[0], step * 10, voided[-1])
+                other = await b[1].fill(step * 10 + 1, 1)
+                if other is not None:
+                    await b[1].dropped(other)
+                await voided[-1].until(Voided)
+            told = await job.step(100)
+            assert all(Agreed in kinds(one) for one in told)
+
+    run(body)
+
+
+def test_replicas_that_differ_between_hosts_void_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No host goes on from it."""
+    from holdfast.storage.keeper.votes import Vote
+
+    real = Vote.of
+
+    def of(label):  # type: ignore[no-untyped-def]
+        return replace(real(label), equal={"group": str(label.rank)})
+
+    async def body() -> None:
+        async with kept_hosts("off", [0], [1]) as job:
+            monkeypatch.setattr(Vote, "of", of)
+            told = await job.step(1)
+            assert all(Voided in kinds(one) for one in told)
+            assert job.choices() == ([], [])
+
+    run(body)
+
+
+def test_damage_on_a_host_that_is_left_is_found_in_a_rebuild() -> None:
+    """Nothing that was made of it is taken for the image."""
+
+    async def body() -> None:
+        async with kept_hosts("xor", [0], [1], [2]) as job:
+            await job.step(1, Protected)
+            await job.lose("c")
+            (choice,), _ = job.choices()
+            for name in "ab":
+                for slot in job.hosts[name].keeper.held.slots.values():
+                    if slot.label is not None:
+                        slot.memory.view[4096] ^= 1
+            (problem,) = await job.rebuild(choice)
+            assert "does not match" in problem or "damaged" in problem or "changed" in problem
+
+    run(body)
+
+
+async def posted(job: KeptHosts, body: bytes, token: str = TOKEN) -> int:
+    """The status that the lead keeper answers a report with."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{job.hosts['a'].port}/v1/report",
+        body,
+        {"Authorization": f"Bearer {token}"},
+        method="POST",
+    )
+
+    def post() -> int:
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    return await asyncio.to_thread(post)
+
+
+def test_reports_that_make_no_sense_are_refused() -> None:
+    """By who they are from, and of when; the keeper lives."""
+
+    async def body() -> None:
+        async with kept_hosts("off", [0], [1]) as job:
+            report = codec(Report).encode
+            assert await posted(job, report(Report("b", 0))) == 200
+            assert await posted(job, report(Report("b", 0)), "0" * 32) == 401
+            assert await posted(job, report(Report("x", 0))) == 409
+            assert await posted(job, report(Report("b", -1))) == 409
+            assert await posted(job, report(Report("b", 7))) == 503
+            for nonsense in (b"", b"[]", b"\0" * 1000, report(Report("b", 0))[:-3]):
+                assert await posted(job, nonsense) == 400
+            told = await job.step(1)
+            assert all(Agreed in kinds(one) for one in told)
+
+    run(body)
