@@ -6,19 +6,17 @@ nothing has happened to.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import signal
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.kept_job import POINTS, Accident, Job
-from support.kept_runs import Found, KeptRun, expected_losses, kept_run
+from support.kept_runs import Found, KeptRun, expected_losses, kept_run, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -147,17 +145,6 @@ def test_a_trainer_that_wakes_in_another_epoch_is_refused_and_harms_nothing(run:
     assert begun >= 5
     assert found.resumed == {"step": 60, "tier": "memory"}
     check_losses(found, 80)
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    """Until ``done()``, or fail after half a minute."""
-    until_s = time.monotonic() + 30
-    while time.monotonic() < until_s:
-        with contextlib.suppress(AssertionError, FileNotFoundError):
-            if done():
-                return
-        time.sleep(0.05)
-    raise AssertionError("it did not come to that")
 
 
 def test_too_little_memory_is_said_with_the_sum_and_saves_go_on(run: KeptRun) -> None:

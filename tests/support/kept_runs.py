@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from holdfast.storage.arenas.folder import (
 from . import kept_job
 from .kept_job import Job
 
-__all__ = ["Found", "KeptRun", "expected_losses", "kept_run"]
+__all__ = ["Found", "KeptRun", "expected_losses", "kept_run", "wait_until"]
 
 TESTS = Path(__file__).parents[1]
 ENDED_S = 20.0
@@ -159,6 +159,17 @@ def kept_run(folder: Path) -> Iterator[KeptRun]:
             yield run
         finally:
             run.end_keepers()
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Until ``done()``, or fail after half a minute."""
+    until_s = time.monotonic() + 30
+    while time.monotonic() < until_s:
+        with suppress(AssertionError, FileNotFoundError):
+            if done():
+                return
+        time.sleep(0.05)
+    raise AssertionError("it did not come to that")
 
 
 def expected_losses(steps: int) -> dict[int, float]:

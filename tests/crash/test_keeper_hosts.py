@@ -1,0 +1,146 @@
+"""Hosts that are lost, with the trainers and the keeper on them: real jobs under torchrun, in which
+each host has a keeper, an address and a failure domain of its own.
+
+Whatever is lost, a run goes on from a step that is whole, and comes to the losses of a run that
+nothing has happened to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.kept_job import Accident, Job
+from support.kept_runs import Found, KeptRun, expected_losses, kept_run, wait_until
+
+import holdfast
+
+pytestmark = pytest.mark.timeout(300)
+
+HOSTS = ("a", "b", "c", "d")
+DELAY_S = 0.3
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[KeptRun]:
+    """A run whose keepers are its own."""
+    with kept_run(tmp_path) as made:
+        yield made
+
+
+def check(found: Found, step: int, tier: str, steps: int) -> None:
+    """The job has gone on from ``step``, and come to the losses of an undisturbed run."""
+    assert found.code == 0, found.stderr
+    assert (found.resumed["step"], found.resumed["tier"]) == (step, tier), found.stderr
+    expected = expected_losses(steps)
+    assert found.losses == {at: expected[at] for at in range(step + 1, steps + 1)}
+
+
+def killed_at(step: int, **options: object) -> Job:
+    """A job whose trainers are all killed once that step is protected."""
+    return Job(step, accident=Accident(step, "kill"), guards=True, **options)  # type: ignore[arg-type]
+
+
+def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
+    """Its image is made again out of parity; nothing is lost but the step at hand."""
+    hosts = HOSTS[:3]
+    run.train(killed_at(5, every=4, hosts=hosts), 3)
+    assert run.steps() == [4]
+    run.lose("b")
+    found = run.train(Job(8, every=4, hosts=("a", "new", "c"), guards=True), 3)
+    check(found, 5, "memory", 8)
+    assert run.status_of("new")["counters"]["rebuilt"] == 1
+    assert run.steps() == [4, 8]
+    assert run.status_of("a")["protected_step"] == 8
+    with holdfast.open(run.uri / "step-00000008") as checkpoint:
+        checkpoint.verify()
+
+
+def test_a_job_goes_on_with_fewer_hosts_and_ranks(run: KeptRun) -> None:
+    """The keeper of the host that it does without is asked for what it has."""
+    run.train(killed_at(5, hosts=HOSTS[:2]), 4)
+    found = run.train(Job(8, hosts=("a",)), 2)
+    check(found, 5, "memory", 8)
+    assert found.resumed["tiers"]["peer"] > 0
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("before", "after"), [((3, 3), (2, 2)), ((2, 2), (4, 4)), ((4, 2), (3, 3))]
+)
+def test_another_number_of_hosts_and_ranks(
+    run: KeptRun, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """As ranks and hosts; every rank reads what it needs from whichever host has it."""
+    run.train(killed_at(5, hosts=HOSTS[: before[1]]), before[0])
+    found = run.train(Job(8, hosts=HOSTS[: after[1]]), after[0])
+    check(found, 5, "memory", 8)
+
+
+@pytest.mark.drill
+def test_two_hosts_are_lost_of_four_with_two_parities(run: KeptRun) -> None:
+    """Both images are made again."""
+    run.train(killed_at(5, every=4, hosts=HOSTS, protect="pq"), 4)
+    run.lose("a", "c")
+    found = run.train(Job(8, hosts=HOSTS, protect="pq"), 4)
+    check(found, 5, "memory", 8)
+    assert run.status_of("a")["counters"]["rebuilt"] == 1
+    assert run.status_of("c")["counters"]["rebuilt"] == 1
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("lost", [("a", "c"), HOSTS])
+def test_more_hosts_are_lost_than_can_be_made_up_for(run: KeptRun, lost: tuple[str, ...]) -> None:
+    """It is said by name, and the run goes on from storage."""
+    run.train(killed_at(5, every=4, hosts=HOSTS), 4)
+    run.lose(*lost)
+    found = run.train(Job(8, hosts=HOSTS), 4)
+    check(found, 4, "storage", 8)
+    if lost != HOSTS:
+        assert "2 of 4 hosts of a group are, and xor makes good 1" in found.stderr
+
+
+@pytest.mark.drill
+def test_the_lead_keeper_dies_and_another_takes_its_place(run: KeptRun) -> None:
+    """Trainers go on; later steps are agreed on and protected again; nothing sealed is lost."""
+    accident = Accident(5, "kill keeper", rank=0)
+    found = run.train(Job(30, hosts=HOSTS[:2], accident=accident, pause_s=0.5), 2)
+    assert found.code == 0
+    status = run.status_of("b")
+    assert status["protected_step"] > 5
+    after = run.train(Job(32, hosts=HOSTS[:2]), 2)
+    assert after.resumed["tier"] == "memory"
+    assert after.resumed["step"] > 5
+    check(after, after.resumed["step"], "memory", 32)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("operations", [1, 3, 5, 7, 9])
+def test_the_lead_keeper_dies_while_it_writes_to_storage(run: KeptRun, operations: int) -> None:
+    """After so many operations, each of which takes a while: storage has the checkpoint before, or
+    the one after, and both are whole."""
+    run.environment["HOLDFAST_FILE_FAULTS"] = f"delay:1,delay_s:{DELAY_S}"
+    process, _ = run.begin(Job(8, every=4, hosts=HOSTS[:2]), 2)
+    wait_until((run.uri / "step-00000008" / "data").exists)
+    time.sleep(operations * DELAY_S)
+    os.kill(run.status_of("a")["pid"], signal.SIGKILL)
+    process.communicate(timeout=100)
+    for step in run.steps():
+        with holdfast.open(run.uri / f"step-{step:08d}") as checkpoint:
+            checkpoint.verify()
+    assert run.steps() in ([4], [4, 8])
+    run.environment.clear()
+    after = run.train(Job(12, every=4, hosts=HOSTS[:2]), 2)
+    check(after, 8, after.resumed["tier"], 12)
+    assert run.steps()[-1] == 12
+
+
+def test_hosts_that_are_too_few_for_what_is_asked_are_refused_by_name(run: KeptRun) -> None:
+    """Before the first step."""
+    found = run.train(Job(3, hosts=HOSTS[:2], protect="pq"), 2)
+    assert found.code != 0
+    assert "2 hosts cannot guard against the loss of 2: 3 or more are needed" in found.stderr
