@@ -13,17 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import settings
-from support.effort import EFFORT
+from support.effort import EFFORT, tried
 
 ROOT = Path(__file__).parents[1]
 
 pytest_plugins = ["support.clocked", "support.given", "support.light"]
 
 # The time limit of a test is pytest's; a deadline per example only fails on a busy machine.
-settings.register_profile("holdfast", deadline=None, max_examples=100 * EFFORT)
-# On CI hypothesis chooses its own profile: the same examples every time, and no deadline either.
-if "CI" not in os.environ or EFFORT > 1:
-    settings.load_profile("holdfast")
+settings.register_profile("holdfast", deadline=None, max_examples=tried(100))
+# On CI hypothesis has its own profile: the same examples every time, and no deadline either.
+settings.register_profile("holdfast-ci", settings.get_profile("ci"), max_examples=tried(100))
+settings.load_profile("holdfast-ci" if "CI" in os.environ and EFFORT <= 1 else "holdfast")
 
 
 # What the machine says about storage is not the tests' business; processes that tests start inherit

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.effort import EFFORT
+from support.effort import tried
 from support.fuzzed import TARGETS, seeds
 
 
@@ -15,7 +15,7 @@ def test_any_bytes_are_refused_or_used(target: str) -> None:
     """Bytes of no kind, and ones that are a few steps from right."""
     known = seeds(target)
 
-    @settings(max_examples=300 * EFFORT)
+    @settings(max_examples=tried(300))
     @given(st.data())
     def run(data: st.DataObject) -> None:
         if data.draw(st.booleans()):
