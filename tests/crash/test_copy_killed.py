@@ -122,7 +122,7 @@ def test_a_copy_killed_again_and_again_arrives(tmp_path: Path, seed: int) -> Non
         if there(dst) == "new":  # committed, and killed before it could say so
             break
         kills += 1
-        wait_s += 0.05
+        wait_s += 0.1
         assert whole_images(dst) >= reached_nbytes
         reached_nbytes = whole_images(dst)
     assert there(dst) == "new"
