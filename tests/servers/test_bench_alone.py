@@ -14,7 +14,7 @@ from holdfast.drivers.registry import resolved_options
 from holdfast.drivers.uri import parse
 
 
-@pytest.mark.parametrize("kind", ["s3", "hdfs"])
+@pytest.mark.parametrize("kind", ["s3", pytest.param("hdfs", marks=pytest.mark.drill)])
 def test_a_server_is_measured_without_checkpoints(
     kind: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,7 @@ def test_hdfs_is_fit(hdfs_url: str) -> None:
     assert left(hdfs_url) == []
 
 
+@pytest.mark.drill
 def test_moto_is_fit(moto: Moto) -> None:
     """Likewise; as an independent server of the same protocol."""
     uri = uri_of(moto, "check")

@@ -190,6 +190,7 @@ def test_no_socket_outlives_a_listing(root: Uri) -> None:
         assert held.outlived_by() == []
 
 
+@pytest.mark.drill
 @asynchronous
 async def test_a_listing_of_more_than_a_page_is_complete(az_url: str) -> None:
     """Azure lists 5,000 blobs at a time: all that there are come once each, in order."""

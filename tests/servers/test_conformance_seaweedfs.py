@@ -11,6 +11,7 @@ from support.servers.seaweedfs import Seaweedfs, find_seaweedfs
 KIT_S = 400
 
 
+@pytest.mark.drill  # radosgw proves it in every run
 @pytest.mark.timeout(KIT_S + 20)
 def test_the_kit_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trial that applies passes, and nothing is declared as a deviation."""

@@ -40,10 +40,8 @@ def assert_limits(found: Any, client: str) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "client"),
-    [("s3", "obstore"), pytest.param("hdfs", "hdfs-native", marks=pytest.mark.drill)],
-)
+@pytest.mark.drill
+@pytest.mark.parametrize(("kind", "client"), [("s3", "obstore"), ("hdfs", "hdfs-native")])
 def test_four_ranks_measure_a_server(
     kind: str, client: str, request: pytest.FixtureRequest
 ) -> None:

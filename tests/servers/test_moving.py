@@ -134,6 +134,9 @@ def test_a_copy_that_stops_goes_on(server: str, tmp_path: Path) -> None:
     assert len(keys(server)) == 4 + 2
 
 
+@pytest.mark.parametrize(
+    "server", ["s3", pytest.param("hdfs", marks=pytest.mark.drill)], indirect=True
+)
 def test_a_copy_that_is_killed_again_and_again_arrives(server: str, tmp_path: Path) -> None:
     """kill -9 of the command; each time it goes on, and in the end every byte is right."""
     src = source(tmp_path, 40 << 20)
