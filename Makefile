@@ -92,8 +92,8 @@ $(FRAMEWORKS_ENV)/.ready: pyproject.toml constraints.txt constraints-frameworks.
 	@$(FRAMEWORKS_ENV)/bin/pip install -qq --no-deps $(UNRESOLVED)
 	@touch $@
 
-drills: $(READY) test-servers  ## kill, cut off and fill up real servers in the middle of saves; minutes
-	@$(BIN)/pytest -m drill tests/servers $(TEST_ARGS)
+drills: $(READY) test-servers  ## what make test leaves out: real servers killed, cut off and filled up, and one more of a kind; half an hour
+	@$(BIN)/pytest -m drill tests --ignore tests/crash --ignore tests/frameworks $(TEST_ARGS)
 
 crash: $(READY)  ## kill saves and cut their power at every point, not at some; an hour, best as root
 	@HOLDFAST_TEST_CRASH_POINTS=all $(BIN)/pytest -m "" tests/crash -o faulthandler_timeout=14400 $(TEST_ARGS)

@@ -74,7 +74,9 @@ def test_parameters_that_an_evaluation_has_gathered_are_saved_and_loaded_in_thei
     assert "head.weight" in holdfast.load(uri)["optim"]["state"]
 
 
-@pytest.mark.parametrize(("layout", "world"), [("fsdp", 2), ("hsdp", 4), ("tp", 4)])
+@pytest.mark.parametrize(
+    ("layout", "world"), [("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.drill), ("tp", 4)]
+)
 def test_a_model_that_was_sharded_on_meta_is_given_memory_by_a_load(
     layout: str, world: int, ranks: RankProcesses, trained: Any
 ) -> None:
