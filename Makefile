@@ -18,6 +18,8 @@ JOBS  ?= 2
 TORCH := $(shell grep '^torch==' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
+# Empty is as good as unset. Tests start hundreds of processes: without bytecode each of them compiles the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
