@@ -26,7 +26,7 @@ layers all the same."""
 TRIAL_TIMEOUT_S = 110.0
 """How long one trial may take: whatever takes longer hangs."""
 
-_GRACE_S = 5.0
+GRACE_S = 5.0
 """How long after close() a thread may take to end, and a descriptor to be closed, on a machine that
 is busy. What is leaked is there for longer than that."""
 
@@ -127,7 +127,7 @@ class Held:
 
     def outlived_by(self) -> list[str]:
         """What is held now and was not then, once it had some seconds to go."""
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + GRACE_S
         while True:
             now = held_now()
             left = [
