@@ -228,6 +228,7 @@ def test_a_storage_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert float(rows[1]["seconds"]) == found.by_name["save"].seconds[0]
 
 
+@pytest.mark.drill  # two ranks that are interrupted are in every run
 def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
     """Ctrl-C in the middle of a round."""
     assert_interrupted_cleanly(tmp_path)

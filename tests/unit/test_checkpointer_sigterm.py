@@ -341,7 +341,10 @@ def both(stepped: str, graces: tuple[float, float]) -> str:
 
 @pytest.mark.parametrize(
     "stepped",
-    ["a.step(step, state); b.step(step, state)", "b.step(step, state); a.step(step, state)"],
+    [
+        "a.step(step, state); b.step(step, state)",
+        pytest.param("b.step(step, state); a.step(step, state)", marks=pytest.mark.drill),
+    ],
 )
 def test_all_checkpointers_of_a_process_save(stepped: str, tmp_path: Path) -> None:
     """Each the step at hand, in whatever order; then the process ends by the signal."""

@@ -43,14 +43,14 @@ def xfs(folder: Path) -> Iterator[Path]:
 
 @pytest.fixture(
     params=[
-        "memory",
+        pytest.param("memory", marks=pytest.mark.drill),  # the layers are above it
         "layers",
         "disk",
         "xfs",
-        "tmpfs",
+        pytest.param("tmpfs", marks=pytest.mark.drill),
         "buffered",
         "fsspec-file",
-        "fsspec-memory",
+        pytest.param("fsspec-memory", marks=pytest.mark.drill),
         "lustre",
     ]
 )

@@ -138,7 +138,8 @@ def kit_run(site: Path, uri: str, trials: str, *arguments: str) -> subprocess.Co
 
 
 @pytest.mark.parametrize(
-    ("kind", "passed", "failed"), [("OptionsInUri", 2, 1), ("DeletesNoRoots", 3, 0)]
+    ("kind", "passed", "failed"),
+    [pytest.param("OptionsInUri", 2, 1, marks=pytest.mark.drill), ("DeletesNoRoots", 3, 0)],
 )
 def test_the_kit_runs_in_several_processes(site: Path, kind: str, passed: int, failed: int) -> None:
     """With pytest-xdist the one report counts the cases of all workers, and a fault of any of them
