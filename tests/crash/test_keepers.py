@@ -168,6 +168,7 @@ def test_a_bit_that_flips_in_memory_is_found(run: KeptRun) -> None:
     check_losses(found, 8)
 
 
+@pytest.mark.drill
 def test_a_job_of_another_size_goes_on_from_memory(run: KeptRun) -> None:
     """Two ranks leave what one takes up, and the other way round."""
     run.train(Job(4, accident=Accident(4, "kill")), 2)
@@ -178,6 +179,7 @@ def test_a_job_of_another_size_goes_on_from_memory(run: KeptRun) -> None:
     check_losses(both, 9)
 
 
+@pytest.mark.drill
 def test_a_folder_that_was_emptied_does_not_get_its_old_memory_back(run: KeptRun) -> None:
     """A run that begins anew there is another one."""
     run.train(Job(4, accident=Accident(4, "kill")))

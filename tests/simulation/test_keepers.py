@@ -16,7 +16,7 @@ from support.simulation.breaking import Broken
 from support.simulation.broken_keepers import BROKEN_KEEPERS, seeds_until_violation
 from support.simulation.keepers import Violation, run_seed
 
-FIXED = int(os.environ.get("HOLDFAST_TEST_KEEPER_SEEDS", "600"))
+FIXED = int(os.environ.get("HOLDFAST_TEST_KEEPER_SEEDS", "300"))
 FRESH_S = float(os.environ.get("HOLDFAST_TEST_SIM_FRESH_S", "6"))
 """How long seeds are tried that nobody has tried before."""
 MOST = 300
