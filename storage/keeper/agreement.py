@@ -37,7 +37,9 @@ class Agreement:
         run_later: Callable[[Coroutine[Any, Any, None]], None],
         certificate: str,
     ) -> None:
-        self.reporting = Reporting(name, self.report, self.follow, run_later, certificate)
+        self.reporting = Reporting(
+            name, self.report, self.follow, self._unheard, run_later, certificate
+        )
         self._held = held
         self._guards = guards
         self._counters = counters
@@ -141,6 +143,11 @@ class Agreement:
         if self._writing is not None:
             self._counters.report_failures = self.reporting.failures
             await self._writing.follow(standing)
+
+    async def _unheard(self, problem: str) -> None:
+        """What only the lead keeper could finish will not be."""
+        if self._writing is not None:
+            await self._writing.fail_parts(problem)
 
     def _is_news(self, id: GenerationId, standing: Standing) -> bool:
         if id.epoch != standing.epoch or id in self._known:

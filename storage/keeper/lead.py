@@ -13,18 +13,23 @@ from ..arenas.label import GenerationId
 from .standing import FlushEnd, FlushOrder, Report, Standing, Written
 from .votes import Ballot, Outcome
 
-__all__ = ["REST_MAX", "Lead", "is_newer"]
+__all__ = ["REST_MAX", "Lead", "incarnation_of", "is_newer"]
 
 REST_MAX = 32
 """So many generations at most are left out after one of which parity could not be made."""
 
 
+def incarnation_of(version: str) -> str:
+    """Which lead keeper has made a standing, of those that take each other's place."""
+    return version.rpartition("/")[0]
+
+
 def is_newer(version: str, than: str) -> bool:
     """Whether a standing was made after another one; answers overtake each other. That of another
     lead keeper is."""
-    incarnation, _, count = version.rpartition("/")
-    other_incarnation, _, other_count = than.rpartition("/")
-    return incarnation != other_incarnation or int(count) > int(other_count)
+    if incarnation_of(version) != incarnation_of(than):
+        return True
+    return int(version.rpartition("/")[2]) > int(than.rpartition("/")[2])
 
 
 class Lead:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import CoordinationError
 from ..arenas.hosts import GuardedGroup, KeeperHost
 from ..ranks.messages import codec
-from .lead import Lead, is_newer
+from .lead import Lead, incarnation_of, is_newer
 from .standing import FlushEnd, FlushOrder, Report, Standing
 
 if TYPE_CHECKING:
@@ -50,7 +50,20 @@ class StaleReportError(Exception):
 
 class Reporting:
     """One keeper's part. ``compose()`` says what it knows, ``follow(standing)`` makes use of
-    how things stand; it is never called twice at a time. ``run_later(work)`` runs a coroutine
+    how things stand; it is never called twice at a time. ``unheard(problem)`` is called where the
+    lead keeper has not answered for long, or is another one by now. ``run_later(work)`` runs a
+    coroutine beside all else. ``certificate``: a file, of those whom other keepers are trusted
+    by."""
+
+    def __init__(self, text: str, *, later: bool) -> None:
+        super().__init__(text)
+        self.later = later
+
+
+class Reporting:
+    """One keeper's part. ``compose()`` says what it knows, ``follow(standing)`` makes use of
+    how things stand; it is never called twice at a time. ``unheard(problem)`` is called where the
+    lead keeper has not answered for long, or is another one by now. ``run_later(work)`` runs a coroutine
     beside all else. ``certificate``: a file, of those whom other keepers are trusted by."""
 
     def __init__(
@@ -58,6 +71,7 @@ class Reporting:
         name: str,
         compose: Callable[[], Report],
         follow: Callable[[Standing], Awaitable[None]],
+        unheard: Callable[[str], Awaitable[None]],
         run_later: Callable[[Coroutine[Any, Any, None]], None],
         certificate: str = "",
     ) -> None:
@@ -69,6 +83,7 @@ class Reporting:
         """Reports that had no answer."""
         self._compose = compose
         self._follow = follow
+        self._unheard = unheard
         self.run_later = run_later
         self.certificate = certificate
         self._turn = asyncio.Lock()
@@ -216,11 +231,16 @@ class Reporting:
 
     async def _wait_for_news(self) -> None:
         """Hear what is new at the lead keeper."""
+        loop = asyncio.get_running_loop()
+        answered_s = loop.time()
         failed = 0
         while True:
             if await self._reported(waits=True):
+                answered_s = loop.time()
                 failed = 0
                 continue
+            if loop.time() - answered_s > UNHEARD_S:
+                await self._unheard("the lead keeper is not heard any more")
             await asyncio.sleep(PAUSES_S[min(failed, len(PAUSES_S) - 1)])
             failed += 1
 
@@ -237,6 +257,8 @@ class Reporting:
             return False
         async with self._turn:
             if standing.epoch == self.lead.epoch and is_newer(standing.version, self._seen):
+                if self._seen and incarnation_of(standing.version) != incarnation_of(self._seen):
+                    await self._unheard("the lead keeper has died, and another has taken its place")
                 self._seen = standing.version
                 await self._follow(standing)
         return True

@@ -142,6 +142,13 @@ class Writing:
             self.written = written
             await self._reporting.tell()
 
+    async def fail_parts(self, problem: str) -> None:
+        """What waits for the lead keeper here will not be committed by it."""
+        self._order = None
+        for generation in sorted(self._parts):
+            self._release_part(generation)
+            await self._tell(FlushFailed(generation, problem, final=True))
+
     async def _tell_end(self, ended: FlushEnd) -> None:
         if ended.problem:
             await self._tell(FlushFailed(ended.generation, ended.problem, ended.final))

@@ -125,7 +125,7 @@ def test_the_lead_keeper_dies_while_it_writes_to_storage(run: KeptRun, operation
     the one after, and both are whole."""
     run.environment["HOLDFAST_FILE_FAULTS"] = f"delay:1,delay_s:{DELAY_S}"
     process, _ = run.begin(Job(8, every=4, hosts=HOSTS[:2]), 2)
-    wait_until((run.uri / "step-00000008" / "data").exists)
+    wait_until((run.uri / "step-00000008" / "data").exists, 90)
     time.sleep(operations * DELAY_S)
     os.kill(run.status_of("a")["pid"], signal.SIGKILL)
     process.communicate(timeout=100)

@@ -161,9 +161,9 @@ def kept_run(folder: Path) -> Iterator[KeptRun]:
             run.end_keepers()
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    """Until ``done()``, or fail after half a minute."""
-    until_s = time.monotonic() + 30
+def wait_until(done: Callable[[], bool], seconds: float = 30) -> None:
+    """Until ``done()``, or fail after so long."""
+    until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         with suppress(AssertionError, FileNotFoundError):
             if done():

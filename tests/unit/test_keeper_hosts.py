@@ -19,7 +19,8 @@ from support.servers.proxy import FaultProxy, Faults
 
 import holdfast
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.arenas.messages import Agreed, Durable, Flush, Protected, Voided
+from holdfast.storage.arenas.messages import Agreed, Durable, Flush, FlushFailed, Protected, Voided
+from holdfast.storage.keeper.lead import Lead
 from holdfast.storage.keeper.standing import Report
 from holdfast.storage.ranks.messages import codec
 
@@ -285,5 +286,26 @@ def test_reports_that_make_no_sense_are_refused() -> None:
                 assert await posted(job, nonsense) == 400
             told = await job.step(1)
             assert all(Agreed in kinds(one) for one in told)
+
+    run(body)
+
+
+def test_a_flush_whose_lead_keeper_dies_fails_for_all(tmp_path: Path) -> None:
+    """Also for the trainers of other hosts, once another keeper leads, which knows nothing of
+    it."""
+
+    async def body() -> None:
+        async with kept_hosts("off", [0], [1]) as job:
+            a, b = (job.hosts[name] for name in "ab")
+            assert await b.arenas[1].flush(Flush(1, str(tmp_path / "c")))  # and not by rank 0
+            told = await job.step(1)
+            assert all(Agreed in kinds(one) for one in told)
+            a.keeper._agreement.reporting.lead = Lead("another")
+            a.keeper._agreement.reporting.hosts = ()
+            await a.arenas[0].enter(a.arenas[0]._enters)
+            event = await told[1].until(FlushFailed)
+            assert isinstance(event, FlushFailed)
+            assert event.final
+            assert event.text == "the lead keeper has died, and another has taken its place"
 
     run(body)
