@@ -9,6 +9,7 @@ compared with what was kept. The figures of parity are in another program.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -59,6 +60,9 @@ class _Copies:
     def __init__(self, nbytes: int) -> None:
         self._source = HostBuffer.allocate(nbytes)
         self._target = HostBuffer.allocate(nbytes)
+        for buffer in (self._source, self._target):
+            # Memory that was never written to is one page of zeros, which is read from the cache.
+            ctypes.memset(buffer.address, 1, nbytes)
         self._nbytes = nbytes
         self._threads = ThreadPoolExecutor(CPU_THREADS)
 
