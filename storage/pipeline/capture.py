@@ -18,6 +18,11 @@ from .chunks import chunks_to_write
 
 __all__ = ["TensorChunks", "capture_into"]
 
+PIECE_NBYTES = 64 << 20
+"""How much of an image is copied at once at most."""
+_PIECES_PER_THREAD = 4
+"""At least so many, so that threads end at about the same time."""
+
 
 class TensorChunks:
     """A :class:`.chunks.ChunkSource` of chunks that are copied out of the tensors when they are
@@ -44,7 +49,11 @@ class TensorChunks:
 
     async def copy(self, chunk: int, buffer: HostBuffer) -> None:
         """Copy ``chunk`` to the beginning of ``buffer``."""
-        await offload(self._copy, *self._layout.chunk_range(chunk), buffer)
+        await self.copy_range(*self._layout.chunk_range(chunk), buffer)
+
+    async def copy_range(self, start: int, stop: int, buffer: HostBuffer) -> None:
+        """Copy bytes [start, stop) of the image to the beginning of ``buffer``."""
+        await offload(self._copy, start, stop, buffer)
 
     def _copy(self, start: int, stop: int, buffer: HostBuffer) -> None:
         source = self._source
@@ -67,21 +76,36 @@ async def capture_into(
     moved: Callable[[], None] = lambda: None,
 ) -> None:
     """Copy a whole image, but for its pages, to where it belongs in ``memory``, and close
-    ``chunks``. ``moved`` is called for each chunk that is copied."""
+    ``chunks``. ``moved`` is called for each piece that is copied."""
 
-    async def capture(chunk: int) -> None:
-        start, stop = layout.chunk_range(chunk)
-        await chunks.copy(chunk, memory.buffer(start, stop - start))
+    def range_of(piece: range) -> tuple[int, int]:
+        return layout.chunk_range(piece[0])[0], layout.chunk_range(piece[-1])[1]
+
+    async def capture(piece: range) -> None:
+        start, stop = range_of(piece)
+        await chunks.copy_range(start, stop, memory.buffer(start, stop - start))
         moved()
 
-    def where(chunk: int) -> Where:
-        start, stop = layout.chunk_range(chunk)
+    def where(piece: range) -> Where:
+        start, stop = range_of(piece)
         return Where("", start, stop - start)
 
-    count = chunks_to_write(layout)
-    budget = Budget(max(1, count), {"cpu": CPU_THREADS})
+    pieces = _pieces(layout)
+    budget = Budget(max(1, len(pieces)), {"cpu": CPU_THREADS})
     stages = [Stage("capture", "cpu", capture)]
     try:
-        await Pipeline(stages, budget, where=where).run(range(count), [1] * count)
+        await Pipeline(stages, budget, where=where).run(pieces, [1] * len(pieces))
     finally:
         chunks.close()
+
+
+def _pieces(layout: ImageLayout) -> list[range]:
+    """The chunks of an image, in groups that are copied at once.
+
+    A long run of memory is copied by one call: the C library does not take it through the
+    processor's cache then, which is faster by half, and leaves the trainer's data in the cache.
+    """
+    count = chunks_to_write(layout)
+    at_once = min(PIECE_NBYTES // layout.chunk_nbytes, count // (_PIECES_PER_THREAD * CPU_THREADS))
+    step = max(1, at_once)
+    return [range(first, min(first + step, count)) for first in range(0, count, step)]

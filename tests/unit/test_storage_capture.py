@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -163,14 +164,30 @@ def test_a_capture_lets_go_of_the_tensors() -> None:
     assert freed() is None
 
 
+def test_an_image_of_many_chunks_is_captured_in_a_few_long_pieces() -> None:
+    """Each thread has some of them, and together they are the image."""
+    plan = planned(state())
+    layout = replace(plan.layout, chunk_nbytes=plan.layout.block_nbytes)
+    plan = replace(plan, layout=layout)
+    chunks = TensorChunks(layout, plan.source)
+    memory = memory_of(plan)
+    moved: list[None] = []
+    start(capture_into(memory, layout, chunks, lambda: moved.append(None))).result(60)
+
+    expected = HostBuffer.allocate(layout.hashed_end)
+    plan.source.copy(0, layout.hashed_end, expected)
+    assert memory.view[: layout.hashed_end] == expected.view
+    assert 4 * CPU_THREADS <= len(moved) < 5 * CPU_THREADS + 1 < layout.chunks
+
+
 def test_a_capture_that_fails_lets_go_of_the_tensors() -> None:
     """Here the second chunk cannot be copied."""
 
     class Broken(TensorChunks):
-        async def copy(self, chunk: int, buffer: HostBuffer) -> None:
-            if chunk == 1:
+        async def copy_range(self, start: int, stop: int, buffer: HostBuffer) -> None:
+            if start == CHUNK_NBYTES:
                 raise MemoryError("none left")
-            await super().copy(chunk, buffer)
+            await super().copy_range(start, stop, buffer)
 
     tensors = state()
     freed = weakref.ref(tensors["w"])
