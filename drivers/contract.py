@@ -89,6 +89,10 @@ class Traits:
     """Where the pieces of :meth:`Driver.read_pieces` end: at multiples of this in the object. Each
     is verified and copied while the processor's cache holds it, which is the fastest way to read. 0
     if it is not: then a read is one piece."""
+    read_nbytes: int = 0
+    """How much of an object is best read at once, if that is more than a chunk: of memory that is
+    there already, and handed over (``hands_over``), long runs are copied faster than short ones.
+    Memory budgets do not include it. 0: a chunk at most."""
     streams: int = 1
     """An upload is fastest when this many contiguous segments of it (:func:`segments`) are written
     at the same time. ``part_order``, which then is not ``serial``, applies within each segment.

@@ -1,9 +1,9 @@
 """What to read: from what a rank wants and what images store, the byte ranges to read and where
 each byte goes.
 
-Reads are whole blocks, the unit of checksum, and stay within one chunk, the unit of I/O. A byte is
-read once even when several targets want it. Every step works on whole columns; nothing loops over
-tensors or shards.
+Reads are whole blocks, the unit of checksum, and stay within one chunk, the unit of I/O, or within
+several. A byte is read once even when several targets want it. Every step works on whole columns;
+nothing loops over tensors or shards.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class LoadPlan:
     """P reads, the C copies that each allows, and the pairs of a shard and a target that copies
     belong to.
 
-    A read, ascending by image and start, disjoint; within one chunk; from a block boundary to
-    another or to hashed_end:
+    A read, ascending by image and start, disjoint; between two multiples of what is read at once,
+    as a rule a chunk; from a block boundary to another or to hashed_end:
 
     ``image``     (P,)
     ``start``     (P,) bytes of the image's file

@@ -23,9 +23,13 @@ from ..arenas.memory import Memory
 from ..format.fragment import join
 from ..format.manifest import MANIFEST_KEY
 from ..format.merge import merge
+from ..runtime.engine import offload
 from .reading import image_file
 
 __all__ = ["HeldImage", "PeerImage", "TiersDriver", "manifest_of"]
+
+READ_NBYTES = 64 << 20
+"""So that the C library copies it past the processor's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +68,7 @@ class TiersDriver(ReadOnly, Driver):
     def __init__(self, uri: str, manifest: bytes, images: Sequence[HeldImage | PeerImage]) -> None:
         """``uri``: what errors name."""
         self.uri = uri
+        is_all_here = all(isinstance(image, HeldImage) for image in images)
         self.traits = Traits(
             part_nbytes=16 << 20,
             part_min_nbytes=1,
@@ -74,6 +79,8 @@ class TiersDriver(ReadOnly, Driver):
             exclusive_is_atomic=False,
             shared=False,
             hands_over=True,
+            # What comes from another host takes memory.
+            read_nbytes=READ_NBYTES if is_all_here else 0,
         )
         self._manifest = manifest
         self._images = {image.label.key: image for image in images if image.label.digests}
@@ -100,6 +107,10 @@ class TiersDriver(ReadOnly, Driver):
             await self.read(key, start, into)
             return into
         self.own_nbytes += nbytes
+        image = self._images.get(key)
+        if isinstance(image, HeldImage):
+            # Else whoever reads a page first waits for it with the GIL held.
+            await offload(image.memory.populate, start, start + nbytes)
         return content[start : start + nbytes]
 
     async def get(self, key: str) -> bytes:

@@ -38,6 +38,8 @@ bytes."""
 Forward = Callable[[int, HostBuffer], Awaitable[None]]
 """Called with the same arguments after the delivery; the buffer is free when this has returned."""
 
+_READS_PER_THREAD = 4
+
 NOT_WHAT_WAS_WRITTEN = "are not what was written"
 
 
@@ -45,7 +47,7 @@ def plan_reads(
     driver: Driver, manifest: Manifest, targets: Targets, read_nbytes: int | None = None
 ) -> LoadPlan:
     """Plan what to read of a checkpoint to fill ``targets``: at most ``read_nbytes`` at a time,
-    which divide a chunk (None: a chunk, or less where the driver reads in pieces). Raises
+    which divide a chunk, or are several (None: what suits the driver; as a rule, a chunk). Raises
     DamagedError where the manifest contradicts itself."""
     m = manifest
     _check_coverage(m, targets)
@@ -63,14 +65,21 @@ def plan_reads(
 
 
 def _read_nbytes(m: Manifest, driver: Driver) -> int:
-    """A piece, where the driver reads in pieces that divide a chunk into whole blocks; else a
-    chunk."""
-    piece_nbytes = driver.traits.piece_nbytes
-    if not piece_nbytes or m.compression is not None:
+    """A piece, where the driver reads in pieces that divide a chunk into whole blocks; several
+    chunks, where it hands over memory that is there already; else a chunk."""
+    traits = driver.traits
+    if m.compression is not None:
         return m.chunk_nbytes
-    if m.chunk_nbytes % piece_nbytes or piece_nbytes % m.block_nbytes:
+    if traits.piece_nbytes:
+        if m.chunk_nbytes % traits.piece_nbytes or traits.piece_nbytes % m.block_nbytes:
+            return m.chunk_nbytes
+        return traits.piece_nbytes
+    if not traits.hands_over:
         return m.chunk_nbytes
-    return piece_nbytes
+    # Not so much that some threads have nothing to do at the end.
+    share_nbytes = int(m.images.hashed_nbytes.sum()) // (_READS_PER_THREAD * CPU_THREADS)
+    chunks = min(traits.read_nbytes, share_nbytes) // m.chunk_nbytes
+    return max(1, chunks) * m.chunk_nbytes
 
 
 def _check_coverage(m: Manifest, targets: Targets) -> None:
@@ -289,12 +298,19 @@ class ImageReader:
         self, image: int, start: int, view: memoryview, pages: dict[tuple[int, int], bytes]
     ) -> None:
         m = self.manifest
-        chunk = self._chunk_at(image, start)
-        page = page_of(view, m.block_nbytes)
-        stored_page = pages.get((image, chunk.start))
-        bad = damaged_ranges(chunk, start, page, m.block_nbytes, stored_page)
-        if bad:
-            raise damaged(m, self.driver.uri, image, *bad[0], NOT_WHAT_WAS_WRITTEN)
+        for chunk, first, last in self._parts(image, start, start + len(view)):
+            page = page_of(view[first - start : last - start], m.block_nbytes)
+            stored_page = pages.get((image, chunk.start))
+            bad = damaged_ranges(chunk, first, page, m.block_nbytes, stored_page)
+            if bad:
+                raise damaged(m, self.driver.uri, image, *bad[0], NOT_WHAT_WAS_WRITTEN)
+
+    def _parts(self, image: int, start: int, stop: int) -> Iterator[tuple[Chunk, int, int]]:
+        """The chunks that a read touches, and which bytes of each, as (start, stop)."""
+        while start < stop:
+            chunk = self._chunk_at(image, start)
+            yield chunk, start, min(stop, chunk.stop)
+            start = chunk.stop
 
     def _chunk_at(self, image: int, start: int) -> Chunk:
         """As :func:`chunk_at`, which looks into many columns, once for all pieces of a chunk."""
@@ -310,11 +326,11 @@ class ImageReader:
         chunk."""
         partial: list[Chunk] = []
         columns = (plan.image.tolist(), plan.start.tolist(), plan.stop.tolist())
-        for image, start, stop in zip(*columns, strict=True):
-            chunk = self._chunk_at(image, start)
-            is_whole = (start, stop) == (chunk.start, chunk.stop)
-            if not is_whole and (not partial or partial[-1] != chunk):
-                partial.append(chunk)
+        for read in zip(*columns, strict=True):
+            for chunk, start, stop in self._parts(*read):
+                is_whole = (start, stop) == (chunk.start, chunk.stop)
+                if not is_whole and (not partial or partial[-1] != chunk):
+                    partial.append(chunk)
         pages: dict[tuple[int, int], bytes] = {}
 
         async def fetch(image: int, starts: Sequence[int]) -> None:
