@@ -93,6 +93,8 @@ class Arena:
     """One rank's part of its keeper's memory.
 
     ``start()`` starts a keeper where none is alive; None: one is only looked for.
+    ``mapped(memory)`` is called in a thread with the memory of each slot, once it is mapped to be
+    captured into.
     """
 
     def __init__(
@@ -101,11 +103,13 @@ class Arena:
         hello: Hello,
         deadline_s: float,
         start: Callable[[], Awaitable[None]] | None = None,
+        mapped: Callable[[Memory], object] = lambda memory: None,
     ) -> None:
         self._folder = folder
         self._hello = hello
         self._deadline_s = deadline_s
         self._start = start
+        self._mapped = mapped
         self._client: KeeperClient | None = None
         self._enters = Enter(-1, None)
         self._slots: dict[int, Memory] = {}
@@ -184,6 +188,7 @@ class Arena:
                 self.problem = str(error)
                 return None
             await offload(memory.populate)
+            await offload(self._mapped, memory)
             self._slots[filled.slot] = memory
         if memory is None or filled.nbytes != nbytes:
             self.problem = f"the keeper has given slot {filled.slot} without its memory"

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +25,7 @@ __all__ = [
     "Memory",
     "check_sealed",
     "read_sealed",
+    "reserved_memory",
     "sealed_bytes",
     "sealed_memory",
 ]
@@ -36,24 +38,36 @@ _POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def sealed_memory(nbytes: int, *, reserve: bool) -> int:
-    """The descriptor of ``nbytes`` of zeros, at least one, that can be written to. Raises OSError.
-
-    ``reserve``: take the pages from the system now, piece by piece, rather than when they are first
-    written to. They are charged to the control group of this process, which is killed if they are
-    beyond its limit: compare with :func:`.room.available_nbytes` first.
-    """
+def sealed_memory(nbytes: int) -> int:
+    """The descriptor of ``nbytes`` of zeros, at least one, that can be written to. Raises
+    OSError."""
     fd = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
-        if reserve:
-            for start in range(0, nbytes, _RESERVED_AT_ONCE_NBYTES):
-                os.posix_fallocate(fd, start, min(_RESERVED_AT_ONCE_NBYTES, nbytes - start))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS)
     except OSError:
         os.close(fd)
         raise
     return fd
+
+
+def reserved_memory(nbytes: int) -> Memory:
+    """Sealed memory of ``nbytes`` of zeros, whose pages are taken from the system now, rather than
+    when they are first written to: huge pages, where it gives them. Raises OSError.
+
+    The pages are charged to the control group of this process, which is killed if they are beyond
+    its limit: compare with :func:`.room.available_nbytes` first.
+    """
+    memory = Memory(sealed_memory(nbytes), nbytes)
+    try:
+        # Through the mapping first: the descriptor alone cannot ask for huge pages.
+        memory.populate()
+        for start in range(0, nbytes, _RESERVED_AT_ONCE_NBYTES):
+            os.posix_fallocate(memory.fd, start, min(_RESERVED_AT_ONCE_NBYTES, nbytes - start))
+    except OSError:
+        memory.close()
+        raise
+    return memory
 
 
 def sealed_bytes(data: bytes) -> int:
@@ -108,6 +122,9 @@ class Memory:
     writable: bool = True
     view: memoryview = field(init=False)
     address: int = field(init=False)
+    before_unmapping: Callable[[], None] | None = None
+    """Called when no buffer uses the mapping any more, before it is undone. Raises nothing."""
+    _mapped: mmap.mmap = field(init=False)
 
     def __post_init__(self) -> None:
         try:
@@ -118,6 +135,9 @@ class Memory:
             os.close(self.fd)
             raise
         mapped.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # a kernel that has none
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        self._mapped = mapped  # a buffer has only this object to keep it mapped
         self.view = memoryview(mapped)
         self.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
 
@@ -147,5 +167,7 @@ class Memory:
             self.view = memoryview(b"")
 
     def __del__(self) -> None:
+        if self.before_unmapping is not None:
+            self.before_unmapping()
         with contextlib.suppress(AttributeError, OSError):
             self.close()

@@ -21,7 +21,7 @@ from ...errors import CoordinationError, DamagedError, HoldfastError
 from ..arenas.hosts import KeeperHost
 from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label, check_sizes
 from ..arenas.line import Line, MessageError
-from ..arenas.memory import Memory, read_sealed, sealed_bytes, sealed_memory
+from ..arenas.memory import Memory, read_sealed, reserved_memory, sealed_bytes
 from ..arenas.messages import (
     VERSION,
     Adopt,
@@ -320,9 +320,7 @@ class Keeper:
             problem = f"{nbytes:,} bytes are wanted, and the system can spare {spare_nbytes:,}"
         else:
             try:
-                fd = await offload(lambda: sealed_memory(nbytes, reserve=True))
-                memory = Memory(fd, nbytes)
-                await offload(memory.populate)
+                memory = await offload(reserved_memory, nbytes)
             except OSError as error:
                 problem = f"{nbytes:,} bytes are wanted: {error}"
         if problem:

@@ -19,7 +19,7 @@ from ...drivers.registry import open_driver
 from ...drivers.uri import join
 from ...errors import DamagedError, HoldfastError
 from ..arenas.label import GenerationId, Label, check_sizes
-from ..arenas.memory import Memory, sealed_memory
+from ..arenas.memory import Memory, reserved_memory
 from ..runtime.engine import offload
 from .tiers import HeldImage
 from .written import write_image
@@ -95,7 +95,7 @@ class LocalLevel:
             if (label.run, label.generation) != (self._run, generation):
                 raise DamagedError("it is the label of another image", key=key)
             check_sizes(label)
-            memory = await offload(_memory_of, label.nbytes)
+            memory = await offload(reserved_memory, label.nbytes)
             if label.digests:
                 await _read(self._driver, key.removesuffix("label") + "safetensors", memory)
         except (HoldfastError, OSError) as error:
@@ -110,12 +110,6 @@ class LocalLevel:
 
 def _folder_of(generation: GenerationId) -> str:
     return f"{generation.epoch}-{generation.step}"
-
-
-def _memory_of(nbytes: int) -> Memory:
-    memory = Memory(sealed_memory(nbytes, reserve=True), nbytes)
-    memory.populate()
-    return memory
 
 
 async def _read(driver: Driver, key: str, memory: Memory) -> None:

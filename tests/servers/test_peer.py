@@ -35,7 +35,7 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
-from holdfast.storage.arenas.memory import Memory, sealed_memory
+from holdfast.storage.arenas.memory import reserved_memory
 from holdfast.storage.keeper.serve import address_of, serve
 from holdfast.storage.keeper.serve_options import ServeOptions, new_token
 from holdfast.storage.keeper.shelf import Content
@@ -349,7 +349,7 @@ def test_memory_that_is_let_go_is_not_sent_from_any_more(shelf: MemfdShelf) -> N
     """A slot that is filled anew as soon as an answer has ended, for a client that is slow: it gets
     what was there when it asked."""
     nbytes = 8 << 20
-    held = Memory(sealed_memory(nbytes, reserve=True), nbytes)
+    held = reserved_memory(nbytes)
     held.view[:] = b"\x01" * nbytes
 
     class Refilled(MemfdShelf):

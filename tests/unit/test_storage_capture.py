@@ -17,7 +17,7 @@ import holdfast
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.image import CHUNK_NBYTES
-from holdfast.storage.arenas.memory import Memory, sealed_memory
+from holdfast.storage.arenas.memory import Memory, reserved_memory
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.packed import Compression
 from holdfast.storage.pipeline.capture import TensorChunks, capture_into
@@ -73,7 +73,7 @@ class Counted(HostPool):
 
 def memory_of(plan: SavePlan) -> Memory:
     """Memory for the image."""
-    return Memory(sealed_memory(plan.layout.nbytes, reserve=True), plan.layout.nbytes)
+    return reserved_memory(plan.layout.nbytes)
 
 
 def captured(plan: SavePlan, chunks: TensorChunks | None = None) -> MemoryChunks:
