@@ -21,6 +21,7 @@ from ..operations.options import LoadOptions
 from ..operations.start_load import load_state
 from ..ranks.process_group import current_rank, current_world
 from ..runtime.engine import offload, run
+from ..state.pinned import pin
 from .keeper_option import Keeper, KeeperOption, checked_keeper, start_keeper
 from .memory_survey import GuardOption, InMemory, Meeting, Struck
 from .naming import checkpoint_name
@@ -100,7 +101,7 @@ class MemoryLevel:
         async def start() -> None:
             await start_keeper(option, folder, self._run)
 
-        arena = Arena(folder, hello, option.deadline_s, start if option.starts else None)
+        arena = Arena(folder, hello, option.deadline_s, start if option.starts else None, pin)
         self._arena = arena
         if not await arena.open():
             _log.warning("rank %d has no keeper: %s", hello.rank, arena.problem)

@@ -1,0 +1,121 @@
+"""The memory of slots: reserved, in huge pages where there are any, and registered with CUDA."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from holdfast.storage.arenas.memory import Memory, reserved_memory, sealed_memory
+from holdfast.storage.state import pinned
+from holdfast.storage.state.pinned import Cuda, pin
+
+NBYTES = (4 << 20) + 4096 + 16
+
+
+def flags_of(memory: Memory) -> set[str]:
+    """What the system knows of the mapping, as /proc/self/smaps abbreviates it."""
+    is_found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if line.startswith(f"{memory.address:x}-"):
+            is_found = True
+        elif is_found and name == "VmFlags:":
+            return set(rest.split())
+    raise AssertionError("there is no such mapping")
+
+
+def test_reserved_memory_has_all_its_pages() -> None:
+    """So that no capture has to wait for the system."""
+    memory = reserved_memory(NBYTES)
+    assert os.fstat(memory.fd).st_blocks * 512 >= NBYTES
+    assert bytes(memory.view) == bytes(NBYTES)
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages"
+)
+@pytest.mark.parametrize("writable", [True, False])
+def test_each_mapping_asks_for_huge_pages_and_stays_out_of_forks(writable: bool) -> None:
+    """A second mapping of huge pages has to ask for them, too."""
+    memory = Memory(sealed_memory(NBYTES), NBYTES, writable)
+    assert {"hg", "dc"} <= flags_of(memory)
+
+
+def test_a_buffer_keeps_closed_memory_mapped() -> None:
+    """Whoever still writes it to storage reads what was there."""
+    memory = reserved_memory(NBYTES)
+    memory.view[4096:4100] = b"kept"
+    buffer = memory.buffer(4096, 4)
+    memory.close()
+    del memory
+    assert bytes(buffer.view) == b"kept"
+
+
+@dataclass
+class Runtime:
+    """CUDA's runtime, which notes what is registered, and answers with ``code``."""
+
+    code: int = 0
+    registered: dict[int, int] = field(default_factory=dict)
+    was_mapped: list[bool] = field(default_factory=list)
+    """When something was unregistered."""
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == 1
+        if self.code == 0:
+            self.registered[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        maps = Path("/proc/self/maps").read_text()
+        self.was_mapped.append(f"{address:x}-" in maps)
+        del self.registered[address]
+        return 0
+
+
+def test_memory_is_registered_until_it_is_unmapped() -> None:
+    """A buffer keeps it mapped, and so registered; it is given up while it is still mapped."""
+    runtime = Runtime()
+    memory = reserved_memory(NBYTES)
+    address = memory.address
+    assert pin(memory, Cuda(runtime))
+    assert runtime.registered == {address: NBYTES}
+    buffer = memory.buffer(0, 4096)
+    memory.close()
+    del memory
+    assert runtime.registered == {address: NBYTES}
+    del buffer
+    assert runtime.was_mapped == [True]
+    assert not runtime.registered
+    assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
+
+
+def test_memory_that_cannot_be_registered_is_used_all_the_same(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log says so once, whether CUDA refuses or torch has no such call."""
+    monkeypatch.setattr(pinned, "_has_warned", False)
+    memory = reserved_memory(NBYTES)
+    with caplog.at_level(logging.WARNING):
+        assert not pin(memory, Cuda(Runtime(code=2)))
+        assert not pin(memory, Cuda(object()))
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == [
+        "cudaHostRegister has returned 2"
+    ]
+    memory.view[:4] = b"kept"
+    assert bytes(memory.buffer(0, 4).view) == b"kept"
+
+
+def test_a_process_that_does_not_use_cuda_registers_nothing() -> None:
+    """And does not begin to use it."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_initialized():
+        pytest.skip("this process uses CUDA")
+    memory = reserved_memory(NBYTES)
+    assert not pin(memory)
+    assert memory.before_unmapping is None
+    assert not torch.cuda.is_initialized()
