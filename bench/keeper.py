@@ -5,6 +5,9 @@ A keeper runs in a process of its own, as for a trainer. *memcpy* copies as many
 buffers, in pieces of 16 MiB and with as many threads as a capture: larger pieces would bypass the
 processor's cache. A capture goes into slots that were filled before. What is gone on from is
 compared with what was kept. The figures of parity are in another program.
+
+How long a trainer in Python is blocked is what a thread that computes beside a capture sees: it is
+neither on a processor nor waits for one, so it waits for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -34,7 +39,7 @@ from ..storage.training.run_identity import RUN_KEY
 from .contest import Contestant, contest, header, rows
 from .load import contestant as cold_load
 from .machine import describe, sync_tree
-from .options import TINY_GIB, Options, work_folder
+from .options import GIB, TINY_GIB, Options, work_folder
 from .options import parse as parse_options
 from .peers.through_dcp import THROUGH_DCP
 from .report import Report, Series, Target, ratio
@@ -44,7 +49,7 @@ __all__: list[str] = []
 
 PIECE_NBYTES = 16 << 20
 FLUSHED_S = 120.0
-LOOK_S = 0.002
+LOOK_S = 0.01
 MEMCPY = "limit"
 CAPTURE = "captured"
 AGREED = "captured and agreed"
@@ -52,6 +57,10 @@ RESTORE = "holdfast"
 FLUSH = "memory to storage"
 SAVE = "save to storage"
 DCP = "DCP's cold load"
+BESIDE = "captured, beside Python"
+LONG_GAP_S = 200e-6
+"""Between two looks at the clock of a thread that does nothing else: something came in between."""
+BLOCKED_MS_PER_GIB = 15.0
 
 
 class _Copies:
@@ -135,6 +144,61 @@ class _Kept:
         self._run.close()
 
 
+class _Blocked:
+    """A thread in Python, beside captures: how long it was blocked in each, in all and at once."""
+
+    def __init__(self, capture: Callable[[], None]) -> None:
+        self._capture = capture
+        self._stop = threading.Event()
+        self.total_s: list[float] = []
+        self.longest_s: list[float] = []
+
+    def run(self) -> None:
+        """Capture beside it."""
+        self._stop.clear()
+        thread = threading.Thread(target=self._compute)
+        thread.start()
+        try:
+            self._capture()
+        finally:
+            self._stop.set()
+            thread.join()
+
+    def _compute(self) -> None:
+        began_s = looked_s = last_s = time.perf_counter()
+        began_scheduled_s = scheduled_s = _scheduled_s()
+        longest_s = 0.0
+        while not self._stop.is_set():
+            now_s = time.perf_counter()
+            if now_s - last_s > LONG_GAP_S:
+                before_s = scheduled_s
+                scheduled_s = _scheduled_s()
+                # From the last look to this gap it was on a processor.
+                longest_s = max(longest_s, now_s - looked_s - (scheduled_s - before_s))
+                looked_s = now_s
+            last_s = now_s
+        wall_s = time.perf_counter() - began_s
+        self.total_s.append(max(0.0, wall_s - (_scheduled_s() - began_scheduled_s)))
+        self.longest_s.append(longest_s)
+
+    def per_gib_ms(self, nbytes: int) -> float:
+        """The median of the totals."""
+        return statistics.median(self.total_s) * 1e3 * GIB / nbytes
+
+    def note(self) -> str:
+        """The longest of all, as a sentence."""
+        return (
+            f"a trainer in Python is blocked at once for {max(self.longest_s) * 1e3:.1f} ms at most"
+        )
+
+
+def _scheduled_s() -> float:
+    """How long the calling thread was on a processor, or waited for one."""
+    text = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text()
+    running_ns, waiting_ns, _ = text.split()
+    return (int(running_ns) + int(waiting_ns)) / 1e9
+
+
 def _resume(uri: Path, state: State) -> None:
     with holdfast.Checkpointer(uri, keeper="auto", grace_s=None) as run:
         run.resume(state)
@@ -151,9 +215,10 @@ def _compare(state: State, expected: dict[str, bytes]) -> None:
         raise AssertionError("what was gone on from is not what was kept")
 
 
-def _contestants(folder: Path, state: State, stack: ExitStack) -> list[Contestant]:
+def _contestants(
+    kept: _Kept, blocked: _Blocked, folder: Path, state: State, stack: ExitStack
+) -> list[Contestant]:
     expected = digests(state)
-    kept = _Kept(folder / "kept", state)
     flushed = _Kept(folder / "flushed", state)
     for run in (kept, flushed):
         stack.callback(run.close)
@@ -168,6 +233,7 @@ def _contestants(folder: Path, state: State, stack: ExitStack) -> list[Contestan
         Contestant(MEMCPY, _Copies(nbytes_of(state)).run),
         Contestant(CAPTURE, kept.capture, after=kept.settle),
         Contestant(AGREED, kept.agree),
+        Contestant(BESIDE, blocked.run, after=kept.settle),
         Contestant(
             RESTORE,
             partial(_resume, folder / "left", state),
@@ -185,7 +251,7 @@ def _contestants(folder: Path, state: State, stack: ExitStack) -> list[Contestan
     ]
 
 
-def _targets(found: Sequence[Series]) -> list[Target]:
+def _targets(found: Sequence[Series], blocked_ms: float) -> list[Target]:
     by_name = {series.name: series for series in found}
     memcpy, restore = by_name[MEMCPY], by_name[RESTORE]
     return [
@@ -193,6 +259,12 @@ def _targets(found: Sequence[Series]) -> list[Target]:
         Target("going on, of memcpy", ratio(memcpy, restore), 0.5, at_least=True),
         Target("going on, times DCP's cold load", ratio(by_name[DCP], restore), 8, at_least=True),
         Target("flush, of a save", ratio(by_name[SAVE], by_name[FLUSH]), 0.9, at_least=True),
+        Target(
+            "a trainer in Python is blocked, ms per GiB",
+            blocked_ms,
+            BLOCKED_MS_PER_GIB,
+            at_least=False,
+        ),
     ]
 
 
@@ -215,9 +287,12 @@ def _keepers() -> Iterator[None]:
 def _measured(folder: Path, options: Options) -> Report:
     state = build(TINY_GIB if options.tiny else options.gib)
     with _keepers(), ExitStack() as stack:
-        contestants = _contestants(folder, state, stack)
+        kept = _Kept(folder / "kept", state)
+        blocked = _Blocked(kept.capture)
+        contestants = _contestants(kept, blocked, folder, state, stack)
         found = contest(contestants, options.runs, options.settle_s)
     nbytes = nbytes_of(state)
+    targets = [] if options.tiny else _targets(found, blocked.per_gib_ms(nbytes))
     return Report(
         "keeper",
         f"Steps in memory: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one process, "
@@ -225,7 +300,8 @@ def _measured(folder: Path, options: Options) -> Report:
         describe(folder),
         header(),
         rows(found, nbytes),
-        [] if options.tiny else _targets(found),
+        targets,
+        [blocked.note()],
         series=found,
     )
 
