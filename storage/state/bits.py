@@ -9,9 +9,18 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["address_of", "as_bits", "copy_memory", "pack", "typed", "typed_storage", "writable"]
+__all__ = [
+    "SHORT_NBYTES",
+    "address_of",
+    "as_bits",
+    "copy_memory",
+    "pack",
+    "typed",
+    "typed_storage",
+    "writable",
+]
 
-_SHORT_NBYTES = 256 << 10
+SHORT_NBYTES = 256 << 10
 """Copied in some 20 to 50 µs."""
 _move_with_gil = ctypes.PyDLL(None).memmove
 _move_with_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -63,7 +72,7 @@ def copy_memory(to: int, source: int, nbytes: int) -> None:
     A short copy keeps the GIL. To release it costs as much as the copy where other threads want it,
     and to get it back takes up to 5 ms beside one that computes in Python.
     """
-    if nbytes <= _SHORT_NBYTES:
+    if nbytes <= SHORT_NBYTES:
         _move_with_gil(to, source, nbytes)
     else:
         ctypes.memmove(to, source, nbytes)

@@ -13,10 +13,11 @@ from ...planner.columns import contiguous
 from ...planner.image import ImageLayout
 from ...planner.saving import Holdings
 from ..runtime.buffers import HostBuffer
-from .bits import address_of, as_bits, copy_memory, pack, typed
+from .bits import SHORT_NBYTES, address_of, as_bits, copy_memory, pack, typed
 from .device import allocate_pinned, beside, devices_of
 from .device_snapshot import Doubt
 from .lazy import LazyCapture
+from .process_memory import GoneError, can_read, gather
 from .windows import Place
 
 __all__ = ["ImageSource"]
@@ -66,6 +67,10 @@ class ImageSource:
         self._is_lazy = [lazy is not None and row in lazy for row in self._rows]
         self._tracked_from = [self._tracked_from_of(i) for i in range(len(self._tensors))]
         self._address = [self._address_of(i) for i in range(len(self._tensors))]
+        self._plain = np.array(
+            [self._plain_address(i) for i in range(len(self._tensors))], np.int64
+        )
+        self._is_short = (self._plain > 0) & (self._stop - self._start <= SHORT_NBYTES)
 
     def _address_of(self, i: int) -> int | None:
         """The address at which part ``i`` begins, where it is one run of host memory."""
@@ -74,6 +79,13 @@ class ImageSource:
         if address is None or first is None:
             return None
         return address + first * self._itemsize[i]
+
+    def _plain_address(self, i: int) -> int:
+        """The address of part ``i``, where it can be copied from there alone; else 0."""
+        address = self._address[i]
+        if address is None or self._is_lazy[i]:
+            return 0
+        return address
 
     def _tracked_from_of(self, i: int) -> int | None:
         """The byte of its tensor with which part ``i`` begins, where that is one run of tracked
@@ -105,10 +117,11 @@ class ImageSource:
     ) -> list[Doubt]:
         """Returns what is to be settled before the copy is good."""
         doubts: list[Doubt] = []
-        starts = self._start[first:last].tolist()
-        stops = self._stop[first:last].tolist()
         base = into.address - start
-        for i, part_start, part_stop in zip(range(first, last), starts, stops, strict=True):
+        left = self._gather_short(first, last, start, stop, base)
+        starts = self._start[left].tolist()
+        stops = self._stop[left].tolist()
+        for i, part_start, part_stop in zip(left.tolist(), starts, stops, strict=True):
             address = self._address[i]
             tracked_from = self._tracked_from[i]
             low = max(part_start, start)
@@ -130,6 +143,31 @@ class ImageSource:
                 else:
                     self._copy_now(i, begin, end, to)
         return doubts
+
+    def _gather_short(self, first: int, last: int, start: int, stop: int, base: int) -> Ints:
+        """Copy the runs of short parts among ``first`` to ``last``, each by one call that does not
+        hold the GIL: a copy of its own for each would be too short to release it, and a trainer in
+        Python would wait for all of them. Returns the parts that are left."""
+        parts = slice(first, last)
+        is_done = self._is_short[parts] & (self._start[parts] >= start)
+        is_done &= self._stop[parts] <= stop
+        ends = np.flatnonzero(np.diff(is_done, prepend=False, append=False))
+        for begin, end in ends.reshape(-1, 2).tolist():
+            run = slice(first + begin, first + end)
+            is_done[begin:end] = self._gather(run, base) if end - begin > 1 else False
+        return first + np.flatnonzero(~is_done)
+
+    def _gather(self, run: slice, base: int) -> bool:
+        """Copy parts that follow each other in the image. Whether that is possible: the system may
+        refuse, also for memory of some kinds alone."""
+        if not can_read():
+            return False
+        begins = self._start[run]
+        try:
+            gather(self._plain[run], self._stop[run] - begins, base + int(begins[0]))
+        except (GoneError, OSError):
+            return False
+        return True
 
     def _copy_now(self, i: int, begin: int, end: int, to: torch.Tensor) -> None:
         """Bytes [begin, end) of part ``i`` in row-major order. Image layouts and chunks cut between

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -178,6 +180,45 @@ def test_an_image_of_many_chunks_is_captured_in_a_few_long_pieces() -> None:
     plan.source.copy(0, layout.hashed_end, expected)
     assert memory.view[: layout.hashed_end] == expected.view
     assert 4 * CPU_THREADS <= len(moved) < 5 * CPU_THREADS + 1 < layout.chunks
+
+
+def calls_in(work: Callable[[], None]) -> int:
+    """How many functions of Python this thread calls meanwhile."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("count", [2, 4000])
+def test_short_tensors_are_copied_by_a_few_calls_however_many_there_are(count: int) -> None:
+    """Each call of its own would hold the interpreter's lock. Some are cut by the ends of the range
+    that is copied, some have a long one or one of another layout between them."""
+    tensors = {f"t{i:04}": torch.full((i % 37,), i % 251, dtype=torch.uint8) for i in range(count)}
+    tensors["long"] = torch.arange(1 << 20, dtype=torch.int32)
+    tensors["strided"] = torch.arange(2000, dtype=torch.int16)[::2]
+    tensors["page"] = torch.arange(1024, dtype=torch.int32)
+    plan = planned(tensors)
+    end = plan.layout.hashed_end
+    start = (plan.layout.data_end - count * 9 // 2) // 8 * 8  # within a tensor
+    whole = HostBuffer.allocate(end)
+    part = HostBuffer.allocate(end)
+    plan.source.copy(0, end, whole)
+    assert calls_in(lambda: plan.source.copy(start, end - 8, part)) < 150
+    assert part.view[: end - 8 - start] == whole.view[start : end - 8]
+
+    names = [plan.tensors.names[row] for row in plan.shards.tensor.tolist()]
+    for name, at in zip(names, plan.layout.start.tolist(), strict=True):
+        tensor = tensors[name]
+        assert bytes(whole.view[at : at + tensor.nbytes]) == tensor.numpy().tobytes()
 
 
 def test_a_capture_that_fails_lets_go_of_the_tensors() -> None:
