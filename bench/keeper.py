@@ -165,20 +165,21 @@ class _Blocked:
             thread.join()
 
     def _compute(self) -> None:
-        began_s = looked_s = last_s = time.perf_counter()
-        began_scheduled_s = scheduled_s = _scheduled_s()
+        began_s, began_scheduled_s = looked_s, scheduled_s = _scheduled()
+        last_s = looked_s
         longest_s = 0.0
         while not self._stop.is_set():
             now_s = time.perf_counter()
             if now_s - last_s > LONG_GAP_S:
-                before_s = scheduled_s
-                scheduled_s = _scheduled_s()
+                before_s, before_scheduled_s = looked_s, scheduled_s
+                looked_s, scheduled_s = _scheduled()
                 # From the last look to this gap it was on a processor.
-                longest_s = max(longest_s, now_s - looked_s - (scheduled_s - before_s))
-                looked_s = now_s
+                blocked_s = looked_s - before_s - (scheduled_s - before_scheduled_s)
+                longest_s = max(longest_s, blocked_s)
+                now_s = looked_s
             last_s = now_s
-        wall_s = time.perf_counter() - began_s
-        self.total_s.append(max(0.0, wall_s - (_scheduled_s() - began_scheduled_s)))
+        looked_s, scheduled_s = _scheduled()
+        self.total_s.append(max(0.0, looked_s - began_s - (scheduled_s - began_scheduled_s)))
         self.longest_s.append(longest_s)
 
     def per_gib_ms(self, nbytes: int) -> float:
@@ -192,11 +193,15 @@ class _Blocked:
         )
 
 
-def _scheduled_s() -> float:
-    """How long the calling thread was on a processor, or waited for one."""
-    text = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text()
-    running_ns, waiting_ns, _ = text.split()
-    return (int(running_ns) + int(waiting_ns)) / 1e9
+def _scheduled() -> tuple[float, float]:
+    """The time, and how long the calling thread was on a processor by then, or waited for one."""
+    path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+    while True:
+        began_s = time.perf_counter()
+        running_ns, waiting_ns, _ = path.read_text().split()
+        now_s = time.perf_counter()
+        if now_s - began_s < LONG_GAP_S:  # else something came in between
+            return now_s, (int(running_ns) + int(waiting_ns)) / 1e9
 
 
 def _resume(uri: Path, state: State) -> None:
