@@ -25,7 +25,7 @@ from ..planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYT
 from ..planner.parity import ParityBlock
 from ..storage.arenas.hosts import GuardedGroup
 from ..storage.arenas.label import GenerationId, Label
-from ..storage.arenas.memory import Memory, sealed_memory
+from ..storage.arenas.memory import Memory, reserved_memory
 from ..storage.keeper.combining import Block
 from ..storage.keeper.guarding import guard
 from ..storage.keeper.sealing import seal
@@ -57,9 +57,7 @@ def label_key(rank: int) -> str:
 
 def room(nbytes: int) -> Memory:
     """Memory, as a keeper makes it for an image."""
-    memory = Memory(sealed_memory(nbytes, reserve=True), nbytes)
-    memory.populate()
-    return memory
+    return reserved_memory(nbytes)
 
 
 class _Shelf:

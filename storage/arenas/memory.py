@@ -108,6 +108,19 @@ def read_sealed(fd: int, nbytes_max: int) -> bytes:
     return data
 
 
+class _Mapping:
+    """A mapping, which lasts as long as this object. ``before_unmapping``: called before it is
+    undone; raises nothing."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self.mapped = mapped
+        self.before_unmapping: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.before_unmapping is not None:
+            self.before_unmapping()
+
+
 @dataclass(eq=False)
 class Memory:
     """Sealed memory of ``nbytes``, mapped into this process. Owns ``fd``. Raises OSError where it
@@ -122,9 +135,8 @@ class Memory:
     writable: bool = True
     view: memoryview = field(init=False)
     address: int = field(init=False)
-    before_unmapping: Callable[[], None] | None = None
-    """Called when no buffer uses the mapping any more, before it is undone. Raises nothing."""
-    _mapped: mmap.mmap = field(init=False)
+    _mapping: _Mapping | None = field(init=False)
+    """None once it is closed: buffers have it still."""
 
     def __post_init__(self) -> None:
         try:
@@ -137,7 +149,7 @@ class Memory:
         mapped.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a kernel that has none
             mapped.madvise(mmap.MADV_HUGEPAGE)
-        self._mapped = mapped  # a buffer has only this object to keep it mapped
+        self._mapping = _Mapping(mapped)
         self.view = memoryview(mapped)
         self.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
 
@@ -156,18 +168,27 @@ class Memory:
             raise ValueError(f"bytes {start}:{start + nbytes} of {self.nbytes}")
         # By address: torch warns of read-only views, though it is only read here.
         memory = (ctypes.c_ubyte * nbytes).from_address(self.address + start)
-        return HostBuffer(memoryview(memory).cast("B"), self.address + start, self)
+        return HostBuffer(memoryview(memory).cast("B"), self.address + start, self._mapping)
+
+    @property
+    def before_unmapping(self) -> Callable[[], None] | None:
+        """Called when no buffer uses the mapping any more, before it is undone. Raises nothing."""
+        return None if self._mapping is None else self._mapping.before_unmapping
+
+    @before_unmapping.setter
+    def before_unmapping(self, call: Callable[[], None]) -> None:
+        if self._mapping is not None:
+            self._mapping.before_unmapping = call
 
     def close(self) -> None:
-        """Close the descriptor; the memory stays mapped until the last view of it is gone. Safe to
-        call twice."""
+        """Close the descriptor; the memory stays mapped until the last buffer and view of it are
+        gone. Safe to call twice."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
             self.view = memoryview(b"")
+            self._mapping = None
 
     def __del__(self) -> None:
-        if self.before_unmapping is not None:
-            self.before_unmapping()
         with contextlib.suppress(AttributeError, OSError):
             self.close()

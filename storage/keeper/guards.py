@@ -13,7 +13,7 @@ from ...errors import DamagedError, HoldfastError
 from ...planner.parity import DataBlock
 from ..arenas.hosts import GuardedGroup, KeeperHost
 from ..arenas.label import GenerationId, Label
-from ..arenas.memory import Memory, sealed_memory
+from ..arenas.memory import Memory, reserved_memory
 from ..arenas.messages import HeldGuard, Rebuild
 from ..arenas.room import available_nbytes
 from ..runtime.engine import offload
@@ -218,6 +218,4 @@ def room(nbytes: int) -> Memory:
         raise OSError(
             errno.ENOMEM, f"{nbytes:,} bytes are wanted, and the system can spare {spare_nbytes:,}"
         )
-    memory = Memory(sealed_memory(nbytes, reserve=True), nbytes)
-    memory.populate()
-    return memory
+    return reserved_memory(nbytes)

@@ -5,7 +5,7 @@ images, labels and parity besides, see :mod:`.reading`."""
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ...core.lru import LruCache
@@ -28,7 +28,7 @@ _MANIFESTS_KEPT = 4
 
 class HeldShelf:
     """A :class:`.shelf.Shelf` of the steps of ``run``. Of two epochs that have come to one step,
-    the later one is shown. ``inventory()`` says what there is; ``hear`` takes reports."""
+    the later one is shown. ``inventory()`` says what there is."""
 
     def __init__(
         self,
@@ -37,14 +37,12 @@ class HeldShelf:
         run: str,
         status: Callable[[], KeeperStatus],
         inventory: Callable[[], Inventory],
-        hear: Callable[[bytes], Awaitable[bytes]],
     ) -> None:
         self._held = held
         self._guards = guards
         self._run = run
         self._status = status
         self._inventory = inventory
-        self._hear = hear
         self._manifests = LruCache[bytes](_MANIFESTS_KEPT)
 
     def listing(self) -> Sequence[Item]:
@@ -137,10 +135,6 @@ class HeldShelf:
                     yield Content(held.memory.view, time.time())
                     return
         raise NotFoundError("no such parity is in memory", key=key)
-
-    async def hear(self, report: bytes) -> bytes:
-        """See :class:`.shelf.Shelf`."""
-        return await self._hear(report)
 
     def _content(self, generation: GenerationId, name: str, key: str) -> Content:
         images = self._held.images(generation)

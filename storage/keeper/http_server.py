@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import ssl
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -25,7 +26,11 @@ from .reporting import REPORT_NBYTES_MAX, StaleReportError
 from .serve_options import ServeOptions
 from .shelf import Content, Shelf
 
-__all__ = ["MODIFIED_HEADER", "MemoryServer", "Served"]
+__all__ = ["MODIFIED_HEADER", "Hear", "MemoryServer", "Served"]
+
+Hear = Callable[[bytes], Awaitable[bytes]]
+"""Takes the report of another keeper, and answers it. Raises CoordinationError for what is none,
+:class:`.reporting.StaleReportError`."""
 
 MODIFIED_HEADER = "X-Holdfast-Modified"
 """When an object was made, in seconds since the epoch with their fraction, which Last-Modified
@@ -56,12 +61,19 @@ class MemoryServer:
     """Serves while the ``async with`` statement runs; ``port`` is known from its beginning."""
 
     def __init__(
-        self, shelf: Shelf, options: ServeOptions, address: str, tls: ssl.SSLContext | None
+        self,
+        shelf: Shelf,
+        options: ServeOptions,
+        address: str,
+        tls: ssl.SSLContext | None,
+        hear: Hear | None = None,
     ) -> None:
+        """``hear``: takes reports; None: there is nothing to report here."""
         self.address = address
         self.port = options.port
         self.served = Served()
         self._shelf = shelf
+        self._hear = hear
         self._options = options
         self._tls = tls
         self._connections: dict[asyncio.BaseTransport, _Connection] = {}
@@ -155,9 +167,11 @@ class MemoryServer:
 
     async def _report(self, request: web.BaseRequest) -> web.Response:
         """The report of another keeper."""
+        if self._hear is None:
+            raise RequestError(404, "this is no keeper of a job")
         body = await self._body(request)
         try:
-            answer = await self._shelf.hear(body)
+            answer = await self._hear(body)
         except CoordinationError as error:
             raise RequestError(400, error.message) from error
         except StaleReportError as error:

@@ -122,7 +122,6 @@ class Keeper:
             options.run,
             self.status,
             self.inventory,
-            self._reporting.hear,
         )
         """What is served over HTTP."""
         self.address = ""
@@ -514,6 +513,10 @@ class Keeper:
         if self._trainers or self._tasks:
             return 0.0
         return time.monotonic() - self._used_s
+
+    async def hear(self, report: bytes) -> bytes:
+        """Take the report of another keeper; see :meth:`.reporting.Reporting.hear`."""
+        return await self._reporting.hear(report)
 
     async def leave(self) -> None:
         """Take part in what other keepers do no more: nobody is kept waiting for an answer."""

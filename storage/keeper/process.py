@@ -133,8 +133,8 @@ async def _bound(
     if port and not options.port:
         with contextlib.suppress(OSError):  # somebody else has it by now
             preferred = replace(options, port=port)
-            return await stack.enter_async_context(serve(keeper.shelf, preferred))
-    return await stack.enter_async_context(serve(keeper.shelf, options))
+            return await stack.enter_async_context(serve(keeper.shelf, preferred, keeper.hear))
+    return await stack.enter_async_context(serve(keeper.shelf, options, keeper.hear))
 
 
 async def _accept(sock: socket.socket, keeper: Keeper) -> None:

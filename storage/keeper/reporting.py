@@ -55,17 +55,6 @@ class Reporting:
     coroutine beside all else. ``certificate``: a file, of those whom other keepers are trusted
     by."""
 
-    def __init__(self, text: str, *, later: bool) -> None:
-        super().__init__(text)
-        self.later = later
-
-
-class Reporting:
-    """One keeper's part. ``compose()`` says what it knows, ``follow(standing)`` makes use of
-    how things stand; it is never called twice at a time. ``unheard(problem)`` is called where the
-    lead keeper has not answered for long, or is another one by now. ``run_later(work)`` runs a coroutine
-    beside all else. ``certificate``: a file, of those whom other keepers are trusted by."""
-
     def __init__(
         self,
         name: str,

@@ -21,7 +21,7 @@ from .serve_options import ServeOptions
 from .shelf import Shelf
 
 if TYPE_CHECKING:
-    from .http_server import MemoryServer
+    from .http_server import Hear, MemoryServer
 
 __all__ = ["address_and_port", "address_of", "interface_and_port", "is_token", "serve"]
 
@@ -33,9 +33,12 @@ _PORT_MAX = 65535
 _SIOCGIFADDR = 0x8915
 
 
-def serve(shelf: Shelf, options: ServeOptions) -> AbstractAsyncContextManager[MemoryServer]:
-    """Serve ``shelf`` until the end of the body. Raises UsageError for options that cannot be
-    right, or where aiohttp is not installed; OSError where the address cannot be used."""
+def serve(
+    shelf: Shelf, options: ServeOptions, hear: Hear | None = None
+) -> AbstractAsyncContextManager[MemoryServer]:
+    """Serve ``shelf`` until the end of the body, and take reports by ``hear``. Raises UsageError
+    for options that cannot be right, or where aiohttp is not installed; OSError where the address
+    cannot be used."""
     if not is_token(options.token):
         raise UsageError("the token of a run has 32 hexadecimal digits")
     try:
@@ -45,7 +48,7 @@ def serve(shelf: Shelf, options: ServeOptions) -> AbstractAsyncContextManager[Me
             "memory is served to other hosts by aiohttp, which is not installed",
             advice="pip install 'holdfast-checkpoint[keeper]'",
         ) from error
-    return MemoryServer(shelf, options, address_of(options.interface), _tls(options))
+    return MemoryServer(shelf, options, address_of(options.interface), _tls(options), hear)
 
 
 def interface_and_port(text: str) -> tuple[str, int]:

@@ -30,7 +30,7 @@ class Content:
 
 class Shelf(Protocol):
     """For reading only. All methods are called on the event loop of the server, so none of them
-    but :meth:`hear` waits for anything."""
+    waits for anything."""
 
     def listing(self) -> Sequence[Item]:
         """Every object, in any order."""
@@ -38,10 +38,6 @@ class Shelf(Protocol):
     def open(self, key: str) -> AbstractContextManager[Content]:
         """An object. Until the end of the body its memory is not used for anything else. Raises
         NotFoundError on entry, or at the call."""
-
-    async def hear(self, report: bytes) -> bytes:
-        """Take the report of another keeper; the answer to it. Raises CoordinationError for what is
-        none, :class:`.reporting.StaleReportError`."""
 
     def status(self) -> Mapping[str, object]:
         """What the keeper does, as JSON has it. Without secrets."""

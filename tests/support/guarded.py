@@ -36,7 +36,7 @@ _Hook = Callable[[Block, memoryview], Awaitable[None]]
 
 def room(nbytes: int) -> Memory:
     """Memory as a keeper makes it, but without taking its pages at once."""
-    return Memory(sealed_memory(nbytes, reserve=False), nbytes)
+    return Memory(sealed_memory(nbytes), nbytes)
 
 
 @dataclass

@@ -56,7 +56,7 @@ class KeptHosts:
         stack = AsyncExitStack()
         keeper, folder = await stack.enter_async_context(kept(name, name))
         options = ServeOptions(TOKEN, "127.0.0.1")
-        server = await stack.enter_async_context(serve(keeper.shelf, options))
+        server = await stack.enter_async_context(serve(keeper.shelf, options, keeper.hear))
         keeper.serves_at(f"127.0.0.1:{server.port}", TOKEN)
         arenas = {
             rank: await stack.enter_async_context(trainer(folder, rank, self.world))
