@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo unit test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server soak torch-old frameworks docs docs-serve clean
+.PHONY: help setup demo demo-keeper unit test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server soak torch-old frameworks docs docs-serve clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -34,6 +34,9 @@ setup: $(READY)  ## install everything into .venv (the targets below do it by th
 demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3|hdfs|az|gs] [DEMO_ARGS="…"]
 	@$(if $(SERVER),$(BIN)/python tests/servers/with_server.py $(SERVER)) \
 		$(BIN)/holdfast demo $(if $(SERVER),{uri},$(if $(URI),'$(URI)')) $(DEMO_ARGS)
+
+demo-keeper: $(READY)  ## see hosts break down, and the steps that stay in memory: make demo-keeper [URI=s3://bucket/run] [DEMO_ARGS="…"]
+	@$(BIN)/holdfast keeper demo $(if $(URI),'$(URI)') $(DEMO_ARGS)
 
 # The light tests come first on CI, too: what they find is found within a minute.
 unit: $(READY)  ## the tests that need no torch, no process and no server: under a minute

@@ -156,6 +156,13 @@ MANUAL: Mapping[str, Manual] = {
         ),
         {0: "it was worked out"},
     ),
+    "keeper demo": Manual(
+        (
+            ("holdfast keeper demo", "with storage in a temporary folder"),
+            ("holdfast keeper demo s3://bucket/demo --json", "on a storage of yours, in figures"),
+        ),
+        {0: "all went on as it should", 1: "a loss or a step is another one"},
+    ),
     "drivers": Manual(
         (
             ("holdfast drivers", "what can be used here"),

@@ -76,6 +76,15 @@ class Account:
                 self.say(f"{whose}, on rank {first.rank}: {message}", "yellow")
 
     @contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """That something takes time, on a terminal, for the length of a ``with`` block."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with self._console.status(Text(text)):
+            yield
+
+    @contextmanager
     def bar(self, record: Record, steps: int) -> Iterator[Bar]:
         """A bar that follows ``record``, for the length of a ``with`` block."""
         columns = (TextColumn("  "), BarColumn(40), TextColumn("{task.description}"))

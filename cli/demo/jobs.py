@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import DeadlineError, RankFailedError
 from .journal import Event, Watcher
 
-__all__ = ["Job"]
+__all__ = ["Job", "stopped_by_sigterm"]
 
 _LOOK_EVERY_S = 0.05
 _STOP_S = 40.0  # torchrun gives its ranks 30 s to stop
@@ -32,6 +32,10 @@ class Job:
     ranks: int
     arguments: Sequence[str]
     deadline_s: float = 300.0
+    script: str = "holdfast.cli.demo.train"
+    """The module that is run on each rank."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What is added to that of this process."""
     program: Sequence[str] | None = None
     """What is run instead of torchrun and the training script, with the folder as its argument."""
 
@@ -49,13 +53,13 @@ class Job:
         """
         self.folder.mkdir(parents=True)
         watcher = Watcher(self.folder)
-        with self.log.open("wb") as log, _stopped_by_sigterm():
+        with self.log.open("wb") as log, stopped_by_sigterm():
             process = subprocess.Popen(
                 self._command(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(),
+                env=_environment() | dict(self.environment),
             )
             try:
                 self._follow(process, watcher, on_event)
@@ -66,7 +70,7 @@ class Job:
         if (process.returncode == 0) != survives:
             raise RankFailedError(
                 f"the job on {self.ranks} ranks ended with status {process.returncode}",
-                advice=self._tail(),
+                advice=self.tail(),
             )
 
     def _command(self) -> list[str]:
@@ -79,7 +83,7 @@ class Job:
             "--local-addr=127.0.0.1",
             "--max-restarts=0",
         ]
-        job = ["-m", "holdfast.cli.demo.train", "--journal", str(self.folder), *self.arguments]
+        job = ["-m", self.script, "--journal", str(self.folder), *self.arguments]
         return [sys.executable, *launcher, f"--nproc-per-node={self.ranks}", *job]
 
     def _follow(
@@ -91,11 +95,12 @@ class Job:
                 on_event(event)
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"the job did not end within {self.deadline_s:g} s", advice=self._tail()
+                    f"the job did not end within {self.deadline_s:g} s", advice=self.tail()
                 )
             time.sleep(_LOOK_EVERY_S)
 
-    def _tail(self) -> str:
+    def tail(self) -> str:
+        """The end of the log."""
         lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         return f"The end of {self.log}:\n" + "\n".join(lines)
 
@@ -112,7 +117,7 @@ def _environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
+def stopped_by_sigterm() -> Iterator[None]:
     """SIGTERM leaves the block by SystemExit: by itself it would end this process at once, and
     leave its child behind."""
 

@@ -27,6 +27,7 @@ def add_commands(
     with_json(_status(commands))
     _stop(commands)
     with_json(_periods(commands))
+    with_json(_demo(commands))
 
 
 def _command(commands: Commands, name: str, summary: str, more: str) -> argparse.ArgumentParser:
@@ -136,4 +137,18 @@ def _periods(commands: Commands) -> argparse.ArgumentParser:
         metavar="LEVEL=N/TIME",
         help="of the failures that this level is the fastest to survive: memory=1/2h",
     )
+    return parser
+
+
+def _demo(commands: Commands) -> argparse.ArgumentParser:
+    parser = _command(
+        commands,
+        "demo",
+        "have hosts break down in training, and see what each next job goes on from",
+        "Four hosts, each of one rank, on this machine. It takes about two minutes.",
+    )
+    parser.add_argument(
+        "uri", metavar="URI", nargs="?", help="where the checkpoints go, below it; else into /tmp"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="X", help="of weights (default: 0)")
     return parser

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
+
+from ..commands import complain
 
 __all__ = ["run"]
 
@@ -14,6 +17,8 @@ def run(command: str, **arguments: Any) -> int:
         from .periods import periods
 
         return periods(**arguments)
+    if command == "demo":
+        return _demo(**arguments)
     from . import processes
 
     commands: dict[str, Callable[..., int]] = {
@@ -22,3 +27,15 @@ def run(command: str, **arguments: Any) -> int:
         "stop": processes.stop,
     }
     return commands[command](**arguments)
+
+
+def _demo(**arguments: Any) -> int:
+    if not (find_spec("aiohttp") and find_spec("rich")):
+        complain(
+            "the demo needs aiohttp and rich, which come with: pip install "
+            "'holdfast-checkpoint[cli,keeper]'"
+        )
+        return 2
+    from ..demo.keepers import main
+
+    return main(**arguments)

@@ -1,0 +1,238 @@
+"""``holdfast keeper demo``: four hosts keep each step in memory, and break down one after the
+other; each time a new job goes on, with the losses of a run that nobody interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from ...core.units import size_text
+from ...drivers.uri import redact
+from ...errors import RankFailedError
+from ..commands import print_json
+from ..tables import print_table
+from ..text import one_of
+from .account import Account
+from .aftermath import LEFT, TITLES, Accident, Outcome, differences, outcome_of
+from .folder import checkpoints_uri
+from .hosts import HOSTS, Hosts
+from .jobs import Job, stopped_by_sigterm
+from .journal import Event
+
+__all__ = ["main"]
+
+EVERY = 10
+"""Steps between two that go to storage."""
+STEPS = 40
+ACCIDENTS = (
+    Accident("all trainers killed", 14, (), 14, "own"),
+    Accident("one host lost", 23, ("b",), 23, "parity"),
+    Accident("two hosts lost", 27, ("a", "c"), 27, "parity"),
+    Accident("all hosts lost", 35, HOSTS, 30, "storage"),
+)
+
+
+def main(*, uri: str | None, seed: int, json_output: bool) -> int:
+    """Run the demo. Returns 0 if each job went on from where it was to, and all losses are those of
+    an uninterrupted run; else 1. Raises a HoldfastError. To be called from the main thread."""
+    stream = sys.stderr if json_output else sys.stdout
+    with stopped_by_sigterm(), _folders() as (folder, hosts):
+        demo = _Demo(checkpoints_uri(uri, folder), seed, folder, hosts, Account(stream))
+        demo.run()
+    if json_output:
+        print_json(demo.document())
+    else:
+        demo.print_account()
+    return int(not demo.as_expected)
+
+
+@contextmanager
+def _folders() -> Iterator[tuple[Path, Hosts]]:
+    """A folder for jobs and checkpoints, and the hosts. Both are gone at the end, whatever has
+    happened."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-demo-"))
+        base = stack.enter_context(tempfile.TemporaryDirectory(prefix="hfk-"))
+        hosts = Hosts(Path(base))
+        stack.callback(hosts.end)
+        yield Path(folder), hosts
+
+
+class _Demo:
+    def __init__(self, root: str, seed: int, folder: Path, hosts: Hosts, account: Account) -> None:
+        self.root = root
+        self.seed = seed
+        self.folder = folder
+        self.hosts = hosts
+        self.account = account
+        self.outcomes: list[Outcome] = []
+        self.taken: list[tuple[int, float]] = []
+        """Each step that was taken, and its loss; some more than once."""
+        self.uninterrupted: dict[int, float] = {}
+        self.seconds = 0.0
+
+    @property
+    def differing(self) -> list[int]:
+        """The steps that were not as in the uninterrupted run."""
+        return differences(self.taken, self.uninterrupted)
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether all went as it should."""
+        return not self.differing and all(outcome.as_expected for outcome in self.outcomes)
+
+    def run(self) -> None:
+        """All jobs, and the accidents between them."""
+        began_s = time.monotonic()
+        self.account.title(
+            f"{len(HOSTS)} hosts keep each step in memory, and break down one after the other."
+        )
+        self.account.say(f"{EVERY} steps lie between two that go to {redact(self.root)}")
+        before: Accident | None = None
+        for number, accident in enumerate([*ACCIDENTS, None], 1):
+            job = _RunningJob(self, number, before, accident)
+            job.run()
+            self.taken += job.taken
+            if before is not None:
+                self.outcomes.append(job.outcome(before))
+            before = accident
+        self.seconds = time.monotonic() - began_s
+
+    def print_account(self) -> None:
+        """The table, and whether all is well."""
+        print()
+        rows = [outcome.row() for outcome in self.outcomes]
+        print_table("What the next job goes on from", TITLES, rows, LEFT)
+        if self.differing:
+            self.account.say(f"other losses than of an uninterrupted run: {self.differing}", "red")
+        else:
+            self.account.say(
+                f"all {STEPS} losses are exactly those of an uninterrupted run", "green"
+            )
+        for outcome in self.outcomes:
+            if not outcome.as_expected:
+                accident = outcome.accident
+                self.account.say(
+                    f"{accident.title}: not step {accident.expected} from {accident.tier}", "red"
+                )
+        self.account.say(f"{self.seconds:.0f} s in all")
+
+    def document(self) -> dict[str, object]:
+        """For programs: what happened, in figures."""
+        return {
+            "uri": redact(self.root),
+            "seconds": self.seconds,
+            "accidents": [outcome.document() for outcome in self.outcomes],
+            "losses": self.uninterrupted,
+            "differing_steps": self.differing,
+            "as_expected": self.as_expected,
+        }
+
+
+class _RunningJob:
+    """A job that goes on after the accident ``before``, None for the first one, until ``accident``
+    ends it, None for the last one."""
+
+    def __init__(
+        self, demo: _Demo, number: int, before: Accident | None, accident: Accident | None
+    ) -> None:
+        self._demo = demo
+        self._before = before
+        self._accident = accident
+        until = STEPS if accident is None else accident.step
+        arguments = ["--uri", demo.root, "--seed", str(demo.seed)]
+        arguments += ["--every", str(EVERY), "--until", str(until)]
+        if accident is None:
+            arguments.append("--last")
+        self._job = Job(
+            demo.folder / f"job-{number}",
+            len(HOSTS),
+            arguments,
+            deadline_s=120.0,
+            script="holdfast.cli.demo.train_kept",
+            environment=demo.hosts.environment,
+        )
+        self._pids: set[int] = set()
+        self._resumed: list[Event] = []
+        self._guarded: set[int] = set()
+        self._failures: list[str] = []
+        self._began_s = 0.0
+        self._first_step_s = 0.0
+        self.taken: list[tuple[int, float]] = []
+
+    def run(self) -> None:
+        """Run it until it has ended. Raises RankFailedError where it ends otherwise than
+        planned."""
+        account = self._demo.account
+        if self._before is None:
+            account.chapter("Train on four hosts")
+        else:
+            account.chapter(f"Go on after: {self._before.title}")
+        self._began_s = time.time()
+        with account.waiting("torchrun starts the ranks"):
+            self._job.run(self._hear, survives=self._accident is None)
+        if self._accident is not None and len(self._guarded) < len(HOSTS):
+            failed = "; ".join(self._failures) or "the ranks do not say why"
+            raise RankFailedError(
+                f"the job ended before step {self._accident.step} was guarded: {failed}",
+                advice=self._job.tail(),
+            )
+
+    def outcome(self, before: Accident) -> Outcome:
+        """What it has gone on from."""
+        return outcome_of(before, self._resumed, self._first_step_s)
+
+    def _hear(self, event: Event) -> None:
+        told = event.told
+        if event.kind == "ready":
+            self._pids.add(told["pid"])
+        elif event.kind == "resumed":
+            self._resumed.append(event)
+            if len(self._resumed) == len(HOSTS):
+                self._say_resumed()
+        elif event.kind == "step" and event.rank == 0:
+            self._first_step_s = self._first_step_s or event.time_s - self._began_s
+            self.taken.append((told["step"], told["loss"]))
+        elif event.kind == "uninterrupted" and event.rank == 0:
+            self._demo.uninterrupted[told["step"]] = told["loss"]
+        elif event.kind == "failed":
+            self._failures.append(f"rank {event.rank}: {told['message']}")
+        elif event.kind == "protected":
+            self._guarded.add(event.rank)
+            if len(self._guarded) == len(HOSTS):
+                self._have_accident()
+
+    def _say_resumed(self) -> None:
+        step = self._resumed[0].told["step"]
+        if self._before is None:
+            self._demo.account.say("four ranks train, each on a host with a keeper")
+            return
+        outcome = self.outcome(self._before)
+        nbytes = ", ".join(f"{tier} {size_text(n)}" for tier, n in outcome.tiers.items() if n)
+        self._demo.account.say(
+            f"goes on from step {step}, within {outcome.resume_s:.2f} s ({nbytes})"
+        )
+
+    def _have_accident(self) -> None:
+        accident = self._accident
+        assert accident is not None
+        account = self._demo.account
+        first, last = self.taken[0], self.taken[-1]
+        account.say(
+            f"steps {first[0]} to {last[0]}: loss {first[1]:.4f} to {last[1]:.4f}; step {last[0]} "
+            "is in memory, and guarded against the loss of two hosts"
+        )
+        for pid in self._pids:  # before their keepers, which they would start anew
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._demo.hosts.lose(accident.hosts)
+        lost = "their keepers live on"
+        if accident.hosts:
+            lost = f"{one_of(len(accident.hosts), 'host')} lost: {', '.join(accident.hosts)}"
+        account.say(f"kill -9 of all trainers at step {accident.step}; {lost}", "yellow")

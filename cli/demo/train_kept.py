@@ -1,0 +1,161 @@
+"""The training job of ``holdfast keeper demo``: what torchrun starts on every rank. Written as a
+user of Holdfast would write it, but that each rank stands for a host of its own.
+
+It goes on from the newest step, trains until ``--until``, waits until that step is guarded against
+the loss of two hosts, and then for its end. With ``--last`` it trains once more from the beginning
+instead, without an interruption, so that the losses can be compared. HOLDFAST_KEEPER_DIR names a
+folder that has one for the keeper of each host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import holdfast
+
+from ...storage.arenas.control import status_of
+from ...storage.arenas.folder import KEEPER_DIR_VARIABLE, keeper_folders
+from .hosts import HOSTS, LINGER, address_of, folder_of
+from .journal import Journal
+
+__all__ = ["Training", "main"]
+
+WIDTH = 256
+HIDDEN = 2048
+ROWS = 32
+"""Samples of a rank in a batch."""
+RATE = 1e-3
+GUARD_S = 30.0
+END_S = 120.0
+_LOOK_EVERY_S = 0.02
+
+
+class Training:
+    """A perceptron of two layers that learns what another one does, sharded over all ranks; with
+    the two moments of Adam it takes 12 MiB."""
+
+    def __init__(self, seed: int) -> None:
+        self._rank = dist.get_rank()
+        self._world = dist.get_world_size()
+        torch.manual_seed(seed)
+        self._teacher = _perceptron(64)
+        self._model = _perceptron(HIDDEN)
+        fully_shard(self._model, mesh=init_device_mesh("cpu", (self._world,)))
+        self._optim = torch.optim.Adam(self._model.parameters(), lr=RATE)
+        self.state: dict[str, Any] = {"model": self._model, "optim": self._optim, "step": 0}
+
+    def take_step(self, step: int) -> float:
+        """Train one step; the mean loss of all ranks. The samples follow from the step and the
+        rank."""
+        random = torch.Generator().manual_seed(step * self._world + self._rank)
+        samples = torch.randn(ROWS, WIDTH, generator=random)
+        with torch.no_grad():
+            wanted = self._teacher(samples)
+        loss = F.mse_loss(self._model(samples), wanted)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optim.step()
+        self._optim.zero_grad()
+        self.state["step"] = step
+        total = loss.detach()
+        dist.all_reduce(total)
+        return float(total) / self._world
+
+
+def _perceptron(hidden: int) -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, WIDTH)
+    )
+
+
+def main() -> None:
+    """One rank of the job. Raises what training, or a save, failed with."""
+    job = _arguments()
+    rank = int(os.environ["RANK"])
+    os.environ[KEEPER_DIR_VARIABLE] = str(folder_of(Path(os.environ[KEEPER_DIR_VARIABLE]), rank))
+    journal = Journal(job.journal, rank)
+    journal.write("ready", pid=os.getpid())
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    training = Training(job.seed)
+    try:
+        _train(job, training, journal)
+    except Exception as error:
+        journal.write("failed", message=f"{type(error).__name__}: {error}")
+        raise
+    again = Training(job.seed)
+    for step in range(1, job.until + 1):
+        journal.write("uninterrupted", step=step, loss=again.take_step(step))
+    dist.destroy_process_group()
+    journal.close()
+    # Threads of torch may still be letting go of tensors, and abort the process when they find
+    # Python shutting down.
+    os._exit(0)
+
+
+def _train(job: argparse.Namespace, training: Training, journal: Journal) -> None:
+    rank = dist.get_rank()
+    keeper = holdfast.Keeper(
+        every=1, serve=address_of(rank), domain=HOSTS[rank], protect="pq", linger=LINGER
+    )
+    with holdfast.Checkpointer(
+        job.uri, every=job.every, keeper=keeper, on_error="raise", grace_s=None
+    ) as run:
+        begin = run.resume(training.state) + 1
+        assert run.resumed is not None
+        journal.write("resumed", **asdict(run.resumed))
+        for step in range(begin, job.until + 1):
+            loss = training.take_step(step)
+            journal.write("step", step=step, loss=loss)
+            saving = run.step(step, training.state)
+            if saving is not None:
+                saving.wait()  # a step of so small a model takes less time than to keep it
+        if not job.last:
+            _wait_for_guard(job.until)
+            journal.write("protected", step=job.until)
+            time.sleep(END_S)
+            raise TimeoutError("nobody has ended this job")
+
+
+def _wait_for_guard(step: int) -> None:
+    """Until there is parity of ``step``, which may be made later than it is agreed on."""
+    end_s = time.monotonic() + GUARD_S
+    while time.monotonic() < end_s:
+        for folder in keeper_folders():
+            if (status_of(folder) or {}).get("protected_step") == step:
+                return
+        time.sleep(_LOOK_EVERY_S)
+    raise TimeoutError(f"no parity of step {step} after {GUARD_S:g} s")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--journal", type=Path, required=True, help="folder for the journals of the ranks"
+    )
+    parser.add_argument("--uri", required=True, help="where the checkpoints go")
+    parser.add_argument("--until", type=int, required=True, help="the last step")
+    parser.add_argument(
+        "--every", type=int, required=True, help="steps between two that go to storage"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--last", action="store_true", help="end, after the whole training without interruption"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""``holdfast keeper demo``, the whole of it: what it shows is so, and nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(420)]
+
+PROGRAM = "import sys, holdfast.cli as cli; sys.argv[0] = 'holdfast'; cli.main()"
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """An empty folder for temporary files, whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="hd") as folder:
+        yield Path(folder)
+
+
+def begin(scratch: Path) -> subprocess.Popen[str]:
+    """Begin the demo, with the folder for its temporary files."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "keeper", "demo", "--json"],
+        env=os.environ | {"TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def processes(scratch: Path) -> list[int]:
+    """Those that were started with a folder for keepers below ``scratch``."""
+    wanted = f"HOLDFAST_KEEPER_DIR={scratch}/".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if wanted in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def test_each_job_goes_on_with_what_there_is(scratch: Path) -> None:
+    """Out of the memory of keepers, out of parity, and out of storage; with the losses of an
+    uninterrupted run."""
+    with begin(scratch) as demo:
+        out, err = demo.communicate(timeout=400)
+    assert demo.returncode == 0, err
+    document = json.loads(out)
+    assert document["as_expected"]
+    assert document["differing_steps"] == []
+    accidents = document["accidents"]
+    assert [accident["lost_steps"] for accident in accidents] == [0, 0, 0, 5]
+    image = accidents[1]["nbytes"]["parity"]
+    assert accidents[2]["nbytes"]["parity"] == pytest.approx(2 * image, rel=0.1)
+    assert [bool(accident["nbytes"]["storage"]) for accident in accidents] == [0, 0, 0, 1]
+    assert processes(scratch) == []
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_nothing_is_left_of_a_demo_that_is_interrupted(
+    scratch: Path, number: signal.Signals
+) -> None:
+    """Neither keepers nor trainers, in the middle of the second job; nor a folder."""
+    with begin(scratch) as demo:
+        assert demo.stderr is not None
+        for line in demo.stderr:
+            if "their keepers live on" in line:
+                break
+        assert len(processes(scratch)) >= 4
+        if number == signal.SIGINT:
+            os.killpg(demo.pid, number)  # as a terminal does
+        else:
+            demo.send_signal(number)
+        demo.communicate(timeout=100)
+    assert demo.returncode == 128 + number
+    assert processes(scratch) == []
+    assert list(scratch.iterdir()) == []

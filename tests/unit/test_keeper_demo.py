@@ -1,0 +1,191 @@
+"""The parts of the demo of keepers. The whole of it, with its processes, is run by ``make
+demo-keeper``, and in tests/crash."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.cli.app import run as run_command
+from holdfast.cli.demo.account import Account
+from holdfast.cli.demo.aftermath import LEFT, TITLES, Accident, Outcome, differences, outcome_of
+from holdfast.cli.demo.hosts import HOSTS, Hosts, address_of
+from holdfast.cli.demo.journal import Event
+from holdfast.cli.demo.keepers import ACCIDENTS, EVERY, STEPS
+from holdfast.cli.tables import print_table
+
+LOST = Accident("one host lost", 23, ("b",), 23, "parity")
+
+
+def resumed(rank: int, seconds: float, **tiers: int) -> Event:
+    """What a rank says of how it went on."""
+    told = {"step": 23, "tier": "memory", "nbytes": 0, "seconds": seconds, "tiers": tiers}
+    return Event("resumed", rank, 0.0, told)
+
+
+def outcome(step: int | None = 23, **tiers: int) -> Outcome:
+    """What came of :data:`LOST`."""
+    return Outcome(LOST, step, tiers, 0.25, 12.0)
+
+
+def test_what_the_ranks_say_is_put_together() -> None:
+    """Bytes of all ranks are added up, by tier; the slowest rank sets the time."""
+    events = [
+        resumed(0, 0.25, own=1 << 20, peer=10, parity=0),
+        resumed(1, 0.75, own=1 << 20, peer=0, parity=1 << 20),
+    ]
+    tiers = {"own": 2 << 20, "peer": 10, "parity": 1 << 20, "storage": 0}
+    assert outcome_of(LOST, events, 12.0) == Outcome(LOST, 23, tiers, 0.75, 12.0)
+
+
+def test_the_table_has_a_line_for_each_accident(capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps lost, times, and bytes by where they were, with a dash for none."""
+    rows = [
+        outcome(own=2 << 20, peer=10, parity=1 << 20).row(),
+        outcome(20, storage=3 << 20).row(),
+        outcome(None).row(),
+    ]
+    print_table("After", TITLES, rows, LEFT)
+    lines = capsys.readouterr().out.splitlines()
+    cells = [line.split() for line in lines[2:5]]
+    name = ["one", "host", "lost"]
+    assert cells[0] == [
+        *name, "23", "23", "0", "0.25", "s", "12.0", "s", "2.00", "MiB", "10", "B", "1.00", "MiB", "-"
+    ]  # fmt: skip
+    assert cells[1] == [
+        *name, "23", "20", "3", "0.25", "s", "12.0", "s", "-", "-", "-", "3.00", "MiB"
+    ]  # fmt: skip
+    assert cells[2][3:6] == ["23", "0", "23"]
+
+
+def test_programs_get_the_same_in_figures() -> None:
+    """Every tier is there, also where nothing came from it."""
+    assert outcome(own=100, parity=50).document() == {
+        "what": "one host lost",
+        "hosts": ["b"],
+        "step": 23,
+        "resumed_step": 23,
+        "lost_steps": 0,
+        "resume_s": 0.25,
+        "first_step_s": 12.0,
+        "nbytes": {"own": 100, "peer": 0, "parity": 50, "storage": 0},
+        "as_expected": True,
+    }
+
+
+@pytest.mark.parametrize(
+    "found",
+    [outcome(20, parity=1), outcome(23, own=1), outcome(None)],
+    ids=["step", "tier", "none"],
+)
+def test_another_step_or_tier_is_noticed(found: Outcome) -> None:
+    """A job that goes on from an earlier step, or without what had to be rebuilt, is none that went
+    as it should."""
+    assert outcome(23, parity=1).as_expected
+    assert not found.as_expected
+
+
+def test_losses_are_compared_exactly() -> None:
+    """A step that was never taken, one that differs by the last bit, once, and one too many."""
+    uninterrupted = {1: 0.5, 2: 0.25, 3: 0.125}
+    assert differences([(1, 0.5), (2, 0.25), (2, 0.25), (3, 0.125)], uninterrupted) == []
+    taken = [(1, 0.5), (1, 0.5 + 2**-53), (3, 0.125), (4, 0.1)]
+    assert differences(taken, uninterrupted) == [1, 2, 4]
+
+
+def test_the_accidents_are_worth_showing() -> None:
+    """Each comes later than the step that the job before went on from, and none at a step that is
+    in storage; only the last one costs steps."""
+    reached = 0
+    for accident in ACCIDENTS:
+        assert reached < accident.step < STEPS
+        assert accident.step % EVERY
+        reached = accident.expected
+    assert [a.step - a.expected for a in ACCIDENTS] == [0, 0, 0, ACCIDENTS[-1].step % EVERY]
+
+
+def test_hosts_have_addresses_of_their_own() -> None:
+    """Of the loopback."""
+    assert len({address_of(rank) for rank in range(len(HOSTS))}) == len(HOSTS)
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A folder for keepers, whose path is short."""
+    with tempfile.TemporaryDirectory(prefix="hk") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def sleeper(base: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that a job of the demo with ``base`` has left behind."""
+    environment = os.environ | {"HOLDFAST_KEEPER_DIR": str(base / "b")}
+    code = "import time; print(flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()  # its environment is there to be read
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_a_job_leaves_behind_is_ended(base: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    """A process that would become a keeper is known by its environment; those of a folder whose
+    name only begins alike are others'."""
+    (base / "other").mkdir()
+    Hosts(base / "other").end()
+    assert sleeper.poll() is None
+    Hosts(base).end()
+    assert sleeper.wait(10) == -9
+
+
+def test_a_host_that_is_lost_is_replaced_by_an_empty_one(base: Path) -> None:
+    """Its folder is there, for its user alone, and empty; those of others are as they were."""
+    hosts = Hosts(base)
+    for name in HOSTS:
+        (base / name / "something").touch()
+    hosts.lose(["b"])
+    assert [name for name in HOSTS if list((base / name).iterdir())] == ["a", "c", "d"]
+    assert (base / "b").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_is_too_deep_for_sockets_is_refused(tmp_path: Path) -> None:
+    """Before anything starts."""
+    with pytest.raises(holdfast.UsageError, match="TMPDIR"):
+        Hosts(tmp_path / ("x" * 100))
+
+
+def test_nothing_moves_where_nobody_watches() -> None:
+    """What says that something takes time is left out where there is no terminal."""
+    file = io.StringIO()
+    account = Account(file)
+    with account.waiting("torchrun starts the ranks"):
+        account.say("one")
+    assert file.getvalue().split() == ["one"]
+
+
+def test_the_demo_says_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without aiohttp or rich: exit status 2, and which extras bring them."""
+    monkeypatch.setattr("holdfast.cli.keeper.command.find_spec", lambda name: None)
+    assert run_command(["keeper", "demo"]) == 2
+    assert "pip install 'holdfast-checkpoint[cli,keeper]'" in capsys.readouterr().err
+
+
+def test_storage_that_processes_do_not_share_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before anything starts."""
+    assert run_command(["keeper", "demo", "memory://x"]) == 2
+    assert "share no memory:// storage" in capsys.readouterr().err
