@@ -15,7 +15,7 @@ from holdfast.storage.keeper.votes import Ballot, Outcome, Vote
 from holdfast.storage.training.epochs import Epochs
 
 from .breaking import Broken, Patch
-from .keepers import SIZE_MAX, Held, Memory, SimulatedKeeper, State, Task, Trainer, World, run_seed
+from .keepers import SIZE_MAX, Held, Memory, Record, SimulatedKeeper, State, Task, Trainer, run_seed
 
 __all__ = ["BROKEN_KEEPERS", "seeds_until_violation"]
 
@@ -169,7 +169,7 @@ def _some_ranks() -> Iterator[Patch]:
 
 @broken("a restart does not verify what it reads")
 def _unverified() -> Iterator[Patch]:
-    yield World, "intact", lambda self, held, pieces: True
+    yield Record, "intact", lambda self, held, pieces: True
 
 
 @broken("what a restart was offered may be written over")

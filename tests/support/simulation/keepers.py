@@ -122,9 +122,23 @@ class Trainer:
                 self.world.computed(self.step, self.job)
             yield from self.keep()
 
+    def found(self) -> SimulatedKeeper:
+        """The keeper of this host."""
+        return self.world.keeper
+
+    @property
+    def image_nbytes(self) -> int:
+        """Of its part of the state."""
+        return STATE_NBYTES // self.job.world
+
+    @property
+    def wishes(self) -> bool:
+        """Whether it is the one that wants steps in storage."""
+        return self.rank == 0
+
     def connect(self) -> Task:
         """To the keeper that there is now, and hand over what is sealed."""
-        keeper, self.keeper = self.world.keeper, None
+        keeper, self.keeper = self.found(), None
         mapped, sealed = self.mapped, self.sealed
         if keeper.enter(self) is not None:
             return
@@ -144,8 +158,7 @@ class Trainer:
         keeper = self.keeper
         if keeper is None or not keeper.alive:
             return
-        nbytes = STATE_NBYTES // self.job.world
-        slot = keeper.fill(self, self.step, nbytes)
+        slot = keeper.fill(self, self.step, self.image_nbytes)
         if slot is None:
             return
         self.sealed.pop(slot, None)
@@ -160,7 +173,7 @@ class Trainer:
             return
         for _ in range(2 if self.world.random.random() < 0.1 else 1):
             keeper.captured(self, slot, step)
-        if self.rank == 0 and step % FLUSH_EVERY == 0:
+        if self.wishes and step % FLUSH_EVERY == 0:
             yield
             keeper.wish(self, step)
 
@@ -195,9 +208,8 @@ class SimulatedKeeper:
             self.world.count(f"refused: {grant.reason.value}", f"{trainer} {step}")
             return None
         self.world.count("granted", f"slot {grant.slot} to {trainer} for step {step}")
-        if grant.fresh:
-            self.generations.made(grant.slot)
-            self.slots[grant.slot] = Held(Memory(nbytes))
+        if grant.fresh and not self.make(grant.slot, nbytes):
+            return None
         held = self.slots[grant.slot]
         self.world.check_grant(trainer, held.memory, nbytes)
         held.label, held.encoded = None, b""
@@ -205,6 +217,12 @@ class SimulatedKeeper:
         trainer.mapped[grant.slot] = held.memory
         self.world.check_budget(self)
         return grant.slot
+
+    def make(self, slot: int, nbytes: int) -> bool:
+        """Take the memory of a slot from the system; whether there was enough."""
+        self.generations.made(slot)
+        self.slots[slot] = Held(Memory(nbytes))
+        return True
 
     def dropped(self, trainer: Trainer, slot: int) -> None:
         """Nothing was captured."""
@@ -335,6 +353,14 @@ class SimulatedKeeper:
         slot = self.generations.open(client, id, rank)
         return None if slot is None else self.slots[slot]
 
+    def die(self) -> None:
+        """Nothing of it happens any more."""
+        self.alive = False
+        for task in self.tasks:
+            task.close()  # type: ignore[attr-defined]
+        for held in self.slots.values():
+            held.memory.users.clear()
+
     def adopt(self, trainer: Trainer, memory: Memory, encoded: bytes) -> None:
         """An image of a keeper that is gone."""
         try:
@@ -368,12 +394,78 @@ def _with_digests(draft: Label, digests: bytes) -> Label:
     return Label(**{**values, "digests": digests})
 
 
-class World:
-    """One host, its keeper, the jobs of a run one after another, and storage."""
+class Record:
+    """What has happened in a run, and what of that is right: how far each job has come, and what is
+    in storage. ``lineage``: by step, the job whose state it is; ``diverged``: whose replicas were
+    not alike, by job and step; ``flipped``: generations of which a bit has flipped."""
 
     def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
         self.log = log
         self.random = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.lineage: dict[int, int] = {}
+        self.storage: dict[int, int] = {}
+        self.diverged: set[tuple[int, int]] = set()
+        self.flipped: set[GenerationId] = set()
+
+    def count(self, what: str, details: str = "") -> None:
+        """For the tally of what has happened, and its log."""
+        self.counts[what] += 1
+        if self.log is not None:
+            self.log(f"{what} {details}".rstrip())
+
+    def computed(self, step: int, job: Job) -> None:
+        """The job that runs now has got so far."""
+        if self.lineage.get(step) == job.number:
+            return
+        self.lineage[step] = job.number
+        if self.random.random() < 0.08 and job.world > 1:
+            self.diverged.add((job.number, step))
+
+    def committed(self, world: int, written: list[list[State | None]]) -> int | None:
+        """A checkpoint is in storage; its step, if training goes on from there."""
+        states = {piece for pieces in written for piece in pieces}
+        ranks = sorted(state[2] for state in states if state)
+        if None in states or ranks != list(range(world)):
+            raise Violation(f"storage holds {written}")
+        found = {state[:2] for state in states if state}
+        if len(found) != 1:
+            raise Violation(f"storage holds a mixture: {written}")
+        job, step = found.pop()
+        self.count("flushed", f"step {step}")
+        if self.lineage.get(step) != job:
+            return None
+        self.storage[step] = job
+        return step
+
+    def newest_stored(self) -> int:
+        """The newest step in storage that no restart has dropped."""
+        return max((s for s, j in self.storage.items() if self.lineage.get(s) == j), default=0)
+
+    def intact(self, held: Held, pieces: list[State | None]) -> bool:
+        """Whether an image is what its label and its pages say."""
+        try:
+            label = Label.decode(held.encoded)
+        except DamagedError:
+            return False
+        return repr(pieces).encode() == label.digests and held.memory.pages == tuple(pieces)
+
+    def whole(self, candidate: Choice, states: list[list[State | None]]) -> tuple[int, int]:
+        """The step and the job that the images are of: one, of all ranks."""
+        found = {state for pieces in states for state in pieces}
+        steps = {(state[1], state[0]) for state in found if state}
+        ranks = {state[2] for state in found if state}
+        if None in found or len(steps) != 1 or ranks != set(range(candidate.world)):
+            raise Violation(f"a restart goes on from {states}")
+        self.count("resumed from memory")
+        return steps.pop()
+
+
+class World(Record):
+    """One host, its keeper, the jobs of a run one after another, and storage."""
+
+    def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
+        super().__init__(seed, log)
         draw = self.random
         self.clients = itertools.count(1)
         self.jobs = itertools.count(1)
@@ -384,11 +476,6 @@ class World:
         self.fault_rate = draw.choice([0.01, 0.03, 0.06])
         self.seal_weight = draw.choice([0.3, 1.0, 3.0])
         self.size = draw.randint(1, SIZE_MAX)
-        self.counts: Counter[str] = Counter()
-        self.lineage: dict[int, int] = {}
-        self.storage: dict[int, int] = {}
-        self.diverged: set[tuple[int, int]] = set()
-        self.flipped: set[GenerationId] = set()
         self.job_of: dict[GenerationId, int] = {}
         self.promised = 0
         """The newest step that nothing that happened since can have lost."""
@@ -408,21 +495,7 @@ class World:
         self.restart: Task | None = None
         self.begin_job()
 
-    def count(self, what: str, details: str = "") -> None:
-        """For the tally of what has happened, and its log."""
-        self.counts[what] += 1
-        if self.log is not None:
-            self.log(f"{what} {details}".rstrip())
-
     # What the world is told, and what must hold then.
-
-    def computed(self, step: int, job: Job) -> None:
-        """The job that runs now has got so far."""
-        if self.lineage.get(step) == job.number:
-            return
-        self.lineage[step] = job.number
-        if self.random.random() < 0.08 and job.world > 1:
-            self.diverged.add((job.number, step))
 
     def told_agreed(self, keeper: SimulatedKeeper, id: GenerationId) -> None:
         """Trainers rely on this generation from now on."""
@@ -447,21 +520,12 @@ class World:
         if job is not None and job.number == number and step > self.promised:
             self.promised, self.promised_id = step, id
 
-    def committed(self, world: int, written: list[list[State | None]]) -> None:
-        """A checkpoint is in storage."""
-        states = {piece for pieces in written for piece in pieces}
-        ranks = sorted(state[2] for state in states if state)
-        if None in states or ranks != list(range(world)):
-            raise Violation(f"storage holds {written}")
-        found = {state[:2] for state in states if state}
-        if len(found) != 1:
-            raise Violation(f"storage holds a mixture: {written}")
-        job, step = found.pop()
-        self.count("flushed", f"step {step}")
-        if self.lineage.get(step) == job:
-            self.storage[step] = job
-            if step >= self.promised:
-                self.promised, self.promised_id = step, None
+    def committed(self, world: int, written: list[list[State | None]]) -> int | None:
+        """It outlives what is in memory."""
+        step = super().committed(world, written)
+        if step is not None and step >= self.promised:
+            self.promised, self.promised_id = step, None
+        return step
 
     def check_grant(self, trainer: Trainer, memory: Memory, nbytes: int) -> None:
         """Nobody else may use what is to be filled."""
@@ -490,10 +554,6 @@ class World:
 
     def handed_over(self, trainer: Trainer) -> None:
         """A trainer is with the new keeper."""
-
-    def newest_stored(self) -> int:
-        """The newest step in storage that no restart has dropped."""
-        return max((s for s, j in self.storage.items() if self.lineage.get(s) == j), default=0)
 
     def promise_nothing(self) -> None:
         """But what is in storage: the newest generation in memory is lost, or damaged."""
@@ -574,24 +634,6 @@ class World:
                 memory.users["restart"] -= 1
         return None if damaged else states
 
-    def intact(self, held: Held, pieces: list[State | None]) -> bool:
-        """Whether an image is what its label and its pages say."""
-        try:
-            label = Label.decode(held.encoded)
-        except DamagedError:
-            return False
-        return repr(pieces).encode() == label.digests and held.memory.pages == tuple(pieces)
-
-    def whole(self, candidate: Choice, states: list[list[State | None]]) -> tuple[int, int]:
-        """The step and the job that the images are of: one, of all ranks."""
-        found = {state for pieces in states for state in pieces}
-        steps = {(state[1], state[0]) for state in found if state}
-        ranks = {state[2] for state in found if state}
-        if None in found or len(steps) != 1 or ranks != set(range(candidate.world)):
-            raise Violation(f"a restart goes on from {states}")
-        self.count("resumed from memory")
-        return steps.pop()
-
     def take_up(self, job: Job, found: tuple[int, int] | None, id: GenerationId | None) -> None:
         """Training goes on from there: nothing that was promised may be lost."""
         step, number = found or (0, 0)
@@ -632,11 +674,7 @@ class World:
 
     def kill_keeper(self) -> None:
         """Another takes its place, which knows nothing."""
-        self.keeper.alive = False
-        for task in self.keeper.tasks:
-            task.close()  # type: ignore[attr-defined]
-        for held in self.keeper.slots.values():
-            held.memory.users.clear()
+        self.keeper.die()
         self.promise_nothing()
         self.newest_told = GenerationId(-1, -1)
         self.keeper = SimulatedKeeper(self)

@@ -9,10 +9,11 @@ file descriptor, no wait: two runs that are given the same things to do, do the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
@@ -171,13 +172,19 @@ class SimLoop(WithoutThreads):
     def run_until(self, done: Callable[[], bool]) -> None:
         """Until ``done()``, which is asked whenever nothing is ready. Raises Deadlock where nothing
         can happen any more."""
+        with self.entered():
+            self.settle()
+            while not done():
+                self.pass_time()
+                self.settle()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """In the body, this is the loop that runs."""
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:
-            self._do_all()
-            while not done():
-                self._pass_time()
-                self._do_all()
+            yield
         finally:
             asyncio._set_running_loop(before)
 
@@ -187,7 +194,7 @@ class SimLoop(WithoutThreads):
         self.run_until(task.done)
         return task.result()
 
-    def _do_all(self) -> None:
+    def settle(self) -> None:
         """All that is ready, and what becomes ready by that."""
         ready = self._ready
         while ready:
@@ -212,7 +219,8 @@ class SimLoop(WithoutThreads):
         self._ready.extend(self._dropped)
         self._dropped.clear()
 
-    def _pass_time(self) -> None:
+    def pass_time(self) -> None:
+        """Until the next timer. Raises Deadlock where there is none."""
         timers = self._timers
         while timers:
             when_s, _, due = heapq.heappop(timers)

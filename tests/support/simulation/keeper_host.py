@@ -1,0 +1,242 @@
+"""One of several simulated hosts, and the keeper on it: the real code of a keeper, but for its
+messages to trainers, and its memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import HoldfastError
+from holdfast.storage.arenas.hosts import KeeperHost
+from holdfast.storage.arenas.label import GenerationId, Label
+from holdfast.storage.arenas.messages import (
+    Agreed,
+    Durable,
+    Event,
+    Flush,
+    Guarded,
+    Inventory,
+    Rebuild,
+)
+from holdfast.storage.keeper.agreement import Agreement
+from holdfast.storage.keeper.generations import Refusal
+from holdfast.storage.keeper.guards import Guards, rebuilt
+from holdfast.storage.keeper.lead import Lead
+from holdfast.storage.keeper.status import Counters
+from holdfast.storage.keeper.writing import Writing
+from holdfast.storage.training.memory_survey import Meeting
+
+from .keeper_peers import KeeperProcess
+from .keepers import RUN, Held, Job, SimulatedKeeper, Trainer
+from .loop import PROCESS
+
+if TYPE_CHECKING:
+    from .keeper_hosts import Hosts
+
+__all__ = ["STATE_NBYTES", "Host", "HostJob", "HostKeeper", "HostTrainer"]
+
+STATE_NBYTES = 120
+"""Divides by the size of any job here."""
+
+
+@dataclass(eq=False)
+class Host:
+    """A host, by the name of its keeper."""
+
+    name: str
+    keeper: HostKeeper = field(init=False)
+
+
+@dataclass(eq=False)
+class HostJob(Job):
+    """One start of the job. ``readers``: the client that reads what it goes on from, by host."""
+
+    hosts: tuple[Host, ...] = ()
+    meeting: Meeting = field(default_factory=Meeting)
+    readers: dict[str, int] = field(default_factory=dict)
+    has_failed: bool = False
+
+    def host_of(self, rank: int) -> Host:
+        """Where a rank is."""
+        return self.hosts[rank * len(self.hosts) // self.world]
+
+
+class HostTrainer(Trainer):
+    """One rank of a job, on one of the hosts."""
+
+    def __init__(self, world: Any, job: HostJob, rank: int) -> None:
+        super().__init__(world, job, rank)
+        self.host = job.host_of(rank)
+
+    def found(self) -> SimulatedKeeper:
+        """The keeper of this host."""
+        return self.host.keeper
+
+    @property
+    def image_nbytes(self) -> int:
+        """Of its part of the state."""
+        return STATE_NBYTES // self.job.world
+
+    @property
+    def wishes(self) -> bool:
+        """Whether it is the one of its host that wants steps in storage."""
+        assert isinstance(self.job, HostJob)
+        return self.rank == 0 or self.job.host_of(self.rank - 1) is not self.host
+
+
+class HostKeeper(SimulatedKeeper):
+    """The keeper of one host: the real one, but for its messages to trainers, and its memory."""
+
+    world: Hosts
+
+    def __init__(self, world: Hosts, host: Host) -> None:
+        super().__init__(world)  # type: ignore[arg-type]
+        self.host = host
+        self.number = next(world.numbers)
+        self.process = KeeperProcess(self, f"{host.name}#{self.number}")
+        world.processes.append(self.process)
+        self.context = copy_context()
+        self.context.run(PROCESS.set, self.process)
+        counters = Counters()
+        self.guards = Guards(RUN, "", self.changed)
+        self.agreement = Agreement(
+            host.name,
+            self,  # type: ignore[arg-type]
+            self.guards,
+            counters,
+            self.tell,
+            self.run_later,
+            "",
+        )
+        reporting = self.agreement.reporting
+        reporting.lead = Lead(str(self.number))  # by chance otherwise
+        self.writing = Writing(
+            self,  # type: ignore[arg-type]
+            None,
+            counters,
+            reporting,
+            self.tell,
+            self.agreement.damaged,
+        )
+        self.agreement.writes(self.writing)
+
+    def __str__(self) -> str:
+        return self.process.name
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether its process sleeps."""
+        return self.process.paused_until_s > self.world.loop.now_s
+
+    @property
+    def named(self) -> KeeperHost:
+        """As others name it."""
+        return KeeperHost(self.host.name, self.host.name, self.host.name)
+
+    def do(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Run ``work`` as this process."""
+        return self.context.run(work, *args)
+
+    def changed(self) -> None:
+        """Parity was made, or could not be."""
+        self.agreement.tell_later()
+
+    def run_later(self, work: Coroutine[Any, Any, None]) -> None:
+        """See the real keeper."""
+        asyncio.ensure_future(work).add_done_callback(self.ended)
+
+    def ended(self, task: asyncio.Task[Any]) -> None:
+        """A task has; none may fail."""
+        if not task.cancelled() and task.exception() is not None and self.process.alive:
+            self.world.failure = self.world.failure or task.exception()
+
+    async def tell(self, event: Event) -> None:
+        """Trainers of this epoch are told."""
+        if isinstance(event, Agreed):
+            self.world.told_agreed(self, event.generation)
+        elif isinstance(event, Guarded):
+            self.world.told_guarded(self, event.generation)
+        elif isinstance(event, Durable):
+            self.world.told.setdefault("durable", {})[self.host.name] = event.generation
+
+    def enter(self, trainer: Trainer) -> Refusal | None:
+        """A trainer goes on in the epoch of its job."""
+        job = trainer.job
+        assert isinstance(job, HostJob)
+        refusal = self.generations.enter(trainer.client, trainer.rank, job.epoch, job.chosen)
+        if refusal is None:
+            hosts, groups = job.meeting.hosts, job.meeting.groups
+            self.do(self.agreement.enter, job.epoch, job.chosen, hosts, groups)
+            self.do(self.writing.forget_dropped)
+            self.forget_unheld()
+        self.generations.client_gone(job.readers.get(self.host.name, -1))
+        return refusal
+
+    def fill(self, trainer: Trainer, step: int, nbytes: int) -> int | None:
+        """A slot; others may wait for a step that this rank has left out."""
+        slot = super().fill(trainer, step, nbytes)
+        self.do(self.agreement.look_for_missing)
+        return slot
+
+    def make(self, slot: int, nbytes: int) -> bool:
+        """The system may have no memory left."""
+        if self.world.full:
+            self.generations.unmade(slot)
+            self.world.count("no memory")
+            return False
+        return super().make(slot, nbytes)
+
+    def dropped(self, trainer: Trainer, slot: int) -> None:
+        """Nothing was captured."""
+        super().dropped(trainer, slot)
+        if self.alive:
+            self.do(self.agreement.look_for_missing)
+
+    def vote(self, label: Label) -> None:
+        """An image is sealed."""
+        self.world.sealed.setdefault(label.generation, {})[label.rank] = self
+        self.do(self.run_later, self.agreement.vote(label))
+
+    def wish(self, trainer: Trainer, step: int) -> None:
+        """A trainer wants a step in storage."""
+        if self.alive and trainer.job.epoch == self.generations.epoch:
+            id = GenerationId(trainer.job.epoch, step)
+            self.do(self.writing.want, id, Flush(step, "storage"))
+
+    def inventory(self) -> Inventory:
+        """What there is to go on from."""
+        hosts = self.agreement.reporting.hosts
+        return replace(super().inventory(), guards=self.guards.inventory(), hosts=hosts)
+
+    async def rebuild(self, reader: int, request: Rebuild) -> str:
+        """Make an image again; why not."""
+        if any(image.label.rank == request.rank for image in self.images(request.generation)):
+            return ""
+        try:
+            label, memory = await rebuilt(request, RUN, "")
+        except (HoldfastError, OSError) as error:
+            return str(error)
+        number = self.generations.recall(
+            label.generation, label.rank, label.world, label.nbytes, epoch=False
+        )
+        self.forget_unheld()
+        if isinstance(number, Refusal):
+            return number.reason.value
+        memory.generation = label.generation
+        self.slots[number] = Held(memory, label, label.encode())
+        self.generations.agreed(label.generation)
+        self.generations.offer(reader)
+        self.world.count("rebuilt", f"{label.generation} rank {label.rank} at {self}")
+        self.world.check_budget(self)
+        return ""
+
+    def die(self) -> None:
+        """Nothing of it happens any more, and whoever waits for an answer learns of it."""
+        super().die()
+        self.process.alive = False
+        for answer in self.process.answers:
+            if not answer.done():
+                answer.set_exception(ConnectionResetError("it has died"))

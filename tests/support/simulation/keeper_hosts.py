@@ -1,0 +1,515 @@
+"""A job on several hosts whose steps are kept in memory: each host has a keeper, and the keepers
+vote, guard each other and flush together. What decides is the real code of a keeper: its state
+machines, its agreement with others, its reports, its guards, and what it writes. Around it is what
+:mod:`.keepers` simulates of one host, and what :mod:`.keeper_peers` simulates between them.
+
+Trainers and seals are tasks that go on when the seed says so. Keepers run on a simulated event
+loop: whatever they wait for, a message or a piece of memory, comes when the seed says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from holdfast.storage.arenas.hosts import KeeperHost
+from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.messages import Rebuild
+from holdfast.storage.keeper.choice import Choice, Stock
+from holdfast.storage.training import memory_survey
+from holdfast.storage.training.epochs import Epochs
+from holdfast.storage.training.memory_survey import GuardOption, InMemory, Struck
+
+from .keeper_host import STATE_NBYTES, Host, HostJob, HostKeeper, HostTrainer
+from .keeper_peers import KeeperProcess, installed
+from .keeper_promises import Promise, Promises
+from .keepers import PIECES, State, Task, Violation
+from .loop import PROCESS, Deadlock, SimLoop
+
+__all__ = ["Hosts", "run_seed"]
+
+TURNS = 2500
+CALM_TURNS = 12000
+HOSTS_MAX = 5
+
+
+class Hosts(Promises):
+    """The hosts, the jobs of a run one after another, and storage."""
+
+    def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
+        super().__init__(seed, log)
+        draw = self.random
+        self.clients = itertools.count(1)
+        self.jobs = itertools.count(1)
+        self.numbers = itertools.count(1)
+        self.loop = SimLoop()
+        self.waiting: list[tuple[KeeperProcess, asyncio.Future[None]]] = []
+        self.processes: list[KeeperProcess] = []
+        self.failure: BaseException | None = None
+        size = self.size = draw.randint(2, HOSTS_MAX)
+        self.per_host = draw.randint(1, 2)
+        self.mode = draw.choice(["auto", "auto", "auto", "pq" if size > 2 else "copy"])
+        self.group = draw.choice([3, 4] if self.mode == "pq" else [2, 3, 4])
+        self.budget_nbytes = draw.choice([3, 4, 6, 9]) * STATE_NBYTES // size
+        self.flush_fails = draw.choice([0.0, 0.2])
+        self.drops = draw.choice([0.0, 0.05])
+        self.resizes = draw.choice([0.0, 0.0, 0.3])
+        self.loses = draw.choice([0.0, 0.1])
+        self.doubles = draw.choice([0.0, 0.1])
+        self.fault_rate = draw.choice([0.002, 0.005, 0.01])
+        self.seal_weight = draw.choice([1.0, 3.0])
+        self.work_weight = draw.choice([1.0, 3.0])
+        self.full = False
+        self.cuts: set[frozenset[str]] = set()
+        self.deaths: list[HostTrainer] = []
+        self.epochs = Epochs()
+        self.job: HostJob | None = None
+        self.restart: Task | None = None
+        self.hosts: dict[str, Host] = {}
+        self.placed: list[Host] = []
+        """Where the job runs, or will."""
+
+    # What is there.
+
+    def add_host(self) -> Host:
+        """An empty one, with a name that no other has had."""
+        host = Host(f"h{next(self.numbers)}")
+        host.keeper = HostKeeper(self, host)
+        self.hosts[host.name] = host
+        return host
+
+    def keeper_of(self, name: str) -> HostKeeper | None:
+        """The one that can be reached by that name now."""
+        host = self.hosts.get(name)
+        return None if host is None else host.keeper
+
+    def is_cut(self, one: str, other: str) -> bool:
+        """Whether these hosts cannot reach each other."""
+        return frozenset((one, other)) in self.cuts
+
+    async def piece(self) -> None:
+        """The keeper that runs goes on when the seed says so."""
+        process = PROCESS.get()
+        assert isinstance(process, KeeperProcess)
+        future: asyncio.Future[None] = self.loop.create_future()
+        self.waiting.append((process, future))
+        await future
+
+    # Jobs.
+
+    def begin_job(self) -> None:
+        """A job begins, perhaps on other hosts; the one before is over."""
+        draw = self.random
+        if self.job is not None and draw.random() < self.resizes:
+            names = sorted(self.hosts)
+            size = draw.randint(1, min(HOSTS_MAX, len(names)))
+            self.placed = [self.hosts[name] for name in draw.sample(names, size)]
+        hosts = tuple(self.placed)
+        self.job = HostJob(next(self.jobs), len(hosts) * self.per_host, hosts=hosts)
+        self.restart = self.resume(self.job)
+
+    def look(self, job: HostJob) -> Generator[None, None, tuple[list[Stock], list[Stock]]]:
+        """What all keepers hold: those of the job, and others that these name."""
+        statements = {}
+        for host in job.hosts:
+            yield
+            keeper = host.keeper
+            keeper.generations.offer(job.readers[host.name])
+            statements[host.name] = InMemory(keeper.inventory(), keeper.named)
+        stocks = memory_survey.stocks_of(
+            [statements[job.host_of(rank).name] for rank in range(job.world)]
+        )
+        named = {host.name for stock in stocks for host in stock.inventory.hosts}
+        others = []
+        for name in sorted(named - statements.keys()):
+            yield
+            keeper = self.keeper_of(name)
+            if keeper is not None:
+                others.append(Stock(keeper.named, keeper.inventory()))
+        return stocks, others
+
+    def resume(self, job: HostJob) -> Task:
+        """Find what to go on from, read it, and begin the next epoch."""
+        yield
+        job.readers = {host.name: next(self.clients) for host in job.hosts}
+        newest = self.newest_stored()
+        stocks, others = yield from self.look(job)
+        reached = {stock.host.name for stock in (*stocks, *others)}
+        promised = [one for one in (self.agreed, self.guarded) if one is not None]
+        promised = [one for one in promised if self.holds(one, reached)]
+        job.epoch = memory_survey.next_epoch([*stocks, *others], self.epochs)
+        option = GuardOption(self.mode, self.group)
+        if self.mode == "pq" and len(job.hosts) < 3:
+            option = GuardOption("auto", self.group)
+        job.meeting = memory_survey.meeting(stocks, job.world, option)
+        made: set[Choice] = set()
+        struck: set[Struck] = set()
+        taken: Choice | None = None
+        found: tuple[int, int] | None = None
+        while True:
+            kept, _ = memory_survey.kept_in_memory(
+                stocks, others, job.world, newest, self.epochs, struck
+            )
+            choice = next((one for one in kept if one not in made), None)
+            if choice is None:
+                break
+            made.add(choice)
+            hosts = [stock.host for stock in (*stocks, *others)]
+            problem = yield from self.rebuild(job, choice, hosts)
+            if not problem:
+                states = yield from self.read(job, choice, struck)
+                if states is not None:
+                    found, taken = self.whole(choice, states), choice
+                    break
+            elif self.full or problem == "no-memory":
+                self.count("no memory for what is made again")
+                promised = []
+            stocks, others = yield from self.look(job)
+        if job.has_failed:
+            self.restart = None
+            return
+        if found is None and newest:
+            found = newest, self.storage[newest]
+        self.take_up(job, taken, found, [one for one in promised if self.holds(one, reached)])
+        job.trainers = [HostTrainer(self, job, rank) for rank in range(job.world)]  # type: ignore[misc]
+        self.trainers += job.trainers  # type: ignore[arg-type]
+        self.restart = None
+
+    def rebuild(
+        self, job: HostJob, choice: Choice, hosts: Sequence[KeeperHost]
+    ) -> Generator[None, None, str]:
+        """Have images made again; why one cannot be."""
+        for lost in choice.rebuilt:
+            keeper = self.hosts[lost.at].keeper
+            asks = Rebuild(choice.generation, lost.rank, lost.group, lost.lost, tuple(hosts))
+            work = keeper.rebuild(job.readers[lost.at], asks)
+            task = self.loop.spawn(keeper.process, work)
+            while not task.done():
+                yield
+            if task.result():
+                self.count("not rebuilt", task.result())
+                return task.result()
+        return ""
+
+    def read(
+        self, job: HostJob, choice: Choice, struck: set[Struck]
+    ) -> Generator[None, None, list[list[State | None]] | None]:
+        """The states of all images, as each host reads them; None where one is damaged."""
+        id = choice.generation
+        states: list[list[State | None]] = []
+        for rank, names in enumerate(choice.holders):
+            readers: dict[str, str] = {}
+            for host in job.hosts:
+                readers.setdefault(host.name if host.name in names else names[0], host.name)
+            for name, reader in readers.items():
+                yield
+                keeper = self.keeper_of(name)
+                if self.is_cut(name, reader) or keeper is None:
+                    job.has_failed = True
+                    return None
+                pieces = yield from self.read_image(job, keeper, id, rank, name == reader)
+                if pieces is None:
+                    if not self.has_flipped(id) and self.was_pinned(keeper, id, job):
+                        raise Violation(f"{id} was offered, and {keeper} has no rank {rank}")
+                    struck.add(Struck(id, rank, name))
+                    return None
+            states.append(pieces)
+        return states
+
+    def was_pinned(self, keeper: HostKeeper, id: GenerationId, job: HostJob) -> bool:
+        """Whether a keeper of the job knew that the generation is agreed on when it was asked."""
+        return keeper.host in job.hosts and keeper.generations.is_agreed(id)
+
+    def read_image(
+        self, job: HostJob, keeper: HostKeeper, id: GenerationId, rank: int, own: bool
+    ) -> Generator[None, None, list[State | None] | None]:
+        """The pieces of an image; None where it is damaged."""
+        if own:
+            held = keeper.open(job.readers[keeper.host.name], id, rank)
+        else:
+            held = next((one for one in keeper.images(id) if one.label.rank == rank), None)
+        if held is None:
+            return None
+        pinned = own or self.was_pinned(keeper, id, job)
+        held.memory.users["restart"] += pinned
+        pieces = []
+        try:
+            for piece in range(PIECES):
+                yield
+                pieces.append(held.memory.pieces[piece])
+            return pieces if self.intact(held, pieces) else None
+        finally:
+            held.memory.users["restart"] -= pinned
+
+    def take_up(
+        self,
+        job: HostJob,
+        choice: Choice | None,
+        found: tuple[int, int] | None,
+        promised: Sequence[Promise],
+    ) -> None:
+        """Training goes on from there: nothing that was promised may be lost."""
+        step, number = found or (0, 0)
+        if step and self.lineage.get(step) != number:
+            raise Violation(f"step {step} of job {number} was dropped, and is gone on from")
+        for one in promised:
+            if step < one.step:
+                raise Violation(f"{one.id} was promised, and step {step} is gone on from")
+        self.running = job
+        job.chosen = step or None
+        self.epochs = self.epochs.with_next(job.epoch, job.chosen)
+        self.epoch_jobs[job.epoch] = job
+        self.lineage = {s: j for s, j in self.lineage.items() if s <= step}
+        self.agreed = None
+        if choice is not None:
+            holders = {
+                rank: [keeper for name in names if (keeper := self.keeper_of(name)) is not None]
+                for rank, names in enumerate(choice.holders)
+            }
+            self.agreed = Promise(choice.generation, step, holders)
+        if self.guarded is not None and (self.guarded.step > step or not job.meeting.groups):
+            self.guarded = None
+        where = "storage" if choice is None else "memory"
+        names = " ".join(host.name for host in job.hosts)
+        self.count(
+            "resumed", f"job {job.number} on {names} in epoch {job.epoch} from {step} in {where}"
+        )
+
+    # Faults.
+
+    def kill(self, trainer: HostTrainer) -> None:
+        """Its keeper is told later."""
+        self.count("killed", str(trainer))
+        trainer.alive = False
+        self.deaths.append(trainer)
+
+    def kill_all(self) -> None:
+        """All processes of the job that runs, but not keepers; it begins anew."""
+        for trainer in self.trainers:
+            if trainer.alive and not trainer.paused:
+                self.kill(trainer)
+        if self.restart is not None:
+            self.restart.close()  # type: ignore[attr-defined]
+        for name, reader in self.job.readers.items() if self.job is not None else ():
+            keeper = self.keeper_of(name)
+            if keeper is not None:
+                keeper.generations.client_gone(reader)
+        old = self.running.trainers if self.running is not None else []
+        if old and all(trainer.alive for trainer in old):
+            self.kill(self.random.choice(old))  # a whole job does not go on beside the next one
+        self.begin_job()
+
+    def kill_keeper(self, host: Host) -> None:
+        """Another takes its place, which knows nothing."""
+        self.count("keeper killed", str(host.keeper))
+        self.lost(host.keeper)
+        host.keeper.die()
+        host.keeper = HostKeeper(self, host)
+        if self.restart is not None:
+            self.kill_all()
+
+    def lose(self, host: Host) -> None:
+        """A host, with all that is on it. Another takes its place, or none."""
+        self.count("host lost", host.name)
+        self.lost(host.keeper)
+        host.keeper.die()
+        for trainer in [one for one in self.trainers if one.host is host]:
+            trainer.alive = False
+            self.trainers.remove(trainer)
+        self.deaths = [one for one in self.deaths if one.host is not host]
+        del self.hosts[host.name]
+        place = self.placed.index(host)
+        self.placed.remove(host)
+        if not self.placed or self.random.random() < 0.7:
+            self.placed.insert(place, self.add_host())
+        self.kill_all()
+
+    def flip(self) -> None:
+        """A bit, in an image that is sealed, in its label, or in parity."""
+        keeper = self.random.choice(self.placed).keeper
+        sealed = [held for held in keeper.slots.values() if held.label is not None]
+        kind = self.random.choice(["image", "label", "parity"])
+        parities = list(keeper.guards._held.values())
+        if kind == "parity" and parities:
+            parity: Any = self.random.choice(parities)
+            piece = self.random.choice(parity.pieces)
+            piece[self.random.choice(sorted(piece))] = None
+            id = parity.generation
+        elif kind != "parity" and sealed:
+            held = self.random.choice(sealed)
+            assert held.label is not None
+            id = held.label.generation
+            if kind == "image":
+                held.memory.pieces[self.random.randrange(PIECES)] = None
+            else:
+                held.encoded = held.encoded[:-1] + bytes([held.encoded[-1] ^ 1])
+        else:
+            return
+        self.damaged.add((keeper, id))
+        self.count("flipped", f"{kind} of {id} at {keeper}")
+
+    def fault(self) -> None:
+        """One of them."""
+        draw = self.random
+        kinds = "one all keeper lead host cut heal pause wake sleep flip full"
+        kind = draw.choice(kinds.split())
+        self.count(f"fault: {kind}")
+        living = [trainer for trainer in self.trainers if trainer.alive and not trainer.paused]
+        host = draw.choice(self.placed)
+        if kind == "one" and living:
+            self.kill(draw.choice(living))
+        elif kind == "all":
+            self.kill_all()
+        elif kind in ("keeper", "lead"):
+            self.kill_keeper(host if kind == "keeper" else self.placed[0])
+        elif kind == "host":
+            self.lose(host)
+        elif kind == "cut":
+            self.cuts.add(frozenset((host.name, draw.choice(self.placed).name)))
+        elif kind == "heal":
+            self.cuts.clear()
+            self.full = False
+        elif kind == "pause" and living:
+            draw.choice(living).paused = True
+        elif kind == "wake":
+            self.wake()
+        elif kind == "sleep":
+            host.keeper.process.paused_until_s = self.loop.now_s + draw.choice([1.0, 10.0, 90.0])
+        elif kind == "flip":
+            self.flip()
+        elif kind == "full":
+            self.full = True
+
+    def wake(self) -> None:
+        """All trainers go on."""
+        for trainer in self.trainers:
+            trainer.paused = False
+
+    # Time.
+
+    def run(self) -> None:
+        """The whole of it."""
+        with installed(), self.loop.entered():
+            try:
+                self.placed = [self.add_host() for _ in range(self.size)]
+                self.begin_job()
+                for _ in range(TURNS):
+                    if self.random.random() < self.fault_rate:
+                        self.fault()
+                    else:
+                        self.turn()
+                self.calm()
+            finally:
+                self.end()
+
+    def turn(self) -> None:
+        """One piece of somebody's work."""
+        trainers = [
+            one
+            for one in self.trainers
+            if one.alive and not one.paused and not one.host.keeper.is_paused
+        ]
+        sealing = [host.keeper for host in self.hosts.values() if host.keeper.tasks]
+        draw = self.random
+        choices = [(2.0, "trainer")] * bool(trainers) + [(self.seal_weight, "seal")] * bool(sealing)
+        choices += [(self.work_weight, "work")] * bool(self.waiting)
+        choices += [(1.0, "restart")] * (self.restart is not None)
+        choices += [(0.3, "death")] * bool(self.deaths) + [(0.01, "launcher"), (0.05, "time")]
+        kind = draw.choices([name for _, name in choices], [weight for weight, _ in choices])[0]
+        if kind == "trainer":
+            next(draw.choice(trainers).task)
+        elif kind == "seal":
+            keeper = draw.choice(sealing)
+            task = draw.choice(keeper.tasks)
+            if next(task, keeper) is keeper:
+                keeper.tasks.remove(task)
+        elif kind == "work":
+            process, future = self.waiting.pop(draw.randrange(len(self.waiting)))
+            if process.alive and not future.done():
+                future.set_result(None)
+        elif kind == "restart" and self.restart is not None:
+            next(self.restart, None)
+        elif kind == "death":
+            self.notice(self.deaths.pop(draw.randrange(len(self.deaths))))
+        elif kind == "time":
+            with contextlib.suppress(Deadlock):  # no timer is set
+                self.loop.pass_time()
+        elif kind == "launcher":
+            self.launch()
+        self.loop.settle()
+        if self.failure is not None:
+            raise self.failure
+
+    def launch(self) -> None:
+        """The launcher looks after the job."""
+        job = self.job
+        if job is not None and (job.has_failed or not all(t.alive for t in job.trainers)):
+            self.kill_all()
+
+    def notice(self, trainer: HostTrainer) -> None:
+        """The keeper is told of a process that has ended."""
+        trainer.host.keeper.generations.client_gone(trainer.client)
+        trainer.mapped.clear()
+        if trainer in self.trainers:
+            self.trainers.remove(trainer)
+
+    def calm(self) -> None:
+        """Nothing goes wrong any more: soon all hosts are told of steps that are agreed on, guarded
+        and durable, if there is enough memory."""
+        self.flush_fails = self.drops = self.loses = self.doubles = self.resizes = 0.0
+        self.full = False
+        self.cuts.clear()
+        self.wake()
+        self.count("calm")
+        for host in self.hosts.values():
+            host.keeper.process.paused_until_s = 0.0
+        for trainer in self.trainers:
+            if trainer.alive and not trainer.is_current:
+                self.kill(trainer)
+        if self.random.random() < 0.5:
+            self.kill_all()
+        enough = self.budget_nbytes >= 3 * STATE_NBYTES // len(self.placed)
+        self.told.clear()
+        for _ in range(CALM_TURNS):
+            self.turn()
+            if self.is_well(enough):
+                return
+        raise Violation(f"nothing comes of it in {CALM_TURNS} turns: {self.told}")
+
+    def is_well(self, enough: bool) -> bool:
+        """Whether all is as it should be."""
+        job = self.running
+        if job is None or job is not self.job or not job.trainers:
+            return False
+        if not enough:
+            return True
+        kinds = ["agreed", "durable"] + ["guarded"] * bool(job.meeting.groups)
+        names = {host.name for host in job.hosts}
+        return all(
+            {name for name, id in self.told.get(kind, {}).items() if id.epoch == job.epoch} >= names
+            for kind in kinds
+        )
+
+    def end(self) -> None:
+        """Put away what is left, so that nothing is told of tasks that nobody has ended."""
+        for process in self.processes:
+            process.alive = True
+            process.paused_until_s = 0.0
+        self.loop.raise_the_dead()
+        while pending := self.loop.pending:
+            for task in pending:
+                task.cancel()
+            self.loop.settle()
+            with contextlib.suppress(Deadlock):  # what was to happen to those that slept
+                self.loop.pass_time()
+
+
+def run_seed(seed: int, log: Callable[[str], None] | None = None) -> Counter[str]:
+    """Run the schedule of a seed; what has happened in it. Raises :class:`Violation`."""
+    world = Hosts(seed, log)
+    world.run()
+    return world.counts

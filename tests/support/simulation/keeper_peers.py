@@ -1,0 +1,358 @@
+"""What lies between the keepers of several simulated hosts: reports and standings that are lost,
+late, doubled and overtaken; what they read of each other's memory; parity; and the storage that
+they write to together.
+
+The real code of a keeper runs above this, on a simulated event loop, with these functions in the
+place of its own, see :func:`installed`. Each belongs to the keeper whose process runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import CoordinationError, DamagedError, NotFoundError, StorageError
+from holdfast.planner.parity import parity_of
+from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
+from holdfast.storage.arenas.label import GenerationId, Label
+from holdfast.storage.keeper import agreement, flush, flush_together, guards
+from holdfast.storage.keeper.reporting import ANSWER_S, Reporting, StaleReportError
+from holdfast.storage.keeper.standing import Report, Standing
+from holdfast.storage.ranks.messages import codec
+
+from .keepers import PIECES, Held, Memory, State
+from .loop import PROCESS, Process
+
+if TYPE_CHECKING:
+    from .keeper_host import HostKeeper
+
+__all__ = ["KeeperProcess", "Parity", "installed"]
+
+
+class KeeperProcess(Process):
+    """That of a keeper. ``answers``: what others wait for; nobody answers once it has died."""
+
+    def __init__(self, keeper: HostKeeper, name: str) -> None:
+        super().__init__(name, name)
+        self.keeper = keeper
+        self.answers: list[asyncio.Future[bytes]] = []
+
+
+def running() -> HostKeeper:
+    """The keeper whose code this is."""
+    process = PROCESS.get()
+    assert isinstance(process, KeeperProcess)
+    return process.keeper
+
+
+async def _at(name: str) -> HostKeeper:
+    """The keeper of that name, after a while. Raises StorageError where it cannot be reached."""
+    keeper = running()
+    await keeper.world.piece()
+    other = keeper.world.keeper_of(name)
+    if other is None or keeper.world.is_cut(keeper.host.name, name):
+        raise StorageError(f"{name} cannot be reached")
+    return other
+
+
+class Wire(Reporting):
+    """Reports reach the lead keeper, or do not."""
+
+    def enter(
+        self, epoch: int, hosts: Sequence[KeeperHost], groups: Sequence[GuardedGroup]
+    ) -> None:
+        super().enter(epoch, hosts, groups)
+        for task in self._tasks:
+            task.add_done_callback(running().ended)
+
+    async def _sent(self, host: KeeperHost, report: Report) -> Standing:
+        world = running().world
+        body = codec(Report).encode(report)
+        await self._travel(host)
+        if world.random.random() < world.doubles:
+            self.run_later(self._again(host, body))
+        async with asyncio.timeout(ANSWER_S):
+            answer = await self._answer(host, body)
+        await self._travel(host)
+        return codec(Standing).decode(answer, "a standing")
+
+    async def _travel(self, host: KeeperHost) -> None:
+        keeper = running()
+        draw = keeper.world.random
+        for _ in range(draw.choice([1, 1, 1, 2, 6])):
+            await keeper.world.piece()
+        if keeper.world.is_cut(self.name, host.name) or draw.random() < keeper.world.loses:
+            raise TimeoutError("lost")
+
+    async def _again(self, host: KeeperHost, body: bytes) -> None:
+        """The same report, later."""
+        with contextlib.suppress(CoordinationError, OSError, TimeoutError):
+            await self._travel(host)
+            await self._answer(host, body)
+
+    async def _answer(self, host: KeeperHost, body: bytes) -> bytes:
+        """What the keeper says that is there now."""
+        world = running().world
+        other = world.keeper_of(host.name)
+        if other is None:
+            raise ConnectionRefusedError
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        other.process.answers.append(answer)
+
+        async def hear() -> None:
+            try:
+                told = await other.agreement.reporting.hear(body)
+            except (CoordinationError, StaleReportError) as error:
+                if not answer.done():
+                    answer.set_exception(CoordinationError(str(error)))
+            else:
+                if not answer.done():
+                    answer.set_result(told)
+
+        world.loop.spawn(other.process, hear())
+        try:
+            return await answer
+        finally:
+            other.process.answers.remove(answer)
+
+
+class Peers:
+    """What can be read of the memory of others."""
+
+    def __init__(self, generation: GenerationId) -> None:
+        self.generation = generation
+
+    def driver(self, name: str) -> str:
+        """See the real one."""
+        return name
+
+    async def label(self, name: str, rank: int, run: str) -> Label:
+        """Of an image that is held there, or that there is parity of."""
+        keeper = await _at(name)
+        for held in keeper.images(self.generation):
+            if held.label is not None and held.label.rank == rank:
+                return held.label
+        with keeper.guards.opened(self.generation) as guarded:
+            if guarded is None or rank not in guarded.labels:
+                raise NotFoundError("no such label is in memory")
+            return Label.decode(guarded.labels[rank])
+
+    async def pieces(self, name: str, number: int) -> dict[int, State | None]:
+        """A piece of each image that is held there, by rank."""
+        keeper = await _at(name)
+        found = {
+            held.label.rank: held.memory.pieces[number]
+            for held in keeper.images(self.generation)
+            if held.label is not None
+        }
+        if not found:
+            raise NotFoundError("no such image is in memory")
+        return found
+
+    async def parity(self, name: str, number: int) -> dict[int, State | None]:
+        """A piece of the parity there: what it was made of, by rank."""
+        keeper = await _at(name)
+        with keeper.guards.opened(self.generation) as guarded:
+            if guarded is None:
+                raise NotFoundError("no such parity is in memory")
+            assert isinstance(guarded, Parity)
+            return guarded.pieces[number]
+
+
+@contextlib.asynccontextmanager
+async def _peers_of(id: GenerationId, hosts: object, certificate: str) -> AsyncIterator[Peers]:
+    yield Peers(id)
+
+
+@dataclass(eq=False)
+class Parity:
+    """What a member of a group holds: it is known of each piece what it was made of."""
+
+    group: GuardedGroup
+    member: int
+    generation: GenerationId
+    labels: dict[int, bytes]
+    pieces: list[dict[int, State | None]]
+    nbytes: int = 0
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+async def guard(
+    group: GuardedGroup,
+    member: int,
+    generation: GenerationId,
+    labels: Mapping[int, bytes],
+    pull: Peers,
+    room: object,
+) -> Parity:
+    """Read what the others have, piece by piece."""
+    if running().world.full:
+        raise OSError("no memory for parity")
+    others = [place for place in range(len(group.names)) if place != member]
+    pieces: list[dict[int, State | None]] = []
+    for number in range(PIECES):
+        pieces.append({})
+        for other in others:
+            found = await pull.pieces(group.names[other], number)
+            for rank in group.ranks[other]:
+                if rank not in found:
+                    raise NotFoundError("no such image is in memory")
+                pieces[-1][rank] = found[rank]
+    return Parity(group, member, generation, dict(labels), pieces)
+
+
+async def rebuild(
+    group: GuardedGroup,
+    want_rank: int,
+    lost: Sequence[int],
+    labels: Mapping[int, bytes],
+    pull: Peers,
+    memory: Memory,
+) -> Label:
+    """Make an image again: right where all that is read belongs together."""
+    label = Label.decode(labels[want_rank])
+    without = {group.member_of(want_rank), *lost}
+    if len(without) > parity_of(group.mode):
+        raise DamagedError("too many members are lost")
+    left = [name for member, name in enumerate(group.names) if member not in without]
+    for number in range(PIECES):
+        images: dict[int, State | None] = {}
+        parities = []
+        for name in left:
+            images |= await pull.pieces(name, number)
+            parities.append(await pull.parity(name, number))
+        memory.pieces[number] = combined(want_rank, images, parities)
+    memory.pages = tuple(memory.pieces)
+    if not is_sealed(memory, label):
+        raise DamagedError("what was made again is not the image")
+    return label
+
+
+def combined(
+    want_rank: int,
+    images: Mapping[int, State | None],
+    parities: Sequence[Mapping[int, State | None]],
+) -> State | None:
+    """What comes of it: nothing of use, if parity was made of anything else than is read."""
+    for parity in parities:
+        if any(parity[rank] != images[rank] for rank in parity.keys() & images.keys()):
+            return None
+    found = {parity[want_rank] for parity in parities}
+    return found.pop() if len(found) == 1 else None
+
+
+def is_sealed(memory: Memory, label: Label) -> bool:
+    """Whether memory is what its label says."""
+    return memory.digest() == label.digests
+
+
+# Storage, which keepers write to together.
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    id: str
+
+
+@contextlib.asynccontextmanager
+async def _opened_for(request: object, writers: int) -> AsyncIterator[tuple[None, None]]:
+    yield None, None
+
+
+async def _begin(driver: None) -> _Attempt:
+    world = running().world
+    await world.piece()
+    world.count("begun to flush")
+    return _Attempt(f"attempt-{world.counts['begun to flush']}")
+
+
+async def write_part(driver: None, attempt: str, image: Held, compression: None) -> int:
+    """Write an image, piece by piece. It may fail."""
+    world, label = running().world, image.label
+    assert label is not None
+    written: list[State | None] = []
+    image.memory.users["flush"] += 1
+    try:
+        for number in range(PIECES):
+            await world.piece()
+            written.append(image.memory.pieces[number])
+    finally:
+        image.memory.users["flush"] -= 1
+    if repr(written).encode() != label.digests:
+        raise DamagedError(f"the image of rank {label.rank} is damaged")
+    if world.random.random() < world.flush_fails:
+        raise StorageError("storage is away")
+    world.written[attempt, label.rank] = written
+    return 1
+
+
+def _fragment_of(label: Label, attempt: str, nbytes: int, compression: None) -> object:
+    return label, attempt
+
+
+async def _commit(
+    driver: None, attempt: _Attempt, fragments: Sequence[Any], compression: None, branch: str
+) -> None:
+    keeper = running()
+    await keeper.world.piece()
+    keeper.world.commit(keeper, fragments)
+
+
+async def _give_up(driver: None, attempt: _Attempt) -> None:
+    pass
+
+
+async def _offload(work: Callable[..., Any], *args: Any) -> Any:
+    return work(*args)
+
+
+def _room(nbytes: int) -> Memory:
+    if running().world.full:
+        raise OSError("no memory for an image")
+    return Memory(nbytes)
+
+
+_STORAGE = {
+    "opened_for": _opened_for,
+    "begin": _begin,
+    "write_part": write_part,
+    "fragment_of": _fragment_of,
+    "commit_attempt": _commit,
+    "give_up": _give_up,
+}
+_OWN: list[tuple[Any, dict[str, Any]]] = [
+    (agreement, {"Reporting": Wire}),
+    (flush, _STORAGE),
+    (flush_together, {**_STORAGE, "peers_of": _peers_of}),
+    (
+        guards,
+        {
+            "peers_of": _peers_of,
+            "guard": guard,
+            "rebuild": rebuild,
+            "offload": _offload,
+            "room": _room,
+            "_Pull": lambda peers, group: peers,
+        },
+    ),
+]
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """In the body, the real code of keepers works with what is simulated."""
+    before = [(module, {name: vars(module)[name] for name in own}) for module, own in _OWN]
+    try:
+        for module, own in _OWN:
+            for name, value in own.items():
+                setattr(module, name, value)
+        yield
+    finally:
+        for module, own in before:
+            for name, value in own.items():
+                setattr(module, name, value)

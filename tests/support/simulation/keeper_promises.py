@@ -1,0 +1,197 @@
+"""What keepers of several hosts promise to trainers, and what must hold because of that.
+
+What is promised is known from what keepers tell, and holds as long as what it relies on is there: a
+step that is agreed on, while all its images are; one that is guarded, while each group has lost no
+more members than it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.planner.parity import parity_of
+from holdfast.storage.arenas.label import GenerationId, Label
+
+from .keeper_host import HostJob, HostKeeper, HostTrainer
+from .keepers import Held, Memory, Record, SimulatedKeeper, State, Trainer, Violation
+
+__all__ = ["Promise", "Promises"]
+
+
+@dataclass(eq=False)
+class Promise:
+    """That a restart finds this generation. ``holders``: of each rank's image; ``groups``: how many
+    members each may lose, and the keepers that are its members, None for one that is lost;
+    ``others_lost``: how many keepers were lost since that are none of them."""
+
+    id: GenerationId
+    step: int
+    holders: dict[int, list[HostKeeper]]
+    groups: list[tuple[int, list[HostKeeper | None]]] = field(default_factory=list)
+    others_lost: int = 0
+
+
+class Promises(Record):
+    """What was told, and what it relies on."""
+
+    def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
+        super().__init__(seed, log)
+        self.budget_nbytes = 0
+        self.running: HostJob | None = None
+        self.trainers: list[HostTrainer] = []
+        self.epoch_jobs: dict[int, HostJob] = {}
+        self.sealed: dict[GenerationId, dict[int, HostKeeper]] = {}
+        """Which keeper has sealed the image of each rank."""
+        self.written: dict[tuple[str, int], list[State | None]] = {}
+        """What is in storage for each attempt, of each rank."""
+        self.damaged: set[tuple[HostKeeper, GenerationId]] = set()
+        """Where a bit has flipped."""
+        self.told: dict[str, dict[str, GenerationId]] = {}
+        """The newest that was told, of each kind, by host."""
+        self.agreed: Promise | None = None
+        self.guarded: Promise | None = None
+
+    def keeper_of(self, name: str) -> HostKeeper | None:
+        """The one that can be reached by that name now."""
+        raise NotImplementedError
+
+    def told_agreed(self, keeper: HostKeeper, id: GenerationId) -> None:
+        """Trainers rely on this generation from now on."""
+        job, sealed = self.epoch_jobs[id.epoch], self.sealed.get(id, {})
+        if sealed.keys() != set(range(job.world)):
+            raise Violation(f"{id} is agreed, and {sorted(sealed)} of {job.world} have sealed it")
+        if (job.number, id.step) in self.diverged:
+            raise Violation(f"{id} is agreed, and replicas have diverged")
+        for held in keeper.images(id):
+            self.check_image(keeper, held, id)
+        self.count("told agreed", f"{id} by {keeper}")
+        told = self.told.setdefault("agreed", {})
+        told[keeper.host.name] = max(id, told.get(keeper.host.name, id))
+        if self.is_on_line(id) and (self.agreed is None or id.step > self.agreed.step):
+            holders = {rank: [by] for rank, by in sealed.items()}
+            self.agreed = Promise(id, id.step, holders)
+
+    def told_guarded(self, keeper: HostKeeper, id: GenerationId) -> None:
+        """Trainers rely on it even where hosts are lost."""
+        job = self.epoch_jobs[id.epoch]
+        self.count("told guarded", f"{id} by {keeper}")
+        told = self.told.setdefault("guarded", {})
+        told[keeper.host.name] = max(id, told.get(keeper.host.name, id))
+        if not self.is_on_line(id) or (self.guarded is not None and id.step <= self.guarded.step):
+            return
+        groups = []
+        for group in job.meeting.groups:
+            members: list[HostKeeper | None] = []
+            for place, name in enumerate(group.names):
+                member = self.keeper_of(name)
+                problem = "it is gone"
+                if member is not None:
+                    problem = self.lacks(member, id, group.ranks[place])
+                members.append(None if problem else member)
+                sealed = {self.sealed[id].get(rank) for rank in group.ranks[place]}
+                if problem and sealed == {member} and not self.has_flipped(id):
+                    raise Violation(f"{id} is told guarded, and {name} has {problem}")
+            groups.append((parity_of(group.mode), members))
+        self.guarded = Promise(id, id.step, {}, groups)
+
+    def lacks(self, keeper: HostKeeper, id: GenerationId, ranks: Sequence[int]) -> str:
+        """What a member of a group has not of a guarded generation."""
+        parity = keeper.guards._held.get(id)
+        if parity is None:
+            return "no parity"
+        job = self.epoch_jobs[id.epoch]
+        for piece in parity.pieces:  # type: ignore[attr-defined]
+            for rank, state in piece.items():
+                if state != (job.number, id.step, rank):
+                    return f"parity of {state} for rank {rank}"
+        held = {image.label.rank for image in keeper.images(id) if image.label is not None}
+        return "" if held >= set(ranks) else f"the images of {held} alone"
+
+    def check_image(self, keeper: HostKeeper, held: Held, id: GenerationId) -> None:
+        """An image that is labelled is of one state, that of its generation."""
+        assert held.label is not None
+        expected = (self.epoch_jobs[id.epoch].number, id.step, held.label.rank)
+        if set(held.memory.pieces) != {expected} and (keeper, id) not in self.damaged:
+            raise Violation(f"{id} is agreed, and {keeper} has {held.memory.pieces}")
+
+    def is_on_line(self, id: GenerationId) -> bool:
+        """Whether the job that runs has come by there."""
+        job = self.epoch_jobs[id.epoch]
+        return self.lineage.get(id.step) == job.number
+
+    def has_flipped(self, id: GenerationId) -> bool:
+        """Whether any bit of it has, anywhere."""
+        return any(other == id for _, other in self.damaged)
+
+    def holds(self, promise: Promise, names: set[str]) -> bool:
+        """Whether what a promise relies on is still there; keepers are known by these names."""
+
+        def is_there(keeper: HostKeeper | None) -> bool:
+            return keeper is not None and keeper.alive and keeper.host.name in names
+
+        def is_well(keeper: HostKeeper | None) -> bool:
+            return is_there(keeper) and (keeper, promise.id) not in self.damaged
+
+        if promise.holders and all(any(map(is_well, of)) for of in promise.holders.values()):
+            return True
+        if not promise.groups:
+            return False
+        if self.has_flipped(promise.id):  # one cannot tell which one is damaged by its parity
+            return False
+        return all(
+            sum(not is_there(of) for of in each) + promise.others_lost <= may
+            for may, each in promise.groups
+        )
+
+    def lost(self, keeper: HostKeeper) -> None:
+        """A keeper is no more, with what it held."""
+        members = [one for _, group in self.guarded.groups for one in group] if self.guarded else []
+        if self.guarded is not None and keeper not in members:
+            self.guarded.others_lost += 1
+
+    def check_grant(self, trainer: Trainer, memory: Memory, nbytes: int) -> None:
+        """Nobody else may use what is to be filled."""
+        assert isinstance(trainer, HostTrainer)
+        keeper = trainer.host.keeper
+        if memory.nbytes != nbytes:
+            raise Violation(f"a slot of {memory.nbytes} bytes for an image of {nbytes}")
+        if +memory.users:
+            raise Violation(f"a slot is to be filled, and in use: {dict(+memory.users)}")
+        for promise in (self.agreed, self.guarded):
+            if promise is None or promise.id != memory.generation:
+                continue
+            members = [one for _, group in promise.groups for one in group]
+            relied_on = keeper in members or any(keeper in of for of in promise.holders.values())
+            if relied_on and not self.has_flipped(promise.id):
+                raise Violation(f"{promise.id} is promised, and written over by {keeper}")
+        for other in self.trainers:
+            if other is not trainer and other.alive and memory in other.mapped.values():
+                raise Violation(f"{other} can write to a slot of another")
+        newest = self.running
+        is_over = newest is not None and trainer.job is not newest
+        if is_over and keeper.generations.epoch >= newest.epoch >= 0:
+            raise Violation(f"job {trainer.job.number} is over, and was given a slot")
+
+    def check_budget(self, keeper: SimulatedKeeper) -> None:
+        """Memory is kept within limits."""
+        held = sum(slot.memory.nbytes for slot in keeper.slots.values())
+        if held > self.budget_nbytes:
+            raise Violation(f"{held} bytes are held, and {self.budget_nbytes} allowed")
+
+    def handed_over(self, trainer: Trainer) -> None:
+        """A trainer is with the new keeper."""
+
+    def commit(self, keeper: HostKeeper, fragments: Sequence[tuple[Label, str]]) -> None:
+        """A lead keeper commits what all have written."""
+        label = fragments[0][0]
+        id, generations = label.generation, keeper.generations
+        if generations.epoch > id.epoch and not generations.is_agreed(id):
+            raise Violation(
+                f"{id} is committed, in epoch {generations.epoch}, which has dropped it"
+            )
+        for label, attempt in fragments:
+            if (attempt, label.rank) not in self.written:
+                raise Violation(f"{id} is committed, and nobody has written rank {label.rank}")
+        parts = [self.written[attempt, label.rank] for label, attempt in fragments]
+        self.committed(label.world, parts)
