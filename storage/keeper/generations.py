@@ -4,7 +4,8 @@ I/O, no clock.
 A slot holds the image of one rank. A *generation* is one step of the job: it is *agreed* once all
 ranks' images are sealed and alike where they have to be. What may not be written over:
 
-- the newest generation that is agreed, since a restart may need it;
+- the newest generation that is agreed, since a restart may need it; and the one that this epoch went
+  on from, until one of this epoch is agreed, for it may not be known here that it is, too;
 - the newest of which all keepers have made parity, since a restart without one of the hosts may
   need it; and the one that they make parity of now;
 - one that is being sealed, flushed, or read by a trainer that restarts, even if it was dropped;
@@ -140,6 +141,8 @@ class Generations:
         """By rank: the newest step of this epoch that was granted."""
         self._left_out: list[int] = []
         """The newest steps of this epoch for which a rank had no slot."""
+        self._chosen: GenerationId | None = None
+        """What this epoch went on from, if it is here."""
         self._guarding: GenerationId | None = None
         self._guarded: GenerationId | None = None
 
@@ -190,6 +193,7 @@ class Generations:
             self._left_out = []
             self._guarding = None
             self._drop_later(chosen)
+            self._chosen = max((id for id in self._generations if id.step == chosen), default=None)
         return None
 
     def _drop_later(self, chosen: int | None) -> None:
@@ -307,13 +311,21 @@ class Generations:
 
     def _is_wanted(self, id: GenerationId) -> bool:
         """Whether it is the newest that is agreed, or may become it."""
-        newest = self.newest_agreed
+        newest = self._gone_on_from
         if id in (newest, self._guarding, self._guarded):
             return True
         of = self._generations.get(id)
         if of is None or of.lost:
             return False
         return id.epoch == self.epoch and (newest is None or id > newest)
+
+    @property
+    def _gone_on_from(self) -> GenerationId | None:
+        """What the next restart goes on from, as far as it is known here."""
+        newest = self.newest_agreed
+        if self._chosen in self._generations and (newest is None or newest.epoch < self.epoch):
+            return self._chosen
+        return newest
 
     def _is_mapped_by_stale(self, slot: _Slot) -> bool:
         """Whether a living process of an older epoch may write to it."""
@@ -453,7 +465,9 @@ class Generations:
         :meth:`released`."""
         for slot in self._slots.values():
             id = slot.generation
-            if slot.content is _Content.SEALED and id is not None and self.is_agreed(id):
+            if slot.content is not _Content.SEALED or id is None:
+                continue
+            if self.is_agreed(id) or id == self._gone_on_from:
                 slot.readers.add(client)
 
     def released(self, client: int) -> None:

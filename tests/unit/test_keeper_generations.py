@@ -8,8 +8,8 @@ from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.keeper.generations import Generations, Grant, Reason, Refusal
 
 SIZE = 100
-A, B = 1, 2
-"""Clients of ranks 0 and 1."""
+A, B, C = 1, 2, 3
+"""Clients of ranks 0 and 1, and one that restarts."""
 
 
 def entered(*clients: int, budget: int = 10_000, epoch: int = 0) -> Generations:
@@ -51,6 +51,40 @@ def reason(answer: Grant | Refusal | int | None) -> Reason:
     assert isinstance(answer, Refusal), answer
     assert answer.text
     return answer.reason
+
+
+def test_what_an_epoch_goes_on_from_stays_though_nobody_has_told_that_it_is_agreed_on() -> None:
+    """Other keepers knew that, and a restart went on from there: it is to be there again."""
+    generations = entered(A)
+    agreed(generations, 1, A)
+    sealed(generations, A, 2)
+    generations.client_gone(A)
+    assert generations.enter(B, 0, 1, 2) is None
+    for step in (3, 4, 5):
+        slot = generations.fill(B, 0, step, SIZE, 1)
+        if isinstance(slot, Grant):
+            generations.captured(slot.slot)
+            generations.sealed(slot.slot)
+    assert GenerationId(0, 2) in {held.id for held in generations.restorable()}
+    generations.offer(C)
+    assert generations.agreed(GenerationId(1, 3))
+    assert reason(generations.fill(B, 0, 6, SIZE, 1)) is Reason.NO_FREE_SLOT
+    generations.released(C)
+    grant = generations.fill(B, 0, 7, SIZE, 1)
+    assert isinstance(grant, Grant)
+    assert GenerationId(0, 2) not in {held.id for held in generations.restorable()}
+
+
+def test_what_an_epoch_went_on_from_takes_the_place_of_what_was_agreed_on_before() -> None:
+    """That is of no use any more; and there are but three slots, one of them for what is guarded."""
+    generations = entered(A)
+    for step in (1, 2):
+        agreed(generations, step, A)
+    generations.guarded(GenerationId(0, 1))
+    sealed(generations, A, 3)
+    generations.client_gone(A)
+    assert generations.enter(B, 0, 1, 3) is None
+    assert isinstance(generations.fill(B, 0, 4, SIZE, 1), Grant)
 
 
 def test_three_slots_are_filled_in_turn() -> None:
