@@ -4,8 +4,8 @@ I/O, no clock.
 A slot holds the image of one rank. A *generation* is one step of the job: it is *agreed* once all
 ranks' images are sealed and alike where they have to be. What may not be written over:
 
-- the newest generation that is agreed, since a restart may need it; and the one that this epoch went
-  on from, until one of this epoch is agreed, for it may not be known here that it is, too;
+- the newest generation that is agreed, since a restart may need it; or what this epoch went on
+  from, until one of this epoch is agreed, since it may not be known here that it is agreed, too;
 - the newest of which all keepers have made parity, since a restart without one of the hosts may
   need it; and the one that they make parity of now;
 - one that is being sealed, flushed, or read by a trainer that restarts, even if it was dropped;
@@ -234,6 +234,9 @@ class Generations:
         fresh = False
         if number is None or self._slots[number].generation is not None:
             problem = self._no_room(rank, nbytes)
+            if problem is not None and problem.reason is Reason.NO_MEMORY:
+                freed += self._free_foreign(rank)
+                problem = self._no_room(rank, nbytes)
             if problem is None:
                 number = next(self._numbers)
                 self._slots[number] = _Slot(rank, nbytes, made=False)
@@ -282,6 +285,22 @@ class Generations:
         ]
         for of_rank in range(world):
             freed += [number for number in self._surplus(of_rank) if number not in freed]
+        for number in freed:
+            self._lose(self._slots[number])
+            del self._slots[number]
+        return tuple(freed)
+
+    def _free_foreign(self, rank: int) -> tuple[int, ...]:
+        """Slots of ranks that another keeper has now are in the way of others, once nothing
+        protects what is in them."""
+        ranks = {
+            of for client, of in self._ranks.items() if self._epochs.get(client) == self.epoch
+        } | {rank}
+        freed = [
+            number
+            for number, slot in self._slots.items()
+            if slot.rank not in ranks and not slot.mappers and self._may_be_filled(slot)
+        ]
         for number in freed:
             self._lose(self._slots[number])
             del self._slots[number]

@@ -87,6 +87,24 @@ def test_what_an_epoch_went_on_from_takes_the_place_of_what_was_agreed_on_before
     assert isinstance(generations.fill(B, 0, 4, SIZE, 1), Grant)
 
 
+def test_slots_of_ranks_that_moved_to_another_host_make_room() -> None:
+    """A restart has numbered the hosts anew. What still is of use of former ranks stays."""
+    generations = entered(A, budget=4 * SIZE)
+    for step in (1, 2, 3):
+        agreed(generations, step, A)
+    generations.client_gone(A)
+    assert generations.enter(B, 1, 1, 3) is None
+    for step in (4, 5, 6):
+        grant = generations.fill(B, 1, step, SIZE, 2)
+        assert isinstance(grant, Grant), grant
+        if grant.fresh:
+            generations.made(grant.slot)
+        generations.captured(grant.slot)
+        generations.sealed(grant.slot)
+    assert GenerationId(0, 3) in {held.id for held in generations.restorable()}
+    assert len(generations.slots) == 4
+
+
 def test_three_slots_are_filled_in_turn() -> None:
     """Memory is made three times; then the oldest step gives way."""
     generations = entered(A)
