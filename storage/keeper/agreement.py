@@ -130,7 +130,8 @@ class Agreement:
         """Make use of how things stand."""
         self._open = standing.open
         for id in standing.void:
-            if self._is_news(id, standing):
+            # A lead keeper that has begun anew may not know that it was agreed on before.
+            if self._is_news(id, standing) and not self._held.generations.is_agreed(id):
                 self._counters.void += 1
                 self._held.generations.void(id)
                 text = "ranks have captured what does not belong together, or one has nothing of it"

@@ -1,0 +1,140 @@
+"""What a keeper makes of how things stand among the keepers of its job."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+from support.clock import run_virtual
+
+from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
+from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.messages import Agreed, Event, Guarded, Voided
+from holdfast.storage.keeper.agreement import Agreement
+from holdfast.storage.keeper.generations import Generations, Grant
+from holdfast.storage.keeper.standing import Standing
+from holdfast.storage.keeper.status import Counters
+
+HOSTS = (KeeperHost("a", "a", "a", ranks=(0,)), KeeperHost("b", "b", "b", ranks=(1,)))
+GROUPS = (GuardedGroup("copy", ("a", "b"), ((0,), (1,))),)
+CLIENT = 7
+
+
+class Parity:
+    """The guards of a keeper; parity is there when a test says so."""
+
+    guarded: GenerationId | None = None
+    unguarded: GenerationId | None = None
+    made: list[GenerationId]
+
+    def __init__(self) -> None:
+        self.made = []
+
+    def make(self, id: GenerationId, *others: object) -> None:
+        self.made.append(id)
+
+    def keep(self, *ids: object) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def drop_later(self, chosen: int | None) -> None:
+        pass
+
+
+class Host:
+    """The keeper ``b`` of rank 1, which is not the lead keeper, and hears nothing but what a test
+    says."""
+
+    def __init__(self) -> None:
+        self.generations = Generations(10_000)
+        self.guards = Parity()
+        self.told: list[Event] = []
+        self.agreement = Agreement(
+            "b",
+            self,  # type: ignore[arg-type]
+            self.guards,  # type: ignore[arg-type]
+            Counters(),
+            self.tell,
+            self.later,
+            "",
+        )
+        self.version = 0
+
+    async def tell(self, event: Event) -> None:
+        self.told.append(event)
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        work.close()
+
+    def enter(self, epoch: int, chosen: int | None) -> None:
+        """The trainer of rank 1 goes on."""
+        self.generations.enter(CLIENT, 1, epoch, chosen)
+        self.agreement.reporting._stop()
+        self.agreement.enter(epoch, chosen, HOSTS, GROUPS)
+        self.agreement.reporting._stop()
+
+    def seal(self, *steps: int) -> None:
+        """It keeps these steps."""
+        for step in steps:
+            grant = self.generations.fill(CLIENT, 1, step, 10, 2)
+            assert isinstance(grant, Grant), grant
+            if grant.fresh:
+                self.generations.made(grant.slot)
+            self.generations.captured(grant.slot)
+            self.generations.sealed(grant.slot)
+
+    def held(self) -> set[GenerationId]:
+        """What is there."""
+        return {one.id for one in self.generations.restorable()}
+
+    async def hear(self, lead: str, epoch: int, **how: Any) -> None:
+        """How things stand, as that lead keeper says."""
+        self.version += 1
+        standing = Standing(f"{lead}/{self.version}", epoch)
+        await self.agreement.follow(replace(standing, **how))
+
+
+def id(step: int, epoch: int = 0) -> GenerationId:
+    """Of a step."""
+    return GenerationId(epoch, step)
+
+
+def in_loop(test: Any) -> Any:
+    """Run a test, which is a coroutine function, in virtual time."""
+
+    def run() -> None:
+        run_virtual(test())
+
+    run.__doc__ = test.__doc__
+    return run
+
+
+@in_loop
+async def test_a_keeper_makes_use_of_how_things_stand() -> None:
+    """It tells what is agreed on, void and guarded, each once."""
+    host = Host()
+    host.enter(0, None)
+    host.seal(1, 2)
+    for _ in range(2):
+        await host.hear("x", 0, agreed=(id(1),), void=(id(2),), guard=id(1))
+        await host.hear("x", 0, agreed=(id(1),), void=(id(2),), guarded=id(1))
+    assert [type(event) for event in host.told] == [Voided, Agreed, Guarded]
+    assert host.held() == {id(1)}
+    assert host.guards.made == [id(1), id(1)]
+
+
+@in_loop
+async def test_what_was_agreed_on_is_not_void_because_a_new_lead_keeper_has_lost_it() -> None:
+    """Its keeper has nothing of it, and does not know better. It may be what is guarded."""
+    host = Host()
+    host.enter(0, None)
+    host.seal(1, 2)
+    await host.hear("x", 0, agreed=(id(1), id(2)))
+    await host.hear("x", 0, agreed=(id(1), id(2)), guarded=id(1))
+    await host.hear("y", 0, agreed=(id(2),))
+    await host.hear("y", 0, agreed=(id(2),), void=(id(1),))
+    assert id(1) in host.held()
+    assert not any(isinstance(event, Voided) for event in host.told)
