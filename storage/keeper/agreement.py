@@ -53,6 +53,8 @@ class Agreement:
         self._open: tuple[GenerationId, ...] = ()
         self.protected: GenerationId | None = None
         """The newest generation of whose images all keepers have made parity."""
+        self._guarding: set[GenerationId] = set()
+        """Those of which they make it, or have, which this keeper has not been told."""
 
     def writes(self, writing: Writing) -> None:
         """What writes generations, which needs this to do so together with others."""
@@ -72,9 +74,11 @@ class Agreement:
             self._open = ()
             self._guards.stop()
             self._guards.drop_later(chosen)
-            if not groups:
+            if not groups or not _is_left(self.protected, chosen):
                 self._held.generations.guarded(None)
                 self.protected = None
+            self._guarding = {id for id in self._guarding if groups and _is_left(id, chosen)}
+            self._held.generations.guarding(self._guarding)
         self.reporting.enter(epoch, hosts, groups)
 
     async def vote(self, label: Label) -> None:
@@ -115,6 +119,7 @@ class Agreement:
             newest if newest is not None and newest.epoch == epoch else None,
             self._guards.guarded,
             self._guards.unguarded,
+            self.protected,
             None if self._writing is None else self._writing.written,
         )
 
@@ -167,15 +172,24 @@ class Agreement:
         await self._tell(Agreed(id))
 
     async def _guard(self, standing: Standing) -> None:
-        """Make parity of what all make it of now; keep that of what all have made it of."""
+        """Make parity of what all make it of now; keep that of what all have made it of.
+
+        Another keeper may have been told that all have made it when the lead keeper died, or the
+        epoch ended, and may rely on that. So what all were about to make it of is kept until the
+        lead keeper has heard what each was told."""
         generations = self._held.generations
-        generations.guarding(standing.guard)
+        if standing.heard:
+            self._guarding = set()
+        if standing.guard is not None:
+            self._guarding.add(standing.guard)
+        generations.guarding(self._guarding)
         guarded = standing.guarded
-        if guarded is not None and guarded != self.protected and guarded.epoch == standing.epoch:
+        if guarded is not None and (self.protected is None or guarded > self.protected):
             self.protected = guarded
-            self._counters.protected += 1
             generations.guarded(guarded)
-            await self._tell(Protected(guarded))
+            if guarded.epoch == standing.epoch:
+                self._counters.protected += 1
+                await self._tell(Protected(guarded))
         self._guards.keep(self.protected, standing.guard)
         group = self.reporting.group()
         if standing.guard is None or group is None:
@@ -188,3 +202,8 @@ class Agreement:
         """Take part in nothing more."""
         await self.reporting.close()
         await self._guards.close()
+
+
+def _is_left(id: GenerationId | None, chosen: int | None) -> bool:
+    """Whether a resume from step ``chosen`` has not dropped it."""
+    return id is not None and chosen is not None and id.step <= chosen

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ...core.units import size_text
@@ -143,7 +144,7 @@ class Generations:
         """The newest steps of this epoch for which a rank had no slot."""
         self._chosen: GenerationId | None = None
         """What this epoch went on from, if it is here."""
-        self._guarding: GenerationId | None = None
+        self._guarding: frozenset[GenerationId] = frozenset()
         self._guarded: GenerationId | None = None
 
     @property
@@ -156,9 +157,9 @@ class Generations:
         """What a restart can go on from, whichever processes die."""
         return max((id for id, of in self._generations.items() if of.agreed), default=None)
 
-    def guarding(self, id: GenerationId | None) -> None:
-        """Parity is made of this generation: other keepers read it. None: of none."""
-        self._guarding = id
+    def guarding(self, ids: Collection[GenerationId]) -> None:
+        """Parity is made of these generations: other keepers read them, or may rely on them."""
+        self._guarding = frozenset(ids)
 
     def guarded(self, id: GenerationId | None) -> None:
         """The newest generation that parity of all its images has been made of: it is what is left
@@ -191,7 +192,6 @@ class Generations:
             self.epoch = epoch
             self._newest_step = {}
             self._left_out = []
-            self._guarding = None
             self._drop_later(chosen)
             self._chosen = max((id for id in self._generations if id.step == chosen), default=None)
         return None
@@ -331,7 +331,7 @@ class Generations:
     def _is_wanted(self, id: GenerationId) -> bool:
         """Whether it is the newest that is agreed, or may become it."""
         newest = self._gone_on_from
-        if id in (newest, self._guarding, self._guarded):
+        if id in (newest, self._guarded) or id in self._guarding:
             return True
         of = self._generations.get(id)
         if of is None or of.lost:

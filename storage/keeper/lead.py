@@ -42,6 +42,8 @@ class Lead:
         self._ballot = Ballot()
         self._epoch = -1
         self._names: frozenset[str] = frozenset()
+        self._heard: set[str] = set()
+        """Those of them that have reported in this epoch."""
         self._guards = False
         self._guard: GenerationId | None = None
         self._have_guarded: set[str] = set()
@@ -80,7 +82,9 @@ class Lead:
         self._epoch = epoch
         self._names = frozenset(names)
         self._guards = guards
+        self._heard = set()
         self._guard = self._tried = self._newest = None
+        self._guarded = None  # reports say what is left of it
         self._have_guarded = set()
         self._failures = self._rest = 0
         self._flush = None
@@ -93,6 +97,8 @@ class Lead:
         if report.epoch != self._epoch or report.name not in self._names:
             return
         before = self._state()
+        self._heard.add(report.name)
+        self._note_guarded(report.told)
         for vote in report.votes:
             if vote.generation.epoch == self._epoch:
                 self._ballot.cast(vote)
@@ -128,13 +134,17 @@ class Lead:
         if report.guarded == guard:
             self._have_guarded.add(report.name)
             if self._have_guarded == self._names:
-                self._guarded = guard
+                self._note_guarded(guard)
                 self._failures = 0
                 self._release_guard()
         elif report.unguarded == guard:
             self._failures += 1
             self._rest = min(2 ** (self._failures - 1), REST_MAX)
             self._release_guard()
+
+    def _note_guarded(self, id: GenerationId | None) -> None:
+        if id is not None and (self._guarded is None or id > self._guarded):
+            self._guarded = id
 
     def _release_guard(self) -> None:
         self._guard = None
@@ -182,6 +192,7 @@ class Lead:
             tuple(sorted(id for id in self._ballot.open if id.epoch == self._epoch)),
             self._guard,
             self._guarded,
+            self._heard == self._names,
             self._flush,
             self._ended,
         )

@@ -126,6 +126,66 @@ async def test_a_keeper_makes_use_of_how_things_stand() -> None:
     assert host.guards.made == [id(1), id(1)]
 
 
+def works_on(host: Host, *steps: int, epoch: int) -> None:
+    """It keeps what it can of further steps."""
+    for step in steps:
+        grant = host.generations.fill(CLIENT, 1, step, 10, 2)
+        if isinstance(grant, Grant):
+            host.generations.captured(grant.slot)
+            host.generations.sealed(grant.slot)
+
+
+@in_loop
+async def test_what_another_keeper_was_told_is_guarded_is_kept_in_the_next_epoch() -> None:
+    """That one has let go of what was guarded before."""
+    host = Host()
+    host.enter(0, None)
+    host.seal(1)
+    await host.hear("x", 0, agreed=(id(1),), guarded=id(1), heard=True)
+    host.seal(2)
+    await host.hear("x", 0, agreed=(id(2),), guard=id(2), guarded=id(1), heard=True)
+    host.guards.guarded = id(2)
+    host.enter(1, 2)
+    works_on(host, 3, 4, 5, epoch=1)
+    await host.hear("x", 1)
+    works_on(host, 6, 7, 8, epoch=1)
+    assert {id(1), id(2)} <= host.held()
+    assert host.agreement.report().told == id(1)
+    await host.hear("x", 1, guarded=id(2), heard=True)
+    assert host.agreement.report().told == id(2)
+    assert not [event for event in host.told if event == Guarded(id(2))]
+    works_on(host, 9, 10, epoch=1)
+    assert id(1) not in host.held()
+
+
+@in_loop
+async def test_what_another_keeper_was_told_is_guarded_is_kept_with_the_next_lead_keeper() -> None:
+    """Until that one has heard what each was told."""
+    host = Host()
+    host.enter(0, None)
+    host.seal(1)
+    await host.hear("x", 0, agreed=(id(1),), guarded=id(1), heard=True)
+    host.seal(2, 3)
+    await host.hear("x", 0, agreed=(id(2),), guard=id(2), guarded=id(1), heard=True)
+    await host.hear("y", 0, agreed=(id(3),))
+    works_on(host, 4, 5, epoch=0)
+    assert host.held() == {id(1), id(2), id(3)}
+    await host.hear("y", 0, agreed=(id(3),), guarded=id(1), heard=True)
+    works_on(host, 6, epoch=0)
+    assert host.held() == {id(1), id(3), id(6)}
+
+
+@in_loop
+async def test_what_is_guarded_goes_by_a_resume_from_before_it() -> None:
+    """Nobody is told of it then."""
+    host = Host()
+    host.enter(0, None)
+    host.seal(1, 2)
+    await host.hear("x", 0, agreed=(id(2),), guarded=id(2), heard=True)
+    host.enter(1, 1)
+    assert host.agreement.report().told is None
+
+
 @in_loop
 async def test_what_was_agreed_on_is_not_void_because_a_new_lead_keeper_has_lost_it() -> None:
     """Its keeper has nothing of it, and does not know better. It may be what is guarded."""
