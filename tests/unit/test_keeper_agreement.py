@@ -10,7 +10,7 @@ from support.clock import run_virtual
 
 from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.arenas.messages import Agreed, Event, Guarded, Voided
+from holdfast.storage.arenas.messages import Agreed, Event, Protected, Voided
 from holdfast.storage.keeper.agreement import Agreement
 from holdfast.storage.keeper.generations import Generations, Grant
 from holdfast.storage.keeper.standing import Standing
@@ -121,7 +121,7 @@ async def test_a_keeper_makes_use_of_how_things_stand() -> None:
     for _ in range(2):
         await host.hear("x", 0, agreed=(id(1),), void=(id(2),), guard=id(1))
         await host.hear("x", 0, agreed=(id(1),), void=(id(2),), guarded=id(1))
-    assert [type(event) for event in host.told] == [Voided, Agreed, Guarded]
+    assert [type(event) for event in host.told] == [Voided, Agreed, Protected]
     assert host.held() == {id(1)}
     assert host.guards.made == [id(1), id(1)]
 
@@ -153,7 +153,7 @@ async def test_what_another_keeper_was_told_is_guarded_is_kept_in_the_next_epoch
     assert host.agreement.report().told == id(1)
     await host.hear("x", 1, guarded=id(2), heard=True)
     assert host.agreement.report().told == id(2)
-    assert not [event for event in host.told if event == Guarded(id(2))]
+    assert not [event for event in host.told if event == Protected(id(2))]
     works_on(host, 9, 10, epoch=1)
     assert id(1) not in host.held()
 

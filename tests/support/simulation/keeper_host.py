@@ -17,8 +17,8 @@ from holdfast.storage.arenas.messages import (
     Durable,
     Event,
     Flush,
-    Guarded,
     Inventory,
+    Protected,
     Rebuild,
 )
 from holdfast.storage.keeper.agreement import Agreement
@@ -157,7 +157,7 @@ class HostKeeper(SimulatedKeeper):
         """Trainers of this epoch are told."""
         if isinstance(event, Agreed):
             self.world.told_agreed(self, event.generation)
-        elif isinstance(event, Guarded):
+        elif isinstance(event, Protected):
             self.world.told_guarded(self, event.generation)
         elif isinstance(event, Durable):
             self.world.told.setdefault("durable", {})[self.host.name] = event.generation
