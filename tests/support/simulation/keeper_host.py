@@ -206,6 +206,11 @@ class HostKeeper(SimulatedKeeper):
             id = GenerationId(trainer.job.epoch, step)
             self.do(self.writing.want, id, Flush(step, "storage"))
 
+    def keeps_for_flush(self, id: GenerationId | None) -> bool:
+        """Whether what is written to storage has to stay. A keeper that is not the lead keeper lets
+        go of what a resume has dropped, and then finds it damaged if it is still being written."""
+        return self.agreement.reporting.leads or id in self.writing._parts
+
     def inventory(self) -> Inventory:
         """What there is to go on from."""
         hosts = self.agreement.reporting.hosts

@@ -63,6 +63,7 @@ class Hosts(Promises):
         self.fault_rate = draw.choice([0.002, 0.005, 0.01])
         self.seal_weight = draw.choice([1.0, 3.0])
         self.work_weight = draw.choice([1.0, 3.0])
+        self.trainer_weight = 2.0
         self.full = False
         self.cuts: set[frozenset[str]] = set()
         self.deaths: list[HostTrainer] = []
@@ -137,13 +138,13 @@ class Hosts(Promises):
         yield
         job.readers = {host.name: next(self.clients) for host in job.hosts}
         newest = self.newest_stored()
+        promised = [one for one in (self.agreed, self.guarded) if one is not None]
         stocks, others = yield from self.look(job)
         reached = {stock.host.name for stock in (*stocks, *others)}
-        promised = [one for one in (self.agreed, self.guarded) if one is not None]
         promised = [one for one in promised if self.holds(one, reached)]
         job.epoch = memory_survey.next_epoch([*stocks, *others], self.epochs)
         option = GuardOption(self.mode, self.group)
-        if self.mode == "pq" and len(job.hosts) < 3:
+        if len(job.hosts) < (3 if self.mode == "pq" else 2):
             option = GuardOption("auto", self.group)
         job.meeting = memory_survey.meeting(stocks, job.world, option)
         made: set[Choice] = set()
@@ -165,8 +166,8 @@ class Hosts(Promises):
                 if states is not None:
                     found, taken = self.whole(choice, states), choice
                     break
-            elif self.full or problem == "no-memory":
-                self.count("no memory for what is made again")
+            elif self.full or self.cuts or problem == "no-memory":
+                self.count("what can be made again cannot be now")
                 promised = []
             stocks, others = yield from self.look(job)
         if job.has_failed:
@@ -349,7 +350,7 @@ class Hosts(Promises):
                 held.encoded = held.encoded[:-1] + bytes([held.encoded[-1] ^ 1])
         else:
             return
-        self.damaged.add((keeper, id))
+        self.damaged.add((keeper.host.name, id))
         self.count("flipped", f"{kind} of {id} at {keeper}")
 
     def fault(self) -> None:
@@ -415,7 +416,7 @@ class Hosts(Promises):
         ]
         sealing = [host.keeper for host in self.hosts.values() if host.keeper.tasks]
         draw = self.random
-        choices = [(2.0, "trainer")] * bool(trainers) + [(self.seal_weight, "seal")] * bool(sealing)
+        choices = [(self.trainer_weight, "trainer")] * bool(trainers) + [(self.seal_weight, "seal")] * bool(sealing)
         choices += [(self.work_weight, "work")] * bool(self.waiting)
         choices += [(1.0, "restart")] * (self.restart is not None)
         choices += [(0.3, "death")] * bool(self.deaths) + [(0.01, "launcher"), (0.05, "time")]
@@ -461,6 +462,7 @@ class Hosts(Promises):
         """Nothing goes wrong any more: soon all hosts are told of steps that are agreed on, guarded
         and durable, if there is enough memory."""
         self.flush_fails = self.drops = self.loses = self.doubles = self.resizes = 0.0
+        self.seal_weight, self.work_weight, self.trainer_weight = 3.0, 4.0, 1.0
         self.full = False
         self.cuts.clear()
         self.wake()

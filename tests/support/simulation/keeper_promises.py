@@ -45,7 +45,7 @@ class Promises(Record):
         """Which keeper has sealed the image of each rank."""
         self.written: dict[tuple[str, int], list[State | None]] = {}
         """What is in storage for each attempt, of each rank."""
-        self.damaged: set[tuple[HostKeeper, GenerationId]] = set()
+        self.damaged: set[tuple[str, GenerationId]] = set()
         """Where a bit has flipped."""
         self.told: dict[str, dict[str, GenerationId]] = {}
         """The newest that was told, of each kind, by host."""
@@ -112,7 +112,7 @@ class Promises(Record):
         """An image that is labelled is of one state, that of its generation."""
         assert held.label is not None
         expected = (self.epoch_jobs[id.epoch].number, id.step, held.label.rank)
-        if set(held.memory.pieces) != {expected} and (keeper, id) not in self.damaged:
+        if set(held.memory.pieces) != {expected} and (keeper.host.name, id) not in self.damaged:
             raise Violation(f"{id} is agreed, and {keeper} has {held.memory.pieces}")
 
     def is_on_line(self, id: GenerationId) -> bool:
@@ -131,7 +131,8 @@ class Promises(Record):
             return keeper is not None and keeper.alive and keeper.host.name in names
 
         def is_well(keeper: HostKeeper | None) -> bool:
-            return is_there(keeper) and (keeper, promise.id) not in self.damaged
+            assert keeper is not None
+            return is_there(keeper) and (keeper.host.name, promise.id) not in self.damaged
 
         if promise.holders and all(any(map(is_well, of)) for of in promise.holders.values()):
             return True
@@ -156,8 +157,11 @@ class Promises(Record):
         keeper = trainer.host.keeper
         if memory.nbytes != nbytes:
             raise Violation(f"a slot of {memory.nbytes} bytes for an image of {nbytes}")
-        if +memory.users:
-            raise Violation(f"a slot is to be filled, and in use: {dict(+memory.users)}")
+        users = +memory.users
+        if not keeper.keeps_for_flush(memory.generation):
+            users.pop("flush", None)
+        if users:
+            raise Violation(f"a slot is to be filled, and in use: {dict(users)}")
         for promise in (self.agreed, self.guarded):
             if promise is None or promise.id != memory.generation:
                 continue

@@ -59,6 +59,9 @@ class Memory:
     users: Counter[str] = field(default_factory=Counter)
     generation: GenerationId | None = None
 
+    def close(self) -> None:
+        """Give it back."""
+
     def digest(self) -> bytes:
         """Of what is in it."""
         return repr(self.pieces).encode()
