@@ -87,7 +87,7 @@ class Lead:
         self._guarded = None  # reports say what is left of it
         self._have_guarded = set()
         self._failures = self._rest = 0
-        self._flush = None
+        # What was ordered is still waited for: keepers say what has become of it.
         self._written = {}
         self._count += 1
 

@@ -416,7 +416,9 @@ class Hosts(Promises):
         ]
         sealing = [host.keeper for host in self.hosts.values() if host.keeper.tasks]
         draw = self.random
-        choices = [(self.trainer_weight, "trainer")] * bool(trainers) + [(self.seal_weight, "seal")] * bool(sealing)
+        choices = [(self.trainer_weight, "trainer")] * bool(trainers) + [
+            (self.seal_weight, "seal")
+        ] * bool(sealing)
         choices += [(self.work_weight, "work")] * bool(self.waiting)
         choices += [(1.0, "restart")] * (self.restart is not None)
         choices += [(0.3, "death")] * bool(self.deaths) + [(0.01, "launcher"), (0.05, "time")]
