@@ -4,7 +4,7 @@ agreed on, of which one parity is made, and what is written to storage together.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from ..arenas.hosts import GuardedGroup, KeeperHost
@@ -86,7 +86,7 @@ class Agreement:
         id = label.generation
         if id not in self._known:
             self._votes.setdefault(id, {})[label.rank] = Vote.of(label)
-            for old in sorted(self._votes)[:-KEPT]:
+            for old in sorted(self._votes.keys() - set(self._held.generations.undecided))[:-KEPT]:
                 del self._votes[old]
         await self.reporting.tell()
 
@@ -134,17 +134,18 @@ class Agreement:
     async def follow(self, standing: Standing) -> None:
         """Make use of how things stand."""
         self._open = standing.open
-        for id in standing.void:
+        agreed = {*standing.agreed, *filter(None, (standing.guard, standing.guarded))}
+        for id in (*standing.void, *self._settled(standing, agreed)):
             # A lead keeper that has begun anew may not know that it was agreed on before.
             if self._is_news(id, standing) and not self._held.generations.is_agreed(id):
                 self._counters.void += 1
                 self._held.generations.void(id)
                 text = "ranks have captured what does not belong together, or one has nothing of it"
                 await self._tell(Voided(id, text))
-        for id in standing.agreed:
+        for id in sorted(agreed):
             if self._is_news(id, standing):
                 await self._agreed(id)
-        self._known &= {*standing.void, *standing.agreed}
+        self._known &= {*standing.void, *agreed}
         await self._guard(standing)
         if self._writing is not None:
             self._counters.report_failures = self.reporting.failures
@@ -154,6 +155,15 @@ class Agreement:
         """What only the lead keeper could finish will not be."""
         if self._writing is not None:
             await self._writing.fail_parts(problem)
+
+    def _settled(self, standing: Standing, agreed: Collection[GenerationId]) -> list[GenerationId]:
+        """What has no outcome here, and none in the lead keeper's memory: it went by while this
+        keeper was not reached. Kept any longer it would be in the way of later steps for ever."""
+        settled = standing.settled
+        if settled is None:
+            return []
+        named = {*agreed, *standing.open}
+        return [id for id in self._held.generations.undecided if id <= settled and id not in named]
 
     def _is_news(self, id: GenerationId, standing: Standing) -> bool:
         if id.epoch != standing.epoch or id in self._known:

@@ -157,6 +157,13 @@ class Generations:
         """What a restart can go on from, whichever processes die."""
         return max((id for id, of in self._generations.items() if of.agreed), default=None)
 
+    @property
+    def undecided(self) -> list[GenerationId]:
+        """Those of this epoch whose outcome is not known here."""
+        return [
+            id for id, of in self._generations.items() if id.epoch == self.epoch and not of.agreed
+        ]
+
     def guarding(self, ids: Collection[GenerationId]) -> None:
         """Parity is made of these generations: other keepers read them, or may rely on them."""
         self._guarding = frozenset(ids)

@@ -184,6 +184,7 @@ class Lead:
     def standing(self) -> Standing:
         """How things stand."""
         outcomes = self._ballot.outcomes
+        settled = self._ballot.settled
         return Standing(
             self.version,
             self._epoch,
@@ -193,6 +194,7 @@ class Lead:
             self._guard,
             self._guarded,
             self._heard == self._names,
+            settled if settled is not None and settled.epoch == self._epoch else None,
             self._flush,
             self._ended,
         )

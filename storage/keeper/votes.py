@@ -55,6 +55,9 @@ class Ballot:
     def __init__(self) -> None:
         self._counts: dict[GenerationId, _Count] = {}
         self._outcomes: dict[GenerationId, Outcome] = {}
+        self.settled: GenerationId | None = None
+        """The newest whose outcome is forgotten. What is not newer, and has none here, is void, but
+        for what was agreed on before something newer was."""
 
     def cast(self, vote: Vote) -> Outcome | None:
         """Count a vote; the outcome, once it is known. A vote that comes twice counts once. One
@@ -63,6 +66,8 @@ class Ballot:
         known = self._outcomes.get(vote.generation)
         if known is not None:
             return known
+        if self.settled is not None and vote.generation <= self.settled:
+            return Outcome.VOID
         count = self._counts.setdefault(vote.generation, _Count(vote.world))
         before = count.votes.setdefault(vote.rank, vote)
         outcome: Outcome | None = None
@@ -100,8 +105,13 @@ class Ballot:
     def _forget_old(self) -> None:
         for id in sorted(self._counts)[:-KEPT]:
             del self._counts[id]
+        newest = max(self.agreed, default=None)
         for id in sorted(self._outcomes)[:-KEPT]:
-            del self._outcomes[id]
+            if id != newest:
+                del self._outcomes[id]
+                self.settled = id if self.settled is None else max(id, self.settled)
+        for id in [id for id in self._counts if self.settled is not None and id <= self.settled]:
+            del self._counts[id]
 
 
 def _are_alike(votes: Iterable[Vote]) -> bool:

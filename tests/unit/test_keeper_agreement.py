@@ -19,6 +19,7 @@ from holdfast.storage.keeper.status import Counters
 HOSTS = (KeeperHost("a", "a", "a", ranks=(0,)), KeeperHost("b", "b", "b", ranks=(1,)))
 GROUPS = (GuardedGroup("copy", ("a", "b"), ((0,), (1,))),)
 CLIENT = 7
+VOID = "ranks have captured what does not belong together, or one has nothing of it"
 
 
 class Parity:
@@ -173,6 +174,32 @@ async def test_what_another_keeper_was_told_is_guarded_is_kept_with_the_next_lea
     await host.hear("y", 0, agreed=(id(3),), guarded=id(1), heard=True)
     works_on(host, 6, epoch=0)
     assert host.held() == {id(1), id(3), id(6)}
+
+
+@in_loop
+async def test_a_keeper_that_has_missed_outcomes_gives_up_what_has_none_any_more() -> None:
+    """The lead keeper does not remember them. Kept for ever, they would leave no slot."""
+    host = Host()
+    host.enter(0, None)
+    host.seal(1, 2, 3)
+    works_on(host, 4, epoch=0)
+    assert host.held() == {id(1), id(2), id(3)}
+    await host.hear("x", 0, agreed=(id(1),), open=(id(2),), void=(id(40),), settled=id(3))
+    assert host.held() == {id(1), id(2)}
+    assert host.told == [Voided(id(40), VOID), Voided(id(3), VOID), Agreed(id(1))]
+    works_on(host, 41, epoch=0)
+    assert id(41) in host.held()
+
+
+@in_loop
+async def test_what_is_guarded_is_agreed_on_though_nothing_else_says_so() -> None:
+    """Its outcome was forgotten while parity of it was made."""
+    host = Host()
+    host.enter(0, None)
+    host.seal(1, 2)
+    await host.hear("x", 0, guard=id(1), agreed=(id(30),), settled=id(29))
+    assert host.held() == {id(1)}
+    assert host.told == [Voided(id(2), VOID), Agreed(id(1)), *host.told[2:]]
 
 
 @in_loop

@@ -3,6 +3,7 @@ parity, and what is flushed together."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.keeper.lead import REST_MAX, Lead, is_newer
 from holdfast.storage.keeper.standing import FlushEnd, FlushOrder, Report, Written
-from holdfast.storage.keeper.votes import Vote
+from holdfast.storage.keeper.votes import KEPT, Vote
 
 NAMES = ("a", "b")
 """Keepers of the ranks 0 and 1."""
@@ -69,6 +70,23 @@ def test_what_a_rank_will_not_vote_for_is_void() -> None:
     assert lead.standing().void == (id(1),)
     says(lead, "b", 1)
     assert (lead.standing().void, lead.standing().agreed) == ((id(1),), ())
+
+
+def test_the_newest_that_is_agreed_on_is_not_forgotten() -> None:
+    """However many steps after it are void: a keeper may yet have to hear of it. Of what is
+    forgotten it is told that it is, and votes for it are not counted again."""
+    lead = begun()
+    agree(lead, 1, 2)
+    says(lead, "a", *range(3, 40))
+    says(lead, "b", missing=tuple(map(id, range(3, 40))))
+    standing = lead.standing()
+    assert standing.agreed == (id(2),)
+    assert standing.void == tuple(map(id, range(40 - KEPT, 40)))
+    assert standing.settled == id(39 - KEPT)
+    says(lead, "b", 1, 3)
+    assert lead.standing() == standing
+    lead.begin(2, NAMES, guards=False)
+    assert lead.standing().settled is None
 
 
 def test_what_a_keeper_knows_to_be_agreed_on_is() -> None:
@@ -192,7 +210,7 @@ def test_after_each_failure_more_generations_are_left_out() -> None:
             tried.append(guard.step)
             says(lead, "b", unguarded=guard)
             assert lead.standing().guard is None
-    assert [b - a for a, b in zip(tried, tried[1:], strict=False)] == [1, 2, 4, 8, 16, 32, 32, 32]
+    assert [b - a for a, b in itertools.pairwise(tried)] == [1, 2, 4, 8, 16, 32, 32, 32]
     assert REST_MAX == 32
     while lead.standing().guard is None:
         step += 1
