@@ -50,9 +50,9 @@ class Lead:
         self._guarded: GenerationId | None = None
         self._failures = 0
         self._rest = 0
-        """The generation that is agreed on after so many more is guarded again."""
+        """After so many more outcomes the newest generation that is agreed on is guarded again."""
         self._newest: GenerationId | None = None
-        """The newest that is agreed on in this epoch."""
+        """The newest outcome in this epoch."""
         self._tried: GenerationId | None = None
         """The newest of which parity was, or is, to be made."""
         self._flush: FlushOrder | None = None
@@ -140,6 +140,7 @@ class Lead:
         elif report.unguarded == guard:
             self._failures += 1
             self._rest = min(2 ** (self._failures - 1), REST_MAX)
+            self._tried = None
             self._release_guard()
 
     def _note_guarded(self, id: GenerationId | None) -> None:
@@ -152,15 +153,19 @@ class Lead:
 
     def _choose_guard(self) -> None:
         """Guard the newest generation, one at a time. After a failure some are left out: what is
-        guarded takes memory that steps need."""
+        guarded takes memory that steps need. Those that are void count, too: if it is for lack of
+        slots, it takes another guarded one for slots to be given up."""
         if self._guard is not None and self._ballot.outcomes.get(self._guard) is Outcome.VOID:
             self._release_guard()
-        newest = max((id for id in self._ballot.agreed if id.epoch == self._epoch), default=None)
-        if newest is None or not self._guards:
+        if not self._guards:
             return
-        if self._newest is None or newest > self._newest:
-            self._newest = newest
+        outcome = max((id for id in self._ballot.outcomes if id.epoch == self._epoch), default=None)
+        if outcome is not None and (self._newest is None or outcome > self._newest):
+            self._newest = outcome
             self._rest = max(0, self._rest - 1)
+        newest = max((id for id in self._ballot.agreed if id.epoch == self._epoch), default=None)
+        if newest is None:
+            return
         if self._guard is None and self._rest == 0 and newest != self._tried:
             self._guard = self._tried = newest
 

@@ -223,6 +223,17 @@ def test_after_each_failure_more_generations_are_left_out() -> None:
     assert lead.standing().guard == id(step + 2)
 
 
+def test_what_could_not_be_guarded_is_tried_again_where_nothing_newer_is_agreed_on() -> None:
+    """What was guarded before takes slots, for lack of which all further steps are left out."""
+    lead = begun(guards=True)
+    agree(lead, 1)
+    says(lead, "b", unguarded=id(1))
+    assert lead.standing().guard is None
+    says(lead, "a", 2)
+    says(lead, "b", missing=(id(2),))
+    assert lead.standing().guard == id(1)
+
+
 def test_what_a_keeper_was_told_is_guarded_is_told_to_all() -> None:
     """In the next epoch, and by a lead keeper that begins anew; the newest of it, and nothing that
     a resume has dropped since."""
