@@ -154,9 +154,10 @@ class _RunningJob:
             demo.folder / f"job-{number}",
             len(HOSTS),
             arguments,
-            deadline_s=120.0,
+            deadline_s=240.0,
             script="holdfast.cli.demo.train_kept",
-            environment=demo.hosts.environment,
+            # torchrun and torch leave folders of their own.
+            environment={**demo.hosts.environment, "TMPDIR": str(demo.folder)},
         )
         self._pids: set[int] = set()
         self._resumed: list[Event] = []

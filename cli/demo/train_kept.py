@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +38,10 @@ HIDDEN = 2048
 ROWS = 32
 """Samples of a rank in a batch."""
 RATE = 1e-3
-GUARD_S = 30.0
+KEEPER_S = 30.0
+GUARD_S = 60.0
+"""Long, for a machine whose cores are all busy."""
+SETTLE_S = 10.0
 END_S = 120.0
 _LOOK_EVERY_S = 0.02
 
@@ -106,7 +110,12 @@ def main() -> None:
 def _train(job: argparse.Namespace, training: Training, journal: Journal) -> None:
     rank = dist.get_rank()
     keeper = holdfast.Keeper(
-        every=1, serve=address_of(rank), domain=HOSTS[rank], protect="pq", linger=LINGER
+        every=1,
+        serve=address_of(rank),
+        domain=HOSTS[rank],
+        protect="pq",
+        linger=LINGER,
+        deadline_s=KEEPER_S,
     )
     with holdfast.Checkpointer(
         job.uri, every=job.every, keeper=keeper, on_error="raise", grace_s=None
@@ -119,12 +128,22 @@ def _train(job: argparse.Namespace, training: Training, journal: Journal) -> Non
             journal.write("step", step=step, loss=loss)
             saving = run.step(step, training.state)
             if saving is not None:
-                saving.wait()  # a step of so small a model takes less time than to keep it
+                _settle(saving)
         if not job.last:
             _wait_for_guard(job.until)
             journal.write("protected", step=job.until)
             time.sleep(END_S)
             raise TimeoutError("nobody has ended this job")
+
+
+def _settle(saving: holdfast.SaveHandle) -> None:
+    """Until the step is kept and protected: a step of so small a model takes less time than that,
+    and those that come meanwhile would be left out."""
+    try:
+        saving.wait()
+        saving.protected.wait(SETTLE_S)
+    except (holdfast.SaveError, holdfast.DeadlineError) as error:
+        print(f"a step is not kept, or not protected: {error}", file=sys.stderr)
 
 
 def _wait_for_guard(step: int) -> None:

@@ -163,8 +163,6 @@ class Generations:
         return [
             id for id, of in self._generations.items() if id.epoch == self.epoch and not of.agreed
         ]
-            id for id, of in self._generations.items() if id.epoch == self.epoch and not of.agreed
-        ]
 
     def guarding(self, ids: Collection[GenerationId]) -> None:
         """Parity is made of these generations: other keepers read them, or may rely on them."""

@@ -77,8 +77,8 @@ class Standing:
     """How things stand in ``epoch``. ``agreed`` and ``void``: the newest outcomes; ``open``:
     generations with votes, and without an outcome; ``settled``: those of this epoch that are not
     newer, and are not named here, are void, or of no use any more. ``guard``: what all are to make
-    parity of now; ``guarded``: the newest one that all have made it of, as far as the lead keeper knows;
-    ``heard``: it has heard all keepers, and so knows. ``flush``: what all are to write now;
+    parity of now; ``guarded``: the newest one that all have made it of, as far as the lead keeper
+    knows; ``heard``: it has heard all keepers, and so knows. ``flush``: what all are to write now;
     ``ended``: the newest flush that has ended."""
 
     version: str

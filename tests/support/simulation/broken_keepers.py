@@ -261,3 +261,4 @@ def _former_ranks_kept() -> Iterator[Patch]:
         return real(self, rank, nbytes, SIZE_MAX)
 
     yield Generations, "_free_useless", free
+    yield Generations, "_free_foreign", lambda self, rank: ()

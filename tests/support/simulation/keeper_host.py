@@ -30,7 +30,7 @@ from holdfast.storage.keeper.writing import Writing
 from holdfast.storage.training.memory_survey import Meeting
 
 from .keeper_peers import KeeperProcess
-from .keepers import RUN, Held, Job, SimulatedKeeper, Trainer
+from .keepers import RUN, Held, Job, Memory, SimulatedKeeper, Trainer
 from .loop import PROCESS
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class HostKeeper(SimulatedKeeper):
     def __init__(self, world: Hosts, host: Host) -> None:
         super().__init__(world)  # type: ignore[arg-type]
         self.host = host
+        self.adopted: set[GenerationId] = set()
         self.number = next(world.numbers)
         self.process = KeeperProcess(self, f"{host.name}#{self.number}")
         world.processes.append(self.process)
@@ -194,6 +195,11 @@ class HostKeeper(SimulatedKeeper):
         super().dropped(trainer, slot)
         if self.alive:
             self.do(self.agreement.look_for_missing)
+
+    def adopt(self, trainer: Trainer, memory: Memory, encoded: bytes) -> None:
+        """An image of the keeper before, which may have said that it has parity of it."""
+        super().adopt(trainer, memory, encoded)
+        self.adopted |= {held.label.generation for held in self.slots.values() if held.label}
 
     def vote(self, label: Label) -> None:
         """An image is sealed."""

@@ -90,7 +90,8 @@ class Promises(Record):
                     problem = self.lacks(member, id, group.ranks[place])
                 members.append(None if problem else member)
                 sealed = {self.sealed[id].get(rank) for rank in group.ranks[place]}
-                if problem and sealed == {member} and not self.has_flipped(id):
+                is_new = member is not None and id in member.adopted
+                if problem and sealed == {member} and not is_new and not self.has_flipped(id):
                     raise Violation(f"{id} is told guarded, and {name} has {problem}")
             groups.append((parity_of(group.mode), members))
         self.guarded = Promise(id, id.step, {}, groups)
