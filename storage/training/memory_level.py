@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...errors import DamagedError, HoldfastError, SaveError
+from ...errors import DamagedError, HoldfastError, SaveError, StorageError
 from ..arenas.arena import Arena
 from ..arenas.folder import KeeperFolder
 from ..arenas.hosts import KeeperHost
@@ -180,6 +180,10 @@ class MemoryLevel:
                 self._strike(choice, images, error)
                 raise
             self.loaded = LoadedBytes(driver.own_nbytes, driver.peer_nbytes, self._rebuilt_nbytes)
+        except StorageError as error:
+            # A host that is gone by now is as good as memory that is damaged: there is other.
+            step = choice.generation.step
+            raise DamagedError(f"step {step} in memory cannot be read: {error}") from error
         finally:
             run(peers.close())
 

@@ -23,9 +23,11 @@ from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import HeldGeneration, Inventory
 from holdfast.storage.arenas.room import available_nbytes
 from holdfast.storage.keeper.choice import Choice, Stock
+from holdfast.storage.operations.options import LoadOptions
 from holdfast.storage.runtime.engine import run
 from holdfast.storage.training import checkpointer
 from holdfast.storage.training.epochs import EPOCHS_KEY, Epochs, put_epochs, read_epochs
+from holdfast.storage.training.memory_level import memory_level_of
 from holdfast.storage.training.memory_survey import kept_in_memory, next_epoch
 from holdfast.storage.training.run_identity import RUN_KEY, known_run_id, run_id
 
@@ -258,3 +260,15 @@ def test_a_state_that_cannot_be_kept_is_left_out_and_said(tmp_path: Path) -> Non
             assert (run_.counters.kept, run_.counters.not_kept) == (1, 1)
         for folder in keeper_folders():
             stop(folder)
+
+
+def test_memory_of_a_host_that_is_gone_counts_as_damaged() -> None:
+    """So that a restart looks for what else there is, instead of failing."""
+    level = memory_level_of(holdfast.Keeper(starts=False), "memory://run/")
+    assert level is not None
+    level.join(RUN)
+    gone = KeeperHost("gone", "domain", "127.0.0.1:1", "f" * 32)
+    choice = Choice(GenerationId(0, 7), 1, (("gone",),))
+    with pytest.raises(holdfast.DamagedError, match="step 7 in memory cannot be read"):
+        level.load(choice, [gone], {}, LoadOptions(), set())
+    level.close()
