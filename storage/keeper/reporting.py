@@ -131,6 +131,8 @@ class Reporting:
                 asyncio.ensure_future(self._report_news()),
                 asyncio.ensure_future(self._wait_for_news()),
             ]
+            for task in self._tasks:
+                task.add_done_callback(_note_end)
 
     async def tell(self) -> None:
         """There is something new here. Returns when the lead keeper, if it is this one, has taken
@@ -295,3 +297,9 @@ class Reporting:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _note_end(task: asyncio.Task[None]) -> None:
+    """Reporting goes on until it is cancelled."""
+    if not task.cancelled():
+        _log.error("this keeper no longer reports", exc_info=task.exception())
