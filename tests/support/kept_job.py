@@ -30,7 +30,7 @@ __all__ = ["POINTS", "Accident", "Job", "main"]
 
 POINTS: dict[str, tuple[type, str]] = {
     "slot": (Arena, "fill"),
-    "copy": (TensorChunks, "copy"),
+    "copy": (TensorChunks, "copy_range"),
     "label": (Arena, "captured"),
 }
 """What a capture does, in order: it gets a slot, copies, and hands over what belongs on the
