@@ -53,6 +53,8 @@ class Agreement:
         self._open: tuple[GenerationId, ...] = ()
         self.protected: GenerationId | None = None
         """The newest generation of whose images all keepers have made parity."""
+        self._attempt = ""
+        """The newest at making parity."""
         self._guarding: set[GenerationId] = set()
         """Those of which they make it, or have, which this keeper has not been told."""
 
@@ -119,6 +121,7 @@ class Agreement:
             newest if newest is not None and newest.epoch == epoch else None,
             self._guards.guarded,
             self._guards.unguarded,
+            self._attempt,
             self.protected,
             None if self._writing is None else self._writing.written,
         )
@@ -205,6 +208,7 @@ class Agreement:
         if standing.guard is None or group is None:
             self._guards.stop()
             return
+        self._attempt = standing.attempt
         member = group.names.index(self.reporting.name)
         self._guards.make(standing.guard, group, member, self.reporting.hosts)
 

@@ -46,6 +46,8 @@ class Lead:
         """Those of them that have reported in this epoch."""
         self._guards = False
         self._guard: GenerationId | None = None
+        self._attempt = ""
+        """The version of the standing that has said so first."""
         self._have_guarded: set[str] = set()
         self._guarded: GenerationId | None = None
         self._failures = 0
@@ -137,7 +139,7 @@ class Lead:
                 self._note_guarded(guard)
                 self._failures = 0
                 self._release_guard()
-        elif report.unguarded == guard:
+        elif report.unguarded == guard and report.attempt == self._attempt:
             self._failures += 1
             self._rest = min(2 ** (self._failures - 1), REST_MAX)
             self._tried = None
@@ -168,6 +170,7 @@ class Lead:
             return
         if self._guard is None and self._rest == 0 and newest != self._tried:
             self._guard = self._tried = newest
+            self._attempt = f"{self._incarnation}/{self._count + 1}"
 
     def order(self, flush: FlushOrder) -> None:
         """All keepers are to write this now."""
@@ -197,6 +200,7 @@ class Lead:
             tuple(sorted(id for id, of in outcomes.items() if of is Outcome.VOID)),
             tuple(sorted(id for id in self._ballot.open if id.epoch == self._epoch)),
             self._guard,
+            "" if self._guard is None else self._attempt,
             self._guarded,
             self._heard == self._names,
             settled if settled is not None and settled.epoch == self._epoch else None,

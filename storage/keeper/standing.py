@@ -34,8 +34,9 @@ class Report:
     ``votes``: of its ranks, for generations whose outcome it does not know. ``missing``: of those
     that the lead waits for, the ones that a rank of this keeper will never vote for. ``agreed``:
     the newest generation that it knows to be agreed on. ``guarded``: the newest one for which it
-    holds its part of the parity, ``unguarded`` the newest one for which it could not make that;
-    ``told``: the newest one that it knows all to have made it of, in this epoch or before.
+    holds its part of the parity, ``unguarded`` the newest one for which it could not make that in
+    this ``attempt``; ``told``: the newest one that it knows all to have made it of, in this epoch or
+    before.
     ``written``: its part of the newest flush. ``seen``: the version of the standing that it knows;
     ``waits``: it has no news, and waits for a newer one."""
 
@@ -46,6 +47,7 @@ class Report:
     agreed: GenerationId | None = None
     guarded: GenerationId | None = None
     unguarded: GenerationId | None = None
+    attempt: str = ""
     told: GenerationId | None = None
     written: Written | None = None
     seen: str = ""
@@ -77,9 +79,9 @@ class Standing:
     """How things stand in ``epoch``. ``agreed`` and ``void``: the newest outcomes; ``open``:
     generations with votes, and without an outcome; ``settled``: those of this epoch that are not
     newer, and are not named here, are void, or of no use any more. ``guard``: what all are to make
-    parity of now; ``guarded``: the newest one that all have made it of, as far as the lead keeper
-    knows; ``heard``: it has heard all keepers, and so knows. ``flush``: what all are to write now;
-    ``ended``: the newest flush that has ended."""
+    parity of now, in this ``attempt``; ``guarded``: the newest one that all have made it of, as far
+    as the lead keeper knows; ``heard``: it has heard all keepers, and so knows. ``flush``: what all
+    are to write now; ``ended``: the newest flush that has ended."""
 
     version: str
     epoch: int
@@ -87,6 +89,7 @@ class Standing:
     void: tuple[GenerationId, ...] = ()
     open: tuple[GenerationId, ...] = ()
     guard: GenerationId | None = None
+    attempt: str = ""
     guarded: GenerationId | None = None
     heard: bool = False
     settled: GenerationId | None = None

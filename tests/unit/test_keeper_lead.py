@@ -40,6 +40,12 @@ def says(lead: Lead, name: str, *steps: int, epoch: int = 1, **news: Any) -> Non
     lead.hear(Report(name, epoch, votes, **news))
 
 
+def fails(lead: Lead, name: str) -> None:
+    """A keeper cannot make parity now."""
+    standing = lead.standing()
+    says(lead, name, unguarded=standing.guard, attempt=standing.attempt)
+
+
 def agree(lead: Lead, *steps: int, epoch: int = 1) -> None:
     """All have sealed these steps."""
     for name in NAMES:
@@ -208,7 +214,7 @@ def test_after_each_failure_more_generations_are_left_out() -> None:
         guard = lead.standing().guard
         if guard is not None:
             tried.append(guard.step)
-            says(lead, "b", unguarded=guard)
+            fails(lead, "b")
             assert lead.standing().guard is None
     assert [b - a for a, b in itertools.pairwise(tried)] == [1, 2, 4, 8, 16, 32, 32, 32]
     assert REST_MAX == 32
@@ -218,7 +224,7 @@ def test_after_each_failure_more_generations_are_left_out() -> None:
     for name in NAMES:
         says(lead, name, guarded=id(step))
     agree(lead, step + 1)
-    says(lead, "b", unguarded=id(step + 1))
+    fails(lead, "b")
     agree(lead, step + 2)
     assert lead.standing().guard == id(step + 2)
 
@@ -227,11 +233,16 @@ def test_what_could_not_be_guarded_is_tried_again_where_nothing_newer_is_agreed_
     """What was guarded before takes slots, for lack of which all further steps are left out."""
     lead = begun(guards=True)
     agree(lead, 1)
-    says(lead, "b", unguarded=id(1))
+    before = lead.standing().attempt
+    fails(lead, "b")
     assert lead.standing().guard is None
     says(lead, "a", 2)
     says(lead, "b", missing=(id(2),))
     assert lead.standing().guard == id(1)
+    says(lead, "b", unguarded=id(1), attempt=before)
+    assert lead.standing().guard == id(1)
+    fails(lead, "b")
+    assert lead.standing().guard is None
 
 
 def test_what_a_keeper_was_told_is_guarded_is_told_to_all() -> None:
