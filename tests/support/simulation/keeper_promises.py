@@ -31,6 +31,14 @@ class Promise:
     groups: list[tuple[int, list[HostKeeper | None]]] = field(default_factory=list)
     others_lost: int = 0
 
+    @property
+    def is_used_up(self) -> bool:
+        """Whether a group has lost as many members as it may."""
+        return any(
+            sum(one is None or not one.alive for one in each) + self.others_lost >= may
+            for may, each in self.groups
+        )
+
 
 class Promises(Record):
     """What was told, and what it relies on."""
@@ -68,6 +76,8 @@ class Promises(Record):
         self.count("told agreed", f"{id} by {keeper}")
         told = self.told.setdefault("agreed", {})
         told[keeper.host.name] = max(id, told.get(keeper.host.name, id))
+        if self.guarded is not None and self.guarded.is_used_up and id.step > self.guarded.step:
+            self.guarded = None  # the next loss would be one too many, and this one outlives none
         if self.is_on_line(id) and (self.agreed is None or id.step > self.agreed.step):
             holders = {rank: [by] for rank, by in sealed.items()}
             self.agreed = Promise(id, id.step, holders)
