@@ -35,8 +35,8 @@ class Report:
     that the lead waits for, the ones that a rank of this keeper will never vote for. ``agreed``:
     the newest generation that it knows to be agreed on. ``guarded``: the newest one for which it
     holds its part of the parity, ``unguarded`` the newest one for which it could not make that in
-    this ``attempt``; ``told``: the newest one that it knows all to have made it of, in this epoch or
-    before.
+    this ``attempt``; ``told``: the newest one that it knows all to have made it of, in this epoch
+    or before.
     ``written``: its part of the newest flush. ``seen``: the version of the standing that it knows;
     ``waits``: it has no news, and waits for a newer one."""
 
