@@ -1,7 +1,9 @@
 """Runs on several hosts whose steps are kept in memory: whatever dies, sleeps, is lost or is cut off
 when, a restart goes on from one whole step, and from none that is older than was promised.
 
-``HOLDFAST_TEST_KEEPER_SEEDS=100000`` looks further. A seed that fails is named, and replays.
+A plain run tries schedules that are known. ``HOLDFAST_TEST_KEEPER_SEEDS=1000`` looks further, and
+``HOLDFAST_TEST_KEEPER_FRESH_S=60`` among those that nobody has tried. A seed that fails is named, and
+replays.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from support.simulation.keeper_hosts import run_seed
 from support.simulation.keepers import Violation
 
 FIXED = int(os.environ.get("HOLDFAST_TEST_KEEPER_SEEDS", "100"))
-FRESH_S = float(os.environ.get("HOLDFAST_TEST_SIM_FRESH_S", "4"))
+FRESH_S = float(os.environ.get("HOLDFAST_TEST_KEEPER_FRESH_S", "0"))
 """How long seeds are tried that nobody has tried before."""
 
 
@@ -30,7 +32,7 @@ def told(seed: int, counts: Counter[str]) -> str:
 
 
 @pytest.mark.timeout(3600)
-def test_promises_hold_in_known_and_in_fresh_schedules(
+def test_promises_hold_in_known_schedules(
     record_property: Callable[[str, object], None],
 ) -> None:
     """Where processes alone die, nothing older is gone back to than the last step that was told
@@ -42,7 +44,7 @@ def test_promises_hold_in_known_and_in_fresh_schedules(
         assert told(seed, counts) == ""
     first = int.from_bytes(os.urandom(4), "big")
     end_s, fresh = time.monotonic() + FRESH_S, 0
-    while fresh < 3 or time.monotonic() < end_s:
+    while time.monotonic() < end_s:
         assert told(first + fresh, counts) == ""
         fresh += 1
     record_property("said", f"hosts: {FIXED:,} known seeds and {fresh:,} fresh ones, from {first}")
