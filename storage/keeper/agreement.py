@@ -52,7 +52,9 @@ class Agreement:
         """Generations whose outcome was followed."""
         self._open: tuple[GenerationId, ...] = ()
         self.protected: GenerationId | None = None
-        """The newest generation of whose images all keepers have made parity."""
+        """The newest generation of which all keepers know that all have made parity of its images."""
+        self._guarded: set[GenerationId] = set()
+        """Those of which this keeper knows it, and has its part."""
         self._attempt = ""
         """The newest at making parity."""
         self._guarding: set[GenerationId] = set()
@@ -76,11 +78,11 @@ class Agreement:
             self._open = ()
             self._guards.stop()
             self._guards.drop_later(chosen)
-            if not groups or not _is_left(self.protected, chosen):
-                self._held.generations.guarded(None)
-                self.protected = None
+            self._guarded = {id for id in self._guarded if groups and _is_left(id, chosen)}
             self._guarding = {id for id in self._guarding if groups and _is_left(id, chosen)}
-            self._held.generations.guarding(self._guarding)
+            if not groups or not _is_left(self.protected, chosen):
+                self.protected = max(self._guarded, default=None)
+            self._held.generations.guarding(self._relied_on())
         self.reporting.enter(epoch, hosts, groups)
 
     async def vote(self, label: Label) -> None:
@@ -122,7 +124,7 @@ class Agreement:
             self._guards.guarded,
             self._guards.unguarded,
             self._attempt,
-            self.protected,
+            max(self._guarded, default=None),
             None if self._writing is None else self._writing.written,
         )
 
@@ -187,23 +189,27 @@ class Agreement:
     async def _guard(self, standing: Standing) -> None:
         """Make parity of what all make it of now; keep that of what all have made it of.
 
-        Another keeper may have been told that all have made it when the lead keeper died, or the
-        epoch ended, and may rely on that. So what all were about to make it of is kept until the
-        lead keeper has heard what each was told."""
-        generations = self._held.generations
+        Another keeper may know that all have made it when the lead keeper dies, or the epoch ends.
+        So what all were about to make it of is kept until the lead keeper has heard what each
+        knows. And what was protected before is kept until all know."""
         if standing.heard:
             self._guarding = set()
         if standing.guard is not None:
             self._guarding.add(standing.guard)
-        generations.guarding(self._guarding)
-        guarded = standing.guarded
-        if guarded is not None and (self.protected is None or guarded > self.protected):
-            self.protected = guarded
-            generations.guarded(guarded)
-            if guarded.epoch == standing.epoch:
-                self._counters.protected += 1
-                await self._tell(Protected(guarded))
-        self._guards.keep(self.protected, standing.guard)
+        if standing.guarded is not None:
+            self._guarded.add(standing.guarded)
+        protected = standing.protected
+        is_news = protected is not None and (self.protected is None or protected > self.protected)
+        if is_news:
+            self.protected = protected
+        kept = self._relied_on()
+        self._held.generations.guarding(kept)
+        if self.protected is not None:
+            self._guards.keep(kept)
+        self._guarded = {id for id in self._guarded if id in kept or self._guards.holds(id)}
+        if protected is not None and is_news and protected.epoch == standing.epoch:
+            self._counters.protected += 1
+            await self._tell(Protected(protected))
         group = self.reporting.group()
         if standing.guard is None or group is None:
             self._guards.stop()
@@ -211,6 +217,11 @@ class Agreement:
         self._attempt = standing.attempt
         member = group.names.index(self.reporting.name)
         self._guards.make(standing.guard, group, member, self.reporting.hosts)
+
+    def _relied_on(self) -> set[GenerationId]:
+        """Those whose images, and parity of them, others rely on, or may."""
+        newest = max(self._guarded, default=None)
+        return {*self._guarding, *filter(None, (newest, self.protected))}
 
     async def close(self) -> None:
         """Take part in nothing more."""

@@ -145,7 +145,6 @@ class Generations:
         self._chosen: GenerationId | None = None
         """What this epoch went on from, if it is here."""
         self._guarding: frozenset[GenerationId] = frozenset()
-        self._guarded: GenerationId | None = None
 
     @property
     def slots(self) -> set[int]:
@@ -165,13 +164,9 @@ class Generations:
         ]
 
     def guarding(self, ids: Collection[GenerationId]) -> None:
-        """Parity is made of these generations: other keepers read them, or may rely on them."""
+        """Parity is made of these generations, or has been made of all their images: other keepers
+        read them, and they are what is left where a host is lost."""
         self._guarding = frozenset(ids)
-
-    def guarded(self, id: GenerationId | None) -> None:
-        """The newest generation that parity of all its images has been made of: it is what is left
-        where a host is lost."""
-        self._guarded = id
 
     def will_not_come(self, id: GenerationId) -> bool:
         """Whether a rank of this keeper will never seal its image of this generation: it has none,
@@ -338,7 +333,7 @@ class Generations:
     def _is_wanted(self, id: GenerationId) -> bool:
         """Whether it is the newest that is agreed, or may become it."""
         newest = self._gone_on_from
-        if id in (newest, self._guarded) or id in self._guarding:
+        if id == newest or id in self._guarding:
             return True
         of = self._generations.get(id)
         if of is None or of.lost:

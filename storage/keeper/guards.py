@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from ...errors import DamagedError, HoldfastError
@@ -39,6 +39,8 @@ class Guards:
         self._held: dict[GenerationId, Guarded] = {}
         self._pinned: list[Guarded] = []
         """What is read now."""
+        self._offered: dict[int, set[GenerationId]] = {}
+        """What stays for each client that chooses what to go on from."""
         self._worlds: dict[GenerationId, int] = {}
         self._task: asyncio.Task[None] | None = None
         self._making: GenerationId | None = None
@@ -96,12 +98,25 @@ class Guards:
                 self._making = None
         self._changed()
 
-    def keep(self, guarded: GenerationId | None, guard: GenerationId | None) -> None:
-        """Let go of the parity of generations but the one that all keepers have made it of, the one
-        that they make it of, and the newest."""
+    def keep(self, ids: Collection[GenerationId]) -> None:
+        """Let go of the parity of all other generations, but the newest, and what is offered."""
+        kept = set(ids).union(*self._offered.values())
         for id in sorted(self._held)[:-1]:
-            if guarded is not None and id not in (guarded, guard):
+            if id not in kept:
                 self._let_go(id)
+
+    def holds(self, id: GenerationId) -> bool:
+        """Whether there is parity of it."""
+        return id in self._held
+
+    def offer(self, client: int) -> None:
+        """``client`` is about to choose what to go on from: what there is stays until
+        :meth:`released`, or until a resume drops it."""
+        self._offered.setdefault(client, set()).update(self._held)
+
+    def released(self, client: int) -> None:
+        """``client`` has chosen, or its process has ended."""
+        self._offered.pop(client, None)
 
     def drop_later(self, chosen: int | None) -> None:
         """A resume has dropped what is later than this step."""

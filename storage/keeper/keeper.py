@@ -242,6 +242,7 @@ class Keeper:
     def _gone(self, trainer: Trainer) -> None:
         self._used_s = time.monotonic()
         self._generations.client_gone(trainer.number)
+        self._guards.released(trainer.number)
 
     def _back(self, trainer: Trainer) -> None:
         self._generations.drop_unfinished(trainer.number)
@@ -408,10 +409,12 @@ class Keeper:
 
     async def _look_up(self, trainer: Trainer, message: LookUp, fds: Sequence[int]) -> _Reply:
         self._generations.offer(trainer.number)
+        self._guards.offer(trainer.number)
         return self.inventory(), []
 
     async def _release(self, trainer: Trainer, message: Release, fds: Sequence[int]) -> _Reply:
         self._generations.released(trainer.number)
+        self._guards.released(trainer.number)
         return Done(), []
 
     async def _open(self, trainer: Trainer, message: Open, fds: Sequence[int]) -> _Reply:

@@ -50,6 +50,9 @@ class Lead:
         """The version of the standing that has said so first."""
         self._have_guarded: set[str] = set()
         self._guarded: GenerationId | None = None
+        self._told: dict[str, GenerationId] = {}
+        """The newest that each keeper knows all to have made parity of."""
+        self._protected: GenerationId | None = None
         self._failures = 0
         self._rest = 0
         """After so many more outcomes the newest generation that is agreed on is guarded again."""
@@ -86,7 +89,8 @@ class Lead:
         self._guards = guards
         self._heard = set()
         self._guard = self._tried = self._newest = None
-        self._guarded = None  # reports say what is left of it
+        self._guarded = self._protected = None  # reports say what is left of it
+        self._told = {}
         self._have_guarded = set()
         self._failures = self._rest = 0
         # What was ordered is still waited for: keepers say what has become of it.
@@ -100,7 +104,7 @@ class Lead:
             return
         before = self._state()
         self._heard.add(report.name)
-        self._note_guarded(report.told)
+        self._note_told(report)
         for vote in report.votes:
             if vote.generation.epoch == self._epoch:
                 self._ballot.cast(vote)
@@ -109,6 +113,7 @@ class Lead:
         if report.agreed is not None:
             self._decide(report.agreed, Outcome.AGREED)
         self._note_guards(report)
+        self._protect()
         part, flush = report.written, self._flush
         if part is not None and flush is not None and part.attempt == flush.attempt:
             self._written[report.name] = part
@@ -145,21 +150,33 @@ class Lead:
             self._tried = None
             self._release_guard()
 
-    def _note_guarded(self, id: GenerationId | None) -> None:
-        if id is not None and (self._guarded is None or id > self._guarded):
+    def _note_told(self, report: Report) -> None:
+        if report.told is not None:
+            self._told[report.name] = max(report.told, self._told.get(report.name, report.told))
+            self._note_guarded(report.told)
+
+    def _note_guarded(self, id: GenerationId) -> None:
+        if self._guarded is None or id > self._guarded:
             self._guarded = id
+
+    def _protect(self) -> None:
+        """Trainers are told of it, and what was guarded before is given up, once all keepers know:
+        then any one that is left can say so in the next epoch, or to the next lead keeper."""
+        if all(self._told.get(name) == self._guarded for name in self._names):
+            self._protected = self._guarded
 
     def _release_guard(self) -> None:
         self._guard = None
         self._have_guarded = set()
 
     def _choose_guard(self) -> None:
-        """Guard the newest generation, one at a time. After a failure some are left out: what is
+        """Guard the newest generation, one at a time: once all keepers have been heard, and know what
+        is guarded, which they keep until then beside the one before. After a failure some are left out: what is
         guarded takes memory that steps need. Those that are void count, too: if it is for lack of
         slots, it takes another guarded one for slots to be given up."""
         if self._guard is not None and self._ballot.outcomes.get(self._guard) is Outcome.VOID:
             self._release_guard()
-        if not self._guards:
+        if not self._guards or self._heard != self._names or self._guarded != self._protected:
             return
         outcome = max((id for id in self._ballot.outcomes if id.epoch == self._epoch), default=None)
         if outcome is not None and (self._newest is None or outcome > self._newest):
@@ -202,6 +219,7 @@ class Lead:
             self._guard,
             "" if self._guard is None else self._attempt,
             self._guarded,
+            self._protected,
             self._heard == self._names,
             settled if settled is not None and settled.epoch == self._epoch else None,
             self._flush,

@@ -141,16 +141,12 @@ class Reporting:
         if not self.leads:
             return
         async with self._turn:
-            while True:
-                version = self.lead.version
-                self.lead.hear(self._compose())
+            self.lead.hear(self._compose())
+            while self._seen != self.lead.version:
                 await self._follow_own()
-                if version == self.lead.version:
-                    return
+                self.lead.hear(self._compose())
 
     async def _follow_own(self) -> None:
-        if self._seen == self.lead.version:
-            return
         self._seen = self.lead.version
         self._moved.set()
         self._moved = asyncio.Event()

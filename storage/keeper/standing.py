@@ -80,7 +80,8 @@ class Standing:
     generations with votes, and without an outcome; ``settled``: those of this epoch that are not
     newer, and are not named here, are void, or of no use any more. ``guard``: what all are to make
     parity of now, in this ``attempt``; ``guarded``: the newest one that all have made it of, as far
-    as the lead keeper knows; ``heard``: it has heard all keepers, and so knows. ``flush``: what all
+    as the lead keeper knows; ``protected``: the newest one of which all know that; ``heard``: the
+    lead keeper has heard all keepers, and so knows. ``flush``: what all
     are to write now; ``ended``: the newest flush that has ended."""
 
     version: str
@@ -91,6 +92,7 @@ class Standing:
     guard: GenerationId | None = None
     attempt: str = ""
     guarded: GenerationId | None = None
+    protected: GenerationId | None = None
     heard: bool = False
     settled: GenerationId | None = None
     flush: FlushOrder | None = None

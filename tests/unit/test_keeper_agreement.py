@@ -44,6 +44,9 @@ class Parity:
     def drop_later(self, chosen: int | None) -> None:
         pass
 
+    def holds(self, id: GenerationId) -> bool:
+        return id == self.guarded
+
 
 class Host:
     """The keeper ``b`` of rank 1, which is not the lead keeper, and hears nothing but what a test
@@ -121,7 +124,7 @@ async def test_a_keeper_makes_use_of_how_things_stand() -> None:
     host.seal(1, 2)
     for _ in range(2):
         await host.hear("x", 0, agreed=(id(1),), void=(id(2),), guard=id(1))
-        await host.hear("x", 0, agreed=(id(1),), void=(id(2),), guarded=id(1))
+        await host.hear("x", 0, agreed=(id(1),), void=(id(2),), guarded=id(1), protected=id(1))
     assert [type(event) for event in host.told] == [Voided, Agreed, Protected]
     assert host.held() == {id(1)}
     assert host.guards.made == [id(1), id(1)]
@@ -142,9 +145,11 @@ async def test_what_another_keeper_was_told_is_guarded_is_kept_in_the_next_epoch
     host = Host()
     host.enter(0, None)
     host.seal(1)
-    await host.hear("x", 0, agreed=(id(1),), guarded=id(1), heard=True)
+    await host.hear("x", 0, agreed=(id(1),), guarded=id(1), protected=id(1), heard=True)
     host.seal(2)
-    await host.hear("x", 0, agreed=(id(2),), guard=id(2), guarded=id(1), heard=True)
+    await host.hear(
+        "x", 0, agreed=(id(2),), guard=id(2), guarded=id(1), protected=id(1), heard=True
+    )
     host.guards.guarded = id(2)
     host.enter(1, 2)
     works_on(host, 3, 4, 5, epoch=1)
@@ -154,9 +159,46 @@ async def test_what_another_keeper_was_told_is_guarded_is_kept_in_the_next_epoch
     assert host.agreement.report().told == id(1)
     await host.hear("x", 1, guarded=id(2), heard=True)
     assert host.agreement.report().told == id(2)
-    assert not [event for event in host.told if event == Protected(id(2))]
     works_on(host, 9, 10, epoch=1)
+    assert {id(1), id(2)} <= host.held()
+    await host.hear("x", 1, guarded=id(2), protected=id(2), heard=True)
+    assert host.agreement.report().told == id(2)
+    assert not [event for event in host.told if event == Protected(id(2))]
+    works_on(host, 11, 12, epoch=1)
     assert id(1) not in host.held()
+
+
+@in_loop
+async def test_what_is_guarded_is_protected_once_all_keepers_know() -> None:
+    """Until then what was protected before is kept beside it, and nobody is told: this keeper may be
+    the only one left that knows of either."""
+    host = Host()
+    host.enter(0, None)
+    host.seal(1, 2)
+    await host.hear("x", 0, agreed=(id(1), id(2)), guarded=id(1), protected=id(1))
+    await host.hear("x", 0, agreed=(id(2),), guarded=id(2), protected=id(1))
+    assert (host.agreement.report().told, host.agreement.protected) == (id(2), id(1))
+    works_on(host, 3, 4, epoch=0)
+    assert host.held() == {id(1), id(2), id(3)}
+    assert [event for event in host.told if isinstance(event, Protected)] == [Protected(id(1))]
+    await host.hear("x", 0, agreed=(id(3),), guarded=id(2), protected=id(2))
+    assert host.agreement.protected == id(2)
+    assert host.told[-1] == Protected(id(2))
+    works_on(host, 5, epoch=0)
+    assert host.held() == {id(2), id(3), id(5)}
+
+
+@in_loop
+async def test_a_resume_goes_back_to_what_was_protected_before() -> None:
+    """Where it drops what has taken that one's place while it chose: the parity was kept for it."""
+    host = Host()
+    host.enter(0, None)
+    host.seal(1, 2)
+    await host.hear("x", 0, agreed=(id(1), id(2)), guarded=id(1), protected=id(1))
+    host.guards.guarded = id(1)
+    await host.hear("x", 0, agreed=(id(2),), guarded=id(2), protected=id(2))
+    host.enter(1, 1)
+    assert (host.agreement.report().told, host.agreement.protected) == (id(1), id(1))
 
 
 @in_loop
@@ -165,9 +207,11 @@ async def test_what_another_keeper_was_told_is_guarded_is_kept_with_the_next_lea
     host = Host()
     host.enter(0, None)
     host.seal(1)
-    await host.hear("x", 0, agreed=(id(1),), guarded=id(1), heard=True)
+    await host.hear("x", 0, agreed=(id(1),), guarded=id(1), protected=id(1), heard=True)
     host.seal(2, 3)
-    await host.hear("x", 0, agreed=(id(2),), guard=id(2), guarded=id(1), heard=True)
+    await host.hear(
+        "x", 0, agreed=(id(2),), guard=id(2), guarded=id(1), protected=id(1), heard=True
+    )
     await host.hear("y", 0, agreed=(id(3),))
     works_on(host, 4, 5, epoch=0)
     assert host.held() == {id(1), id(2), id(3)}

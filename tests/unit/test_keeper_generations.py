@@ -80,7 +80,7 @@ def test_what_an_epoch_went_on_from_takes_the_place_of_what_was_agreed_on_before
     generations = entered(A)
     for step in (1, 2):
         agreed(generations, step, A)
-    generations.guarded(GenerationId(0, 1))
+    generations.guarding([GenerationId(0, 1)])
     sealed(generations, A, 3)
     generations.client_gone(A)
     assert generations.enter(B, 0, 1, 3) is None

@@ -27,10 +27,12 @@ def vote(step: int, rank: int, epoch: int = 1, world: int = 2) -> Vote:
     return Vote(id(step, epoch), rank, world, "plan", {})
 
 
-def begun(*, guards: bool = False, epoch: int = 1) -> Lead:
+def begun(*, guards: bool = False, epoch: int = 1, heard: bool = True) -> Lead:
     """With the keepers ``a`` and ``b``."""
     lead = Lead("x")
     lead.begin(epoch, NAMES, guards=guards)
+    for name in NAMES if heard else ():
+        says(lead, name, epoch=epoch)
     return lead
 
 
@@ -44,6 +46,14 @@ def fails(lead: Lead, name: str) -> None:
     """A keeper cannot make parity now."""
     standing = lead.standing()
     says(lead, name, unguarded=standing.guard, attempt=standing.attempt)
+
+
+def protect(lead: Lead, generation: GenerationId) -> None:
+    """All have made parity of it, and know that all have."""
+    for name in NAMES:
+        says(lead, name, guarded=generation)
+    for name in NAMES:
+        says(lead, name, guarded=generation, told=generation)
 
 
 def agree(lead: Lead, *steps: int, epoch: int = 1) -> None:
@@ -171,7 +181,24 @@ def test_the_newest_generation_that_is_agreed_on_is_guarded() -> None:
     says(lead, "a", guarded=id(1))
     assert (lead.standing().guard, lead.standing().guarded) == (id(1), None)
     says(lead, "b", guarded=id(1))
-    assert (lead.standing().guard, lead.standing().guarded) == (id(3), id(1))
+    assert (lead.standing().guard, lead.standing().guarded) == (None, id(1))
+    says(lead, "a", told=id(1))
+    assert (lead.standing().guard, lead.standing().protected) == (None, None)
+    says(lead, "b", told=id(1))
+    assert (lead.standing().guard, lead.standing().protected) == (id(3), id(1))
+    says(lead, "b")
+    assert lead.standing().protected == id(1)
+
+
+def test_nothing_is_guarded_before_all_keepers_are_heard() -> None:
+    """One of them may know of what is guarded already."""
+    lead = begun(guards=True, heard=False)
+    says(lead, "a", agreed=id(2))
+    assert lead.standing().guard is None
+    says(lead, "b", told=id(1))
+    assert (lead.standing().guard, lead.standing().protected) == (None, None)
+    says(lead, "a", told=id(1))
+    assert (lead.standing().guard, lead.standing().protected) == (id(2), id(1))
 
 
 def test_nothing_is_guarded_where_keepers_make_no_parity() -> None:
@@ -196,8 +223,7 @@ def test_parity_of_another_generation_does_not_count() -> None:
     """That of the one before, which a keeper still has."""
     lead = begun(guards=True)
     agree(lead, 1)
-    for name in NAMES:
-        says(lead, name, guarded=id(1))
+    protect(lead, id(1))
     agree(lead, 2)
     says(lead, "a", guarded=id(2))
     says(lead, "b", guarded=id(1))
@@ -221,8 +247,7 @@ def test_after_each_failure_more_generations_are_left_out() -> None:
     while lead.standing().guard is None:
         step += 1
         agree(lead, step)
-    for name in NAMES:
-        says(lead, name, guarded=id(step))
+    protect(lead, id(step))
     agree(lead, step + 1)
     fails(lead, "b")
     agree(lead, step + 2)
@@ -248,7 +273,7 @@ def test_what_could_not_be_guarded_is_tried_again_where_nothing_newer_is_agreed_
 def test_what_a_keeper_was_told_is_guarded_is_told_to_all() -> None:
     """In the next epoch, and by a lead keeper that begins anew; the newest of it, and nothing that
     a resume has dropped since."""
-    lead = begun(guards=True)
+    lead = begun(guards=True, heard=False)
     assert not lead.standing().heard
     says(lead, "a", told=id(5, 0))
     assert (lead.standing().guarded, lead.standing().heard) == (id(5, 0), False)

@@ -173,8 +173,18 @@ class HostKeeper(SimulatedKeeper):
             self.do(self.agreement.enter, job.epoch, job.chosen, hosts, groups)
             self.do(self.writing.forget_dropped)
             self.forget_unheld()
-        self.generations.client_gone(job.readers.get(self.host.name, -1))
+        self.reader_gone(job.readers.get(self.host.name, -1))
         return refusal
+
+    def offer(self, reader: int) -> None:
+        """What is here stays until the reader has chosen what to go on from."""
+        self.generations.offer(reader)
+        self.guards.offer(reader)
+
+    def reader_gone(self, reader: int) -> None:
+        """It has chosen, or its process has ended."""
+        self.generations.client_gone(reader)
+        self.guards.released(reader)
 
     def fill(self, trainer: Trainer, step: int, nbytes: int) -> int | None:
         """A slot; others may wait for a step that this rank has left out."""
@@ -212,6 +222,10 @@ class HostKeeper(SimulatedKeeper):
             id = GenerationId(trainer.job.epoch, step)
             self.do(self.writing.want, id, Flush(step, "storage"))
 
+    def images(self, id: GenerationId) -> list[Held]:
+        """With their labels, whatever becomes of their slots."""
+        return [replace(held) for held in super().images(id)]
+
     def keeps_for_flush(self, id: GenerationId | None) -> bool:
         """Whether what is written to storage has to stay. A keeper that is not the lead keeper lets
         go of what a resume has dropped, and then finds it damaged if it is still being written."""
@@ -239,7 +253,7 @@ class HostKeeper(SimulatedKeeper):
         memory.generation = label.generation
         self.slots[number] = Held(memory, label, label.encode())
         self.generations.agreed(label.generation)
-        self.generations.offer(reader)
+        self.offer(reader)
         self.world.count("rebuilt", f"{label.generation} rank {label.rank} at {self}")
         self.world.check_budget(self)
         return ""

@@ -119,7 +119,7 @@ class Hosts(Promises):
         for host in job.hosts:
             yield
             keeper = host.keeper
-            keeper.generations.offer(job.readers[host.name])
+            keeper.offer(job.readers[host.name])
             statements[host.name] = InMemory(keeper.inventory(), keeper.named)
         stocks = memory_survey.stocks_of(
             [statements[job.host_of(rank).name] for rank in range(job.world)]
@@ -298,7 +298,7 @@ class Hosts(Promises):
         for name, reader in self.job.readers.items() if self.job is not None else ():
             keeper = self.keeper_of(name)
             if keeper is not None:
-                keeper.generations.client_gone(reader)
+                keeper.reader_gone(reader)
         old = self.running.trainers if self.running is not None else []
         if old and all(trainer.alive for trainer in old):
             self.kill(self.random.choice(old))  # a whole job does not go on beside the next one
