@@ -442,7 +442,8 @@ class Keeper:
         label_fd = sealed_bytes(await offload(label.encode))
         self.held.slots[number] = HeldSlot(memory, label, label_fd)
         self._generations.agreed(label.generation)
-        self._generations.offer(trainer.number)
+        if trainer in self._trainers:  # else nobody would ever release it
+            self._generations.offer(trainer.number)
         self._counters.rebuilt += 1
         _log.info(
             "the image of rank %d of step %d is here again", label.rank, label.generation.step

@@ -57,6 +57,9 @@ class Trainers:
     def __len__(self) -> int:
         return len(self._by_pid)
 
+    def __contains__(self, trainer: Trainer) -> bool:
+        return self._by_pid.get(trainer.pid) is trainer
+
     def at(self, line: Line, hello: Hello) -> Trainer:
         """The process at the other end of ``line``, watched until its end. Raises OSError where it
         has ended already."""

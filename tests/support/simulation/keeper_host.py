@@ -96,6 +96,8 @@ class HostKeeper(SimulatedKeeper):
         super().__init__(world)  # type: ignore[arg-type]
         self.host = host
         self.adopted: set[GenerationId] = set()
+        self.gone: set[int] = set()
+        """Readers that have ended."""
         self.number = next(world.numbers)
         self.process = KeeperProcess(self, f"{host.name}#{self.number}")
         world.processes.append(self.process)
@@ -183,6 +185,7 @@ class HostKeeper(SimulatedKeeper):
 
     def reader_gone(self, reader: int) -> None:
         """It has chosen, or its process has ended."""
+        self.gone.add(reader)
         self.generations.client_gone(reader)
         self.guards.released(reader)
 
@@ -253,7 +256,8 @@ class HostKeeper(SimulatedKeeper):
         memory.generation = label.generation
         self.slots[number] = Held(memory, label, label.encode())
         self.generations.agreed(label.generation)
-        self.offer(reader)
+        if reader not in self.gone:
+            self.offer(reader)
         self.world.count("rebuilt", f"{label.generation} rank {label.rank} at {self}")
         self.world.check_budget(self)
         return ""

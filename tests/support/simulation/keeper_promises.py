@@ -106,6 +106,13 @@ class Promises(Record):
             groups.append((parity_of(group.mode), members))
         self.guarded = Promise(id, id.step, {}, groups)
 
+    def note_protected(self, keeper: HostKeeper) -> None:
+        """What was guarded in a former epoch takes the place of what was before it once all keepers
+        know, though no trainer is told."""
+        newer = keeper.agreement.protected
+        if newer is not None and self.guarded is not None and newer.step > self.guarded.step:
+            self.told_guarded(keeper, newer)
+
     def lacks(self, keeper: HostKeeper, id: GenerationId, ranks: Sequence[int]) -> str:
         """What a member of a group has not of a guarded generation."""
         parity = keeper.guards._held.get(id)
@@ -173,6 +180,7 @@ class Promises(Record):
             users.pop("flush", None)
         if users:
             raise Violation(f"a slot is to be filled, and in use: {dict(users)}")
+        self.note_protected(keeper)
         for promise in (self.agreed, self.guarded):
             if promise is None or promise.id != memory.generation:
                 continue
