@@ -15,7 +15,7 @@ from .held import Held
 from .reporting import Reporting
 from .standing import Report, Standing
 from .status import Counters
-from .votes import KEPT, Vote
+from .votes import KEPT, Outcome, Vote
 from .writing import Writing
 
 __all__ = ["Agreement"]
@@ -48,8 +48,8 @@ class Agreement:
         self._writing: Writing | None = None
         self._votes: dict[GenerationId, dict[int, Vote]] = {}
         """Of generations whose outcome is not known here."""
-        self._known: set[GenerationId] = set()
-        """Generations whose outcome was followed."""
+        self._known: dict[GenerationId, Outcome] = {}
+        """The outcomes that were followed."""
         self._open: tuple[GenerationId, ...] = ()
         self.protected: GenerationId | None = None
         """The newest generation of which all keepers know that all have made parity of its images."""
@@ -74,7 +74,7 @@ class Agreement:
         """A trainer goes on in ``epoch``; it may not be the first one."""
         if epoch > self.reporting.lead.epoch:
             self._votes = {}
-            self._known = set()
+            self._known = {}
             self._open = ()
             self._guards.stop()
             self._guards.drop_later(chosen)
@@ -88,7 +88,10 @@ class Agreement:
     async def vote(self, label: Label) -> None:
         """An image is sealed."""
         id = label.generation
-        if id not in self._known:
+        known = self._known.get(id)
+        if known is Outcome.AGREED:
+            self._held.generations.agreed(id)  # a trainer has handed it over later
+        elif known is None:
             self._votes.setdefault(id, {})[label.rank] = Vote.of(label)
             for old in sorted(self._votes.keys() - set(self._held.generations.undecided))[:-KEPT]:
                 del self._votes[old]
@@ -139,18 +142,20 @@ class Agreement:
     async def follow(self, standing: Standing) -> None:
         """Make use of how things stand."""
         self._open = standing.open
-        agreed = {*standing.agreed, *filter(None, (standing.guard, standing.guarded))}
+        guards = filter(None, (standing.guard, standing.guarded, standing.protected))
+        agreed = {*standing.agreed, *guards}
         for id in (*standing.void, *self._settled(standing, agreed)):
             # A lead keeper that has begun anew may not know that it was agreed on before.
-            if self._is_news(id, standing) and not self._held.generations.is_agreed(id):
+            if self._is_news(id, Outcome.VOID, standing) and not self._held.generations.is_agreed(id):
                 self._counters.void += 1
                 self._held.generations.void(id)
                 text = "ranks have captured what does not belong together, or one has nothing of it"
                 await self._tell(Voided(id, text))
         for id in sorted(agreed):
-            if self._is_news(id, standing):
+            if self._is_news(id, Outcome.AGREED, standing):
                 await self._agreed(id)
-        self._known &= {*standing.void, *agreed}
+        named = {*standing.void, *agreed}
+        self._known = {id: outcome for id, outcome in self._known.items() if id in named}
         await self._guard(standing)
         if self._writing is not None:
             self._counters.report_failures = self.reporting.failures
@@ -170,10 +175,10 @@ class Agreement:
         named = {*agreed, *standing.open}
         return [id for id in self._held.generations.undecided if id <= settled and id not in named]
 
-    def _is_news(self, id: GenerationId, standing: Standing) -> bool:
+    def _is_news(self, id: GenerationId, outcome: Outcome, standing: Standing) -> bool:
         if id.epoch != standing.epoch or id in self._known:
             return False
-        self._known.add(id)
+        self._known[id] = outcome
         self._votes.pop(id, None)
         return True
 

@@ -172,7 +172,8 @@ class Writing:
 
     async def _flush_until_durable(self, generation: GenerationId, request: Flush) -> None:
         """Flush, and try again where that fails, until it is durable, a later one is to be flushed,
-        a resume has dropped it, or memory no longer holds what was sealed."""
+        a resume has dropped it or made others let go of it, or memory no longer holds what was
+        sealed."""
         try:
             async with self._turn:
                 self.flushing = generation
@@ -190,6 +191,12 @@ class Writing:
             other > generation and self._held.generations.is_agreed(other) for other in self._wanted
         )
 
+    def _is_dropped(self, generation: GenerationId) -> bool:
+        """Whether a resume has dropped it; or other keepers have let go of it when one came."""
+        generations = self._held.generations
+        is_old = generation.epoch < generations.epoch
+        return not generations.is_agreed(generation) or (is_old and not self._reporting.is_alone)
+
     async def _has_ended(self, generation: GenerationId, request: Flush) -> bool:
         """Flush once; whether there is nothing left to do."""
         began_s = time.perf_counter()
@@ -197,9 +204,8 @@ class Writing:
             attempt, nbytes = await self._flush(generation, request)
         except (HoldfastError, OSError) as error:
             self._counters.flush_failures += 1
-            is_dropped = not self._held.generations.is_agreed(generation)
             is_damaged = isinstance(error, DamagedError)
-            final = is_damaged or is_dropped or self._is_overtaken(generation)
+            final = is_damaged or self._is_dropped(generation) or self._is_overtaken(generation)
             _log.warning("step %d is not flushed: %s", generation.step, error)
             if is_damaged:
                 self._damaged(generation)
