@@ -91,7 +91,9 @@ class Agreement:
         known = self._known.get(id)
         if known is Outcome.AGREED:
             self._held.generations.agreed(id)  # a trainer has handed it over later
-        elif known is None:
+        elif known is Outcome.VOID:
+            self._held.generations.void(id)  # it was being captured then
+        else:
             self._votes.setdefault(id, {})[label.rank] = Vote.of(label)
             for old in sorted(self._votes.keys() - set(self._held.generations.undecided))[:-KEPT]:
                 del self._votes[old]

@@ -123,7 +123,7 @@ def _rebuilt(
     rank: int, holders: Sequence[Sequence[str]], guards: Mapping[str, HeldGuard]
 ) -> tuple[GuardedGroup, tuple[int, ...]] | str:
     """The group that can make an image again, and which members it has lost."""
-    groups = {guard.group for guard in guards.values() if _has(guard.group, rank)}
+    groups = dict.fromkeys(guard.group for guard in guards.values() if _has(guard.group, rank))
     problem = f"the image of rank {rank} is in no memory, and there is no parity of it"
     for group in groups:
         lost = tuple(

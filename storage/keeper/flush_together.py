@@ -79,7 +79,7 @@ async def _written(reporting: Reporting, is_wanted: Callable[[], bool]) -> Mappi
         if not is_wanted():
             raise SupersededError("a resume has gone on from before this step")
         if written.keys() >= others:
-            return {name: written[name] for name in others}
+            return {name: written[name] for name in sorted(others)}
         if unheard := reporting.unheard():
             raise SaveError(f"the keeper {unheard[0]} is not heard any more")
         await reporting.moved(_LOOK_S)

@@ -141,7 +141,7 @@ class Generations:
         self._newest_step: dict[int, int] = {}
         """By rank: the newest step of this epoch that was granted."""
         self._left_out: list[int] = []
-        """The newest steps of this epoch for which a rank had no slot."""
+        """The newest steps of this epoch for which a rank had no slot, here or on another host."""
         self._chosen: GenerationId | None = None
         """What this epoch went on from, if it is here."""
         self._guarding: frozenset[GenerationId] = frozenset()
@@ -244,11 +244,14 @@ class Generations:
                 self._slots[number] = _Slot(rank, nbytes, made=False)
                 fresh = True
             elif number is None:
-                self._left_out = [*self._left_out, step][-LEFT_OUT_KEPT:]
+                self._leave_out(step)
                 return problem
         self._begin_filling(self._slots[number], client, GenerationId(self.epoch, step), world)
         self._newest_step[rank] = step
         return Grant(number, fresh, freed)
+
+    def _leave_out(self, step: int) -> None:
+        self._left_out = [*self._left_out, step][-LEFT_OUT_KEPT:]
 
     def _give_up_behind(self, rank: int, step: int) -> None:
         """``rank`` goes on to ``step``: what it has not captured before will not be whole."""
@@ -450,8 +453,11 @@ class Generations:
         return of is not None and of.agreed
 
     def void(self, id: GenerationId) -> None:
-        """It does not belong together, or is damaged."""
+        """It does not belong together, is damaged, or a rank has nothing of it. A rank that is behind
+        leaves it out."""
         self._forget(id)
+        if id.epoch == self.epoch:
+            self._leave_out(id.step)
 
     def flushing(self, id: GenerationId) -> None:
         """It is read to be written to storage; to be followed by :meth:`flushed`."""

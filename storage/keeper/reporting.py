@@ -80,6 +80,9 @@ class Reporting:
         self._moved = asyncio.Event()
         """Set, and replaced, when something changes at the lead keeper."""
         self._seen = ""
+        self._asked = itertools.count()
+        self._since = 0
+        """Which question was the next when the lead keeper that is followed now was first heard."""
         self._heard_s: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
@@ -236,6 +239,7 @@ class Reporting:
         host = self._lead_host
         assert host is not None
         report = self._compose()
+        asked = next(self._asked)
         try:
             standing = await self._sent(host, replace(report, seen=self._seen, waits=waits))
         except (CoordinationError, OSError, TimeoutError) as error:
@@ -243,12 +247,25 @@ class Reporting:
             _log.info("the lead keeper %s has not answered: %s", host.name, error)
             return False
         async with self._turn:
-            if standing.epoch == self.lead.epoch and is_newer(standing.version, self._seen):
-                if self._seen and incarnation_of(standing.version) != incarnation_of(self._seen):
-                    await self._unheard("the lead keeper has died, and another has taken its place")
+            if self._is_news(standing, asked):
+                if incarnation_of(standing.version) != incarnation_of(self._seen):
+                    self._since = next(self._asked)
+                    if self._seen:
+                        text = "the lead keeper has died, and another has taken its place"
+                        await self._unheard(text)
                 self._seen = standing.version
                 await self._follow(standing)
         return True
+
+    def _is_news(self, standing: Standing, asked: int) -> bool:
+        """Whether an answer is to be followed. That of a lead keeper which has died may come after
+        that of the next one: it answers a question from before that one was heard."""
+        if standing.epoch != self.lead.epoch:
+            return False
+        is_another = incarnation_of(standing.version) != incarnation_of(self._seen)
+        if is_another and asked < self._since:
+            return False
+        return is_newer(standing.version, self._seen)
 
     async def _sent(self, host: KeeperHost, report: Report) -> Standing:
         """Raises CoordinationError, OSError, TimeoutError."""

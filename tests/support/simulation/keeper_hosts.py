@@ -473,7 +473,7 @@ class Hosts(Promises):
         for host in self.hosts.values():
             host.keeper.process.paused_until_s = 0.0
         for trainer in self.trainers:
-            if trainer.alive and not trainer.is_current:
+            if trainer.alive and trainer.job is not self.job:
                 self.kill(trainer)
         if self.random.random() < 0.5:
             self.kill_all()

@@ -259,19 +259,24 @@ class _Attempt:
     id: str
 
 
+@dataclass(frozen=True)
+class _Driver:
+    uri: str = "simulated://"
+
+
 @contextlib.asynccontextmanager
-async def _opened_for(request: object, writers: int) -> AsyncIterator[tuple[None, None]]:
-    yield None, None
+async def _opened_for(request: object, writers: int) -> AsyncIterator[tuple[_Driver, None]]:
+    yield _Driver(), None
 
 
-async def _begin(driver: None) -> _Attempt:
+async def _begin(driver: _Driver) -> _Attempt:
     world = running().world
     await world.piece()
     world.count("begun to flush")
     return _Attempt(f"attempt-{world.counts['begun to flush']}")
 
 
-async def write_part(driver: None, attempt: str, image: Held, compression: None) -> int:
+async def write_part(driver: _Driver, attempt: str, image: Held, compression: None) -> int:
     """Write an image, piece by piece. It may fail."""
     world, label = running().world, image.label
     assert label is not None
@@ -296,14 +301,14 @@ def _fragment_of(label: Label, attempt: str, nbytes: int, compression: None) -> 
 
 
 async def _commit(
-    driver: None, attempt: _Attempt, fragments: Sequence[Any], compression: None, branch: str
+    driver: _Driver, attempt: _Attempt, fragments: Sequence[Any], compression: None, branch: str
 ) -> None:
     keeper = running()
     await keeper.world.piece()
     keeper.world.commit(keeper, fragments)
 
 
-async def _give_up(driver: None, attempt: _Attempt) -> None:
+async def _give_up(driver: _Driver, attempt: _Attempt) -> None:
     pass
 
 

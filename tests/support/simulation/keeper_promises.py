@@ -59,6 +59,8 @@ class Promises(Record):
         """The newest that was told, of each kind, by host."""
         self.agreed: Promise | None = None
         self.guarded: Promise | None = None
+        self.newest_guarded = GenerationId(-1, -1)
+        """The newest that was told: a keeper that has begun anew may be told older ones late."""
 
     def keeper_of(self, name: str) -> HostKeeper | None:
         """The one that can be reached by that name now."""
@@ -88,8 +90,11 @@ class Promises(Record):
         self.count("told guarded", f"{id} by {keeper}")
         told = self.told.setdefault("guarded", {})
         told[keeper.host.name] = max(id, told.get(keeper.host.name, id))
-        if not self.is_on_line(id) or (self.guarded is not None and id.step <= self.guarded.step):
+        if id < self.newest_guarded or not self.is_on_line(id):
             return
+        if self.guarded is not None and id.step <= self.guarded.step:
+            return
+        self.newest_guarded = id
         groups = []
         for group in job.meeting.groups:
             members: list[HostKeeper | None] = []

@@ -1,0 +1,297 @@
+"""Keepers of several hosts that are wrong on purpose, each in one way. A simulator that does not
+catch them proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from holdfast.storage.arenas.label import GenerationId, Label
+from holdfast.storage.arenas.messages import Inventory
+from holdfast.storage.keeper import choice, flush_together, reporting, votes
+from holdfast.storage.keeper.agreement import Agreement
+from holdfast.storage.keeper.generations import Generations
+from holdfast.storage.keeper.guards import Guards
+from holdfast.storage.keeper.lead import Lead
+from holdfast.storage.keeper.reporting import Reporting
+from holdfast.storage.keeper.standing import Report, Standing
+from holdfast.storage.keeper.votes import Ballot, Outcome, Vote
+from holdfast.storage.keeper.writing import Writing
+from holdfast.storage.training.epochs import Epochs
+
+from . import keeper_peers
+from .breaking import Broken, Patch
+from .keeper_host import HostKeeper
+from .keeper_hosts import run_seed
+from .keepers import Held, Record
+
+__all__ = ["BROKEN_KEEPER_HOSTS", "seeds_until_violation"]
+
+BROKEN_KEEPER_HOSTS: list[Broken] = []
+
+
+def broken(name: str) -> Any:
+    """Put it on the list."""
+
+    def listed(patches: Any) -> Any:
+        BROKEN_KEEPER_HOSTS.append(Broken(name, patches))
+        return patches
+
+    return listed
+
+
+def seeds_until_violation(engine: Broken, most: int) -> tuple[int, str]:
+    """How many seeds it takes to catch it, and what is seen then; "" where none of ``most``
+    does."""
+    with engine.engine():
+        for seed in range(most):
+            try:
+                run_seed(seed)
+            except Exception as error:  # some break off at once
+                return seed + 1, f"{type(error).__name__}: {error}"
+    return most, ""
+
+
+@broken("a step is agreed on before all hosts have sealed it")
+def _one_missing() -> Iterator[Patch]:
+    real = Ballot.cast
+
+    def cast(self: Ballot, vote: Vote) -> Outcome | None:
+        return real(self, replace(vote, world=max(1, vote.world - 1), rank=max(0, vote.rank - 1)))
+
+    yield Ballot, "cast", cast
+
+
+@broken("hosts whose replicas have diverged agree")
+def _contradicting() -> Iterator[Patch]:
+    yield votes, "_are_alike", lambda cast: True
+
+
+@broken("a keeper never says that a step will not come")
+def _never_missing() -> Iterator[Patch]:
+    yield Generations, "will_not_come", lambda self, id: False
+
+
+@broken("a standing that is overtaken is followed")
+def _overtaken() -> Iterator[Patch]:
+    yield reporting, "is_newer", lambda version, than: True
+
+
+@broken("what one keeper has made parity of is protected")
+def _one_is_enough() -> Iterator[Patch]:
+    real = Lead._note_guards
+
+    def note(self: Lead, report: Report) -> None:
+        if self._guard is not None and report.guarded == self._guard:
+            self._have_guarded = set(self._names)
+        real(self, report)
+
+    yield Lead, "_note_guards", note
+
+
+@broken("parity of another step counts as parity of this one")
+def _any_parity() -> Iterator[Patch]:
+    real = Lead._note_guards
+
+    def note(self: Lead, report: Report) -> None:
+        real(self, replace(report, guarded=self._guard) if report.guarded else report)
+
+    yield Lead, "_note_guards", note
+
+
+@broken("a step is protected before all keepers know that it is guarded")
+def _known_to_the_lead() -> Iterator[Patch]:
+    def protect(self: Lead) -> None:
+        self._protected = self._guarded
+
+    yield Lead, "_protect", protect
+
+
+@broken("images that parity was made of may be written over")
+def _images_go() -> Iterator[Patch]:
+    yield Generations, "guarding", lambda self, ids: None
+
+
+@broken("parity is given up for that of the next step before all have made that")
+def _parity_goes() -> Iterator[Patch]:
+    real = Guards.keep
+    yield Guards, "keep", lambda self, ids: real(self, ())
+
+
+@broken("a resume that all keepers take part in gives up what is protected")
+def _resume_forgets() -> Iterator[Patch]:
+    real = Agreement.enter
+
+    def enter(self: Agreement, epoch: int, *given: Any) -> None:
+        if epoch > self.reporting.lead.epoch:
+            self._guarded, self._guarding, self.protected = set(), set(), None
+            self._held.generations.guarding(())
+        real(self, epoch, *given)
+
+    yield Agreement, "enter", enter
+
+
+@broken("a keeper tells the next lead keeper nothing of what is protected")
+def _told_nothing() -> Iterator[Patch]:
+    real = Agreement.report
+
+    def report(self: Agreement) -> Report:
+        said = real(self)
+        return said if self.reporting.leads else replace(said, told=None)
+
+    yield Agreement, "report", report
+
+
+@broken("a new lead keeper makes parity of a step before it has heard all")
+def _hasty_lead() -> Iterator[Patch]:
+    real = Lead.standing
+
+    def standing(self: Lead) -> Standing:
+        return replace(real(self), heard=True)
+
+    yield Lead, "standing", standing
+
+
+@broken("what a new lead keeper has not heard of is void")
+def _unheard_of() -> Iterator[Patch]:
+    def settled(self: Agreement, standing: Standing, agreed: Any) -> list[GenerationId]:
+        named = {*agreed, *standing.open}
+        return [id for id in self._held.generations.undecided if id not in named]
+
+    yield Agreement, "_settled", settled
+
+
+@broken("an image is made again without being compared with its checksums")
+def _not_verified() -> Iterator[Patch]:
+    yield keeper_peers, "is_sealed", lambda memory, label: True
+    yield Record, "intact", lambda self, held, pieces: True
+
+
+@broken("parity is made of what a keeper holds, of whatever step")
+def _any_step() -> Iterator[Patch]:
+    def images(self: Any, keeper: HostKeeper) -> list[Held]:
+        newest: dict[int, Held] = {}
+        for held in keeper.slots.values():
+            if held.label is not None:
+                before = newest.get(held.label.rank)
+                label = None if before is None else before.label
+                if label is None or held.label.generation > label.generation:
+                    newest[held.label.rank] = held
+        return list(newest.values())
+
+    async def pieces(self: Any, name: str, number: int) -> Mapping[int, Any]:
+        keeper = await keeper_peers._at(name)
+        return {
+            held.label.rank: held.memory.pieces[number]
+            for held in images(self, keeper)
+            if held.label is not None
+        }
+
+    yield keeper_peers.Peers, "pieces", pieces
+
+
+@broken("a restart goes on from what is not agreed on")
+def _not_agreed() -> Iterator[Patch]:
+    real = HostKeeper.inventory
+
+    def inventory(self: HostKeeper) -> Inventory:
+        found = real(self)
+        held = tuple(replace(one, agreed=True) for one in found.generations)
+        return replace(found, generations=held)
+
+    yield HostKeeper, "inventory", inventory
+
+
+@broken("a restart goes on from a step that a later one has dropped")
+def _dropped() -> Iterator[Patch]:
+    yield Epochs, "has_left", lambda self, generation: False
+    yield Generations, "_drop_later", lambda self, chosen: None
+
+
+@broken("a restart does not look for parity")
+def _no_parity() -> Iterator[Patch]:
+    def rebuilt(rank: int, holders: Sequence[Sequence[str]], guards: Any) -> str:
+        return "it is lost"
+
+    yield choice, "_rebuilt", rebuilt
+
+
+@broken("what a restart may choose is given up while it chooses")
+def _not_offered() -> Iterator[Patch]:
+    yield Generations, "offer", lambda self, client: None
+    yield Guards, "offer", lambda self, client: None
+
+
+@broken("what is made again for a trainer that has ended stays for ever")
+def _pinned_for_nobody() -> Iterator[Patch]:
+    def gone(self: HostKeeper, reader: int) -> None:
+        self.generations.client_gone(reader)
+        self.guards.released(reader)
+
+    yield HostKeeper, "reader_gone", gone
+
+
+@broken("what one attempt has written counts for another")
+def _any_attempt() -> Iterator[Patch]:
+    real = Lead.hear
+
+    def hear(self: Lead, report: Report) -> None:
+        part, flush = report.written, self._flush
+        if part is not None and flush is not None:
+            report = replace(report, written=replace(part, attempt=flush.attempt))
+        real(self, report)
+
+    yield Lead, "hear", hear
+
+
+@broken("a checkpoint is committed though a keeper has written nothing")
+def _nobody_waits() -> Iterator[Patch]:
+    async def written(given: Reporting, is_wanted: Any) -> Mapping[str, Any]:
+        return {}
+
+    real = flush_together.fragment_of
+
+    def fragment_of(label: Label, *given: Any) -> object:
+        return real(label, *given)
+
+    class Labels(dict[int, Label]):
+        """Of all ranks, whoever has written."""
+
+        def keys(self) -> Any:
+            return set(range(next(iter(self.values())).world))
+
+        def __missing__(self, rank: int) -> Label:
+            return replace(next(iter(self.values())), rank=rank)
+
+    yield flush_together, "_written", written
+
+
+@broken("a checkpoint is committed that a resume has dropped")
+def _still_wanted() -> Iterator[Patch]:
+    real = flush_together._written
+
+    async def written(given: Reporting, is_wanted: Any) -> Mapping[str, Any]:
+        return await real(given, lambda: True)
+
+    yield flush_together, "_written", written
+    yield Writing, "forget_dropped", lambda self: None
+
+
+@broken("the next epoch is counted from what storage knows alone")
+def _epochs_anew() -> Iterator[Patch]:
+    yield Epochs, "newest", property(lambda self: -1)
+
+
+@broken("reports of a former epoch are heard")
+def _old_reports() -> Iterator[Patch]:
+    real = Lead.hear
+
+    def hear(self: Lead, report: Report) -> None:
+        def now(id: GenerationId | None) -> GenerationId | None:
+            return None if id is None else replace(id, epoch=self.epoch)
+
+        cast = tuple(replace(v, generation=replace(v.generation, epoch=self.epoch)) for v in report.votes)
+        real(self, replace(report, epoch=self.epoch, votes=cast, agreed=now(report.agreed)))
+
+    yield Lead, "hear", hear
