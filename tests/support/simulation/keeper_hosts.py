@@ -33,7 +33,7 @@ from .loop import PROCESS, Deadlock, SimLoop
 __all__ = ["Hosts", "run_seed"]
 
 TURNS = 2500
-CALM_TURNS = 12000
+CALM_TURNS = 20000
 HOSTS_MAX = 5
 
 
@@ -465,7 +465,7 @@ class Hosts(Promises):
         and durable, if there is enough memory."""
         self.flush_fails = self.drops = self.loses = self.doubles = self.resizes = 0.0
         self.seal_weight, self.work_weight = 3.0, 4.0
-        self.trainer_weight = 0.3  # a step takes longer than what keepers say about it
+        self.trainer_weight = 0.5  # a step takes longer than what keepers say about it
         self.full = False
         self.cuts.clear()
         self.wake()

@@ -191,6 +191,8 @@ class Promises(Record):
                 continue
             members = [one for _, group in promise.groups for one in group]
             relied_on = keeper in members or any(keeper in of for of in promise.holders.values())
+            if relied_on and self.knows_better(keeper, promise.id):
+                continue
             if relied_on and not self.has_flipped(promise.id):
                 raise Violation(f"{promise.id} is promised, and written over by {keeper}")
         for other in self.trainers:
@@ -200,6 +202,13 @@ class Promises(Record):
         is_over = newest is not None and trainer.job is not newest
         if is_over and keeper.generations.epoch >= newest.epoch >= 0:
             raise Violation(f"job {trainer.job.number} is over, and was given a slot")
+
+    def knows_better(self, keeper: HostKeeper, id: GenerationId) -> bool:
+        """Whether a keeper that is not of this job, and was not told what that goes on from, keeps a
+        later step instead, of which this job has found that it is damaged."""
+        newest, job = keeper.generations.newest_agreed, self.running
+        is_of_job = job is not None and keeper.host in job.hosts
+        return not is_of_job and newest is not None and newest > id and self.has_flipped(newest)
 
     def check_budget(self, keeper: SimulatedKeeper) -> None:
         """Memory is kept within limits."""
