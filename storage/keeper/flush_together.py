@@ -56,6 +56,7 @@ async def flush_together(
             if labels.keys() != set(range(world)):
                 lacking = sorted(set(range(world)) - labels.keys())
                 raise SaveError(f"no keeper has written the image of rank {lacking[0]}")
+            _check_wanted(is_wanted)
         except BaseException:
             await give_up(driver, attempt)
             raise
@@ -76,13 +77,17 @@ async def _written(reporting: Reporting, is_wanted: Callable[[], bool]) -> Mappi
             if part.problem:
                 kind = DamagedError if part.damaged else SaveError
                 raise kind(f"the keeper {name} does not write its part: {part.problem}")
-        if not is_wanted():
-            raise SupersededError("a resume has gone on from before this step")
+        _check_wanted(is_wanted)
         if written.keys() >= others:
             return {name: written[name] for name in sorted(others)}
         if unheard := reporting.unheard():
             raise SaveError(f"the keeper {unheard[0]} is not heard any more")
         await reporting.moved(_LOOK_S)
+
+
+def _check_wanted(is_wanted: Callable[[], bool]) -> None:
+    if not is_wanted():
+        raise SupersededError("a resume has gone on from before this step")
 
 
 async def _labels(

@@ -304,8 +304,9 @@ async def _commit(
     driver: _Driver, attempt: _Attempt, fragments: Sequence[Any], compression: None, branch: str
 ) -> None:
     keeper = running()
+    keeper.world.check_commit(keeper, fragments)
     await keeper.world.piece()
-    keeper.world.commit(keeper, fragments)
+    keeper.world.commit(fragments)
 
 
 async def _give_up(driver: _Driver, attempt: _Attempt) -> None:

@@ -219,10 +219,10 @@ class Promises(Record):
     def handed_over(self, trainer: Trainer) -> None:
         """A trainer is with the new keeper."""
 
-    def commit(self, keeper: HostKeeper, fragments: Sequence[tuple[Label, str]]) -> None:
-        """A lead keeper commits what all have written."""
-        label = fragments[0][0]
-        id, generations = label.generation, keeper.generations
+    def check_commit(self, keeper: HostKeeper, fragments: Sequence[tuple[Label, str]]) -> None:
+        """A lead keeper begins to commit what all have written. It does not if it knows better; what
+        it learns meanwhile comes too late, and shows in the line that the checkpoint is of."""
+        id, generations = fragments[0][0].generation, keeper.generations
         if generations.epoch > id.epoch and not generations.is_agreed(id):
             raise Violation(
                 f"{id} is committed, in epoch {generations.epoch}, which has dropped it"
@@ -230,5 +230,8 @@ class Promises(Record):
         for label, attempt in fragments:
             if (attempt, label.rank) not in self.written:
                 raise Violation(f"{id} is committed, and nobody has written rank {label.rank}")
+
+    def commit(self, fragments: Sequence[tuple[Label, str]]) -> None:
+        """The manifest is in storage."""
         parts = [self.written[attempt, label.rank] for label, attempt in fragments]
-        self.committed(label.world, parts)
+        self.committed(fragments[0][0].world, parts)
