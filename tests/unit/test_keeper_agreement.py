@@ -9,7 +9,7 @@ from typing import Any
 from support.clock import run_virtual
 
 from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
-from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.arenas.messages import Agreed, Event, Protected, Voided
 from holdfast.storage.keeper.agreement import Agreement
 from holdfast.storage.keeper.generations import Generations, Grant
@@ -233,6 +233,38 @@ async def test_a_keeper_that_has_missed_outcomes_gives_up_what_has_none_any_more
     assert host.told == [Voided(id(40), VOID), Voided(id(3), VOID), Agreed(id(1))]
     works_on(host, 41, epoch=0)
     assert id(41) in host.held()
+
+
+def label_of(step: int) -> Label:
+    """Of the image of rank 1."""
+    return Label("run", id(step), 1, 2, 10, 0, 1, 1, 0.0)
+
+
+@in_loop
+async def test_an_image_that_comes_late_takes_the_outcome_that_is_known() -> None:
+    """A trainer has handed it over, or has sealed it, when the others had agreed on it, or had let
+    go of it, long before."""
+    host = Host()
+    host.enter(0, None)
+    await host.hear("x", 0, agreed=(id(1),), void=(id(3),))
+    host.generations.adopt(CLIENT, id(1), 1, 2, 10)
+    host.generations.adopt(CLIENT, id(3), 1, 2, 10)
+    assert host.generations.newest_agreed is None
+    for step in (1, 3):
+        await host.agreement.vote(label_of(step))
+    assert host.generations.newest_agreed == id(1)
+    assert host.held() == {id(1)}
+    assert host.agreement.report().votes == ()
+
+
+@in_loop
+async def test_what_is_protected_is_not_void_when_something_newer_is_guarded() -> None:
+    """The lead keeper has forgotten that it was agreed on, and this keeper was never told."""
+    host = Host()
+    host.enter(0, None)
+    host.seal(1)
+    await host.hear("x", 0, guarded=id(20), protected=id(1), settled=id(10))
+    assert host.held() == {id(1)}
 
 
 @in_loop

@@ -411,6 +411,18 @@ def test_a_recalled_image_is_there_before_any_trainer() -> None:
     assert generations.newest_agreed == id
 
 
+def test_a_rank_that_is_behind_leaves_out_what_is_void() -> None:
+    """It would hold a slot for nothing, and leave none for the steps that the others keep."""
+    generations = entered(A)
+    agreed(generations, 1, A)
+    generations.void(GenerationId(0, 2))
+    assert reason(generations.fill(A, 0, 2, SIZE, 1)) is Reason.NO_FREE_SLOT
+    granted(generations, A, 3)
+    generations.client_gone(A)
+    assert generations.enter(B, 0, 1, 1) is None
+    assert isinstance(generations.fill(B, 0, 2, SIZE, 1), Grant)
+
+
 def test_a_void_generation_is_no_more() -> None:
     """What was agreed before is the newest again."""
     generations = entered(A)

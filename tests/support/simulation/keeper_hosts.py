@@ -477,20 +477,34 @@ class Hosts(Promises):
                 self.kill(trainer)
         if self.random.random() < 0.5:
             self.kill_all()
-        enough = self.budget_nbytes >= 3 * STATE_NBYTES // len(self.placed)
         self.told.clear()
         for _ in range(CALM_TURNS):
             self.turn()
-            if self.is_well(enough):
+            if self.is_well():
                 return
         raise Violation(f"nothing comes of it in {CALM_TURNS} turns: {self.told}")
 
-    def is_well(self, enough: bool) -> bool:
+    def has_room(self, host: Host) -> bool:
+        """Whether there is memory for three steps of the job that runs, beside what is there of the
+        one before, which it may have gone on from: of other ranks, or of another size."""
+        job = self.running
+        assert job is not None
+        ranks = {rank for rank in range(job.world) if job.host_of(rank) is host}
+        image_nbytes = STATE_NBYTES // job.world
+        others_nbytes = sum(
+            slot.nbytes
+            for slot in host.keeper.generations._slots.values()
+            if slot.generation is not None
+            and (slot.rank not in ranks or slot.nbytes != image_nbytes)
+        )
+        return self.budget_nbytes >= 3 * len(ranks) * image_nbytes + others_nbytes
+
+    def is_well(self) -> bool:
         """Whether all is as it should be."""
         job = self.running
         if job is None or job is not self.job or not job.trainers:
             return False
-        if not enough:
+        if not all(self.has_room(host) for host in job.hosts):
             return True
         kinds = ["agreed", "durable"] + ["guarded"] * bool(job.meeting.groups)
         names = {host.name for host in job.hosts}
