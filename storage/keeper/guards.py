@@ -109,10 +109,11 @@ class Guards:
         """Whether there is parity of it."""
         return id in self._held
 
-    def offer(self, client: int) -> None:
-        """``client`` is about to choose what to go on from: what there is stays until
-        :meth:`released`, or until a resume drops it."""
-        self._offered.setdefault(client, set()).update(self._held)
+    def offer(self, client: int, ids: Collection[GenerationId]) -> None:
+        """``client`` is about to choose what to go on from, maybe one of these generations: parity of
+        them, that which there is and that which is still made, stays until :meth:`released`, or
+        until a resume drops it."""
+        self._offered.setdefault(client, set()).update(self._held, ids)
 
     def released(self, client: int) -> None:
         """``client`` has chosen, or its process has ended."""

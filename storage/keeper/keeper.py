@@ -409,7 +409,7 @@ class Keeper:
 
     async def _look_up(self, trainer: Trainer, message: LookUp, fds: Sequence[int]) -> _Reply:
         self._generations.offer(trainer.number)
-        self._guards.offer(trainer.number)
+        self._guards.offer(trainer.number, [one.id for one in self._generations.restorable()])
         return self.inventory(), []
 
     async def _release(self, trainer: Trainer, message: Release, fds: Sequence[int]) -> _Reply:

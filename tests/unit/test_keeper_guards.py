@@ -50,24 +50,25 @@ def test_what_a_restart_may_choose_stays_until_it_has_chosen() -> None:
     """Keepers go on meanwhile, and what they protect then may be what it drops."""
     held = guards(1, 2)
     for client in (7, 8):
-        held.offer(client)
-    held._held[id(3)] = Parity()
-    held._worlds[id(3)] = 1
-    held.keep([id(3)])
-    assert steps(held) == [1, 2, 3]
+        held.offer(client, [id(2), id(3)])
+    for step in (3, 4, 5):
+        held._held[id(step)] = Parity()
+        held._worlds[id(step)] = 1
+    held.keep([id(5)])
+    assert steps(held) == [1, 2, 3, 5]
     held.released(7)
     held.released(7)
-    held.keep([id(3)])
-    assert steps(held) == [1, 2, 3]
+    held.keep([id(5)])
+    assert steps(held) == [1, 2, 3, 5]
     held.released(8)
-    held.keep([id(3)])
-    assert steps(held) == [3]
+    held.keep([id(5)])
+    assert steps(held) == [5]
 
 
 def test_a_resume_drops_parity_of_later_steps_though_it_was_offered() -> None:
     """It is of another line from now on."""
     held = guards(1, 2)
-    held.offer(7)
+    held.offer(7, [])
     held.drop_later(1)
     assert steps(held) == [1]
     held.drop_later(None)

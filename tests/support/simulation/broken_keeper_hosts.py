@@ -220,7 +220,7 @@ def _no_parity() -> Iterator[Patch]:
 @broken("what a restart may choose is given up while it chooses")
 def _not_offered() -> Iterator[Patch]:
     yield Generations, "offer", lambda self, client: None
-    yield Guards, "offer", lambda self, client: None
+    yield Guards, "offer", lambda self, client, ids: None
 
 
 @broken("what is made again for a trainer that has ended stays for ever")

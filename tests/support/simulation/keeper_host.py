@@ -181,7 +181,7 @@ class HostKeeper(SimulatedKeeper):
     def offer(self, reader: int) -> None:
         """What is here stays until the reader has chosen what to go on from."""
         self.generations.offer(reader)
-        self.guards.offer(reader)
+        self.guards.offer(reader, [one.id for one in self.generations.restorable()])
 
     def reader_gone(self, reader: int) -> None:
         """It has chosen, or its process has ended."""

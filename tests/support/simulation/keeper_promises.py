@@ -86,10 +86,16 @@ class Promises(Record):
 
     def told_guarded(self, keeper: HostKeeper, id: GenerationId) -> None:
         """Trainers rely on it even where hosts are lost."""
-        job = self.epoch_jobs[id.epoch]
         self.count("told guarded", f"{id} by {keeper}")
         told = self.told.setdefault("guarded", {})
         told[keeper.host.name] = max(id, told.get(keeper.host.name, id))
+        if self.epoch_jobs[id.epoch] is self.running:  # else a later job has taken up from somewhere
+            self.promise_guarded(id)
+
+    def promise_guarded(self, id: GenerationId) -> None:
+        """A restart finds this generation, or a newer one, as long as each group lacks no more members
+        than it may: those that have their part of it now are noted."""
+        job = self.epoch_jobs[id.epoch]
         if id < self.newest_guarded or not self.is_on_line(id):
             return
         if self.guarded is not None and id.step <= self.guarded.step:
@@ -116,7 +122,7 @@ class Promises(Record):
         know, though no trainer is told."""
         newer = keeper.agreement.protected
         if newer is not None and self.guarded is not None and newer.step > self.guarded.step:
-            self.told_guarded(keeper, newer)
+            self.promise_guarded(newer)
 
     def lacks(self, keeper: HostKeeper, id: GenerationId, ranks: Sequence[int]) -> str:
         """What a member of a group has not of a guarded generation."""
