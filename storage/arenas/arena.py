@@ -114,8 +114,8 @@ class Arena:
         self._enters = Enter(-1, None)
         self._slots: dict[int, Memory] = {}
         """Memory of slots, by number, mapped to be written to."""
-        self._sealed: dict[int, int] = {}
-        """Descriptors of labels, by slot."""
+        self._sealed: dict[int, tuple[GenerationId, int]] = {}
+        """What is sealed, by slot, with the descriptor of its label."""
         self._listeners: dict[GenerationId, Listener] = {}
         self._capturing = 0
         """Slots that are being captured into: as long as there are any, no other keeper is looked
@@ -205,9 +205,9 @@ class Arena:
             self._no_capture.set()
 
     def _forget_label(self, number: int) -> None:
-        label_fd = self._sealed.pop(number, None)
-        if label_fd is not None:
-            os.close(label_fd)
+        sealed = self._sealed.pop(number, None)
+        if sealed is not None:
+            os.close(sealed[1])
 
     def _forget_other_sizes(self, nbytes: int) -> None:
         """Unmap slots of a former layout, once there are two of this one: the memory that the
@@ -326,7 +326,7 @@ class Arena:
     def _told(self, event: Event, fds: Sequence[int]) -> None:
         """The keeper has something to tell."""
         if isinstance(event, Sealed) and len(fds) == 1 and event.slot in self._slots:
-            self._sealed[event.slot] = fds[0]
+            self._sealed[event.slot] = (event.generation, fds[0])
         else:
             for fd in fds:
                 os.close(fd)
@@ -372,24 +372,25 @@ class Arena:
     async def _hand_over(self) -> bool:
         """Give a keeper, which may be a new one, the images that this rank has sealed in this
         epoch; whether it has let this rank in."""
-        slots, labels = dict(self._slots), dict(self._sealed)
+        slots, sealed = dict(self._slots), dict(self._sealed)
         self._slots.clear()
         self._sealed.clear()
         try:
             if not await self.enter(self._enters):
                 return False
-            for number, label_fd in labels.items():
+            # In order: a rank that has handed over a step has nothing before it that is yet to come.
+            for number, (_, label_fd) in sorted(sealed.items(), key=lambda one: one[1]):
                 memory = slots[number]
                 await self._done(Adopt(memory.nbytes), [memory.fd, label_fd])
             return self.is_open
         finally:
             if self.is_open:
-                for label_fd in labels.values():
+                for _, label_fd in sealed.values():
                     os.close(label_fd)
                 for memory in slots.values():
                     memory.close()
             else:
-                self._slots, self._sealed = slots, labels
+                self._slots, self._sealed = slots, sealed
 
     async def close(self) -> None:
         """Let go of the keeper, which goes on. Safe to call twice."""
@@ -403,8 +404,8 @@ class Arena:
         self._forget()
 
     def _forget(self) -> None:
-        for fd in self._sealed.values():
-            os.close(fd)
+        for _, label_fd in self._sealed.values():
+            os.close(label_fd)
         self._sealed.clear()
         for memory in self._slots.values():
             memory.close()

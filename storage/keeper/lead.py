@@ -43,7 +43,8 @@ class Lead:
         self._epoch = -1
         self._names: frozenset[str] = frozenset()
         self._heard: set[str] = set()
-        """Those of them that have reported in this epoch."""
+        """Those of them that have reported in this epoch, and knew already that this one leads: what
+        they have heard of another lead keeper, they have said."""
         self._guards = False
         self._guard: GenerationId | None = None
         self._attempt = ""
@@ -103,7 +104,8 @@ class Lead:
         if report.epoch != self._epoch or report.name not in self._names:
             return
         before = self._state()
-        self._heard.add(report.name)
+        if incarnation_of(report.seen) == self._incarnation:
+            self._heard.add(report.name)
         self._note_told(report)
         for vote in report.votes:
             if vote.generation.epoch == self._epoch:

@@ -144,10 +144,13 @@ class Reporting:
         if not self.leads:
             return
         async with self._turn:
-            self.lead.hear(self._compose())
+            self.lead.hear(self._own_report())
             while self._seen != self.lead.version:
                 await self._follow_own()
-                self.lead.hear(self._compose())
+                self.lead.hear(self._own_report())
+
+    def _own_report(self) -> Report:
+        return replace(self._compose(), seen=self._seen)
 
     async def _follow_own(self) -> None:
         self._seen = self.lead.version

@@ -81,7 +81,7 @@ class Standing:
     newer, and are not named here, are void, or of no use any more. ``guard``: what all are to make
     parity of now, in this ``attempt``; ``guarded``: the newest one that all have made it of, as far
     as the lead keeper knows; ``protected``: the newest one of which all know that; ``heard``: the
-    lead keeper has heard all keepers, and so knows. ``flush``: what all
+    lead keeper has heard all keepers since they know of it, and so knows. ``flush``: what all
     are to write now; ``ended``: the newest flush that has ended."""
 
     version: str

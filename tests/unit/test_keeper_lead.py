@@ -36,10 +36,12 @@ def begun(*, guards: bool = False, epoch: int = 1, heard: bool = True) -> Lead:
     return lead
 
 
-def says(lead: Lead, name: str, *steps: int, epoch: int = 1, **news: Any) -> None:
+def says(
+    lead: Lead, name: str, *steps: int, epoch: int = 1, seen: str = "x/0", **news: Any
+) -> None:
     """A keeper reports that its rank has sealed these steps, and news."""
     votes = tuple(vote(step, NAMES.index(name), epoch) for step in steps)
-    lead.hear(Report(name, epoch, votes, **news))
+    lead.hear(Report(name, epoch, votes, seen=seen, **news))
 
 
 def fails(lead: Lead, name: str) -> None:
@@ -284,6 +286,19 @@ def test_what_a_keeper_was_told_is_guarded_is_told_to_all() -> None:
     says(lead, "a", epoch=2)
     says(lead, "b", told=id(3, 0), epoch=2)
     assert (lead.standing().guarded, lead.standing().heard) == (id(3, 0), True)
+
+
+def test_a_keeper_is_heard_once_it_knows_who_leads() -> None:
+    """What it has sent before may come late, and lack what the lead keeper before has told it since.
+    News in it count all the same."""
+    lead = begun(guards=True, heard=False)
+    says(lead, "a")
+    says(lead, "b", seen="")
+    says(lead, "b", seen="y/7", agreed=id(1))
+    assert (lead.standing().agreed, lead.standing().heard) == ((id(1),), False)
+    assert lead.standing().guard is None
+    says(lead, "b", seen=lead.version)
+    assert (lead.standing().heard, lead.standing().guard) == (True, id(1))
 
 
 def test_what_is_guarded_is_not_told_back() -> None:

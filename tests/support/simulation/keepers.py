@@ -90,6 +90,15 @@ class Job:
     trainers: list[Trainer] = field(default_factory=list)
 
 
+def step_of(sealed: tuple[int, bytes]) -> GenerationId:
+    """Of a sealed image: a rank that hands over a later one first has none of the earlier ones, as
+    far as a keeper can tell."""
+    try:
+        return Label.decode(sealed[1]).generation
+    except DamagedError:
+        return GenerationId(-1, -1)
+
+
 class Trainer:
     """One rank of a job: a process."""
 
@@ -147,7 +156,7 @@ class Trainer:
             return
         self.world.count("entered", str(self))
         self.mapped, self.sealed = {}, {}
-        for slot, encoded in sealed.items():
+        for slot, encoded in sorted(sealed.items(), key=step_of):
             yield
             if not keeper.alive:
                 self.mapped, self.sealed = mapped, sealed
