@@ -378,7 +378,7 @@ class Arena:
         try:
             if not await self.enter(self._enters):
                 return False
-            # In order: a rank that has handed over a step has nothing before it that is yet to come.
+            # In order: of a rank that has handed over a step, nothing earlier is waited for.
             for number, (_, label_fd) in sorted(sealed.items(), key=lambda one: one[1]):
                 memory = slots[number]
                 await self._done(Adopt(memory.nbytes), [memory.fd, label_fd])

@@ -52,7 +52,7 @@ class Agreement:
         """The outcomes that were followed."""
         self._open: tuple[GenerationId, ...] = ()
         self.protected: GenerationId | None = None
-        """The newest generation of which all keepers know that all have made parity of its images."""
+        """The newest generation of which all keepers know that all have made parity of it."""
         self._guarded: set[GenerationId] = set()
         """Those of which this keeper knows it, and has its part."""
         self._attempt = ""
@@ -147,8 +147,9 @@ class Agreement:
         guards = filter(None, (standing.guard, standing.guarded, standing.protected))
         agreed = {*standing.agreed, *guards}
         for id in (*standing.void, *self._settled(standing, agreed)):
+            is_news = self._is_news(id, Outcome.VOID, standing)
             # A lead keeper that has begun anew may not know that it was agreed on before.
-            if self._is_news(id, Outcome.VOID, standing) and not self._held.generations.is_agreed(id):
+            if is_news and not self._held.generations.is_agreed(id):
                 self._counters.void += 1
                 self._held.generations.void(id)
                 text = "ranks have captured what does not belong together, or one has nothing of it"

@@ -453,8 +453,8 @@ class Generations:
         return of is not None and of.agreed
 
     def void(self, id: GenerationId) -> None:
-        """It does not belong together, is damaged, or a rank has nothing of it. A rank that is behind
-        leaves it out."""
+        """It does not belong together, is damaged, or a rank has nothing of it. A rank that is
+        behind leaves it out."""
         self._forget(id)
         if id.epoch == self.epoch:
             self._leave_out(id.step)

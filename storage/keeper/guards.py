@@ -110,9 +110,9 @@ class Guards:
         return id in self._held
 
     def offer(self, client: int, ids: Collection[GenerationId]) -> None:
-        """``client`` is about to choose what to go on from, maybe one of these generations: parity of
-        them, that which there is and that which is still made, stays until :meth:`released`, or
-        until a resume drops it."""
+        """``client`` is about to choose what to go on from, maybe one of these generations: parity
+        of them, also if it is made later, stays until :meth:`released`, or until a resume drops
+        it."""
         self._offered.setdefault(client, set()).update(self._held, ids)
 
     def released(self, client: int) -> None:

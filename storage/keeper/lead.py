@@ -43,8 +43,8 @@ class Lead:
         self._epoch = -1
         self._names: frozenset[str] = frozenset()
         self._heard: set[str] = set()
-        """Those of them that have reported in this epoch, and knew already that this one leads: what
-        they have heard of another lead keeper, they have said."""
+        """Those of them that have reported in this epoch, and knew already that this one leads:
+        what they have heard of another lead keeper, they have said."""
         self._guards = False
         self._guard: GenerationId | None = None
         self._attempt = ""
@@ -172,10 +172,10 @@ class Lead:
         self._have_guarded = set()
 
     def _choose_guard(self) -> None:
-        """Guard the newest generation, one at a time: once all keepers have been heard, and know what
-        is guarded, which they keep until then beside the one before. After a failure some are left out: what is
-        guarded takes memory that steps need. Those that are void count, too: if it is for lack of
-        slots, it takes another guarded one for slots to be given up."""
+        """Guard the newest generation, one at a time: once all keepers have been heard, and know
+        what is guarded, which they keep until then beside the one before. After a failure some are
+        left out: what is guarded takes memory that steps need. Those that are void count, too: if
+        it is for lack of slots, it takes another guarded one for slots to be given up."""
         if self._guard is not None and self._ballot.outcomes.get(self._guard) is Outcome.VOID:
             self._release_guard()
         if not self._guards or self._heard != self._names or self._guarded != self._protected:

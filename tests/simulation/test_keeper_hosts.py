@@ -1,25 +1,32 @@
 """Runs on several hosts whose steps are kept in memory: whatever dies, sleeps, is lost or is cut off
 when, a restart goes on from one whole step, and from none that is older than was promised.
 
-A plain run tries schedules that are known. ``HOLDFAST_TEST_KEEPER_SEEDS=1000`` looks further, and
-``HOLDFAST_TEST_KEEPER_FRESH_S=60`` among those that nobody has tried. A seed that fails is named, and
-replays.
+``HOLDFAST_TEST_KEEPER_SEEDS=10000`` looks further. A seed that fails is named, and replays.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from support.simulation.breaking import Broken
+from support.simulation.broken_keeper_hosts import BROKEN_KEEPER_HOSTS, seeds_until_violation
 from support.simulation.keeper_hosts import run_seed
 from support.simulation.keepers import Violation
 
 FIXED = int(os.environ.get("HOLDFAST_TEST_KEEPER_SEEDS", "100"))
-FRESH_S = float(os.environ.get("HOLDFAST_TEST_KEEPER_FRESH_S", "0"))
+FRESH_S = float(os.environ.get("HOLDFAST_TEST_SIM_FRESH_S", "6"))
 """How long seeds are tried that nobody has tried before."""
+MOST = 300
+"""Seeds until which a broken keeper must be caught."""
+FAULTS = ("one", "all", "keeper", "lead", "host", "cut", "heal", "pause", "wake", "sleep", "flip")
 
 
 def told(seed: int, counts: Counter[str]) -> str:
@@ -32,7 +39,7 @@ def told(seed: int, counts: Counter[str]) -> str:
 
 
 @pytest.mark.timeout(3600)
-def test_promises_hold_in_known_schedules(
+def test_promises_hold_in_known_and_in_fresh_schedules(
     record_property: Callable[[str, object], None],
 ) -> None:
     """Where processes alone die, nothing older is gone back to than the last step that was told
@@ -44,19 +51,48 @@ def test_promises_hold_in_known_schedules(
         assert told(seed, counts) == ""
     first = int.from_bytes(os.urandom(4), "big")
     end_s, fresh = time.monotonic() + FRESH_S, 0
-    while time.monotonic() < end_s:
+    while fresh < 10 or time.monotonic() < end_s:
         assert told(first + fresh, counts) == ""
         fresh += 1
     record_property("said", f"hosts: {FIXED:,} known seeds and {fresh:,} fresh ones, from {first}")
     record_property("said", ", ".join(f"{n:,} {what}" for what, n in counts.most_common()))
+    assert {f"fault: {kind}" for kind in (*FAULTS, "full")} <= counts.keys()
     assert counts["resumed"] > FIXED
+    assert counts["resumed from memory"] > FIXED / 2
+    assert min(counts[what] for what in ("told guarded", "rebuilt", "flushed")) > 0
+
+
+def logs(seeds: int) -> list[list[str]]:
+    """What happens in the first runs."""
+    found: list[list[str]] = [[] for _ in range(seeds)]
+    for seed, log in enumerate(found):
+        run_seed(seed, log.append)
+    return found
 
 
 def test_a_seed_replays_exactly() -> None:
-    """Two runs of one seed do the same, to the last line of their logs."""
-    for seed in range(2):
-        logs: list[list[str]] = [[], []]
-        for log in logs:
-            run_seed(seed, log.append)
-        assert logs[0] == logs[1]
-        assert len(logs[0]) > 10
+    """Two runs of one seed do the same, to the last line of their logs: also in a process in which
+    sets of names have another order."""
+    seeds = 4
+    found = logs(seeds)
+    assert found == logs(seeds)
+    assert min(map(len, found)) > 10
+    here = Path(__file__)
+    program = (
+        "import json, logging, runpy; logging.disable(logging.CRITICAL); "
+        f"print(json.dumps(runpy.run_path({str(here)!r})['logs']({seeds})))"
+    )
+    other = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(here.parents[1])}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=other, capture_output=True, check=True, timeout=120
+    )
+    assert json.loads(run.stdout) == found
+
+
+@pytest.mark.parametrize("broken", BROKEN_KEEPER_HOSTS, ids=lambda broken: broken.name)
+def test_a_broken_keeper_is_caught(broken: Broken) -> None:
+    """Each keeper that is wrong on purpose breaks a promise in one of the first schedules, which
+    the right one keeps."""
+    tried, why = seeds_until_violation(broken, MOST)
+    assert why != "", f"{broken.name}: not caught by {tried} seeds"
+    assert told(tried - 1, Counter()) == ""

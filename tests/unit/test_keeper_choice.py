@@ -51,9 +51,7 @@ def chosen(
     newer_than: int = 0,
 ) -> tuple[list[Choice], list[str]]:
     """The choices, and what is wrong with those that are better."""
-    return choices(
-        list(stocks), list(rebuilders), lambda one: one.step > newer_than, set(struck)
-    )
+    return choices(list(stocks), list(rebuilders), lambda one: one.step > newer_than, set(struck))
 
 
 def all_hold(*steps: int, agreed: bool = True) -> list[Stock]:

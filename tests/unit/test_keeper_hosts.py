@@ -31,6 +31,7 @@ from holdfast.storage.arenas.messages import (
 )
 from holdfast.storage.keeper.lead import Lead
 from holdfast.storage.keeper.standing import Report
+from holdfast.storage.keeper.status import KeeperStatus
 from holdfast.storage.ranks.messages import codec
 
 NOWHERE = "127.0.0.1:1"
@@ -233,13 +234,15 @@ def test_keepers_that_are_cut_off_from_each_other_go_on_keeping_steps() -> None:
                 told = await job.step(step)
                 assert all(Agreed in kinds(one) for one in told), step
 
-            def failures() -> int:
-                found = [host.keeper.status() for host in job.hosts.values()]
-                assert {status.protected for status in found} == {None}
-                return sum(status.counters.protect_failures for status in found)
+            def statuses() -> list[KeeperStatus]:
+                return [host.keeper.status() for host in job.hosts.values()]
 
-            await until(lambda: failures() >= 1, "parity cannot be made, and that is counted")
-            assert {status.counters.skipped for status in found} == {0}
+            await until(
+                lambda: sum(status.counters.protect_failures for status in statuses()) >= 1,
+                "parity cannot be made, and that is counted",
+            )
+            assert {status.protected for status in statuses()} == {None}
+            assert {status.counters.skipped for status in statuses()} == {0}
 
     run(body)
 

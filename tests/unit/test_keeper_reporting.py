@@ -38,7 +38,7 @@ class Reporter(Reporting):
         self.problems.append(problem)
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.ensure_future(work)
+        work.close()
 
     async def _sent(self, host: KeeperHost, report: Report) -> Standing:
         answer: asyncio.Future[Standing] = asyncio.get_running_loop().create_future()

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from holdfast.storage.arenas.label import GenerationId, Label
+from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import Inventory
-from holdfast.storage.keeper import choice, flush_together, reporting, votes
+from holdfast.storage.keeper import choice, flush_together, votes
 from holdfast.storage.keeper.agreement import Agreement
 from holdfast.storage.keeper.generations import Generations
 from holdfast.storage.keeper.guards import Guards
@@ -73,11 +73,6 @@ def _never_missing() -> Iterator[Patch]:
     yield Generations, "will_not_come", lambda self, id: False
 
 
-@broken("a standing that is overtaken is followed")
-def _overtaken() -> Iterator[Patch]:
-    yield reporting, "is_newer", lambda version, than: True
-
-
 @broken("what one keeper has made parity of is protected")
 def _one_is_enough() -> Iterator[Patch]:
     real = Lead._note_guards
@@ -98,14 +93,6 @@ def _any_parity() -> Iterator[Patch]:
         real(self, replace(report, guarded=self._guard) if report.guarded else report)
 
     yield Lead, "_note_guards", note
-
-
-@broken("a step is protected before all keepers know that it is guarded")
-def _known_to_the_lead() -> Iterator[Patch]:
-    def protect(self: Lead) -> None:
-        self._protected = self._guarded
-
-    yield Lead, "_protect", protect
 
 
 @broken("images that parity was made of may be written over")
@@ -141,16 +128,6 @@ def _told_nothing() -> Iterator[Patch]:
         return said if self.reporting.leads else replace(said, told=None)
 
     yield Agreement, "report", report
-
-
-@broken("a new lead keeper makes parity of a step before it has heard all")
-def _hasty_lead() -> Iterator[Patch]:
-    real = Lead.standing
-
-    def standing(self: Lead) -> Standing:
-        return replace(real(self), heard=True)
-
-    yield Lead, "standing", standing
 
 
 @broken("what a new lead keeper has not heard of is void")
@@ -223,15 +200,6 @@ def _not_offered() -> Iterator[Patch]:
     yield Guards, "offer", lambda self, client, ids: None
 
 
-@broken("what is made again for a trainer that has ended stays for ever")
-def _pinned_for_nobody() -> Iterator[Patch]:
-    def gone(self: HostKeeper, reader: int) -> None:
-        self.generations.client_gone(reader)
-        self.guards.released(reader)
-
-    yield HostKeeper, "reader_gone", gone
-
-
 @broken("what one attempt has written counts for another")
 def _any_attempt() -> Iterator[Patch]:
     real = Lead.hear
@@ -250,20 +218,6 @@ def _nobody_waits() -> Iterator[Patch]:
     async def written(given: Reporting, is_wanted: Any) -> Mapping[str, Any]:
         return {}
 
-    real = flush_together.fragment_of
-
-    def fragment_of(label: Label, *given: Any) -> object:
-        return real(label, *given)
-
-    class Labels(dict[int, Label]):
-        """Of all ranks, whoever has written."""
-
-        def keys(self) -> Any:
-            return set(range(next(iter(self.values())).world))
-
-        def __missing__(self, rank: int) -> Label:
-            return replace(next(iter(self.values())), rank=rank)
-
     yield flush_together, "_written", written
 
 
@@ -281,17 +235,3 @@ def _still_wanted() -> Iterator[Patch]:
 @broken("the next epoch is counted from what storage knows alone")
 def _epochs_anew() -> Iterator[Patch]:
     yield Epochs, "newest", property(lambda self: -1)
-
-
-@broken("reports of a former epoch are heard")
-def _old_reports() -> Iterator[Patch]:
-    real = Lead.hear
-
-    def hear(self: Lead, report: Report) -> None:
-        def now(id: GenerationId | None) -> GenerationId | None:
-            return None if id is None else replace(id, epoch=self.epoch)
-
-        cast = tuple(replace(v, generation=replace(v.generation, epoch=self.epoch)) for v in report.votes)
-        real(self, replace(report, epoch=self.epoch, votes=cast, agreed=now(report.agreed)))
-
-    yield Lead, "hear", hear

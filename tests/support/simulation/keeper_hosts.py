@@ -257,6 +257,8 @@ class Hosts(Promises):
         step, number = found or (0, 0)
         if step and self.lineage.get(step) != number:
             raise Violation(f"step {step} of job {number} was dropped, and is gone on from")
+        if choice is not None and (number, step) in self.diverged:
+            raise Violation(f"{choice.generation} is gone on from, and replicas have diverged")
         for one in promised:
             if step < one.step:
                 raise Violation(f"{one.id} was promised, and step {step} is gone on from")

@@ -89,7 +89,9 @@ class Promises(Record):
         self.count("told guarded", f"{id} by {keeper}")
         told = self.told.setdefault("guarded", {})
         told[keeper.host.name] = max(id, told.get(keeper.host.name, id))
-        if self.epoch_jobs[id.epoch] is self.running:  # else a later job has taken up from somewhere
+        if (
+            self.epoch_jobs[id.epoch] is self.running
+        ):  # else a later job has taken up from somewhere
             self.promise_guarded(id)
 
     def promise_guarded(self, id: GenerationId) -> None:
