@@ -17,7 +17,6 @@ from holdfast.storage.keeper.lead import Lead
 from holdfast.storage.keeper.reporting import Reporting
 from holdfast.storage.keeper.standing import Report, Standing
 from holdfast.storage.keeper.votes import Ballot, Outcome, Vote
-from holdfast.storage.keeper.writing import Writing
 from holdfast.storage.training.epochs import Epochs
 
 from . import keeper_peers
@@ -219,17 +218,6 @@ def _nobody_waits() -> Iterator[Patch]:
         return {}
 
     yield flush_together, "_written", written
-
-
-@broken("a checkpoint is committed that a resume has dropped")
-def _still_wanted() -> Iterator[Patch]:
-    real = flush_together._written
-
-    async def written(given: Reporting, is_wanted: Any) -> Mapping[str, Any]:
-        return await real(given, lambda: True)
-
-    yield flush_together, "_written", written
-    yield Writing, "forget_dropped", lambda self: None
 
 
 @broken("the next epoch is counted from what storage knows alone")
