@@ -256,7 +256,7 @@ def _report(given: Options, place: Uri, only: str) -> Report:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 1 if measuring is shown to cost more than it may."""
-    arguments = parser("overhead", __doc__, gib=1.0, runs=11)
+    arguments = parser("overhead", __doc__, gib=2.0, runs=31)
     arguments.add_argument("--uri", help="measure below this URI instead of --dir")
     arguments.add_argument("--only", default="", help="pairs with this in their names")
     parsed = arguments.parse_args(argv)

@@ -34,6 +34,7 @@ __all__ = [
     "HeldGuard",
     "Hello",
     "Inventory",
+    "Local",
     "LookUp",
     "Message",
     "Open",
@@ -53,7 +54,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +259,19 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Tells that all ranks' images of a generation are whole, and alike where they have to be."""
+    """Tells that all ranks' images of a generation are whole, and alike where they have to be.
+    ``local``: the keeper writes its images to storage of the host now, see :class:`Local`."""
 
     generation: GenerationId
+    local: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Tells that the images of this host are on its own storage; ``problem``: why they are not."""
+
+    generation: GenerationId
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +324,7 @@ Request: TypeAlias = (
     | Stop
 )
 Answer: TypeAlias = Welcome | Refused | Done | Filled | Inventory | Opened | Status
-Event: TypeAlias = Sealed | Agreed | Protected | Voided | Durable | FlushFailed
+Event: TypeAlias = Sealed | Agreed | Local | Protected | Voided | Durable | FlushFailed
 Message: TypeAlias = Request | Answer | Event
 
 _KINDS = {kind.__name__: kind for kind in (*Request.__args__, *Answer.__args__, *Event.__args__)}

@@ -190,9 +190,8 @@ class Agreement:
             await self._tell(Voided(id, "later steps have taken the place of some of its images"))
             return
         self._counters.agreed += 1
-        if self._writing is not None:
-            self._writing.agreed(id)
-        await self._tell(Agreed(id))
+        local = self._writing is not None and self._writing.agreed(id)
+        await self._tell(Agreed(id, local))
 
     async def _guard(self, standing: Standing) -> None:
         """Make parity of what all make it of now; keep that of what all have made it of.

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 from ...errors import DamagedError, HoldfastError
 from ..arenas.label import GenerationId
-from ..arenas.messages import Durable, Event, Flush, FlushFailed
+from ..arenas.messages import Durable, Event, Flush, FlushFailed, Local
 from .flush import flush_part, flush_to
 from .flush_together import flush_together
 from .held import Held
@@ -75,16 +75,18 @@ class Writing:
         if self._held.generations.is_agreed(generation):
             self._begin(generation)
 
-    def agreed(self, generation: GenerationId) -> None:
+    def agreed(self, generation: GenerationId) -> bool:
         """A generation is agreed on: write it to where it is wanted. It is kept for that from now
-        on."""
+        on. Whether it is written to storage of the host."""
         if generation in self._wanted:
             self._begin(generation)
         local = self._local
-        if local is not None and local.due(generation.step) and not self._writes_locally:
-            self._writes_locally = True
-            self._held.generations.flushing(generation)
-            self._run_later(self._write_locally(local, generation))
+        if local is None or not local.due(generation.step) or self._writes_locally:
+            return False
+        self._writes_locally = True
+        self._held.generations.flushing(generation)
+        self._run_later(self._write_locally(local, generation))
+        return True
 
     def forget_dropped(self) -> None:
         """What is not agreed on, and will not be, since a resume has come, is not wanted any
@@ -160,15 +162,18 @@ class Writing:
                 self._release_part(generation)
 
     async def _write_locally(self, local: LocalLevel, generation: GenerationId) -> None:
+        problem = ""
         try:
             await local.write(self._held.images(generation))
             self._counters.local += 1
         except (HoldfastError, OSError) as error:
             self._counters.local_failures += 1
             _log.warning("step %d is not on local storage: %s", generation.step, error)
+            problem = str(error)
         finally:
             self._writes_locally = False
             self._held.generations.flushed(generation)
+        await self._tell(Local(generation, problem))
 
     async def _flush_until_durable(self, generation: GenerationId, request: Flush) -> None:
         """Flush, and try again where that fails, until it is durable, a later one is to be flushed,

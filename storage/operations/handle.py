@@ -117,6 +117,7 @@ def _copy_of(error: BaseException) -> BaseException:
 
 
 _NO_KEEPER = "it does not go by way of a keeper"
+_NOT_LOCAL = "no keeper writes it to storage of the host"
 _UNGUARDED = "no keepers of several hosts guard each other"
 
 
@@ -127,17 +128,19 @@ class SaveHandle:
     ``captured``: every byte has been copied; the state may change again. ``sealed``: whole in host
     memory and checksummed (with a budget smaller than the image: as each chunk passed through).
     ``agreed``: in the memory of keepers on every rank, so that it survives the trainers.
+    ``local``: this host's part is on storage of the host, so that it survives a reboot.
     ``protected``: there is parity of it, or copies are, on other hosts, so that it survives the
     loss of a host; where a later step is protected in its place, this stage fails. ``durable``:
-    committed, on every rank. A save does not come to ``agreed`` without a keeper, nor to
-    ``protected`` where none guard each other, and one that stays in memory does not come to
-    ``durable``: to wait for these is a UsageError.
+    committed, on every rank. A save does not come to ``agreed`` without a keeper, nor to ``local``
+    unless it is due there, nor to ``protected`` where no keepers guard each other, and one that
+    stays in memory does not come to ``durable``: to wait for these is a UsageError.
     """
 
     uri: str
     captured: StageHandle = field(default_factory=lambda: StageHandle("captured"))
     sealed: StageHandle = field(default_factory=lambda: StageHandle("sealed"))
     agreed: StageHandle = field(default_factory=lambda: StageHandle("agreed", absent=_NO_KEEPER))
+    local: StageHandle = field(default_factory=lambda: StageHandle("local", absent=_NOT_LOCAL))
     protected: StageHandle = field(
         default_factory=lambda: StageHandle("protected", absent=_UNGUARDED)
     )
@@ -156,6 +159,7 @@ class SaveHandle:
             "captured": self.captured,
             "sealed": self.sealed,
             "agreed": self.agreed,
+            "local": self.local,
             "protected": self.protected,
             "durable": self.durable,
         }
@@ -163,8 +167,10 @@ class SaveHandle:
 
     @property
     def last(self) -> StageHandle:
-        """The stage with which this save ends: protection comes beside it."""
-        return [stage for stage in self._stages.values() if stage is not self.protected][-1]
+        """The stage with which this save ends: storage of the host, and protection, come beside
+        it."""
+        beside = (self.local, self.protected)
+        return [stage for stage in self._stages.values() if stage not in beside][-1]
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from ...errors import SaveError
+from ...errors import HoldfastError, SaveError, UsageError
 from ..arenas.arena import Arena
 from ..arenas.label import GenerationId
 from ..arenas.messages import (
@@ -18,6 +18,7 @@ from ..arenas.messages import (
     Event,
     Flush,
     FlushFailed,
+    Local,
     Protected,
     Sealed,
     Voided,
@@ -59,22 +60,26 @@ class Storage:
 class ByKeeper:
     """That a save goes by way of a keeper, by its ``arena``; and to where from there. None: it
     stays in memory. ``flushes``: this rank is the one that tells the keeper so. ``protects``:
-    keepers of several hosts guard each other."""
+    keepers of several hosts guard each other. ``local``: the keeper writes to storage of the
+    host."""
 
     arena: Arena
     storage: Storage | None = None
     flushes: bool = True
     protects: bool = False
+    local: bool = False
 
 
 @dataclass(eq=False)
 class KeptStages:
     """What a keeper makes of an image, for the engine's loop. ``sealed`` and ``agreed`` are called
-    when it has come so far; ``protected`` when it has come that far, or with why it will not."""
+    when it has come so far; ``local`` and ``protected`` when it has come that far, or with why it
+    will not."""
 
     sealed: Callable[[], None]
     agreed: Callable[[], None]
-    protected: Callable[[SaveError | None], None]
+    local: Callable[[HoldfastError | None], None]
+    protected: Callable[[HoldfastError | None], None]
 
 
 class Keeping:
@@ -88,6 +93,7 @@ class Keeping:
         self._stages = stages
         self._generation: GenerationId | None = None
         self._awaits_protection = by.protects
+        self._awaits_local = by.local
         self.ended: Future[Durable | None] = Future()
 
     def tell(self, event: Event) -> bool:
@@ -97,20 +103,38 @@ class Keeping:
                 self._generation = event.generation
                 self._stages.sealed()
             case Agreed():
-                self._stages.agreed()
-                if self.storage is None and not self.ended.done():
-                    self.ended.set_result(None)
+                self._is_agreed(event)
+            case Local(problem=problem):
+                self._is_local(SaveError(f"not on local storage: {problem}") if problem else None)
             case Protected():
                 self._is_protected(event.generation)
             case Durable():
                 if not self.ended.done():
                     self.ended.set_result(event)
-            case Voided() | FlushFailed(final=True):
-                error = SaveError(event.text)
-                self._unprotected(error)
-                if not self.ended.done():
-                    self.ended.set_exception(error)
-        return self._awaits_protection or not self.ended.done()
+            case Voided():
+                self._is_local(SaveError(event.text))
+                self._fail(SaveError(event.text))
+            case FlushFailed(final=True):
+                self._fail(SaveError(event.text))
+        return self._awaits_protection or self._awaits_local or not self.ended.done()
+
+    def _is_agreed(self, event: Agreed) -> None:
+        self._stages.agreed()
+        if not event.local:
+            text = "this step is not one of those that are written to storage of the host"
+            self._is_local(UsageError(text))
+        if self.storage is None and not self.ended.done():
+            self.ended.set_result(None)
+
+    def _fail(self, error: SaveError) -> None:
+        self._unprotected(error)
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
+    def _is_local(self, error: HoldfastError | None) -> None:
+        if self._awaits_local:
+            self._awaits_local = False
+            self._stages.local(error)
 
     def _is_protected(self, generation: GenerationId) -> None:
         if not self._awaits_protection:

@@ -197,7 +197,9 @@ def _prepared(call: _Call, state: object, world: int) -> _RunningSave:
     keeping = None
     if call.by is not None:
         handle = stages.handle
-        kept = KeptStages(stages.sealed, handle.agreed.reach, handle.protected.end)
+        kept = KeptStages(
+            stages.sealed, handle.agreed.reach, handle.local.end, handle.protected.end
+        )
         keeping = Keeping(call.by, kept)
     job = SaveJob(
         flat,
@@ -225,6 +227,8 @@ def _handle(uri: str, lazy: LazyCapture | None, by: ByKeeper | None) -> SaveHand
     handle.durable = StageHandle("durable", seen)
     if by is not None:
         handle.agreed = StageHandle("agreed", seen)
+        if by.local:
+            handle.local = StageHandle("local", seen)
         if by.protects:
             handle.protected = StageHandle("protected", seen)
         if by.storage is None:
@@ -436,7 +440,8 @@ async def _run(
             assert durable is not None
             saved = (durable.attempt, durable.nbytes, durable.nbytes)
         elif save.job.keeping is not None:
-            save.handle.agreed.fail(UsageError("this step went to storage without a keeper"))
+            for stage in (save.handle.agreed, save.handle.local, save.handle.protected):
+                stage.fail(UsageError("this step went to storage without a keeper"))
         save.succeed(*saved)
     except BaseException as error:
         save.fail(error)

@@ -233,7 +233,8 @@ class MemoryLevel:
         where keepers cannot work together."""
         if self.problem:
             return None
-        return ByKeeper(self.arena, storage, self._flushes, self._protects)
+        local = self._option.local is not None
+        return ByKeeper(self.arena, storage, self._flushes, self._protects, local)
 
     def close(self) -> None:
         """Let go of the keeper, which goes on."""

@@ -22,6 +22,7 @@ import holdfast
 from support.document_names import PLACES, names_for, prepare
 from support.documents import ROOT, Block, python_blocks
 from support.forked import in_a_fork
+from support.kept_runs import keepers_below_a_folder
 
 SESSION_S_MAX = 60.0
 
@@ -63,7 +64,8 @@ def _session_of(document: str, blocks: list[Block], here: Path) -> Callable[[], 
         os.chdir(empty)
         # Frameworks warn of what is not ours; what Holdfast says is in the output.
         warnings.simplefilter("default")
-        run_blocks(document, blocks, here)
+        with keepers_below_a_folder():
+            run_blocks(document, blocks, here)
 
     return session
 

@@ -30,7 +30,14 @@ from holdfast.storage.arenas.folder import (
 from . import kept_job
 from .kept_job import Job
 
-__all__ = ["Found", "KeptRun", "expected_losses", "kept_run", "wait_until"]
+__all__ = [
+    "Found",
+    "KeptRun",
+    "expected_losses",
+    "keepers_below_a_folder",
+    "kept_run",
+    "wait_until",
+]
 
 TESTS = Path(__file__).parents[1]
 ENDED_S = 20.0
@@ -139,14 +146,31 @@ class KeptRun:
 
     def end_keepers(self) -> None:
         """End all keepers, however they are."""
-        hosts = [path for path in self.base.iterdir() if not RUN_PATTERN.fullmatch(path.name)]
-        for folder in itertools.chain(*map(keeper_folders, [self.base, *hosts])):
-            try:
-                status = status_of(folder)
-                if status is not None:
-                    stop(folder)
-            except CoordinationError:
-                os.kill(int(folder.lock.read_text()), signal.SIGKILL)
+        _end_keepers(self.base)
+
+
+def _end_keepers(base: Path) -> None:
+    hosts = [path for path in base.iterdir() if not RUN_PATTERN.fullmatch(path.name)]
+    for folder in itertools.chain(*map(keeper_folders, [base, *hosts])):
+        try:
+            status = status_of(folder)
+            if status is not None:
+                stop(folder)
+        except CoordinationError:
+            os.kill(int(folder.lock.read_text()), signal.SIGKILL)
+
+
+@contextmanager
+def keepers_below_a_folder() -> Iterator[None]:
+    """In the body, this process starts keepers below a folder of their own; they end with it. The
+    path of a socket is short, so it is not a folder of a test."""
+    with tempfile.TemporaryDirectory(prefix="hk") as base:
+        os.environ[KEEPER_DIR_VARIABLE] = base
+        try:
+            yield
+        finally:
+            del os.environ[KEEPER_DIR_VARIABLE]
+            _end_keepers(Path(base))
 
 
 @contextmanager

@@ -1,0 +1,104 @@
+"""What a save that goes by way of a keeper tells of what has become of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.kept_runs import keepers_below_a_folder
+
+import holdfast
+from holdfast.errors import HoldfastError, SaveError, UsageError
+from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.messages import Agreed, Event, Local, Protected, Sealed, Voided
+from holdfast.storage.operations.keeping import ByKeeper, Keeping, KeptStages
+
+ID = GenerationId(0, 7)
+
+
+class Told:
+    """A save that waits for its stages, and how each has ended."""
+
+    def __init__(self, *, local: bool = True, protects: bool = False) -> None:
+        self.ended: dict[str, HoldfastError | None] = {}
+
+        def end(stage: str) -> Any:
+            return lambda error=None: self.ended.setdefault(stage, error)
+
+        arena: Any = None
+        by = ByKeeper(arena, protects=protects, local=local)
+        stages = KeptStages(end("sealed"), end("agreed"), end("local"), end("protected"))
+        self.keeping = Keeping(by, stages)
+
+    def hear(self, *events: Event) -> bool:
+        """What the keeper tells; whether it waits for more."""
+        return [self.keeping.tell(event) for event in events][-1]
+
+
+def test_a_step_is_on_storage_of_the_host_once_the_keeper_says_so() -> None:
+    """It was told, when the step was agreed on, that it would be; and hears no more then."""
+    save = Told()
+    assert save.hear(Sealed(1, ID), Agreed(ID, local=True))
+    assert "local" not in save.ended
+    assert not save.hear(Local(ID))
+    assert save.ended == {"sealed": None, "agreed": None, "local": None}
+
+
+def test_a_step_that_is_not_written_there_says_so_when_it_is_agreed_on() -> None:
+    """Nobody waits for it until another one is."""
+    save = Told()
+    assert not save.hear(Sealed(1, ID), Agreed(ID))
+    assert isinstance(save.ended["local"], UsageError)
+    assert "is not one of those" in str(save.ended["local"])
+
+
+@pytest.mark.parametrize(
+    ("event", "said"), [(Local(ID, "the disk is full"), "the disk is full"), (Voided(ID, "x"), "x")]
+)
+def test_a_step_that_could_not_be_written_there_says_why(event: Event, said: str) -> None:
+    """Or that the keeper is gone, which the line says in the keeper's place."""
+    save = Told()
+    save.hear(Sealed(1, ID), Agreed(ID, local=True), event)
+    assert isinstance(save.ended["local"], SaveError)
+    assert said in str(save.ended["local"])
+
+
+def test_protection_and_storage_of_the_host_are_waited_for_side_by_side() -> None:
+    """In whatever order they come."""
+    save = Told(protects=True)
+    assert save.hear(Sealed(1, ID), Agreed(ID, local=True), Protected(ID))
+    assert not save.hear(Local(ID))
+    assert set(save.ended.values()) == {None}
+
+
+def test_a_checkpointer_whose_keeper_writes_to_storage_of_the_host_says_when(
+    tmp_path: Path,
+) -> None:
+    """Of the steps that are due there; of the others, that they are not; and of one without such
+    storage, that there is none."""
+    state = {"w": torch.arange(8)}
+    keeper = holdfast.Keeper(local=tmp_path / "nvme", local_every=2, memory="64MiB", linger="60s")
+    with (
+        keepers_below_a_folder(),
+        holdfast.Checkpointer(tmp_path / "run", every=None, keeper=keeper) as run,
+    ):
+        run.resume(state)
+        first = run.step(1, state)
+        assert first is not None
+        first.wait(30)
+        second = run.step(2, state)
+        assert second is not None
+        second.wait(30)
+        second.local.wait(30)
+        assert "local reached" in repr(second)
+        with pytest.raises(UsageError, match="is not one of those"):
+            first.local.wait(30)
+        assert not first.local.done() or first.local.status == "failed"
+        (kept,) = (tmp_path / "nvme").iterdir()
+        assert [path.name for path in kept.iterdir()] == ["0-2"]
+    handle = holdfast.async_save(tmp_path / "c", state)
+    with pytest.raises(UsageError, match="storage of the host"):
+        handle.local.wait()
+    handle.wait()
