@@ -85,6 +85,12 @@ def _run(commands: Commands) -> None:
         "--certificate", metavar="FILE", default="", help="of the server, for TLS; with --key"
     )
     parser.add_argument("--key", metavar="FILE", default="", help="of the certificate")
+    parser.add_argument(
+        "--max-bytes-per-s", metavar="RATE", help="of what is read from other keepers, such as 1GB"
+    )
+    parser.add_argument(
+        "--cpus", metavar="LIST", help="the processors to run on, such as 0-3,8 (default: any)"
+    )
 
 
 def _status(commands: Commands) -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ from ..arenas.folder import KeeperFolder
 from ..arenas.line import Line, listening
 from ..runtime.engine import CPU_THREADS
 from .keeper import Keeper
-from .options import KeeperOptions
+from .options import KeeperOptions, cpus_of
 from .serve import address_and_port, interface_and_port, is_token, serve
 from .serve_options import ServeOptions, new_token
 
@@ -39,6 +39,8 @@ __all__ = ["RunningError", "keep", "main"]
 
 TOKEN_VARIABLE = "HOLDFAST_PEER_TOKEN"
 """The variable that has the token, if that is not a new one for each keeper."""
+RATE_VARIABLE = "HOLDFAST_PEER_MAX_BYTES_PER_S"
+"""The variable by which drivers of other keepers' memory are told how much they may read."""
 GRACE_S = 30.0
 """How long a keeper that is told to end goes on with what is under way."""
 _LOOK_S = 1.0
@@ -71,6 +73,7 @@ async def keep(options: KeeperOptions, folder: KeeperFolder) -> None:
     has needed it for a while. Raises RunningError, UsageError, OSError."""
     folder.make()
     with _locked(folder):
+        _confine(options)
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(CPU_THREADS, "holdfast-cpu"))
         name, port = folder.read_identity()
@@ -86,6 +89,20 @@ async def keep(options: KeeperOptions, folder: KeeperFolder) -> None:
         finally:
             await keeper.close(GRACE_S)
         _log.info("keeper of run %s ends", options.run)
+
+
+def _confine(options: KeeperOptions) -> None:
+    """Keep this process within its limits, before it has begun any thread. Raises UsageError."""
+    if options.cpus:
+        try:
+            os.sched_setaffinity(0, cpus_of(options.cpus))
+        except OSError as error:
+            raise UsageError(
+                f"a keeper cannot run on the processors {options.cpus}: {error.strerror}",
+                advice="Name processors that this process may use.",
+            ) from error
+    if options.max_bytes_per_s is not None:
+        os.environ[RATE_VARIABLE] = str(options.max_bytes_per_s)
 
 
 @contextlib.asynccontextmanager

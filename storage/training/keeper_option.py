@@ -16,7 +16,7 @@ from ...drivers.uri import parse
 from ...errors import CoordinationError, UsageError
 from ...planner.parity import GROUP_HOSTS, Mode
 from ..arenas.folder import KeeperFolder
-from ..keeper.options import KeeperOptions
+from ..keeper.options import KeeperOptions, cpus_of
 from ..keeper.serve import interface_and_port
 from ..runtime.engine import offload
 
@@ -50,6 +50,10 @@ class Keeper:
     another one; ``"xor"``, so that any host of a group may be lost; ``"pq"``, any two; ``"off"``;
     or ``"auto"``, nothing on one host, a copy on two, XOR from three. ``group``: hosts of a group.
 
+    ``max_bytes_per_s``: what the keeper may read from others, for parity and to make images again,
+    such as ``"1GB"``; None: as much as the network gives. ``cpus``: the processors that the keeper
+    runs on, such as ``"0-3,8"``; None: those of whoever starts it.
+
     Raises UsageError for what is none of that, UriError for what is no folder.
     """
 
@@ -66,6 +70,8 @@ class Keeper:
     key: str = ""
     protect: str = "auto"
     group: int = GROUP_HOSTS
+    max_bytes_per_s: int | str | None = None
+    cpus: str | None = None
 
     def __post_init__(self) -> None:
         for name, steps in (("every", self.every), ("local_every", self.local_every)):
@@ -78,9 +84,13 @@ class Keeper:
         self._check_protection()
         if not self.deadline_s > 0:
             raise UsageError(f"Keeper: deadline_s is {self.deadline_s!r}")
+        if isinstance(self.max_bytes_per_s, int) and self.max_bytes_per_s < 1:
+            raise UsageError(f"Keeper: max_bytes_per_s is {self.max_bytes_per_s!r}")
         for name, value, parsed in (
             ("memory", self.memory, parse_size),
             ("linger", self.linger, parse_duration),
+            ("max_bytes_per_s", self.max_bytes_per_s, _parse_rate),
+            ("cpus", self.cpus, cpus_of),
         ):
             try:
                 if isinstance(value, str):
@@ -103,7 +113,7 @@ class Keeper:
 
     def of_process(self, run: str) -> KeeperOptions:
         """For a keeper of the run with this id."""
-        memory = self.memory
+        memory, rate = self.memory, self.max_bytes_per_s
         return KeeperOptions(
             run,
             self.host,
@@ -114,7 +124,17 @@ class Keeper:
             self.serve,
             self.certificate,
             self.key,
+            _parse_rate(rate) if isinstance(rate, str) else rate,
+            self.cpus or "",
         )
+
+
+def _parse_rate(text: str) -> int:
+    """Bytes per second. Raises ValueError."""
+    nbytes = parse_size(text)
+    if not nbytes:
+        raise ValueError("nothing would ever be read")
+    return nbytes
 
 
 KeeperOption = Keeper | Literal["auto"] | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -51,11 +52,14 @@ def test_the_keeper_of_a_run_is_started_by_hand(
     """A second one of the same run is not; trainers find the first, and it can be ended."""
     command = [sys.executable, "-c", "import sys, holdfast.cli as c; sys.exit(c.main())"]
     command += ["keeper", "run", str(tmp_path), "--memory", "64MiB", "--domain", "rack 7"]
+    (cpu, *_) = sorted(os.sched_getaffinity(0))
+    command += ["--cpus", str(cpu), "--max-bytes-per-s", "1GB"]
     keeper = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     until_s = time.monotonic() + 30
     while not (found := status(capsys)) and time.monotonic() < until_s:
         time.sleep(0.05)
     assert (found[0]["pid"], found[0]["host"], found[0]["epoch"]) == (keeper.pid, "rack 7", -1)
+    assert os.sched_getaffinity(keeper.pid) == {cpu}
     second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 1
     assert "a keeper of this run is alive" in second.stderr
@@ -87,6 +91,7 @@ def test_the_keeper_of_a_run_is_started_by_hand(
     ("arguments", "said"),
     [
         (["run", "x", "--memory", "lots"], "lots"),
+        (["run", "x", "--cpus", "99999"], "cannot run on the processors 99999"),
         (["status", "nowhere"], "no Checkpointer with a keeper has used this folder"),
     ],
 )

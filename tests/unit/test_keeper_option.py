@@ -23,6 +23,7 @@ from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import HeldGeneration, Inventory
 from holdfast.storage.arenas.room import available_nbytes
 from holdfast.storage.keeper.choice import Choice, Stock
+from holdfast.storage.keeper.options import cpus_of
 from holdfast.storage.operations.options import LoadOptions
 from holdfast.storage.runtime.engine import run
 from holdfast.storage.training import checkpointer
@@ -51,6 +52,10 @@ def driver() -> Iterator[MemoryDriver]:
         ({"memory": "lots"}, "memory is 'lots'"),
         ({"linger": "5 parsecs"}, "linger is '5 parsecs'"),
         ({"deadline_s": 0}, "deadline_s is 0"),
+        ({"max_bytes_per_s": 0}, "max_bytes_per_s is 0"),
+        ({"max_bytes_per_s": "0 B"}, "nothing would ever be read"),
+        ({"cpus": "all"}, "cpus is 'all'"),
+        ({"cpus": "3-1"}, "ends before it begins"),
         ({"local": "nonsense://"}, "nonsense"),
     ],
 )
@@ -74,6 +79,10 @@ def test_options_of_a_process_are_plain_values(tmp_path: Path) -> None:
     made = option.of_process(RUN)
     assert (made.host, made.budget_nbytes, made.linger_s) == ("rack 7", 2 << 30, 90.0)
     assert made.local == tmp_path.as_uri()
+    assert (made.max_bytes_per_s, made.cpus) == (None, "")
+    limited = holdfast.Keeper(max_bytes_per_s="2GB", cpus="0-1, 3").of_process(RUN)
+    assert limited.max_bytes_per_s == 2_000_000_000
+    assert cpus_of(limited.cpus) == {0, 1, 3}
 
 
 def test_a_run_has_one_id(driver: MemoryDriver) -> None:
