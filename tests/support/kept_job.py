@@ -7,6 +7,7 @@ step alone, so that a job which goes on from any step has to come to the same lo
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -90,6 +91,7 @@ class Job:
 
 def main() -> None:
     """Train, on each rank."""
+    faulthandler.register(signal.SIGUSR1)  # says where it is
     uri, out, job = sys.argv[1], Path(sys.argv[2]), Job.decode(sys.argv[3])
     rank, world = 0, 1
     if "RANK" in os.environ:

@@ -76,9 +76,8 @@ class KeptRun:
         began_s = time.monotonic()
         try:
             _, stderr = process.communicate(timeout=110)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"the job hangs: {_ended(process)}") from error
         counters = out / "counters 0"
         resumed = out / "resumed 0"
         return Found(
@@ -147,6 +146,20 @@ class KeptRun:
     def end_keepers(self) -> None:
         """End all keepers, however they are."""
         _end_keepers(self.base)
+
+
+def _ended(process: subprocess.Popen[str]) -> str:
+    """End a job that hangs; what it has said, and where each of its trainers was."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    trainers = [int(child) for child in children] or [process.pid]
+    for pid in trainers:
+        os.kill(pid, signal.SIGUSR1)  # see kept_job
+    time.sleep(2)
+    for pid in {*trainers, process.pid}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _, stderr = process.communicate(timeout=20)
+    return stderr
 
 
 def _end_keepers(base: Path) -> None:
