@@ -20,6 +20,7 @@ from .writing import Writing
 
 __all__ = ["Agreement"]
 
+_VOID = "ranks have captured what does not belong together, or one has nothing of it"
 _log = logging.getLogger(__name__)
 
 
@@ -92,7 +93,9 @@ class Agreement:
         if known is Outcome.AGREED:
             self._held.generations.agreed(id)  # a trainer has handed it over later
         elif known is Outcome.VOID:
-            self._held.generations.void(id)  # it was being captured then
+            # It was about to be captured then, and its trainer was not yet listening.
+            self._held.generations.void(id)
+            await self._tell(Voided(id, _VOID))
         else:
             self._votes.setdefault(id, {})[label.rank] = Vote.of(label)
             for old in sorted(self._votes.keys() - set(self._held.generations.undecided))[:-KEPT]:
@@ -152,8 +155,7 @@ class Agreement:
             if is_news and not self._held.generations.is_agreed(id):
                 self._counters.void += 1
                 self._held.generations.void(id)
-                text = "ranks have captured what does not belong together, or one has nothing of it"
-                await self._tell(Voided(id, text))
+                await self._tell(Voided(id, _VOID))
         for id in sorted(agreed):
             if self._is_news(id, Outcome.AGREED, standing):
                 await self._agreed(id)
@@ -165,7 +167,10 @@ class Agreement:
             await self._writing.follow(standing)
 
     async def _unheard(self, problem: str) -> None:
-        """What only the lead keeper could finish will not be."""
+        """What only the lead keeper could finish will not be; and nobody waits any longer to hear
+        what it makes of votes, though it may yet make something of them."""
+        for id in sorted(self._votes):
+            await self._tell(Voided(id, problem))
         if self._writing is not None:
             await self._writing.fail_parts(problem)
 
@@ -176,7 +181,8 @@ class Agreement:
         if settled is None:
             return []
         named = {*agreed, *standing.open}
-        return [id for id in self._held.generations.undecided if id <= settled and id not in named]
+        undecided = {*self._held.generations.undecided, *self._votes}
+        return sorted(id for id in undecided if id <= settled and id not in named)
 
     def _is_news(self, id: GenerationId, outcome: Outcome, standing: Standing) -> bool:
         if id.epoch != standing.epoch or id in self._known:

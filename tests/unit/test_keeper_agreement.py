@@ -255,6 +255,41 @@ async def test_an_image_that_comes_late_takes_the_outcome_that_is_known() -> Non
     assert host.generations.newest_agreed == id(1)
     assert host.held() == {id(1)}
     assert host.agreement.report().votes == ()
+    assert host.told[-1] == Voided(id(3), VOID)  # again: its trainer may not have listened before
+
+
+@in_loop
+async def test_an_image_whose_outcome_is_long_forgotten_is_void() -> None:
+    """Its trainer was told when it was not yet listening, and waits."""
+    host = Host()
+    host.enter(0, None)
+    grant = host.generations.fill(CLIENT, 1, 1, 10, 2)
+    assert isinstance(grant, Grant)
+    host.generations.made(grant.slot)
+    await host.hear("x", 0, void=(id(1),))
+    await host.hear("x", 0, agreed=(id(30),), settled=id(29))
+    host.generations.captured(grant.slot)
+    host.generations.sealed(grant.slot)
+    await host.agreement.vote(label_of(1))
+    host.told.clear()
+    await host.hear("x", 0, agreed=(id(30),), settled=id(29))
+    assert host.told == [Voided(id(1), VOID)]
+    assert host.agreement.report().votes == ()
+
+
+@in_loop
+async def test_nobody_waits_for_a_lead_keeper_that_is_not_heard() -> None:
+    """Trainers are told that nothing is known of their steps; these are kept all the same, and may
+    yet be agreed on."""
+    host = Host()
+    host.enter(0, None)
+    host.seal(1)
+    await host.agreement.vote(label_of(1))
+    await host.agreement._unheard("the lead keeper is not heard any more")
+    assert host.told == [Voided(id(1), "the lead keeper is not heard any more")]
+    assert host.held() == {id(1)}
+    await host.hear("x", 0, agreed=(id(1),))
+    assert host.told[-1] == Agreed(id(1))
 
 
 @in_loop

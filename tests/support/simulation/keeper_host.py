@@ -20,6 +20,7 @@ from holdfast.storage.arenas.messages import (
     Inventory,
     Protected,
     Rebuild,
+    Voided,
 )
 from holdfast.storage.keeper.agreement import Agreement
 from holdfast.storage.keeper.generations import Refusal
@@ -158,6 +159,8 @@ class HostKeeper(SimulatedKeeper):
 
     async def tell(self, event: Event) -> None:
         """Trainers of this epoch are told."""
+        if isinstance(event, Agreed | Voided):
+            self.world.awaited.discard((self, event.generation))
         if isinstance(event, Agreed):
             self.world.told_agreed(self, event.generation)
         elif isinstance(event, Protected):
@@ -216,7 +219,10 @@ class HostKeeper(SimulatedKeeper):
 
     def vote(self, label: Label) -> None:
         """An image is sealed."""
-        self.world.sealed.setdefault(label.generation, {})[label.rank] = self
+        sealed = self.world.sealed.setdefault(label.generation, {})
+        if sealed.get(label.rank) is not self and label.generation not in self.adopted:
+            self.world.awaited.add((self, label.generation))
+        sealed[label.rank] = self
         self.do(self.run_later, self.agreement.vote(label))
 
     def wish(self, trainer: Trainer, step: int) -> None:

@@ -508,6 +508,11 @@ class Hosts(Promises):
             return False
         if not all(self.has_room(host) for host in job.hosts):
             return True
+        for keeper, id in self.awaited:
+            newest = self.told.get("agreed", {}).get(keeper.host.name)
+            is_of_job = keeper.alive and keeper.host in job.hosts and id.epoch == job.epoch
+            if is_of_job and newest is not None and id < newest:
+                return False  # its trainer would wait for ever
         kinds = ["agreed", "durable"] + ["guarded"] * bool(job.meeting.groups)
         names = {host.name for host in job.hosts}
         return all(

@@ -57,6 +57,8 @@ class Promises(Record):
         """Where a bit has flipped."""
         self.told: dict[str, dict[str, GenerationId]] = {}
         """The newest that was told, of each kind, by host."""
+        self.awaited: set[tuple[HostKeeper, GenerationId]] = set()
+        """What trainers have sealed, and have not been told the outcome of since."""
         self.agreed: Promise | None = None
         self.guarded: Promise | None = None
         self.newest_guarded = GenerationId(-1, -1)
