@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.simulation.breaking import Broken
-from support.simulation.broken_keeper_hosts import BROKEN_KEEPER_HOSTS, seeds_until_violation
+from support.simulation.breaking import Broken, seeds_until_violation
+from support.simulation.broken_keeper_hosts import BROKEN_KEEPER_HOSTS
 from support.simulation.keeper_hosts import run_seed
 from support.simulation.keepers import Violation
 
@@ -93,6 +93,6 @@ def test_a_seed_replays_exactly() -> None:
 def test_a_broken_keeper_is_caught(broken: Broken) -> None:
     """Each keeper that is wrong on purpose breaks a promise in one of the first schedules, which
     the right one keeps."""
-    tried, why = seeds_until_violation(broken, MOST)
+    tried, why = seeds_until_violation(run_seed, broken, MOST)
     assert why != "", f"{broken.name}: not caught by {tried} seeds"
     assert told(tried - 1, Counter()) == ""

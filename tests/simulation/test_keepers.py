@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from support.simulation.breaking import Broken
-from support.simulation.broken_keepers import BROKEN_KEEPERS, seeds_until_violation
+from support.simulation.breaking import Broken, seeds_until_violation
+from support.simulation.broken_keepers import BROKEN_KEEPERS
 from support.simulation.keepers import Violation, run_seed
 
 FIXED = int(os.environ.get("HOLDFAST_TEST_KEEPER_SEEDS", "300"))
@@ -73,6 +73,6 @@ def test_a_seed_replays_exactly() -> None:
 def test_a_broken_keeper_is_caught(broken: Broken) -> None:
     """Each keeper that is wrong on purpose breaks a promise in one of the first schedules, which
     the right one keeps."""
-    tried, why = seeds_until_violation(broken, MOST)
+    tried, why = seeds_until_violation(run_seed, broken, MOST)
     assert why != "", f"{broken.name}: not caught by {tried} seeds"
     assert told(tried - 1, Counter()) == ""

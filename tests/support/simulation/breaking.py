@@ -9,7 +9,7 @@ from typing import Any
 
 from .engine import forget
 
-__all__ = ["BROKEN", "Broken", "Patch", "broken"]
+__all__ = ["BROKEN", "Broken", "Patch", "broken", "listed_in", "seeds_until_violation"]
 
 Patch = tuple[Any, str, Any]
 
@@ -53,3 +53,34 @@ def broken(
         return patches
 
     return listed
+
+
+def listed_in(
+    engines: list[Broken],
+) -> Callable[[str], Callable[[Callable[[], Iterator[Patch]]], Callable[[], Iterator[Patch]]]]:
+    """A decorator that takes a name, and puts what is broken by that name on a list."""
+
+    def named(
+        name: str,
+    ) -> Callable[[Callable[[], Iterator[Patch]]], Callable[[], Iterator[Patch]]]:
+        def listed(patches: Callable[[], Iterator[Patch]]) -> Callable[[], Iterator[Patch]]:
+            engines.append(Broken(name, patches))
+            return patches
+
+        return listed
+
+    return named
+
+
+def seeds_until_violation(
+    run_seed: Callable[[int], object], engine: Broken, most: int
+) -> tuple[int, str]:
+    """How many seeds it takes to catch it, and what is seen then; "" where none of ``most``
+    does."""
+    with engine.engine():
+        for seed in range(most):
+            try:
+                run_seed(seed)
+            except Exception as error:  # some break off at once
+                return seed + 1, f"{type(error).__name__}: {error}"
+    return most, ""

@@ -9,62 +9,30 @@ from typing import Any
 
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import Inventory
-from holdfast.storage.keeper import choice, flush_together, votes
+from holdfast.storage.keeper import choice, flush_together
 from holdfast.storage.keeper.agreement import Agreement
 from holdfast.storage.keeper.generations import Generations
 from holdfast.storage.keeper.guards import Guards
 from holdfast.storage.keeper.lead import Lead
 from holdfast.storage.keeper.reporting import Reporting
 from holdfast.storage.keeper.standing import Report, Standing
-from holdfast.storage.keeper.votes import Ballot, Outcome, Vote
 from holdfast.storage.training.epochs import Epochs
 
 from . import keeper_peers
-from .breaking import Broken, Patch
+from .breaking import Broken, Patch, listed_in
+from .broken_keepers import contradicting, one_missing
 from .keeper_host import HostKeeper
-from .keeper_hosts import run_seed
 from .keepers import Held, Record
 
-__all__ = ["BROKEN_KEEPER_HOSTS", "seeds_until_violation"]
+__all__ = ["BROKEN_KEEPER_HOSTS"]
 
 BROKEN_KEEPER_HOSTS: list[Broken] = []
 
-
-def broken(name: str) -> Any:
-    """Put it on the list."""
-
-    def listed(patches: Any) -> Any:
-        BROKEN_KEEPER_HOSTS.append(Broken(name, patches))
-        return patches
-
-    return listed
+broken = listed_in(BROKEN_KEEPER_HOSTS)
 
 
-def seeds_until_violation(engine: Broken, most: int) -> tuple[int, str]:
-    """How many seeds it takes to catch it, and what is seen then; "" where none of ``most``
-    does."""
-    with engine.engine():
-        for seed in range(most):
-            try:
-                run_seed(seed)
-            except Exception as error:  # some break off at once
-                return seed + 1, f"{type(error).__name__}: {error}"
-    return most, ""
-
-
-@broken("a step is agreed on before all hosts have sealed it")
-def _one_missing() -> Iterator[Patch]:
-    real = Ballot.cast
-
-    def cast(self: Ballot, vote: Vote) -> Outcome | None:
-        return real(self, replace(vote, world=max(1, vote.world - 1), rank=max(0, vote.rank - 1)))
-
-    yield Ballot, "cast", cast
-
-
-@broken("hosts whose replicas have diverged agree")
-def _contradicting() -> Iterator[Patch]:
-    yield votes, "_are_alike", lambda cast: True
+broken("a step is agreed on before all hosts have sealed it")(one_missing)
+broken("hosts whose replicas have diverged agree")(contradicting)
 
 
 @broken("a keeper never says that a step will not come")

@@ -14,34 +14,14 @@ from holdfast.storage.keeper.generations import Generations, Grant, Refusal
 from holdfast.storage.keeper.votes import Ballot, Outcome, Vote
 from holdfast.storage.training.epochs import Epochs
 
-from .breaking import Broken, Patch
-from .keepers import SIZE_MAX, Held, Memory, Record, SimulatedKeeper, State, Task, Trainer, run_seed
+from .breaking import Broken, Patch, listed_in
+from .keepers import SIZE_MAX, Held, Memory, Record, SimulatedKeeper, State, Task, Trainer
 
-__all__ = ["BROKEN_KEEPERS", "seeds_until_violation"]
+__all__ = ["BROKEN_KEEPERS", "contradicting", "one_missing"]
 
 BROKEN_KEEPERS: list[Broken] = []
 
-
-def broken(name: str) -> Any:
-    """Put it on the list."""
-
-    def listed(patches: Any) -> Any:
-        BROKEN_KEEPERS.append(Broken(name, patches))
-        return patches
-
-    return listed
-
-
-def seeds_until_violation(engine: Broken, most: int) -> tuple[int, str]:
-    """How many seeds it takes to catch it, and what is seen then; "" where none of ``most``
-    does."""
-    with engine.engine():
-        for seed in range(most):
-            try:
-                run_seed(seed)
-            except Exception as error:  # some break off at once
-                return seed + 1, f"{type(error).__name__}: {error}"
-    return most, ""
+broken = listed_in(BROKEN_KEEPERS)
 
 
 @broken("an image is labelled before its pages are written")
@@ -213,7 +193,8 @@ def _twice() -> Iterator[Patch]:
 
 
 @broken("one vote less than all is enough")
-def _one_missing() -> Iterator[Patch]:
+def one_missing() -> Iterator[Patch]:
+    """See its name on the list."""
     real = Ballot.cast
 
     def cast(self: Ballot, vote: Vote) -> Outcome | None:
@@ -223,7 +204,8 @@ def _one_missing() -> Iterator[Patch]:
 
 
 @broken("votes that contradict each other agree")
-def _contradicting() -> Iterator[Patch]:
+def contradicting() -> Iterator[Patch]:
+    """See its name on the list."""
     yield votes, "_are_alike", lambda cast: True
 
 
