@@ -166,10 +166,11 @@ class Agreement:
             self._counters.report_failures = self.reporting.failures
             await self._writing.follow(standing)
 
-    async def _unheard(self, problem: str) -> None:
-        """What only the lead keeper could finish will not be; and nobody waits any longer to hear
-        what it makes of votes, though it may yet make something of them."""
-        for id in sorted(self._votes):
+    async def _unheard(self, problem: str, away: bool) -> None:
+        """What only the lead keeper could finish will not be; and where it is ``away``, nobody
+        waits any longer to hear what it makes of votes, though it may yet make something of them.
+        Another one counts them anew."""
+        for id in sorted(self._votes) if away else ():
             await self._tell(Voided(id, problem))
         if self._writing is not None:
             await self._writing.fail_parts(problem)

@@ -285,7 +285,9 @@ async def test_nobody_waits_for_a_lead_keeper_that_is_not_heard() -> None:
     host.enter(0, None)
     host.seal(1)
     await host.agreement.vote(label_of(1))
-    await host.agreement._unheard("the lead keeper is not heard any more")
+    await host.agreement._unheard("another has taken its place", False)
+    assert host.told == []
+    await host.agreement._unheard("the lead keeper is not heard any more", True)
     assert host.told == [Voided(id(1), "the lead keeper is not heard any more")]
     assert host.held() == {id(1)}
     await host.hear("x", 0, agreed=(id(1),))

@@ -34,7 +34,7 @@ class Reporter(Reporting):
         self.followed.append(standing)
         self.told = standing.guarded
 
-    async def lost(self, problem: str) -> None:
+    async def lost(self, problem: str, away: bool) -> None:
         self.problems.append(problem)
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
