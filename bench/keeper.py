@@ -49,6 +49,9 @@ __all__: list[str] = []
 
 PIECE_NBYTES = 16 << 20
 FLUSHED_S = 120.0
+WARM_UP_S = 300.0
+WARM_UP_STEPS = 4
+"""All slots are filled then."""
 LOOK_S = 0.01
 MEMCPY = "limit"
 CAPTURE = "captured"
@@ -96,10 +99,17 @@ class _Kept:
         self._step = 0
         self._handle: holdfast.SaveHandle | None = None
 
-    def warm_up(self) -> None:
-        """Fill all slots once."""
-        for _ in range(4):
-            self.agree()
+    def warm_up(self, steps: int) -> None:
+        """Have as many steps kept. Others are left out until their memory is there, which may take
+        long on a system that was started just now."""
+        until_s = time.monotonic() + WARM_UP_S
+        while self._run.counters.kept < steps:
+            if time.monotonic() > until_s:
+                raise AssertionError(f"too few steps are kept: {self._run.counters}")
+            self._step += 1
+            self._handle = self._run.step(self._step, self._state)
+            if self._handle is not None:
+                self.settle()
 
     def capture(self) -> None:
         """Keep a step; return when the state may change."""
@@ -227,9 +237,9 @@ def _contestants(
     flushed = _Kept(folder / "flushed", state)
     for run in (kept, flushed):
         stack.callback(run.close)
-        run.warm_up()
+        run.warm_up(WARM_UP_STEPS)
     left = _Kept(folder / "left", state)
-    left.agree()
+    left.warm_up(1)
     left.close()
     (dcp,) = [peer for peer in THROUGH_DCP if peer.name == "DCP"]
     cold = cold_load(dcp, folder / "dcp", state, expected)

@@ -58,6 +58,8 @@ PAUSES_S = (0.2, 1.0, 5.0, 30.0)
 again."""
 REBUILD_S = 900.0
 """How long a keeper may take to make a lost image again, which is pulled from other hosts."""
+_MAKING_SHARE = 0.5
+"""Of the deadline: so long a rank waits for memory that the keeper takes from the system."""
 _CONNECT_PAUSE_S = 0.02
 
 A = TypeVar("A")
@@ -176,7 +178,8 @@ class Arena:
     async def fill(self, step: int, nbytes: int) -> FillingSlot | None:
         """A slot for an image of this epoch; None where there is none: :attr:`problem` says
         why."""
-        answer = await self._try(Fill(step, nbytes), Filled)
+        within_s = _MAKING_SHARE * self._deadline_s
+        answer = await self._try(Fill(step, nbytes, within_s), Filled)
         if answer is None:
             return None
         filled, fds = answer

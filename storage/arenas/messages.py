@@ -54,7 +54,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,12 @@ class Enter:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A slot for an image of ``nbytes``, in this epoch."""
+    """A slot for an image of ``nbytes``, in this epoch. ``within_s``: how long the trainer waits
+    where its memory has to be made first; what takes longer is there for a later step."""
 
     step: int
     nbytes: int
+    within_s: float
 
 
 @dataclass(frozen=True, slots=True)

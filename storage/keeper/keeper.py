@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...core.units import size_text
 from ...errors import CoordinationError, DamagedError, HoldfastError
 from ..arenas.hosts import KeeperHost
 from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label, check_sizes
@@ -90,6 +92,8 @@ class Keeper:
         self._generations = self.held.generations
         self._trainers = Trainers(self._gone, self._back)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._making_nbytes = 0
+        """What is being taken from the system now, which it may not count as taken yet."""
         self._counters = Counters()
         self._began_s = time.time()
         self._used_s = time.monotonic()
@@ -193,7 +197,9 @@ class Keeper:
 
     def run_later(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` beside all else; what it raises is logged."""
-        task = asyncio.ensure_future(work)
+        self._keep(asyncio.ensure_future(work))
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
@@ -291,6 +297,8 @@ class Keeper:
         stale = self._stale(trainer)
         if stale is not None:
             return stale, []
+        if not 0 <= message.within_s < math.inf:
+            raise ValueError(f"memory is wanted within {message.within_s} s")
         grant = self._generations.fill(
             trainer.number, trainer.rank, message.step, message.nbytes, trainer.world
         )
@@ -312,27 +320,42 @@ class Keeper:
         return filled, [slot.memory.fd]
 
     async def _make(self, trainer: Trainer, grant: Grant, message: Fill) -> Refused | None:
-        """Take the memory of a slot from the system; or say why not."""
-        nbytes = message.nbytes
-        spare_nbytes = available_nbytes() - RESERVE_NBYTES
-        problem = ""
-        if nbytes > spare_nbytes:
-            problem = f"{nbytes:,} bytes are wanted, and the system can spare {spare_nbytes:,}"
-        else:
-            try:
-                memory = await offload(reserved_memory, nbytes)
-            except OSError as error:
-                problem = f"{nbytes:,} bytes are wanted: {error}"
+        """Have the memory of a slot made; or say why it is not there in time."""
+        making = asyncio.ensure_future(self._take_memory(grant.slot, message.nbytes))
+        self._keep(making)
+        done, _ = await asyncio.wait({making}, timeout=message.within_s)
+        if not done:
+            # It goes on, for a later step: the larger an image is, the longer this takes, and
+            # training does not wait for it.
+            self._generations.dropped(grant.slot, trainer.number)
+            self._agreement.look_for_missing()
+            text = f"the memory for {size_text(message.nbytes)} is still being taken"
+            return self._refuse(trainer, Refusal(Reason.NO_MEMORY, text))
+        problem = making.result()
         if problem:
-            self._generations.unmade(grant.slot)
             return self._refuse(trainer, Refusal(Reason.NO_MEMORY, problem))
-        self.held.slots[grant.slot] = HeldSlot(memory)
-        self._generations.made(grant.slot)
         id = GenerationId(trainer.epoch, message.step)
         if self._generations.is_filling(grant.slot, trainer.number, id):
             return None
         text = f"step {message.step} was given up while its memory was made"
         return self._refuse(trainer, Refusal(Reason.STALE_EPOCH, text))
+
+    async def _take_memory(self, slot: int, nbytes: int) -> str:
+        """Take the memory of a slot from the system; or say why not."""
+        spare_nbytes = available_nbytes() - RESERVE_NBYTES - self._making_nbytes
+        problem = f"{nbytes:,} bytes are wanted, and the system can spare {spare_nbytes:,}"
+        if nbytes <= spare_nbytes:
+            self._making_nbytes += nbytes
+            try:
+                self.held.slots[slot] = HeldSlot(await offload(reserved_memory, nbytes))
+                self._generations.made(slot)
+                return ""
+            except OSError as error:
+                problem = f"{nbytes:,} bytes are wanted: {error}"
+            finally:
+                self._making_nbytes -= nbytes
+        self._generations.unmade(slot)
+        return problem
 
     async def _dropped(self, trainer: Trainer, message: Dropped, fds: Sequence[int]) -> _Reply:
         if not self._generations.dropped(message.slot, trainer.number):

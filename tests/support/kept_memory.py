@@ -76,9 +76,11 @@ class Told:
 
 
 @asynccontextmanager
-async def trainer(folder: KeeperFolder, rank: int = 0, world: int = 1) -> AsyncIterator[Arena]:
+async def trainer(
+    folder: KeeperFolder, rank: int = 0, world: int = 1, deadline_s: float = DEADLINE_S
+) -> AsyncIterator[Arena]:
     """One rank's memory of the keeper."""
-    arena = Arena(folder, Hello(VERSION, RUN, rank, world, "here"), DEADLINE_S)
+    arena = Arena(folder, Hello(VERSION, RUN, rank, world, "here"), deadline_s)
     assert await arena.open(), arena.problem
     try:
         yield arena

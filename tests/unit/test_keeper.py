@@ -4,9 +4,11 @@ fails, and that it lives whatever comes."""
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,15 +20,18 @@ import holdfast
 from holdfast.errors import DamagedError, StorageDownError
 from holdfast.planner.image import ImageLayout
 from holdfast.storage.arenas.arena import Arena, Capture
+from holdfast.storage.arenas.client import Refusal
 from holdfast.storage.arenas.folder import KeeperFolder
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.line import Line, connected
+from holdfast.storage.arenas.memory import Memory, reserved_memory
 from holdfast.storage.arenas.messages import (
     VERSION,
     Agreed,
     Durable,
     Enter,
     Fill,
+    Filled,
     Flush,
     FlushFailed,
     Hello,
@@ -35,6 +40,8 @@ from holdfast.storage.arenas.messages import (
     encode,
 )
 from holdfast.storage.keeper import writing
+
+NBYTES = 100_000
 
 
 def test_a_step_is_sealed_agreed_and_flushed(tmp_path: Path) -> None:
@@ -166,7 +173,7 @@ def test_an_older_epoch_is_refused() -> None:
         b"[]",
         b"\xff" * 100,
         b"x" * (80 << 10),
-        encode(1, Fill(1, 100)),
+        encode(1, Fill(1, 100, 1.0)),
         encode(1, Agreed(GenerationId(1, 1))),
         b'["_Numbered",1,"Hello",5]\nabc',
     ],
@@ -205,6 +212,48 @@ def test_a_slot_that_was_dropped_is_given_again() -> None:
                 assert slot is not None, arena.problem
                 await arena.dropped(slot)
             assert keeper.status().held_nbytes == 8192
+
+    run(body)
+
+
+def test_a_step_does_not_wait_for_memory_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left out, and the keeper stays: a later step has the memory, which is taken once."""
+    begun: list[int] = []
+    may_go_on = threading.Event()
+
+    def slowly(nbytes: int) -> Memory:
+        begun.append(nbytes)
+        assert may_go_on.wait(60)
+        return reserved_memory(nbytes)
+
+    monkeypatch.setattr("holdfast.storage.keeper.keeper.reserved_memory", slowly)
+
+    async def body() -> None:
+        async with kept() as (keeper, folder), trainer(folder, deadline_s=0.5) as arena:
+            await arena.enter(Enter(0, None))
+            assert await arena.fill(1, NBYTES) is None
+            assert "still being taken" in arena.problem
+            assert arena.is_open
+            assert keeper.status().held_nbytes == 0
+            may_go_on.set()
+            while keeper.status().held_nbytes == 0:
+                await asyncio.sleep(0.01)
+            assert await arena.fill(2, NBYTES) is not None
+            assert begun == [NBYTES]
+
+    run(body)
+
+
+@pytest.mark.parametrize("within_s", [-1.0, math.inf, math.nan])
+def test_nobody_waits_forever_for_memory(within_s: float) -> None:
+    """Or less than no time."""
+
+    async def body() -> None:
+        async with kept() as (_, folder), trainer(folder) as arena:
+            await arena.enter(Enter(0, None))
+            assert arena._client is not None
+            with pytest.raises(Refusal, match="memory is wanted within"):
+                await arena._client.ask(Fill(1, NBYTES, within_s), Filled)
 
     run(body)
 

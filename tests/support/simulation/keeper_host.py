@@ -198,13 +198,29 @@ class HostKeeper(SimulatedKeeper):
         self.do(self.agreement.look_for_missing)
         return slot
 
-    def make(self, slot: int, nbytes: int) -> bool:
-        """The system may have no memory left."""
+    def make(self, trainer: Trainer, slot: int, nbytes: int) -> bool:
+        """The system may have no memory left, or take its time."""
         if self.world.full:
             self.generations.unmade(slot)
             self.world.count("no memory")
             return False
-        return super().make(slot, nbytes)
+        if self.world.random.random() < self.world.slow_memory:
+            self.world.count("slow memory")
+            self.generations.dropped(slot, trainer.client)
+            self.do(self.run_later, self._make_slowly(slot, nbytes))
+            return False
+        return super().make(trainer, slot, nbytes)
+
+    async def _make_slowly(self, slot: int, nbytes: int) -> None:
+        """It is there for a later step."""
+        for _ in range(self.world.random.choice([1, 5, 20])):
+            await self.world.piece()
+        if self.world.full:
+            self.generations.unmade(slot)
+            return
+        self.generations.made(slot)
+        self.slots[slot] = Held(Memory(nbytes))
+        self.world.check_budget(self)
 
     def dropped(self, trainer: Trainer, slot: int) -> None:
         """Nothing was captured."""

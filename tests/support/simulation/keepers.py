@@ -220,7 +220,7 @@ class SimulatedKeeper:
             self.world.count(f"refused: {grant.reason.value}", f"{trainer} {step}")
             return None
         self.world.count("granted", f"slot {grant.slot} to {trainer} for step {step}")
-        if grant.fresh and not self.make(grant.slot, nbytes):
+        if grant.fresh and not self.make(trainer, grant.slot, nbytes):
             return None
         held = self.slots[grant.slot]
         self.world.check_grant(trainer, held.memory, nbytes)
@@ -230,8 +230,8 @@ class SimulatedKeeper:
         self.world.check_budget(self)
         return grant.slot
 
-    def make(self, slot: int, nbytes: int) -> bool:
-        """Take the memory of a slot from the system; whether there was enough."""
+    def make(self, trainer: Trainer, slot: int, nbytes: int) -> bool:
+        """Take the memory of a slot from the system; whether there was enough, in time."""
         self.generations.made(slot)
         self.slots[slot] = Held(Memory(nbytes))
         return True
