@@ -108,17 +108,26 @@ def read_sealed(fd: int, nbytes_max: int) -> bytes:
     return data
 
 
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    """madvise without the GIL, unlike :mod:`mmap`."""
+    _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
+
+
 class _Mapping:
     """A mapping, which lasts as long as this object. ``before_unmapping``: called before it is
     undone; raises nothing."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self.mapped = mapped
+        self.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
+        self._nbytes = len(mapped)
         self.before_unmapping: Callable[[], None] | None = None
 
     def __del__(self) -> None:
         if self.before_unmapping is not None:
             self.before_unmapping()
+        # Without the GIL, which the interpreter holds while it unmaps. The bytes stay.
+        _advise(self.address, self._nbytes, mmap.MADV_DONTNEED)
 
 
 @dataclass(eq=False)
@@ -151,7 +160,7 @@ class Memory:
             mapped.madvise(mmap.MADV_HUGEPAGE)
         self._mapping = _Mapping(mapped)
         self.view = memoryview(mapped)
-        self.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
+        self.address = self._mapping.address
 
     def populate(self, start: int = 0, stop: int | None = None) -> None:
         """Have the system enter the pages of bytes [start, stop), by default of all, into this
@@ -160,7 +169,7 @@ class Memory:
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         nbytes = (self.nbytes if stop is None else stop) - first
         advice = _POPULATE_WRITE if self.writable else _POPULATE_READ
-        _libc.madvise(ctypes.c_void_p(self.address + first), ctypes.c_size_t(nbytes), advice)
+        _advise(self.address + first, nbytes, advice)
 
     def buffer(self, start: int, nbytes: int) -> HostBuffer:
         """Bytes of it, which keep it mapped. Raises ValueError beyond its end."""

@@ -20,7 +20,7 @@ from ..operations.keeping import ByKeeper, Storage
 from ..operations.options import LoadOptions
 from ..operations.start_load import load_state
 from ..ranks.process_group import current_rank, current_world
-from ..runtime.engine import offload, run
+from ..runtime.engine import offload, run, start
 from ..state.pinned import pin
 from .keeper_option import Keeper, KeeperOption, checked_keeper, start_keeper
 from .memory_survey import GuardOption, InMemory, Meeting, Struck
@@ -169,6 +169,7 @@ class MemoryLevel:
         does not hold what it should; what a load raises."""
         name = f"{self._printed}{checkpoint_name(choice.generation.step)}"
         peers = Peers(choice.generation, hosts, self._option.certificate)
+        images: list[HeldImage | PeerImage] = []
         try:
             images = run(self._images(choice, peers))
             driver = TiersDriver(name, run(_manifest(images)), images)
@@ -186,6 +187,8 @@ class MemoryLevel:
             raise DamagedError(f"step {step} in memory cannot be read: {error}") from error
         finally:
             run(peers.close())
+            # Beside training: it takes a tenth of the time of the load.
+            start(offload(_unmap, images))
 
     def _strike(
         self, choice: Choice, images: Sequence[HeldImage | PeerImage], error: HoldfastError
@@ -241,6 +244,11 @@ class MemoryLevel:
         if self._arena is not None:
             run(self._arena.close())
             self._arena = None
+
+
+def _unmap(images: list[HeldImage | PeerImage]) -> None:
+    """Give up the memory of images, which nothing else uses."""
+    images.clear()
 
 
 async def _manifest(images: Sequence[HeldImage | PeerImage]) -> bytes:
