@@ -14,6 +14,7 @@ from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.scheduler import Budget
 from ..state.source import ImageSource
+from ..state.switch_interval import switch_interval
 from .chunks import chunks_to_write
 
 __all__ = ["TensorChunks", "capture_into"]
@@ -93,9 +94,11 @@ async def capture_into(
     pieces = _pieces(layout)
     budget = Budget(max(1, len(pieces)), {"cpu": CPU_THREADS})
     stages = [Stage("capture", "cpu", capture)]
+    switch_interval.shorten(chunks)
     try:
         await Pipeline(stages, budget, where=where).run(pieces, [1] * len(pieces))
     finally:
+        switch_interval.restore(chunks)
         chunks.close()
 
 

@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from ...core.units import round_up
 from ..runtime.buffers import HostBuffer, host_pool
-from .bits import copy_memory
-from .process_memory import GoneError, gather, read
+from .process_memory import GoneError, gather, gather_segments
 from .write_tracking import PAGE_NBYTES, Range, WriteTracker, merged, touches, without
 
 __all__ = ["SMALL_NBYTES", "ChangedError", "HostSnapshot", "Region"]
@@ -109,38 +108,68 @@ class HostSnapshot:
 
         ``disarm``: these bytes are not asked for again.
         """
+        try:
+            gather_segments(self.segments(row, start, stop), to)
+        except GoneError:
+            raise ChangedError(row) from None
+        self.check([(row, start, stop)], disarm=disarm)
+
+    def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Where bytes [start, stop) of the tensor in ``row`` are to be read from, in order, as
+        addresses and numbers of bytes. They are as they were if :meth:`check` says so later."""
         i = self._at[row]
         if i in self._whole:
-            copy_memory(to, self._whole[i].address + start, stop - start)
-            return
+            return [(self._whole[i].address + start, stop - start)]
         head = self._head[i]
         tail = self._tail[i]
+        found = []
         if start < head:
-            copy_memory(to, self._arena_at(self._head_at[i] + start), min(stop, head) - start)
-        if stop > tail:
-            first = max(start, tail)
-            copy_memory(
-                to + first - start, self._arena_at(self._tail_at[i] + first - tail), stop - first
-            )
+            found.append((self._arena_at(self._head_at[i] + start), min(stop, head) - start))
         first = max(start, head)
         last = min(stop, tail)
         if first < last:
-            self._copy_tracked(i, first, last, to + first - start, disarm)
+            found.append((self._regions[i].address + first, last - first))
+        if stop > tail:
+            first = max(start, tail)
+            found.append((self._arena_at(self._tail_at[i] + first - tail), stop - first))
+        return found
 
-    def _copy_tracked(self, i: int, start: int, stop: int, to: int, disarm: bool) -> None:
+    def check(self, read: Sequence[tuple[int, int, int]], *, disarm: bool = True) -> None:
+        """Raise ChangedError unless what was read is what was there: of rows, bytes [start, stop)
+        each. ``disarm``: see :meth:`copy`."""
+        pages = {part: self._pages(*part) for part in read}
+        tracked = [range_ for range_ in pages.values() if range_[0] < range_[1]]
+        # Neighbours are asked for at once. What lies between them may have been written to.
+        if not all(self._tracker.is_clean(*range_) for range_ in merged(tracked, GAP_NBYTES)):
+            for part, range_ in pages.items():
+                if range_[0] < range_[1] and not self._tracker.is_clean(*range_):
+                    raise ChangedError(part[0])
+        if disarm:
+            for part in read:
+                self._disarm_read(*part)
+
+    def _pages(self, row: int, start: int, stop: int) -> Range:
+        """The tracked pages of which bytes [start, stop) of ``row`` are read; empty where those are
+        copies."""
+        i = self._at[row]
+        first = max(start, self._head[i])
+        last = min(stop, self._tail[i])
+        if first >= last or i in self._whole:
+            return 0, 0
+        address = self._regions[i].address
+        return (
+            (address + first) // PAGE_NBYTES * PAGE_NBYTES,
+            round_up(address + last, PAGE_NBYTES),
+        )
+
+    def _disarm_read(self, row: int, start: int, stop: int) -> None:
+        i = self._at[row]
         region = self._regions[i]
-        first = region.address + start
-        last = region.address + stop
-        try:
-            read(first, to, stop - start)
-        except GoneError:
-            raise ChangedError(region.row) from None
-        if not self._tracker.is_clean(
-            first // PAGE_NBYTES * PAGE_NBYTES, round_up(last, PAGE_NBYTES)
-        ):
-            raise ChangedError(region.row)
-        if disarm and self._alone[i] and not region.watch:
-            self._disarm(round_up(first, HUGE_NBYTES), last // HUGE_NBYTES * HUGE_NBYTES)
+        if stop - start < HUGE_NBYTES or not self._alone[i] or region.watch or i in self._whole:
+            return
+        first = region.address + max(start, self._head[i])
+        last = region.address + min(stop, self._tail[i])
+        self._disarm(round_up(first, HUGE_NBYTES), last // HUGE_NBYTES * HUGE_NBYTES)
 
     def tracks(self, row: int) -> bool:
         """Whether writes to ``row`` are seen, but for its first and last bytes."""
@@ -257,10 +286,10 @@ class HostSnapshot:
         arena = _memory(nbytes)
         again = _memory(nbytes)
         try:
-            self._gather(addresses, sizes, arena)
+            self._gather(addresses, sizes, arena.address)
             differs: int | None = None
             for _ in range(TRIES):
-                self._gather(addresses, sizes, again)
+                self._gather(addresses, sizes, again.address)
                 differs = _first_difference(arena, again, nbytes)
                 if differs is None:
                     return
@@ -271,9 +300,9 @@ class HostSnapshot:
             self._arena = arena
             host_pool(len(again.view)).give(again)
 
-    def _gather(self, addresses: Ints, sizes: Ints, to: HostBuffer) -> None:
+    def _gather(self, addresses: Ints, sizes: Ints, to: int) -> None:
         try:
-            gather(addresses, sizes, to.address)
+            gather(addresses, sizes, to)
         except GoneError:
             raise ChangedError(self._regions[0].row) from None
 
@@ -284,7 +313,7 @@ class HostSnapshot:
         if i not in self._untracked:
             self.copy(region.row, 0, region.nbytes, whole.address)
         else:
-            self._gather(np.array([region.address]), np.array([region.nbytes]), whole)
+            self._gather(np.array([region.address]), np.array([region.nbytes]), whole.address)
         self._whole[i] = whole
 
     def _row_at(self, position: int) -> int:

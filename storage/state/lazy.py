@@ -167,6 +167,22 @@ class LazyCapture:
         """Whether :meth:`copy_tracked` is for ``row``."""
         return row not in self._device and self.has_in_host_memory(row)
 
+    def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """For a row that is tracked only: where bytes [start, stop) of it are to be read from, in
+        order, as addresses and numbers of bytes. They are as they were at the call if
+        :meth:`check` says so later."""
+        assert self._host is not None
+        return self._host.segments(row, start, stop)
+
+    def check(self, read: Sequence[tuple[int, int, int]]) -> None:
+        """Raise SaveError unless what was read is what was there at the call: of rows, bytes
+        [start, stop) each, which are not asked for again."""
+        assert self._host is not None
+        try:
+            self._host.check(read)
+        except ChangedError as error:
+            raise self._error(error.row) from None
+
     def copy_tracked(self, row: int, start: int, stop: int, to: int) -> None:
         """As :meth:`copy`, to an address, with nothing to be settled."""
         self._read(row, start, stop, to)

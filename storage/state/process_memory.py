@@ -12,11 +12,14 @@ import ctypes
 import functools
 import os
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GoneError", "can_read", "gather", "read"]
+__all__ = ["GoneError", "can_read", "gather", "gather_segments", "read"]
+
+Ints = npt.NDArray[np.int64]
 
 _SEGMENTS_MAX = 1024
 """IOV_MAX of Linux."""
@@ -54,7 +57,7 @@ def read(address: int, to: int, nbytes: int) -> None:
         done += _readv(local, remote, 1)
 
 
-def gather(addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], to: int) -> None:
+def gather(addresses: Ints, sizes: Ints, to: int) -> None:
     """Copy the ranges of memory at ``addresses``, one behind the other, to ``to``. Raises as
     :func:`read`."""
     segments = np.empty((len(addresses), 2), np.uint64)
@@ -69,6 +72,12 @@ def gather(addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], to: i
         for address, size in some.tolist():  # one call stops at 2 GiB, or where memory is missing
             read(address, to, size)
             to += size
+
+
+def gather_segments(segments: Sequence[tuple[int, int]], to: int) -> None:
+    """The same, of pairs of an address and a number of bytes."""
+    columns = np.array(segments, np.int64).reshape(-1, 2)
+    gather(columns[:, 0], columns[:, 1], to)
 
 
 def _readv(local: bytes, remote: bytes, segments: int) -> int:

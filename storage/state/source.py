@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,16 +13,20 @@ from ...planner.columns import contiguous
 from ...planner.image import ImageLayout
 from ...planner.saving import Holdings
 from ..runtime.buffers import HostBuffer
-from .bits import SHORT_NBYTES, address_of, as_bits, copy_memory, pack, typed
+from .bits import address_of, as_bits, copy_memory, pack, typed
 from .device import allocate_pinned, beside, devices_of
 from .device_snapshot import Doubt
 from .lazy import LazyCapture
-from .process_memory import GoneError, can_read, gather
+from .process_memory import GoneError, can_read, gather, gather_segments
 from .windows import Place
 
 __all__ = ["ImageSource"]
 
 Ints = npt.NDArray[np.int64]
+
+GATHERED_NBYTES_MAX = 8 << 20
+"""Parts up to this size are copied together. A longer one is copied faster by itself, past the
+processor's cache."""
 
 
 class ImageSource:
@@ -70,7 +74,9 @@ class ImageSource:
         self._plain = np.array(
             [self._plain_address(i) for i in range(len(self._tensors))], np.int64
         )
-        self._is_short = (self._plain > 0) & (self._stop - self._start <= SHORT_NBYTES)
+        is_tracked = np.array([start is not None for start in self._tracked_from], bool)
+        is_gathered = (self._plain > 0) & (self._stop - self._start <= GATHERED_NBYTES_MAX)
+        self._is_gathered = is_gathered | is_tracked
 
     def _address_of(self, i: int) -> int | None:
         """The address at which part ``i`` begins, where it is one run of host memory."""
@@ -118,7 +124,7 @@ class ImageSource:
         """Returns what is to be settled before the copy is good."""
         doubts: list[Doubt] = []
         base = into.address - start
-        left = self._gather_short(first, last, start, stop, base)
+        left = self._gather_runs(first, last, start, stop, base)
         starts = self._start[left].tolist()
         stops = self._stop[left].tolist()
         for i, part_start, part_stop in zip(left.tolist(), starts, stops, strict=True):
@@ -144,12 +150,13 @@ class ImageSource:
                     self._copy_now(i, begin, end, to)
         return doubts
 
-    def _gather_short(self, first: int, last: int, start: int, stop: int, base: int) -> Ints:
-        """Copy the runs of short parts among ``first`` to ``last``, each by one call that does not
-        hold the GIL: a copy of its own for each would be too short to release it, and a trainer in
-        Python would wait for all of them. Returns the parts that are left."""
+    def _gather_runs(self, first: int, last: int, start: int, stop: int, base: int) -> Ints:
+        """Copy the runs of parts among ``first`` to ``last`` that can be copied together, each by
+        one call that does not hold the GIL. To take it back after a copy of its own for each would
+        take longer than the copies, beside a trainer in Python, which would wait, too. Returns the
+        parts that are left."""
         parts = slice(first, last)
-        is_done = self._is_short[parts] & (self._start[parts] >= start)
+        is_done = self._is_gathered[parts] & (self._start[parts] >= start)
         is_done &= self._stop[parts] <= stop
         ends = np.flatnonzero(np.diff(is_done, prepend=False, append=False))
         for begin, end in ends.reshape(-1, 2).tolist():
@@ -163,11 +170,43 @@ class ImageSource:
         if not can_read():
             return False
         begins = self._start[run]
+        sizes = self._stop[run] - begins
+        to = base + int(begins[0])
+        tracked = self._tracked_of(run)
         try:
-            gather(self._plain[run], self._stop[run] - begins, base + int(begins[0]))
+            if tracked:
+                gather_segments(self._segments(run, tracked, sizes.tolist()), to)
+            else:
+                gather(self._plain[run], sizes, to)
         except (GoneError, OSError):
             return False
+        if tracked:
+            assert self._capture is not None
+            self._capture.check(list(tracked.values()))
         return True
+
+    def _tracked_of(self, run: slice) -> dict[int, tuple[int, int, int]]:
+        """The parts that are tracked: their rows, and which bytes of those they are."""
+        sizes = (self._stop[run] - self._start[run]).tolist()
+        return {
+            i: (self._rows[i], start, start + nbytes)
+            for i, nbytes in zip(range(run.start, run.stop), sizes, strict=True)
+            if (start := self._tracked_from[i]) is not None
+        }
+
+    def _segments(
+        self, run: slice, tracked: Mapping[int, tuple[int, int, int]], sizes: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Addresses, and numbers of bytes, of all that is to be read for the parts in turn."""
+        assert self._capture is not None
+        plain = self._plain[run].tolist()
+        segments: list[tuple[int, int]] = []
+        for i, address, nbytes in zip(range(run.start, run.stop), plain, sizes, strict=True):
+            if i in tracked:
+                segments += self._capture.segments(*tracked[i])
+            else:
+                segments.append((address, nbytes))
+        return segments
 
     def _copy_now(self, i: int, begin: int, end: int, to: torch.Tensor) -> None:
         """Bytes [begin, end) of part ``i`` in row-major order. Image layouts and chunks cut between

@@ -22,19 +22,19 @@ class _SwitchInterval:
         self._before_s = 0.0
         self._lock = new_lock()
 
-    def shorten(self, capture: object) -> None:
-        """Shorten it until :meth:`restore` was called for ``capture``, and for all others."""
+    def shorten(self, user: object) -> None:
+        """Shorten it until :meth:`restore` was called for ``user``, and for all others."""
         with self._lock:
             if not self._shortened_for:
                 self._before_s = sys.getswitchinterval()
                 sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._before_s))
-            self._shortened_for.add(id(capture))
+            self._shortened_for.add(id(user))
 
-    def restore(self, capture: object) -> None:
+    def restore(self, user: object) -> None:
         """Set it to what it was before. May be called any number of times."""
         with self._lock:
-            if id(capture) in self._shortened_for:
-                self._shortened_for.remove(id(capture))
+            if id(user) in self._shortened_for:
+                self._shortened_for.remove(id(user))
                 if not self._shortened_for:
                     sys.setswitchinterval(self._before_s)
 

@@ -3,7 +3,7 @@ save fails by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from support.effort import examples
 from support.writers import complaint
 
-from holdfast.storage.state import host_snapshot
 from holdfast.storage.state.host_snapshot import HostSnapshot
 from holdfast.storage.state.write_tracking import WriteTracker, write_tracker
 
@@ -47,47 +46,65 @@ def _tracking_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def _asks_before_it_reads(patch: pytest.MonkeyPatch) -> None:
-    plain = HostSnapshot._copy_tracked
+    plain = HostSnapshot.segments
+    check = HostSnapshot.check
 
-    def early(self: HostSnapshot, i: int, start: int, stop: int, to: int, disarm: bool) -> None:
-        address = self._regions[i].address
-        first, last = address + start, address + stop
-        page = host_snapshot.PAGE_NBYTES
-        if not self._tracker.is_clean(first // page * page, -(-last // page) * page):
-            plain(self, i, start, stop, to, disarm)
-        host_snapshot.read(first, to, stop - start)
+    def early(self: HostSnapshot, row: int, start: int, stop: int) -> list[tuple[int, int]]:
+        check(self, [(row, start, stop)])
+        return plain(self, row, start, stop)
 
-    patch.setattr(HostSnapshot, "_copy_tracked", early)
+    _broken(patch, segments=early, check=lambda self, read, *, disarm=True: None)
+
+
+def _asks_for_the_first_alone(patch: pytest.MonkeyPatch) -> None:
+    plain = HostSnapshot.check
+
+    def once(
+        self: HostSnapshot, read: Sequence[tuple[int, int, int]], *, disarm: bool = True
+    ) -> None:
+        plain(self, read[:1], disarm=disarm)
+
+    _broken(patch, check=once)
 
 
 def _arms_late(patch: pytest.MonkeyPatch) -> None:
-    plain = HostSnapshot._copy_tracked
+    plain = HostSnapshot.segments
 
-    def late(self: HostSnapshot, i: int, start: int, stop: int, to: int, disarm: bool) -> None:
-        self._tracker.arm(*self._tracked(i))
-        plain(self, i, start, stop, to, disarm)
+    def late(self: HostSnapshot, row: int, start: int, stop: int) -> list[tuple[int, int]]:
+        pages = self._tracked(self._at[row])
+        if pages[0] < pages[1]:
+            self._tracker.arm(*pages)
+        return plain(self, row, start, stop)
 
-    patch.setattr(HostSnapshot, "_copy_tracked", late)
+    _broken(patch, segments=late)
 
 
 def _edges_not_copied(patch: pytest.MonkeyPatch) -> None:
-    plain = HostSnapshot.copy
+    plain = HostSnapshot.segments
 
-    def all_of_it(
-        self: HostSnapshot, row: int, start: int, stop: int, to: int, *, disarm: bool = True
-    ) -> None:
-        plain(self, row, start, stop, to, disarm=disarm)
+    def all_of_it(self: HostSnapshot, row: int, start: int, stop: int) -> list[tuple[int, int]]:
         i = self._at[row]
-        if self._head[i] < self._tail[i]:
-            for a, b in ((start, min(stop, self._head[i])), (max(start, self._tail[i]), stop)):
-                if a < b:
-                    host_snapshot.read(self._regions[i].address + a, to + a - start, b - a)
+        if self._head[i] < self._tail[i] and i not in self._whole:
+            return [(self._regions[i].address + start, stop - start)]
+        return plain(self, row, start, stop)
 
-    patch.setattr(HostSnapshot, "copy", all_of_it)
+    _broken(patch, segments=all_of_it)
+
+
+def _broken(patch: pytest.MonkeyPatch, **methods: Callable[..., object]) -> None:
+    for name, method in methods.items():
+        patch.setattr(HostSnapshot, name, method)
 
 
 @pytest.mark.parametrize(
-    "broken", [_tracking_off, _asks_before_it_reads, _arms_late, _edges_not_copied]
+    "broken",
+    [
+        _tracking_off,
+        _asks_before_it_reads,
+        _asks_for_the_first_alone,
+        _arms_late,
+        _edges_not_copied,
+    ],
 )
 def test_a_broken_engine_is_found(
     broken: Callable[[pytest.MonkeyPatch], None],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.storage.state import host_snapshot
+from holdfast.storage.state import host_snapshot, process_memory, source
 from holdfast.storage.state.write_history import write_history
 from support.bits import fresh_uri, raw
 
@@ -55,15 +55,16 @@ class Moments:
 
 @contextmanager
 def _watched_reads(moments: Moments) -> Iterator[None]:
-    plain = host_snapshot.read
-
-    def read(address: int, to: int, nbytes: int) -> None:
-        moments.come()
-        plain(address, to, nbytes)
-        moments.come()
+    def gather_segments(segments: Sequence[tuple[int, int]], to: int) -> None:
+        for address, nbytes in segments:
+            moments.come()
+            process_memory.read(address, to, nbytes)
+            moments.come()
+            to += nbytes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_snapshot, "read", read)
+        for module in (host_snapshot, source):
+            patch.setattr(module, "gather_segments", gather_segments)
         yield
 
 
@@ -139,6 +140,11 @@ def _assign_data(tensor: torch.Tensor, rng: np.random.Generator) -> None:
     tensor.data = torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
+def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    if tensor.untyped_storage().nbytes():  # else it was freed, and torch would copy to address 0
+        tensor.data.copy_(before)
+
+
 def _thread(tensor: torch.Tensor, rng: np.random.Generator) -> None:
     thread = threading.Thread(target=_data, args=(tensor, rng))
     thread.start()
@@ -171,7 +177,7 @@ def _plan(
             then = moment + int(rng.integers(1, 3))
             acts = [
                 (moment, lambda t=tensor: _data(t, rng)),
-                (then, lambda t=tensor, b=before: t.data.copy_(b)),
+                (then, lambda t=tensor, b=before: _put_back(t, b)),
             ]
         else:
             writer = WRITERS[int(rng.integers(len(WRITERS)))]

@@ -18,6 +18,7 @@ from support.inside import around_copies, around_image_writes
 from torch import nn
 
 import holdfast
+from holdfast.storage.state import process_memory
 from holdfast.storage.state.lazy import LazyCapture, hook_optimizers
 from holdfast.storage.state.switch_interval import SWITCH_INTERVAL_S
 
@@ -217,6 +218,29 @@ def test_a_write_to_what_is_copied_already_does_no_harm(monkeypatch: pytest.Monk
     found = holdfast.load(uri)
     assert not found["a"].any()
     assert not found["b"].any()
+
+
+def test_what_is_tracked_is_read_by_a_few_calls_however_many_tensors_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To take the interpreter's lock back after each would take longer than the reads, beside a
+    trainer in Python."""
+    state = {f"t{i}": torch.full((20_000 + i,), float(i)) for i in range(300)}
+    introduce(state)
+    reads: list[int] = []
+    plain = process_memory._readv
+
+    def counted(local: bytes, remote: bytes, segments: int) -> int:
+        reads.append(segments)
+        return plain(local, remote, segments)
+
+    monkeypatch.setattr(process_memory, "_readv", counted)
+    holdfast.async_save(uri := fresh_uri(), state, lazy=True).wait(60)
+    assert len(reads) < 20
+    assert sum(reads) > 300
+    found = holdfast.load(uri)
+    for name, tensor in state.items():
+        assert torch.equal(found[name], tensor)
 
 
 def test_captured_is_told_when_the_last_copy_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
