@@ -21,6 +21,7 @@ from .writing import Writing
 __all__ = ["Agreement"]
 
 _VOID = "ranks have captured what does not belong together, or one has nothing of it"
+_LATER = "later steps have taken the place of some of its images"
 _log = logging.getLogger(__name__)
 
 
@@ -49,6 +50,8 @@ class Agreement:
         self._writing: Writing | None = None
         self._votes: dict[GenerationId, dict[int, Vote]] = {}
         """Of generations whose outcome is not known here."""
+        self._handed_over: set[GenerationId] = set()
+        """Those of this epoch of which the keeper before had images."""
         self._known: dict[GenerationId, Outcome] = {}
         """The outcomes that were followed."""
         self._open: tuple[GenerationId, ...] = ()
@@ -75,6 +78,7 @@ class Agreement:
         """A trainer goes on in ``epoch``; it may not be the first one."""
         if epoch > self.reporting.lead.epoch:
             self._votes = {}
+            self._handed_over = set()
             self._known = {}
             self._open = ()
             self._guards.stop()
@@ -86,9 +90,11 @@ class Agreement:
             self._held.generations.guarding(self._relied_on())
         self.reporting.enter(epoch, hosts, groups)
 
-    async def vote(self, label: Label) -> None:
-        """An image is sealed."""
+    async def vote(self, label: Label, *, handed_over: bool = False) -> None:
+        """An image is sealed; ``handed_over``: by the keeper before, which may have voted, too."""
         id = label.generation
+        if handed_over:
+            self._handed_over.add(id)
         known = self._known.get(id)
         if known is Outcome.AGREED:
             self._held.generations.agreed(id)  # a trainer has handed it over later
@@ -98,9 +104,32 @@ class Agreement:
             await self._tell(Voided(id, _VOID))
         else:
             self._votes.setdefault(id, {})[label.rank] = Vote.of(label)
+            await self._void_incomplete()
             for old in sorted(self._votes.keys() - set(self._held.generations.undecided))[:-KEPT]:
-                del self._votes[old]
+                await self._void(old, _LATER)
         await self.reporting.tell()
+
+    def _incomplete(self) -> list[GenerationId]:
+        """Those of which a rank of this keeper has nothing, and will not. No other keeper has heard
+        of them: votes are told once all ranks of a keeper have voted."""
+        return [
+            id
+            for id, votes in self._votes.items()
+            if id not in self._handed_over
+            and not self._whole(votes)
+            and self._held.generations.will_not_come(id)
+        ]
+
+    async def _void_incomplete(self) -> None:
+        for id in self._incomplete():
+            await self._void(id, _VOID)
+
+    async def _void(self, id: GenerationId, text: str) -> None:
+        """Nothing comes of it, as is known here alone."""
+        if self._votes.pop(id, None) is not None:
+            self._counters.void += 1
+            self._held.generations.void(id)
+            await self._tell(Voided(id, text))
 
     def damaged(self, id: GenerationId) -> None:
         """Memory no longer holds what was sealed."""
@@ -111,6 +140,8 @@ class Agreement:
 
     def look_for_missing(self) -> None:
         """A rank has gone on: others may wait for what it has left out."""
+        if self._incomplete():
+            self._run_later(self._void_incomplete())
         if any(map(self._held.generations.will_not_come, self._open)):
             self.tell_later()
 
@@ -194,7 +225,7 @@ class Agreement:
 
     async def _agreed(self, id: GenerationId) -> None:
         if not self._held.generations.agreed(id):
-            await self._tell(Voided(id, "later steps have taken the place of some of its images"))
+            await self._tell(Voided(id, _LATER))
             return
         self._counters.agreed += 1
         local = self._writing is not None and self._writing.agreed(id)

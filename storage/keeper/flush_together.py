@@ -80,8 +80,9 @@ async def _written(reporting: Reporting, is_wanted: Callable[[], bool]) -> Mappi
         _check_wanted(is_wanted)
         if written.keys() >= others:
             return {name: written[name] for name in sorted(others)}
-        if unheard := reporting.unheard():
-            raise SaveError(f"the keeper {unheard[0]} is not heard any more")
+        # Those of a job that was begun on other hosts meanwhile say nothing to this one.
+        if gone := [*reporting.unheard(), *sorted(others - reporting.lead.names)]:
+            raise SaveError(f"the keeper {gone[0]} is not heard any more")
         await reporting.moved(_LOOK_S)
 
 

@@ -186,8 +186,10 @@ class Generations:
     def enter(self, client: int, rank: int, epoch: int, chosen: int | None) -> Refusal | None:
         """``client`` goes on in ``epoch``, from step ``chosen``; None: from the beginning. The
         first to enter an epoch ends the one before."""
-        if epoch < self.epoch:
-            return Refusal(Reason.STALE_EPOCH, f"epoch {epoch} is over: this is epoch {self.epoch}")
+        # What was made again after its host was lost may be all that is known of its epoch.
+        newest = max([self.epoch, *(id.epoch for id in self._generations)])
+        if epoch < newest:
+            return Refusal(Reason.STALE_EPOCH, f"epoch {epoch} is over: this is epoch {newest}")
         self._epochs[client] = epoch
         self._ranks[client] = rank
         if epoch > self.epoch:

@@ -491,7 +491,7 @@ class Keeper:
             memory.close()
             return Refused(number.reason.value, number.text), []
         self.held.slots[number] = HeldSlot(memory, label, os.dup(fds[1]))
-        self.run_later(self._agreement.vote(label))
+        self.run_later(self._agreement.vote(label, handed_over=True))
         return Done(), []
 
     def _budget_with(self, nbytes: int) -> int:

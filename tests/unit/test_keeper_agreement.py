@@ -235,9 +235,72 @@ async def test_a_keeper_that_has_missed_outcomes_gives_up_what_has_none_any_more
     assert id(41) in host.held()
 
 
-def label_of(step: int) -> Label:
-    """Of the image of rank 1."""
-    return Label("run", id(step), 1, 2, 10, 0, 1, 1, 0.0)
+def label_of(step: int, rank: int = 1, world: int = 2) -> Label:
+    """Of the image of a rank."""
+    return Label("run", id(step), rank, world, 10, 0, 1, 1, 0.0)
+
+
+OTHER = 8
+"""The trainer of rank 2."""
+TWO_RANKS = (HOSTS[0], KeeperHost("b", "b", "b", ranks=(1, 2)))
+
+
+@in_loop
+async def test_a_step_of_which_a_rank_here_has_nothing_is_void_though_nobody_else_hears_of_it() -> (
+    None
+):
+    """Votes are told once all ranks of a keeper have voted. Where on each host one of them had no
+    memory, no keeper said anything, and trainers waited."""
+    host = Host()
+    host.generations.enter(CLIENT, 1, 0, None)
+    host.generations.enter(OTHER, 2, 0, None)
+    host.agreement.enter(0, None, TWO_RANKS, ())
+    host.agreement.reporting._stop()
+    work: list[Coroutine[Any, Any, None]] = []
+    host.agreement._run_later = work.append
+    host.seal(1)
+    await host.agreement.vote(label_of(1, world=3))
+    host.agreement.look_for_missing()
+    assert (host.told, work) == ([], [])  # rank 2 may still have it
+
+    grant = host.generations.fill(OTHER, 2, 1, 10, 3)
+    assert isinstance(grant, Grant)
+    host.generations.unmade(grant.slot)
+    host.agreement.look_for_missing()
+    for each in work:
+        await each
+    assert host.told == [Voided(id(1), VOID)]
+    assert host.held() == set()
+    await host.agreement.vote(label_of(1, world=3))
+    assert host.told == [Voided(id(1), VOID)] * 2  # to whoever has sealed it only now
+
+
+@in_loop
+async def test_what_the_keeper_before_had_is_not_void_because_some_of_it_is_still_to_come() -> None:
+    """All keepers may have agreed on it. Ranks hand over what they have one after the other."""
+    host = Host()
+    host.generations.enter(CLIENT, 1, 0, None)
+    host.generations.enter(OTHER, 2, 0, None)
+    host.agreement.enter(0, None, TWO_RANKS, ())
+    host.agreement.reporting._stop()
+    for step in (1, 2):
+        host.generations.adopt(CLIENT, id(step), 1, 3, 10)
+    host.generations.adopt(OTHER, id(2), 2, 3, 10)
+    await host.agreement.vote(label_of(1, world=3), handed_over=True)
+    assert host.told == []
+    host.generations.adopt(OTHER, id(1), 2, 3, 10)
+    await host.agreement.vote(label_of(1, 2, world=3), handed_over=True)
+    assert len(host.agreement.report().votes) == 2
+
+
+@in_loop
+async def test_whoever_waits_for_a_step_that_went_by_is_told_when_it_is_forgotten() -> None:
+    """The lead keeper has never said anything about it."""
+    host = Host()
+    host.enter(0, None)
+    for step in range(1, 40):
+        await host.agreement.vote(label_of(step))
+    assert host.told[0] == Voided(id(1), "later steps have taken the place of some of its images")
 
 
 @in_loop

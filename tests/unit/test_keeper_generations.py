@@ -171,6 +171,19 @@ def test_a_step_comes_once() -> None:
     granted(generations, A, 4)
 
 
+def test_a_process_of_an_older_epoch_drops_nothing_that_was_made_again() -> None:
+    """It slept while its host was lost, and its trainer comes first to the keeper that is there
+    now. What that keeper has made again for the next job is later than what it went on from."""
+    generations = Generations(10_000)
+    id = GenerationId(2, 1)
+    assert generations.recall(id, 0, 1, 10, epoch=False) == 0
+    generations.agreed(id)
+    assert reason(generations.enter(1, 0, 1, 0)) is Reason.STALE_EPOCH
+    assert generations.newest_agreed == id
+    assert generations.enter(2, 0, 3, 1) is None
+    assert generations.newest_agreed == id
+
+
 def test_an_older_epoch_is_refused() -> None:
     """Nobody enters one, is granted a slot in one, or hands over an image of one; nor does a client
     that has not entered any."""

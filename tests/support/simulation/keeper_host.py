@@ -239,7 +239,8 @@ class HostKeeper(SimulatedKeeper):
         if sealed.get(label.rank) is not self and label.generation not in self.adopted:
             self.world.awaited.add((self, label.generation))
         sealed[label.rank] = self
-        self.do(self.run_later, self.agreement.vote(label))
+        handed_over = label.generation in self.adopted
+        self.do(self.run_later, self.agreement.vote(label, handed_over=handed_over))
 
     def wish(self, trainer: Trainer, step: int) -> None:
         """A trainer wants a step in storage."""
