@@ -35,7 +35,8 @@ async def flush_together(
 
     Raises SaveError where another keeper cannot write its part, or is not heard any more;
     DamagedError where memory no longer holds what was sealed; SupersededError where it is not
-    wanted any more. Then nothing is committed. Raises as :func:`commit_attempt`, too.
+    wanted any more, or another keeper has nothing of it. Then nothing is committed. Raises as
+    :func:`commit_attempt`, too.
     """
     if not images:
         raise DamagedError(f"nothing of step {generation.step} is in memory")
@@ -74,6 +75,8 @@ async def _written(reporting: Reporting, is_wanted: Callable[[], bool]) -> Mappi
     while True:
         written = reporting.lead.written()
         for name, part in written.items():
+            if part.gone:
+                raise SupersededError(f"the keeper {name} has let go of it: {part.problem}")
             if part.problem:
                 kind = DamagedError if part.damaged else SaveError
                 raise kind(f"the keeper {name} does not write its part: {part.problem}")

@@ -18,13 +18,15 @@ __all__ = ["FlushEnd", "FlushOrder", "Report", "Standing", "Written"]
 class Written:
     """What has become of a keeper's part of a flush. ``stored_nbytes``: of the files of ``ranks``,
     0 for one without shards; ``problem``: why there are none; ``damaged``: memory no longer holds
-    what was sealed."""
+    what was sealed; ``gone``: nor anything of it, as where a keeper has taken the place of one that
+    was to write it."""
 
     attempt: str
     ranks: tuple[int, ...] = ()
     stored_nbytes: tuple[int, ...] = ()
     problem: str = ""
     damaged: bool = False
+    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from ...errors import DamagedError, HoldfastError
+from ...errors import DamagedError, HoldfastError, SupersededError
 from ..arenas.label import GenerationId
 from ..arenas.messages import Durable, Event, Flush, FlushFailed, Local
 from .flush import flush_part, flush_to
@@ -131,7 +131,8 @@ class Writing:
         images = self._held.images(order.generation)
         if request is None or not images:
             problem = f"nothing of step {order.generation.step} is to be written here"
-            written = Written(order.attempt, problem=problem)
+            gone = not images and self._held.generations.will_not_come(order.generation)
+            written = Written(order.attempt, problem=problem, gone=gone)
         else:
             try:
                 written = await flush_part(request, order.attempt, images)
@@ -210,7 +211,8 @@ class Writing:
         except (HoldfastError, OSError) as error:
             self._counters.flush_failures += 1
             is_damaged = isinstance(error, DamagedError)
-            final = is_damaged or self._is_dropped(generation) or self._is_overtaken(generation)
+            is_over = is_damaged or isinstance(error, SupersededError)
+            final = is_over or self._is_dropped(generation) or self._is_overtaken(generation)
             _log.warning("step %d is not flushed: %s", generation.step, error)
             if is_damaged:
                 self._damaged(generation)

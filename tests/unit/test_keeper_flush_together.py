@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from support.clock import run_virtual
 
-from holdfast.errors import SaveError
+from holdfast.errors import SaveError, SupersededError
 from holdfast.storage.keeper.flush_together import _written
 from holdfast.storage.keeper.standing import Written
 
@@ -23,10 +23,11 @@ class Waiting:
         self.lead = self
         self.names = frozenset("ab")
         self.moves = 0
+        self.parts: dict[str, Written] = {}
 
     def written(self) -> Mapping[str, Written]:
-        """None so far."""
-        return {}
+        """What was reported."""
+        return self.parts
 
     def unheard(self) -> Sequence[str]:
         """Of the job that runs, all are heard."""
@@ -46,3 +47,12 @@ def test_nothing_is_waited_for_of_a_keeper_that_is_not_of_the_job_any_more() -> 
     with pytest.raises(SaveError, match=re.escape("the keeper b is not heard any more")):
         run_virtual(_written(waiting, lambda: True))  # type: ignore[arg-type]
     assert waiting.moves == 2
+
+
+def test_what_a_keeper_has_nothing_of_any_more_is_not_tried_again() -> None:
+    """It took the place of one that had died, and later steps that of what was to be written. The
+    other keepers held two of three slots for it, so that no later step could take its place."""
+    waiting = Waiting()
+    waiting.parts["b"] = Written("attempt", problem="nothing of it is here", gone=True)
+    with pytest.raises(SupersededError, match="the keeper b has let go of it"):
+        run_virtual(_written(waiting, lambda: True))  # type: ignore[arg-type]

@@ -204,7 +204,8 @@ class HostKeeper(SimulatedKeeper):
             self.generations.unmade(slot)
             self.world.count("no memory")
             return False
-        if self.world.random.random() < self.world.slow_memory:
+        slow = self.world.slow_memory
+        if slow and self.world.random.random() < slow:
             self.world.count("slow memory")
             self.generations.dropped(slot, trainer.client)
             self.do(self.run_later, self._make_slowly(slot, nbytes))

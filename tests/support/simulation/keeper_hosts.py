@@ -60,7 +60,7 @@ class Hosts(Promises):
         self.resizes = draw.choice([0.0, 0.0, 0.3])
         self.loses = draw.choice([0.0, 0.1])
         self.doubles = draw.choice([0.0, 0.1])
-        self.slow_memory = draw.choice([0.0, 0.3])
+        self.slow_memory = 0.3 * (seed % 2 == 0)
         self.fault_rate = draw.choice([0.002, 0.005, 0.01])
         self.seal_weight = draw.choice([1.0, 3.0])
         self.work_weight = draw.choice([1.0, 3.0])
