@@ -93,6 +93,8 @@ class Agreement:
     async def vote(self, label: Label, *, handed_over: bool = False) -> None:
         """An image is sealed; ``handed_over``: by the keeper before, which may have voted, too."""
         id = label.generation
+        if id.epoch != self._held.generations.epoch:
+            return  # a resume came first, which may have gone on from it
         if handed_over:
             self._handed_over.add(id)
         known = self._known.get(id)
@@ -126,7 +128,8 @@ class Agreement:
 
     async def _void(self, id: GenerationId, text: str) -> None:
         """Nothing comes of it, as is known here alone."""
-        if self._votes.pop(id, None) is not None:
+        votes = self._votes.pop(id, None)
+        if votes is not None and not self._held.generations.is_agreed(id):
             self._counters.void += 1
             self._held.generations.void(id)
             await self._tell(Voided(id, text))

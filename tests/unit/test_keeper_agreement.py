@@ -294,6 +294,21 @@ async def test_what_the_keeper_before_had_is_not_void_because_some_of_it_is_stil
 
 
 @in_loop
+async def test_a_vote_of_a_former_epoch_voids_nothing() -> None:
+    """It comes late, and the resume has gone on from what it is for."""
+    host = Host()
+    host.enter(0, None)
+    host.seal(1)
+    await host.hear("x", 0, agreed=(id(1),))
+    host.enter(1, 1)
+    host.told.clear()
+    await host.agreement.vote(label_of(1, rank=2, world=3))
+    assert host.told == []
+    assert host.held() == {id(1)}
+    assert host.agreement.report().votes == ()
+
+
+@in_loop
 async def test_whoever_waits_for_a_step_that_went_by_is_told_when_it_is_forgotten() -> None:
     """The lead keeper has never said anything about it."""
     host = Host()
