@@ -175,5 +175,7 @@ async def _serve_member(
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=_accept, args=(listening, held), daemon=True).start()
         async with serve(_Shelf(held), ServeOptions(token)) as server:
-            print(member, server.port, listening.getsockname()[1], flush=True)
+            # In one piece: print may write words by themselves, between those of other members.
+            said = f"{member} {server.port} {listening.getsockname()[1]}\n"
+            os.write(sys.stdout.fileno(), said.encode())
             await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
