@@ -206,7 +206,9 @@ class Generations:
                 self._empty(slot)
             elif slot.content is _Content.CAPTURED:
                 slot.content = _Content.ABANDONED
-        for id in [id for id in self._generations if chosen is None or id.step > chosen]:
+        # What is of this epoch was made again after its host was lost: a trainer of it comes late.
+        earlier = [id for id in self._generations if id.epoch < self.epoch]
+        for id in [id for id in earlier if chosen is None or id.step > chosen]:
             self._forget(id)
 
     def _empty(self, slot: _Slot) -> None:

@@ -184,6 +184,18 @@ def test_a_process_of_an_older_epoch_drops_nothing_that_was_made_again() -> None
     assert generations.newest_agreed == id
 
 
+def test_a_process_of_the_same_epoch_drops_nothing_that_was_made_again() -> None:
+    """As above, but what was made again is of the epoch that this process is in."""
+    generations = Generations(10_000)
+    id = GenerationId(1, 2)
+    assert generations.recall(id, 0, 1, 10, epoch=False) == 0
+    generations.agreed(id)
+    assert generations.enter(1, 0, 1, 1) is None
+    assert generations.newest_agreed == id
+    assert generations.enter(2, 0, 2, 1) is None
+    assert generations.newest_agreed is None
+
+
 def test_an_older_epoch_is_refused() -> None:
     """Nobody enters one, is granted a slot in one, or hands over an image of one; nor does a client
     that has not entered any."""
