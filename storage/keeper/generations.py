@@ -491,6 +491,11 @@ class Generations:
                 return number
         return None
 
+    def holds(self, slot: int, id: GenerationId) -> bool:
+        """Whether a sealed image of this generation is in it, and was not given up."""
+        held = self._slots.get(slot)
+        return held is not None and (held.generation, held.content) == (id, _Content.SEALED)
+
     def offer(self, client: int) -> None:
         """``client`` is about to choose what to go on from: what is agreed stays until
         :meth:`released`."""

@@ -48,11 +48,12 @@ class Held:
         return sum(slot.memory.nbytes for slot in self.slots.values())
 
     def images(self, generation: GenerationId) -> list[HeldImage]:
-        """Those of a generation, by rank."""
+        """Those of a generation, by rank. What was given up is none of them, though its bytes are
+        there until its slot is filled again."""
         found = [
             HeldImage(slot.label, slot.memory)
-            for slot in self.slots.values()
-            if slot.label is not None and slot.label.generation == generation
+            for number, slot in self.slots.items()
+            if slot.label is not None and self.generations.holds(number, generation)
         ]
         return sorted(found, key=lambda image: image.label.rank)
 

@@ -55,6 +55,8 @@ class LocalLevel:
     async def write(self, images: Sequence[HeldImage]) -> None:
         """Write a generation, durably; then delete older ones. Raises StorageError; DamagedError
         where memory no longer holds what was sealed."""
+        if not images:
+            raise DamagedError("nothing of it is in memory any more")
         folder = _folder_of(images[0].label.generation)
         for image in images:
             label = image.label

@@ -348,7 +348,7 @@ class SimulatedKeeper:
         found = [
             (held.label.rank, slot, held)
             for slot, held in self.slots.items()
-            if held.label is not None and held.label.generation == id
+            if held.label is not None and self.generations.holds(slot, id)
         ]
         return [held for _, _, held in sorted(found, key=lambda one: one[:2])]
 
