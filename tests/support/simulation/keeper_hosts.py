@@ -25,7 +25,7 @@ from holdfast.storage.training.epochs import Epochs
 from holdfast.storage.training.memory_survey import GuardOption, InMemory, Struck
 
 from .keeper_host import STATE_NBYTES, Host, HostJob, HostKeeper, HostTrainer
-from .keeper_peers import KeeperProcess, installed
+from .keeper_peers import NO_MEMORY, KeeperProcess, installed
 from .keeper_promises import Promise, Promises
 from .keepers import PIECES, State, Task, Violation
 from .loop import PROCESS, Deadlock, SimLoop
@@ -139,6 +139,8 @@ class Hosts(Promises):
         yield
         job.readers = {host.name: next(self.clients) for host in job.hosts}
         newest = self.newest_stored()
+        for host in self.hosts.values():
+            self.note_protected(host.keeper)
         promised = [one for one in (self.agreed, self.guarded) if one is not None]
         stocks, others = yield from self.look(job)
         reached = {stock.host.name for stock in (*stocks, *others)}
@@ -167,7 +169,7 @@ class Hosts(Promises):
                 if states is not None:
                     found, taken = self.whole(choice, states), choice
                     break
-            elif self.full or self.cuts or problem == "no-memory":
+            elif self.cuts or problem in ("no-memory", NO_MEMORY):
                 self.count("what can be made again cannot be now")
                 promised = []
             stocks, others = yield from self.look(job)

@@ -29,7 +29,9 @@ from .loop import PROCESS, Process
 if TYPE_CHECKING:
     from .keeper_host import HostKeeper
 
-__all__ = ["KeeperProcess", "Parity", "installed"]
+__all__ = ["NO_MEMORY", "KeeperProcess", "Parity", "installed"]
+
+NO_MEMORY = "no memory for an image"
 
 
 class KeeperProcess(Process):
@@ -319,7 +321,7 @@ async def _offload(work: Callable[..., Any], *args: Any) -> Any:
 
 def _room(nbytes: int) -> Memory:
     if running().world.full:
-        raise OSError("no memory for an image")
+        raise OSError(NO_MEMORY)
     return Memory(nbytes)
 
 

@@ -82,7 +82,9 @@ class Promises(Record):
         told[keeper.host.name] = max(id, told.get(keeper.host.name, id))
         if self.guarded is not None and self.guarded.is_used_up and id.step > self.guarded.step:
             self.guarded = None  # the next loss would be one too many, and this one outlives none
-        if self.is_on_line(id) and (self.agreed is None or id.step > self.agreed.step):
+        if job is not self.running or not self.is_on_line(id):
+            return  # a later job has taken up from somewhere
+        if self.agreed is None or id.step > self.agreed.step:
             holders = {rank: [by] for rank, by in sealed.items()}
             self.agreed = Promise(id, id.step, holders)
 
@@ -203,6 +205,8 @@ class Promises(Record):
             relied_on = keeper in members or any(keeper in of for of in promise.holders.values())
             if relied_on and self.knows_better(keeper, promise.id):
                 continue
+            if any(other.label.rank == trainer.rank for other in keeper.images(promise.id)):
+                continue  # what was here was given up before, and was made again elsewhere
             if relied_on and not self.has_flipped(promise.id):
                 raise Violation(f"{promise.id} is promised, and written over by {keeper}")
         for other in self.trainers:
