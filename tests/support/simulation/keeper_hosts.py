@@ -34,6 +34,8 @@ __all__ = ["Hosts", "run_seed"]
 
 TURNS = 2500
 CALM_TURNS = 20000
+LOOKED_AFTER = 10
+"""Whether all is well is found out after so many turns."""
 HOSTS_MAX = 5
 
 
@@ -483,9 +485,9 @@ class Hosts(Promises):
         if self.random.random() < 0.5:
             self.kill_all()
         self.told.clear()
-        for _ in range(CALM_TURNS):
+        for turn in range(CALM_TURNS):
             self.turn()
-            if self.is_well():
+            if turn % LOOKED_AFTER == 0 and self.is_well():
                 return
         raise Violation(f"nothing comes of it in {CALM_TURNS} turns: {self.told}")
 
