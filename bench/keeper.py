@@ -234,10 +234,8 @@ def _contestants(
     kept: _Kept, blocked: _Blocked, folder: Path, state: State, stack: ExitStack
 ) -> list[Contestant]:
     expected = digests(state)
-    flushed = _Kept(folder / "flushed", state)
-    for run in (kept, flushed):
-        stack.callback(run.close)
-        run.warm_up(WARM_UP_STEPS)
+    stack.callback(kept.close)
+    kept.warm_up(WARM_UP_STEPS)
     left = _Kept(folder / "left", state)
     left.warm_up(1)
     left.close()
@@ -258,8 +256,8 @@ def _contestants(
         Contestant(DCP, cold.run, cold.before, cold.after),
         Contestant(
             FLUSH,
-            partial(flushed.flush, folder / "from memory"),
-            before=flushed.agree,
+            partial(kept.flush, folder / "from memory"),
+            before=kept.agree,
             after=partial(sync_tree, folder),
         ),
         Contestant(SAVE, partial(_save, saved, state), after=partial(sync_tree, folder)),
