@@ -4,7 +4,8 @@ cold load by DCP.
 A keeper runs in a process of its own, as for a trainer. *memcpy* copies as many bytes between warm
 buffers, in pieces of 16 MiB and with as many threads as a capture: larger pieces would bypass the
 processor's cache. A capture goes into slots that were filled before. What is gone on from is
-compared with what was kept. The figures of parity are in another program.
+compared with what was kept. The figures of parity are in another program. At its peak this takes
+about ten times as much memory as the state has.
 
 How long a trainer in Python is blocked is what a thread that computes beside a capture sees: it is
 neither on a processor nor waits for one, so it waits for the interpreter's lock.
@@ -321,7 +322,7 @@ def _measured(folder: Path, options: Options) -> Report:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; raises AssertionError where a state does not come back as it was."""
-    options = parse_options("keeper", __doc__, argv)
+    options = parse_options("keeper", __doc__, argv, gib=2.0)
     with work_folder(options.folder) as folder:
         _measured(folder, options).emit(options.json, options.svg)
     return 0

@@ -1,12 +1,8 @@
 """How much training notices of a save at every step: how long it stands still, and how much slower
 its steps are.
 
-A step computes, and then an optimizer updates the fp32 weights in place. It computes as an
-accelerator would have it: the host queues kernels ahead of a device that works them off, one by
-one, and waits for the last one. It waits as CUDA does unless told otherwise: one core looks again
-and again, without the GIL; or asleep, and then other processes may have the core, with
-its caches. Or a step computes on the host: on all cores, or in Python, which shows how long others
-hold the GIL. Steps are longer than the copy of the state; how long is found out once, for all
+A step computes, in one of the ways of :mod:`.training`, and then an optimizer updates the fp32
+weights in place. Steps are longer than the copy of the state; how long is found out once, for all
 contestants.
 
 Standing still is measured from outside: the call that begins the save, and what an optimizer's step
@@ -28,7 +24,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +38,7 @@ from .machine import describe
 from .options import Options, work_folder
 from .report import Report, Series, Target
 from .states import State, build, digests
+from .training import KINDS, Training
 from .workers import each_alone
 
 __all__: list[str] = []
@@ -54,23 +50,10 @@ LENGTHS = (1, 2, COPIES_A_STEP)
 """The same, of steps with a save at each."""
 LEAST_STEPS = 6
 CALIBRATED_GIB = 1.0
-KERNEL_S = 100e-6
-QUEUE_S = 0.1
-"""How far ahead of the device the host may be: CUDA's queue holds about a thousand kernels."""
-KINDS = {
-    "accelerator": "on an accelerator",
-    "asleep": "on an accelerator, waiting asleep",
-    "host": "on the host",
-    "Python": "in Python",
-}
-LOOPS = 10_000
 STILL_MS = 5.0
 ARM_MS_PER_GIB = 10.0
 """The state is in host memory here: the call arms its pages. In huge pages
 (``THP_MEM_ALLOC_ENABLE=1``) a tenth of it."""
-LOOK_NUMBERS = 16_384
-"""So many are computed between two looks at the device: some 20 µs, by one thread, without the GIL.
-"""
 
 
 def _step_s(given: Options) -> float:
@@ -98,69 +81,6 @@ class _Clocks:
 
     def _go(self, *_: object) -> None:
         self.waited_s = time.perf_counter() - self._came_s
-
-
-class _Training:
-    """Steps on a state: ``step_s`` seconds of work, then the optimizer."""
-
-    def __init__(self, state: State, step_s: float) -> None:
-        self.parameters = {
-            name: torch.nn.Parameter(p["master"]) for name, p in state["optim"].items()
-        }
-        for parameter in self.parameters.values():
-            parameter.grad = torch.full((1,), 1e-3).expand(parameter.shape)
-        self._optim = torch.optim.SGD(self.parameters.values(), lr=1e-3, foreach=False)
-        self._a = torch.randn(512, 512)
-        self._small = torch.zeros(8)
-        self._numbers = torch.zeros(LOOK_NUMBERS)
-        self._computes: dict[str, Callable[[int], None]] = {
-            "accelerator": partial(self._on_accelerator, self._look),
-            "asleep": partial(self._on_accelerator, time.sleep),
-            "host": self._on_host,
-            "Python": self._in_python,
-        }
-        self._work = {kind: max(1, int(step_s / self._piece_s(kind))) for kind in KINDS}
-
-    def _piece_s(self, kind: str) -> float:
-        if kind in ("accelerator", "asleep"):
-            return KERNEL_S
-        began_s = time.perf_counter()
-        self._computes[kind](20)
-        return (time.perf_counter() - began_s) / 20
-
-    def step(self, kind: str, copies: int = COPIES_A_STEP) -> float:
-        """Compute for as long as so many copies take, then let the optimizer step. Seconds of the
-        computing."""
-        began_s = time.perf_counter()
-        self._computes[kind](max(1, self._work[kind] * copies // COPIES_A_STEP))
-        computed_s = time.perf_counter() - began_s
-        self._optim.step()
-        return computed_s
-
-    def _on_host(self, pieces: int) -> None:
-        for _ in range(pieces):
-            torch.mm(self._a, self._a)
-
-    def _in_python(self, pieces: int) -> None:
-        for _ in range(pieces):
-            for _ in range(LOOPS):
-                pass
-
-    def _on_accelerator(self, wait: Callable[[float], None], pieces: int) -> None:
-        idle_s = time.perf_counter()  # when the device will have done all that it was given
-        for _ in range(pieces):
-            self._small.add_(1)  # what a launch costs the host
-            now_s = time.perf_counter()
-            idle_s = max(idle_s, now_s) + KERNEL_S
-            if idle_s - now_s > QUEUE_S:
-                wait(QUEUE_S / 10)
-        while (left_s := idle_s - time.perf_counter()) > 0:
-            wait(left_s)
-
-    def _look(self, seconds: float) -> None:
-        until_s = time.perf_counter() + seconds
-        while time.perf_counter() < until_s:
-            torch.sin(self._numbers, out=self._numbers)
 
 
 class _Holdfast:
@@ -247,7 +167,7 @@ def _measure(name: str, given: Options, step_s: float) -> list[dict[str, Any]]:
             )
         state = build(given.gib)
         clocks = _Clocks()
-        training = _Training(state, step_s)
+        training = Training(state, step_s)
         saver = CONTESTANTS[name](folder)
         clocks.made_all()
         for step in (-1, 0):  # the first finds memory, and is not counted
@@ -273,7 +193,7 @@ def _measure(name: str, given: Options, step_s: float) -> list[dict[str, Any]]:
 class _Rounds:
     """Training with one saver."""
 
-    def __init__(self, name: str, saver: Any, training: _Training, clocks: _Clocks) -> None:
+    def __init__(self, name: str, saver: Any, training: Training, clocks: _Clocks) -> None:
         self._name = name
         self._saver = saver
         self._training = training
@@ -305,7 +225,7 @@ class _Rounds:
         byte."""
         began_s = time.perf_counter()
         for _ in range(steps):
-            self._training.step("asleep", copies)
+            self._training.step("asleep", copies / COPIES_A_STEP)
             self._step += 1
             self._saver.save(self._step, state)
         self._saver.wait()
@@ -327,7 +247,7 @@ class _Model(torch.nn.Module):
             module.register_parameter(last, parameter)
 
 
-def _modules(training: _Training, state: State) -> State:
+def _modules(training: Training, state: State) -> State:
     """The same tensors, but for the bf16 copies, as a module and its optimizer."""
     model = _Model(training.parameters)
     optim = torch.optim.AdamW(model.parameters())
@@ -337,7 +257,7 @@ def _modules(training: _Training, state: State) -> State:
     return {"model": model, "optim": optim, "step": 1}
 
 
-def _check(folder: Path, training: _Training, state: State) -> None:
+def _check(folder: Path, training: Training, state: State) -> None:
     """What is saved beside training is the state of the call, not of the step after it."""
     expected = digests(state)
     handle = holdfast.async_save(folder / "checked", state, lazy="prove")

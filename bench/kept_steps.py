@@ -1,0 +1,238 @@
+"""Training steps that are kept in memory and protected by other hosts, each of them, beside steps
+alone.
+
+Three ranks stand for three hosts: each has a keeper of its own, and the keepers guard each other's
+images by XOR. A step computes as on an accelerator, for which the host waits asleep; then the ranks
+meet, as they do for gradients, and an optimizer updates the fp32 weights in place. What is kept is
+in host memory here, so each call arms its pages; of a state on a device it does not.
+
+All hosts share the processors of this machine. How many steps are protected before the next one
+begins is counted: where a step is too short for its bytes, some are not.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import holdfast
+
+from ..core.decoded_json import int_in, object_in
+from ..storage.arenas.control import status_of, stop
+from ..storage.arenas.folder import KEEPER_DIR_VARIABLE, keeper_folders
+from .machine import describe
+from .meshes import split_evenly
+from .options import GIB, Options, options, parser, work_folder
+from .report import Report, Series, Target
+from .states import build, nbytes_of
+from .training import Training
+from .workers import joined, leave_findings, run_ranks
+
+__all__: list[str] = []
+
+HOSTS = 3
+STEP_S = 0.5
+TINY_STEP_S = 0.05
+STEPS = 5
+"""Of each kind, in a round."""
+WARM_UP_STEPS = 8
+"""All slots, and the memory of parity, are there then."""
+KEPT_S = 30.0
+SETTLED_S = 300.0
+SHARED_GIB = 1.0
+"""Ranks have some of the rows of a state of this size: few tensors, as of a large model."""
+ALONE = "alone"
+KEPT = "kept and protected"
+LONGER_PERCENT = 5.0
+
+
+class _Steps:
+    """What one rank does."""
+
+    def __init__(self, folder: Path, given: Options, rank: int) -> None:
+        share = build(SHARED_GIB, seed=rank, share=round(SHARED_GIB * HOSTS / given.gib))
+        self.nbytes = nbytes_of(share)
+        self._training = Training(share, TINY_STEP_S if given.tiny else STEP_S)
+        self._state = split_evenly(share, init_device_mesh("cpu", (HOSTS,)))
+        keeper = holdfast.Keeper(
+            every=1,
+            serve=f"127.0.0.{rank + 2}",
+            domain=f"host {rank}",
+            protect="xor",
+            group=HOSTS,
+            linger="2min",
+            deadline_s=KEPT_S,
+        )
+        self._run = holdfast.Checkpointer(folder / "run", keeper=keeper, grace_s=None)
+        self._number = 0
+
+    def alone(self) -> float:
+        """Seconds of a step."""
+        began_s = time.perf_counter()
+        self._take()
+        return time.perf_counter() - began_s
+
+    def kept(self) -> float:
+        """Seconds of a step that is kept, and of whatever waits for that."""
+        began_s = time.perf_counter()
+        self._number += 1
+        self._run.step(self._number, self._state)
+        self._take()
+        return time.perf_counter() - began_s
+
+    def _take(self) -> None:
+        self._training.compute("asleep")
+        dist.barrier()
+        self._training.update()
+
+    def settle(self) -> None:
+        """Return when all ranks have kept a step, and it is protected. Some are left out before:
+        their memory is not there yet."""
+        until_s = time.monotonic() + SETTLED_S
+        while not _everywhere(self._is_settled()):
+            if time.monotonic() > until_s:
+                raise AssertionError(f"no step is protected: {self._run.counters}")
+
+    def _is_settled(self) -> bool:
+        self._number += 1
+        handle = self._run.step(self._number, self._state)
+        if handle is None:
+            return False
+        try:
+            handle.agreed.wait(KEPT_S)
+            handle.protected.wait(KEPT_S)
+        except (holdfast.SaveError, holdfast.DeadlineError):
+            return False
+        return True
+
+    @property
+    def protected(self) -> int:
+        """How many steps have been."""
+        (folder,) = keeper_folders()
+        status = status_of(folder)
+        assert status is not None
+        return int_in(object_in(status["counters"], "counters")["protected"], "protected")
+
+    @property
+    def not_kept(self) -> int:
+        """How many steps were left out."""
+        return self._run.counters.not_kept
+
+    def close(self) -> None:
+        """Let go of the keeper."""
+        self._run.close()
+
+
+def _everywhere(here: bool) -> bool:
+    told = torch.tensor(int(here))
+    dist.all_reduce(told, dist.ReduceOp.MIN)
+    return bool(told)
+
+
+def _measure(folder: Path, given: Options) -> dict[str, Any]:
+    """In a worker: seconds of steps, by kind and round; of those kept, how many were left out, and
+    how many were protected."""
+    with joined() as (rank, _), tempfile.TemporaryDirectory(prefix="hk") as base:
+        os.environ[KEEPER_DIR_VARIABLE] = base
+        steps = _Steps(folder, given, rank)
+        try:
+            for _ in range(WARM_UP_STEPS):
+                steps.settle()
+            return _rounds(steps, given)
+        finally:
+            steps.close()
+            for keeper in keeper_folders(Path(base)):
+                stop(keeper)
+
+
+def _rounds(steps: _Steps, given: Options) -> dict[str, Any]:
+    found: dict[str, list[float]] = {ALONE: [], KEPT: []}
+    protected = left_out = 0
+    for _ in range(given.runs):
+        found[ALONE] += [steps.alone() for _ in range(STEPS)]
+        protected -= steps.protected
+        left_out -= steps.not_kept
+        found[KEPT] += [steps.kept() for _ in range(STEPS)]
+        left_out += steps.not_kept
+        steps.alone()  # the last one is protected beside it
+        protected += steps.protected
+        steps.settle()
+    return {"seconds": found, "nbytes": steps.nbytes, "protected": protected, "left_out": left_out}
+
+
+def _longer_percent(alone: Series, kept: Series) -> float:
+    """How much longer a step is: the median over rounds of the ratio of their medians."""
+    ratios = [
+        statistics.median(kept.seconds[at : at + STEPS])
+        / statistics.median(alone.seconds[at : at + STEPS])
+        for at in range(0, len(alone.seconds), STEPS)
+    ]
+    return 100.0 * (statistics.median(ratios) - 1)
+
+
+def _report(told: Sequence[dict[str, Any]], given: Options, machine: dict[str, str]) -> Report:
+    found = []
+    for name in (ALONE, KEPT):
+        of_ranks = [rank["seconds"][name] for rank in told]
+        found.append(Series(name, list(map(max, zip(*of_ranks, strict=True)))))
+    alone, kept = found
+    longer = _longer_percent(alone, kept)
+    count = len(kept.seconds)
+    protected = min(of["protected"] for of in told)
+    left_out = max(of["left_out"] for of in told)
+    targets = []
+    if not given.tiny:
+        targets = [
+            Target("longer steps, %", longer, LONGER_PERCENT, at_least=False),
+            Target("protected, of steps", protected / count, 0.95, at_least=True),
+        ]
+    return Report(
+        "kept_steps",
+        f"Steps on {HOSTS} hosts, {told[0]['nbytes'] / GIB:.3f} GiB each, {given.runs} rounds of "
+        f"{STEPS} steps",
+        machine,
+        ["", "median s", "min s", "max s", "longer by"],
+        [
+            [
+                series.name,
+                f"{series.median:.3f}",
+                f"{min(series.seconds):.3f}",
+                f"{max(series.seconds):.3f}",
+                "–" if series is alone else f"{longer:+.1f} %",
+            ]
+            for series in found
+        ],
+        targets,
+        [f"of {count} steps, {left_out} were not kept, and {protected} were protected"],
+        series=found,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print. Raises RuntimeError where a rank fails."""
+    arguments = parser("kept_steps", __doc__, gib=0.2)
+    arguments.add_argument("--worker", action="store_true", help="for internal use")
+    arguments.add_argument("--findings", help="for internal use")
+    parsed = arguments.parse_args(argv)
+    given = options(parsed)
+    if parsed.worker:
+        leave_findings(parsed.findings, _measure(given.folder, given))
+        return 0
+    with work_folder(given.folder) as folder:
+        told = run_ranks("kept_steps", HOSTS, [*given.arguments(folder), "--worker"])
+        _report(told, given, describe(folder)).emit(given.json, given.svg)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
