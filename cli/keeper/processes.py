@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from ...core.units import size_text
 from ...errors import UsageError
 from ...storage.arenas import control
 from ...storage.arenas.folder import KeeperFolder, keeper_folders
+from ...storage.keeper.descriptor_store import DescriptorStore
 from ...storage.keeper.process import RunningError, keep
 from ...storage.operations.location import Place
 from ...storage.runtime import engine
@@ -42,6 +44,7 @@ def run(uri: str, **options: Any) -> int:
     """Be the keeper of a run in the foreground, until a signal, or nobody needs it any more; 1 if
     another one is alive. ``options``: of a :class:`Keeper`."""
     option = Keeper(**options)
+    store = DescriptorStore.of_environment(os.environ)
 
     async def identify() -> str:
         async with Place.of(uri, None).opened() as driver:
@@ -50,7 +53,7 @@ def run(uri: str, **options: Any) -> int:
     found = engine.run(identify())
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
-        asyncio.run(keep(option.of_process(found), KeeperFolder.of(found)))
+        asyncio.run(keep(option.of_process(found), KeeperFolder.of(found), store))
     except RunningError as error:
         complain(str(error))
         return 1

@@ -20,98 +20,20 @@ abandoned branch.
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...core.units import size_text
 from ..arenas.label import GenerationId
+from .slots import Content, Grant, HeldRanks, Reason, Refusal, Slot
 
-__all__ = [
-    "SLOTS_PER_RANK",
-    "Generations",
-    "Grant",
-    "HeldRanks",
-    "Reason",
-    "Refusal",
-]
+__all__ = ["SLOTS_PER_RANK", "Generations"]
 
 SLOTS_PER_RANK = 3
 """The newest agreed one, the one that is about to be, and the one that is being filled."""
 LEFT_OUT_KEPT = 64
 """So many steps that were left out are remembered: ranks are hardly ever that far apart."""
-
-
-class Reason(enum.Enum):
-    """Why a request is refused."""
-
-    STALE_EPOCH = "stale-epoch"
-    OLD_STEP = "old-step"
-    NO_FREE_SLOT = "no-free-slot"
-    NO_MEMORY = "no-memory"
-    DUPLICATE = "duplicate"
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why, in one word and in a sentence."""
-
-    reason: Reason
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """A slot to fill. ``fresh``: its memory is yet to be made, which is to be followed by
-    :meth:`Generations.made` or :meth:`Generations.unmade`. ``freed``: slots that are no more,
-    because images have another size now."""
-
-    slot: int
-    fresh: bool
-    freed: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class HeldRanks:
-    """A generation, and the ranks whose images are sealed."""
-
-    id: GenerationId
-    world: int
-    ranks: tuple[int, ...]
-    agreed: bool
-
-
-class _Content(enum.Enum):
-    FREE = enum.auto()
-    FILLING = enum.auto()
-    CAPTURED = enum.auto()
-    SEALED = enum.auto()
-    ABANDONED = enum.auto()
-    """A resume has dropped it while it was sealed, which writes to it until it ends."""
-
-
-@dataclass(eq=False)
-class _Slot:
-    rank: int
-    nbytes: int
-    content: _Content = _Content.FREE
-    generation: GenerationId | None = None
-    filler: int = -1
-    mappers: set[int] = field(default_factory=set)
-    """Clients that can write to it."""
-    readers: set[int] = field(default_factory=set)
-    """Clients that go on from it, or may."""
-    flushes: int = 0
-    """How many flushes read it."""
-    made: bool = True
-    """Whether it has its memory."""
-
-    def empty(self) -> None:
-        """There is no image in it."""
-        self.content = _Content.FREE
-        self.generation = None
-        self.filler = -1
 
 
 @dataclass(eq=False)
@@ -129,14 +51,14 @@ class Generations:
         self.budget_nbytes = budget_nbytes
         self._slots_per_rank = slots_per_rank
         self._numbers = itertools.count()
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
         self._generations: dict[GenerationId, _Generation] = {}
         self._epochs: dict[int, int] = {}
         """The epoch that each living client is in."""
         self._ranks: dict[int, int] = {}
         """The rank of each living client."""
         self.epoch = -1
-        self._flushing: dict[GenerationId, list[list[_Slot]]] = {}
+        self._flushing: dict[GenerationId, list[list[Slot]]] = {}
         """What flushes read, even where it was dropped meanwhile."""
         self._newest_step: dict[int, int] = {}
         """By rank: the newest step of this epoch that was granted."""
@@ -202,16 +124,16 @@ class Generations:
 
     def _drop_later(self, chosen: int | None) -> None:
         for slot in self._slots.values():
-            if slot.content is _Content.FILLING:
+            if slot.content is Content.FILLING:
                 self._empty(slot)
-            elif slot.content is _Content.CAPTURED:
-                slot.content = _Content.ABANDONED
+            elif slot.content is Content.CAPTURED:
+                slot.content = Content.ABANDONED
         # What is of this epoch was made again after its host was lost: a trainer of it comes late.
         earlier = [id for id in self._generations if id.epoch < self.epoch]
         for id in [id for id in earlier if chosen is None or id.step > chosen]:
             self._forget(id)
 
-    def _empty(self, slot: _Slot) -> None:
+    def _empty(self, slot: Slot) -> None:
         """There is no image in it; nor is there a generation any more if this was its last."""
         id = slot.generation
         slot.empty()
@@ -222,7 +144,7 @@ class Generations:
         """Its images are no more, but one that is being filled now stays so."""
         self._generations.pop(id, None)
         for slot in self._slots.values():
-            if slot.generation == id and slot.content is _Content.SEALED:
+            if slot.generation == id and slot.content is Content.SEALED:
                 slot.empty()
 
     def fill(self, client: int, rank: int, step: int, nbytes: int, world: int) -> Grant | Refusal:
@@ -245,7 +167,7 @@ class Generations:
                 problem = self._no_room(rank, nbytes)
             if problem is None:
                 number = next(self._numbers)
-                self._slots[number] = _Slot(rank, nbytes, made=False)
+                self._slots[number] = Slot(rank, nbytes, made=False)
                 fresh = True
             elif number is None:
                 self._leave_out(step)
@@ -264,7 +186,7 @@ class Generations:
             if id.epoch == self.epoch and id.step < step and id not in held:
                 of.lost = of.lost or not of.agreed
 
-    def _lose(self, slot: _Slot) -> None:
+    def _lose(self, slot: Slot) -> None:
         """What is in it gives way: other slots may hold more of its generation."""
         of = self._generations.get(slot.generation) if slot.generation else None
         if of is not None:
@@ -272,9 +194,9 @@ class Generations:
             of.agreed = False
         self._empty(slot)
 
-    def _begin_filling(self, slot: _Slot, client: int, id: GenerationId, world: int) -> None:
+    def _begin_filling(self, slot: Slot, client: int, id: GenerationId, world: int) -> None:
         self._lose(slot)
-        slot.content = _Content.FILLING
+        slot.content = Content.FILLING
         slot.generation = id
         slot.filler = client
         slot.mappers.add(client)
@@ -284,12 +206,14 @@ class Generations:
         return any(slot.generation == id for slot in self._slots.values())
 
     def _free_useless(self, rank: int, nbytes: int, world: int) -> tuple[int, ...]:
-        """The state is laid out anew, or on fewer ranks: slots of its former size, and those of
-        ranks that are no more, are of no use once nothing protects what is in them."""
+        """Slots whose memory has outlived a keeper, those of ranks that are no more, and those of a
+        former size of the state are of no use once nothing protects what is in them."""
         freed = [
             number
             for number, slot in self._slots.items()
-            if (slot.rank >= world or (slot.rank == rank and slot.nbytes != nbytes))
+            if (
+                slot.outlived or slot.rank >= world or (slot.rank == rank and slot.nbytes != nbytes)
+            )
             and self._may_be_filled(slot)
         ]
         for of_rank in range(world):
@@ -321,7 +245,7 @@ class Generations:
         count = sum(not self._is_mapped_by_stale(slot) for slot in self._of_rank(rank).values())
         return self._by_loss(rank)[: max(0, count - self._slots_per_rank)]
 
-    def _of_rank(self, rank: int) -> dict[int, _Slot]:
+    def _of_rank(self, rank: int) -> dict[int, Slot]:
         return {number: slot for number, slot in self._slots.items() if slot.rank == rank}
 
     def _by_loss(self, rank: int) -> list[int]:
@@ -330,8 +254,8 @@ class Generations:
         usable = [number for number, slot in mine.items() if self._may_be_filled(slot)]
         return sorted(usable, key=lambda number: mine[number].generation or GenerationId(-1, -1))
 
-    def _may_be_filled(self, slot: _Slot) -> bool:
-        if not slot.made or slot.content not in (_Content.FREE, _Content.SEALED):
+    def _may_be_filled(self, slot: Slot) -> bool:
+        if not slot.made or slot.content not in (Content.FREE, Content.SEALED):
             return False
         if slot.readers or slot.flushes or self._is_mapped_by_stale(slot):
             return False
@@ -355,7 +279,7 @@ class Generations:
             return self._chosen
         return newest
 
-    def _is_mapped_by_stale(self, slot: _Slot) -> bool:
+    def _is_mapped_by_stale(self, slot: Slot) -> bool:
         """Whether a living process of an older epoch may write to it."""
         return any(self._epochs.get(client, -1) < self.epoch for client in slot.mappers)
 
@@ -407,18 +331,18 @@ class Generations:
         held = self._slots.get(slot)
         return (
             held is not None
-            and held.content is _Content.FILLING
+            and held.content is Content.FILLING
             and (held.filler, held.generation) == (client, id)
         )
 
     def captured(self, slot: int) -> None:
         """All bytes of the image are in it, whatever becomes of its writer; it is sealed now. To be
         followed by :meth:`sealed` or :meth:`unsealed`, once nothing writes to it any more."""
-        self._slots[slot].content = _Content.CAPTURED
+        self._slots[slot].content = Content.CAPTURED
 
     def sealed(self, slot: int) -> None:
         """It is hashed and labelled."""
-        self._slots[slot].content = _Content.SEALED
+        self._slots[slot].content = Content.SEALED
 
     def unsealed(self, slot: int) -> None:
         """Sealing has ended without a label."""
@@ -427,7 +351,7 @@ class Generations:
     def dropped(self, slot: int, client: int) -> bool:
         """``client`` has captured nothing into it. Whether it was the one to fill it."""
         held = self._slots.get(slot)
-        if held is None or held.content is not _Content.FILLING or held.filler != client:
+        if held is None or held.content is not Content.FILLING or held.filler != client:
             return False
         self._empty(held)
         return True
@@ -440,7 +364,7 @@ class Generations:
     def is_sealing(self, slot: int, id: GenerationId) -> bool:
         """Whether the image of this generation is still what is being sealed there."""
         held = self._slots.get(slot)
-        return held is not None and held.content is _Content.CAPTURED and held.generation == id
+        return held is not None and held.content is Content.CAPTURED and held.generation == id
 
     def agreed(self, id: GenerationId) -> bool:
         """All ranks have sealed it, and it is alike where it has to be. Whether it can be gone on
@@ -468,7 +392,7 @@ class Generations:
         slots = [
             slot
             for slot in self._slots.values()
-            if (slot.generation, slot.content) == (id, _Content.SEALED)
+            if (slot.generation, slot.content) == (id, Content.SEALED)
         ]
         for slot in slots:
             slot.flushes += 1
@@ -486,7 +410,7 @@ class Generations:
         """The slot of an image, which ``client`` reads until it is :meth:`released`; None where
         there is none."""
         for number, slot in self._slots.items():
-            if (slot.generation, slot.rank, slot.content) == (id, rank, _Content.SEALED):
+            if (slot.generation, slot.rank, slot.content) == (id, rank, Content.SEALED):
                 slot.readers.add(client)
                 return number
         return None
@@ -494,14 +418,14 @@ class Generations:
     def holds(self, slot: int, id: GenerationId) -> bool:
         """Whether a sealed image of this generation is in it, and was not given up."""
         held = self._slots.get(slot)
-        return held is not None and (held.generation, held.content) == (id, _Content.SEALED)
+        return held is not None and (held.generation, held.content) == (id, Content.SEALED)
 
     def offer(self, client: int) -> None:
         """``client`` is about to choose what to go on from: what is agreed stays until
         :meth:`released`."""
         for slot in self._slots.values():
             id = slot.generation
-            if slot.content is not _Content.SEALED or id is None:
+            if slot.content is not Content.SEALED or id is None:
                 continue
             if self.is_agreed(id) or id == self._gone_on_from:
                 slot.readers.add(client)
@@ -527,23 +451,38 @@ class Generations:
         Of older epochs it is not known here what a resume has dropped."""
         if id.epoch != self.epoch or self._epochs.get(client) != self.epoch:
             return Refusal(Reason.STALE_EPOCH, f"this is epoch {self.epoch}")
-        for slot in self._slots.values():
+        for number, slot in self._slots.items():
             if slot.generation == id and slot.rank == rank:
+                if slot.outlived and slot.nbytes == nbytes:
+                    # It was granted to this client, and so to none of an older epoch that lives.
+                    slot.outlived = False
+                    slot.mappers.add(client)
+                    self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
+                    return number
                 return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is held already")
         problem = self._beyond_budget(nbytes)
         if problem is not None:
             return problem
         number = next(self._numbers)
-        self._slots[number] = _Slot(rank, nbytes, _Content.SEALED, id, mappers={client})
+        self._slots[number] = Slot(rank, nbytes, Content.SEALED, id, mappers={client})
         self._generations.setdefault(id, _Generation(world))
         self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
         return number
 
     def recall(
-        self, id: GenerationId, rank: int, world: int, nbytes: int, *, epoch: bool = True
+        self,
+        id: GenerationId,
+        rank: int,
+        world: int,
+        nbytes: int,
+        *,
+        epoch: bool = True,
+        outlived: bool = False,
     ) -> int | Refusal:
         """A slot for a sealed image that is here again: of an earlier keeper, before any trainer
-        has come, whose ``epoch`` this one begins with; or one that was lost with its host."""
+        has come, whose ``epoch`` this one begins with; or one that was lost with its host.
+        ``outlived``: it is in the memory that the earlier keeper had, which others may have
+        mapped."""
         for slot in self._slots.values():
             if slot.generation == id and slot.rank == rank:
                 return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is held already")
@@ -553,7 +492,7 @@ class Generations:
         if epoch:
             self.epoch = max(self.epoch, id.epoch)
         number = next(self._numbers)
-        self._slots[number] = _Slot(rank, nbytes, _Content.SEALED, id)
+        self._slots[number] = Slot(rank, nbytes, Content.SEALED, id, outlived=outlived)
         self._generations.setdefault(id, _Generation(world))
         return number
 
@@ -568,7 +507,7 @@ class Generations:
         """The generations of which there are sealed images, the newest first."""
         found: dict[GenerationId, list[int]] = {}
         for slot in self._slots.values():
-            if slot.content is _Content.SEALED and slot.generation is not None:
+            if slot.content is Content.SEALED and slot.generation is not None:
                 found.setdefault(slot.generation, []).append(slot.rank)
         return [
             HeldRanks(id, of.world, tuple(sorted(found[id])), of.agreed)

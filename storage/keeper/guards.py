@@ -18,12 +18,10 @@ from ..arenas.messages import HeldGuard, Rebuild
 from ..arenas.room import available_nbytes
 from ..runtime.engine import offload
 from .guarding import Block, Guarded, guard, rebuild
+from .held import RESERVE_NBYTES
 from .reading import Peers, image_file, parity_file, peers_of
 
 __all__ = ["Guards", "rebuilt"]
-
-RESERVE_NBYTES = 256 << 20
-"""So much memory is left to the system."""
 
 _log = logging.getLogger(__name__)
 

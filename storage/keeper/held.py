@@ -7,11 +7,16 @@ import os
 from dataclasses import dataclass
 
 from ..arenas.label import GenerationId, Label
-from ..arenas.memory import Memory
+from ..arenas.memory import Memory, reserved_memory
+from ..arenas.room import available_nbytes
+from ..runtime.engine import offload
 from .generations import Generations
 from .tiers import HeldImage
 
-__all__ = ["Held", "HeldSlot"]
+__all__ = ["RESERVE_NBYTES", "Held", "HeldSlot"]
+
+RESERVE_NBYTES = 256 << 20
+"""So much memory is left to the system."""
 
 
 @dataclass(eq=False)
@@ -41,11 +46,30 @@ class Held:
     def __init__(self, budget_nbytes: int) -> None:
         self.generations = Generations(budget_nbytes)
         self.slots: dict[int, HeldSlot] = {}
+        self._making_nbytes = 0
+        """What is being taken from the system now, which it may not count as taken yet."""
 
     @property
     def nbytes(self) -> int:
         """Of all slots."""
         return sum(slot.memory.nbytes for slot in self.slots.values())
+
+    async def take_memory(self, slot: int, nbytes: int) -> str:
+        """Take the memory of a slot from the system; or say why not."""
+        spare_nbytes = available_nbytes() - RESERVE_NBYTES - self._making_nbytes
+        problem = f"{nbytes:,} bytes are wanted, and the system can spare {spare_nbytes:,}"
+        if nbytes <= spare_nbytes:
+            self._making_nbytes += nbytes
+            try:
+                self.slots[slot] = HeldSlot(await offload(reserved_memory, nbytes))
+                self.generations.made(slot)
+                return ""
+            except OSError as error:
+                problem = f"{nbytes:,} bytes are wanted: {error}"
+            finally:
+                self._making_nbytes -= nbytes
+        self.generations.unmade(slot)
+        return problem
 
     def images(self, generation: GenerationId) -> list[HeldImage]:
         """Those of a generation, by rank. What was given up is none of them, though its bytes are

@@ -23,7 +23,7 @@ from ...errors import CoordinationError, DamagedError, HoldfastError
 from ..arenas.hosts import KeeperHost
 from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label, check_sizes
 from ..arenas.line import Line, MessageError
-from ..arenas.memory import Memory, read_sealed, reserved_memory, sealed_bytes
+from ..arenas.memory import Memory, read_sealed, sealed_bytes
 from ..arenas.messages import (
     VERSION,
     Adopt,
@@ -57,13 +57,14 @@ from ..arenas.messages import (
 from ..arenas.room import available_nbytes
 from ..runtime.engine import offload
 from .agreement import Agreement
-from .generations import Grant, Reason, Refusal
+from .descriptor_store import DescriptorStore
 from .guards import Guards, rebuilt
-from .held import Held, HeldSlot
+from .held import RESERVE_NBYTES, Held, HeldSlot
 from .held_shelf import HeldShelf
 from .local_level import LocalLevel
 from .options import KeeperOptions
 from .sealing import seal
+from .slots import Grant, Reason, Refusal
 from .status import Counters, KeeperStatus
 from .trainers import Trainer, Trainers
 from .writing import Writing
@@ -72,28 +73,28 @@ __all__ = ["Keeper"]
 
 HELLO_S = 10.0
 """How long a process that connects may take to say who it is."""
-RESERVE_NBYTES = 256 << 20
-"""So much memory is left to the system."""
 
 _log = logging.getLogger(__name__)
 _Reply = tuple[Answer, Sequence[int]]
 
 
 class Keeper:
-    """The keeper of one run on one host. ``name``: its own among the keepers of the run."""
+    """The keeper of one run on one host. ``name``: its own among the keepers of the run;
+    ``store``: what keeps its memory where it is a service that is started anew."""
 
-    def __init__(self, options: KeeperOptions, name: str = "keeper") -> None:
+    def __init__(
+        self, options: KeeperOptions, name: str = "keeper", store: DescriptorStore | None = None
+    ) -> None:
         """Raises OSError where the system does not say how much memory it has."""
         self.options = options
         self.name = name
+        self._store = store
         spare_nbytes = max(0, available_nbytes() - RESERVE_NBYTES)
         budget_nbytes = min(spare_nbytes, options.budget_nbytes or spare_nbytes)
         self.held = Held(budget_nbytes)
         self._generations = self.held.generations
         self._trainers = Trainers(self._gone, self._back)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._making_nbytes = 0
-        """What is being taken from the system now, which it may not count as taken yet."""
         self._counters = Counters()
         self._began_s = time.time()
         self._used_s = time.monotonic()
@@ -146,7 +147,10 @@ class Keeper:
         }
 
     async def recall(self) -> None:
-        """Have in memory again what is on storage of this host: before the first trainer comes."""
+        """Have again what the keeper before had in memory, and what is on storage of this host:
+        before the first trainer comes."""
+        if self._store is not None:
+            self._recall_kept(self._store)
         if self._local is None:
             return
         for image in await self._local.read():
@@ -162,6 +166,30 @@ class Keeper:
             # Only what was agreed on is written there.
             self._generations.agreed(label.generation)
             _log.info("step %d of rank %d is in memory again", label.generation.step, label.rank)
+
+    def _recall_kept(self, store: DescriptorStore) -> None:
+        for image in store.take(self.options.run):
+            label = image.label
+            budget_nbytes = self._generations.budget_nbytes
+            self._generations.budget_nbytes = self._budget_with(label.nbytes)
+            number = self._generations.recall(
+                label.generation, label.rank, label.world, label.nbytes, outlived=True
+            )
+            if isinstance(number, Refusal):
+                _log.warning("rank %d: %s", label.rank, number.text)
+                self._generations.budget_nbytes = budget_nbytes
+                image.slot.close()
+                continue
+            self.held.slots[number] = image.slot
+            if image.agreed:
+                self._generations.agreed(label.generation)
+            _log.info("step %d of rank %d was kept", label.generation.step, label.rank)
+        self.keep_over()
+
+    def keep_over(self) -> None:
+        """Have what is held now outlive this process, where there is something that keeps it."""
+        if self._store is not None:
+            self._store.keep(self.held)
 
     def serves_at(self, address: str, token: str) -> None:
         """What it holds can be read there, by whoever knows the token."""
@@ -184,6 +212,7 @@ class Keeper:
                 try:
                     number, message = decode(received.data)
                     answer, out = await self._answer(trainer, message, received.fds)
+                    self.keep_over()  # before a slot is filled anew
                 finally:
                     for fd in received.fds:
                         os.close(fd)
@@ -321,7 +350,7 @@ class Keeper:
 
     async def _make(self, trainer: Trainer, grant: Grant, message: Fill) -> Refused | None:
         """Have the memory of a slot made; or say why it is not there in time."""
-        making = asyncio.ensure_future(self._take_memory(grant.slot, message.nbytes))
+        making = asyncio.ensure_future(self.held.take_memory(grant.slot, message.nbytes))
         self._keep(making)
         done, _ = await asyncio.wait({making}, timeout=message.within_s)
         if not done:
@@ -339,23 +368,6 @@ class Keeper:
             return None
         text = f"step {message.step} was given up while its memory was made"
         return self._refuse(trainer, Refusal(Reason.STALE_EPOCH, text))
-
-    async def _take_memory(self, slot: int, nbytes: int) -> str:
-        """Take the memory of a slot from the system; or say why not."""
-        spare_nbytes = available_nbytes() - RESERVE_NBYTES - self._making_nbytes
-        problem = f"{nbytes:,} bytes are wanted, and the system can spare {spare_nbytes:,}"
-        if nbytes <= spare_nbytes:
-            self._making_nbytes += nbytes
-            try:
-                self.held.slots[slot] = HeldSlot(await offload(reserved_memory, nbytes))
-                self._generations.made(slot)
-                return ""
-            except OSError as error:
-                problem = f"{nbytes:,} bytes are wanted: {error}"
-            finally:
-                self._making_nbytes -= nbytes
-        self._generations.unmade(slot)
-        return problem
 
     async def _dropped(self, trainer: Trainer, message: Dropped, fds: Sequence[int]) -> _Reply:
         if not self._generations.dropped(message.slot, trainer.number):
@@ -411,10 +423,12 @@ class Keeper:
         slot.label = label
         self._generations.sealed(number)
         self._counters.sealed += 1
+        self.keep_over()
         await self._trainers.tell(trainer, Sealed(number, label.generation), [slot.label_fd])
         await self._agreement.vote(label)
 
     async def _tell_all(self, event: Event) -> None:
+        self.keep_over()
         await self._trainers.tell_all(event, self._generations.epoch)
 
     def inventory(self) -> Inventory:
@@ -490,6 +504,9 @@ class Keeper:
             self._generations.budget_nbytes = budget_nbytes
             memory.close()
             return Refused(number.reason.value, number.text), []
+        outlived = self.held.slots.pop(number, None)
+        if outlived is not None:
+            outlived.close()
         self.held.slots[number] = HeldSlot(memory, label, os.dup(fds[1]))
         self.run_later(self._agreement.vote(label, handed_over=True))
         return Done(), []

@@ -27,6 +27,7 @@ from ...errors import HoldfastError, UsageError
 from ..arenas.folder import KeeperFolder
 from ..arenas.line import Line, listening
 from ..runtime.engine import CPU_THREADS
+from .descriptor_store import DescriptorStore
 from .keeper import Keeper
 from .options import KeeperOptions, cpus_of
 from .serve import address_and_port, interface_and_port, is_token, serve
@@ -68,22 +69,27 @@ def _locked(folder: KeeperFolder) -> Iterator[None]:
         os.close(fd)
 
 
-async def keep(options: KeeperOptions, folder: KeeperFolder) -> None:
+async def keep(
+    options: KeeperOptions, folder: KeeperFolder, store: DescriptorStore | None = None
+) -> None:
     """Be the keeper of a run until it is told to end (SIGTERM, SIGINT, or a message), or nobody
-    has needed it for a while. Raises RunningError, UsageError, OSError."""
+    has needed it for a while. ``store``: where this process is a service, what keeps its memory
+    when it is started anew. Raises RunningError, UsageError, OSError."""
     folder.make()
     with _locked(folder):
         _confine(options)
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(CPU_THREADS, "holdfast-cpu"))
         name, port = folder.read_identity()
-        keeper = Keeper(options, name or f"keeper-{secrets.token_hex(4)}")
+        keeper = Keeper(options, name or f"keeper-{secrets.token_hex(4)}", store)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, keeper.ended.set)
         try:
             await keeper.recall()
             async with _served(keeper, folder, port), _accepting(keeper, folder):
                 _log.info("keeper of run %s, process %d, %s", options.run, os.getpid(), folder.path)
+                if store is not None:
+                    store.say_ready()
                 await _until_ended(keeper, options.linger_s)
                 await keeper.leave()
         finally:

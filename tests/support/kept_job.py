@@ -68,6 +68,7 @@ class Job:
     numel: int = 1 << 16
     forks: bool = False
     pause_s: float = 0.0
+    starts: bool = True
     hosts: tuple[str, ...] = ()
     protect: str = "auto"
     guards: bool = False
@@ -102,6 +103,7 @@ def main() -> None:
         memory=job.memory,
         deadline_s=job.deadline_s,
         linger="120s",
+        starts=job.starts,
         local=job.local,
         local_every=job.local_every,
         **(on_host(job, rank, world) if job.hosts else {}),

@@ -18,6 +18,7 @@ from holdfast.storage.arenas.line import Line, listening
 from holdfast.storage.arenas.messages import VERSION, Event, Hello
 from holdfast.storage.format.fragment import fragment_of
 from holdfast.storage.format.tables import ImageTable
+from holdfast.storage.keeper.descriptor_store import DescriptorStore
 from holdfast.storage.keeper.keeper import Keeper
 from holdfast.storage.keeper.options import KeeperOptions
 from holdfast.storage.state.flatten import flatten
@@ -31,13 +32,17 @@ DEADLINE_S = 20.0
 
 @asynccontextmanager
 async def kept(
-    name: str = "keeper", domain: str = "here", **options: object
+    name: str = "keeper",
+    domain: str = "here",
+    store: DescriptorStore | None = None,
+    **options: object,
 ) -> AsyncIterator[tuple[Keeper, KeeperFolder]]:
-    """A keeper that listens, within this process."""
+    """A keeper that listens, within this process, and has again what ``store`` has kept."""
     with tempfile.TemporaryDirectory(prefix="hk") as base:
         folder = KeeperFolder.of(RUN, Path(base))
         folder.make()
-        keeper = Keeper(KeeperOptions(RUN, domain, **options), name)  # type: ignore[arg-type]
+        keeper = Keeper(KeeperOptions(RUN, domain, **options), name, store)  # type: ignore[arg-type]
+        await keeper.recall()
         sock = listening(folder.socket)
 
         async def accept() -> None:

@@ -226,7 +226,7 @@ def test_a_step_does_not_wait_for_memory_that_takes_long(monkeypatch: pytest.Mon
         assert may_go_on.wait(60)
         return reserved_memory(nbytes)
 
-    monkeypatch.setattr("holdfast.storage.keeper.keeper.reserved_memory", slowly)
+    monkeypatch.setattr("holdfast.storage.keeper.held.reserved_memory", slowly)
 
     async def body() -> None:
         async with kept() as (keeper, folder), trainer(folder, deadline_s=0.5) as arena:

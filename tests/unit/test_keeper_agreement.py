@@ -12,7 +12,8 @@ from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
 from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.arenas.messages import Agreed, Event, Protected, Voided
 from holdfast.storage.keeper.agreement import Agreement
-from holdfast.storage.keeper.generations import Generations, Grant
+from holdfast.storage.keeper.generations import Generations
+from holdfast.storage.keeper.slots import Grant
 from holdfast.storage.keeper.standing import Standing
 from holdfast.storage.keeper.status import Counters
 

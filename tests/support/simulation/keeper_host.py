@@ -23,9 +23,9 @@ from holdfast.storage.arenas.messages import (
     Voided,
 )
 from holdfast.storage.keeper.agreement import Agreement
-from holdfast.storage.keeper.generations import Refusal
 from holdfast.storage.keeper.guards import Guards, rebuilt
 from holdfast.storage.keeper.lead import Lead
+from holdfast.storage.keeper.slots import Refusal
 from holdfast.storage.keeper.status import Counters
 from holdfast.storage.keeper.writing import Writing
 from holdfast.storage.training.memory_survey import Meeting

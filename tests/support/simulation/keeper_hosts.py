@@ -25,7 +25,7 @@ from holdfast.storage.training.epochs import Epochs
 from holdfast.storage.training.memory_survey import GuardOption, InMemory, Struck
 
 from .keeper_host import STATE_NBYTES, Host, HostJob, HostKeeper, HostTrainer
-from .keeper_peers import NO_MEMORY, KeeperProcess, installed
+from .keeper_peers import KeeperProcess, installed
 from .keeper_promises import Promise, Promises
 from .keepers import PIECES, State, Task, Violation
 from .loop import PROCESS, Deadlock, SimLoop
@@ -69,6 +69,8 @@ class Hosts(Promises):
         self.trainer_weight = 2.0
         self.full = False
         self.cuts: set[frozenset[str]] = set()
+        self.impeded = False
+        """Whether there was no memory, or no way to others, at any time since a rebuild began."""
         self.deaths: list[HostTrainer] = []
         self.epochs = Epochs()
         self.job: HostJob | None = None
@@ -165,13 +167,14 @@ class Hosts(Promises):
                 break
             made.add(choice)
             hosts = [stock.host for stock in (*stocks, *others)]
+            self.impeded = bool(self.full or self.cuts)
             problem = yield from self.rebuild(job, choice, hosts)
             if not problem:
                 states = yield from self.read(job, choice, struck)
                 if states is not None:
                     found, taken = self.whole(choice, states), choice
                     break
-            elif self.cuts or problem in ("no-memory", NO_MEMORY):
+            elif self.impeded or problem == "no-memory":
                 self.count("what can be made again cannot be now")
                 promised = []
             stocks, others = yield from self.look(job)
@@ -378,6 +381,7 @@ class Hosts(Promises):
             self.lose(host)
         elif kind == "cut":
             self.cuts.add(frozenset((host.name, draw.choice(self.placed).name)))
+            self.impeded = True
         elif kind == "heal":
             self.cuts.clear()
             self.full = False
@@ -390,7 +394,7 @@ class Hosts(Promises):
         elif kind == "flip":
             self.flip()
         elif kind == "full":
-            self.full = True
+            self.full = self.impeded = True
 
     def wake(self) -> None:
         """All trainers go on."""

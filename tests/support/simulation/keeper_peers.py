@@ -29,9 +29,7 @@ from .loop import PROCESS, Process
 if TYPE_CHECKING:
     from .keeper_host import HostKeeper
 
-__all__ = ["NO_MEMORY", "KeeperProcess", "Parity", "installed"]
-
-NO_MEMORY = "no memory for an image"
+__all__ = ["KeeperProcess", "Parity", "installed"]
 
 
 class KeeperProcess(Process):
@@ -321,7 +319,7 @@ async def _offload(work: Callable[..., Any], *args: Any) -> Any:
 
 def _room(nbytes: int) -> Memory:
     if running().world.full:
-        raise OSError(NO_MEMORY)
+        raise OSError("no memory for an image")
     return Memory(nbytes)
 
 

@@ -20,7 +20,8 @@ from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.arenas.messages import HeldGeneration, Inventory
 from holdfast.storage.keeper.choice import Choice
-from holdfast.storage.keeper.generations import Generations, Refusal
+from holdfast.storage.keeper.generations import Generations
+from holdfast.storage.keeper.slots import Refusal
 from holdfast.storage.keeper.votes import Ballot, Outcome, Vote
 from holdfast.storage.training import memory_survey
 from holdfast.storage.training.epochs import Epochs

@@ -1,0 +1,85 @@
+"""A keeper that is a service of systemd: a real one starts it anew, and has kept its memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.kept_job import Accident, Job
+from support.kept_runs import KeptRun, expected_losses, kept_run, wait_until
+from support.user_systemd import UserSystemd, user_systemd
+
+from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE
+
+pytestmark = pytest.mark.timeout(300)
+
+SERVICE = """
+[Service]
+Type=notify
+ExecStart={command} keeper run {uri} --linger 120s
+Environment={variable}={base}
+Restart=on-failure
+FileDescriptorStoreMax=64
+StandardOutput=append:{log}
+StandardError=append:{log}
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[KeptRun]:
+    """A run whose keeper is a service."""
+    with user_systemd() as systemd, kept_run(tmp_path) as made:
+        add(systemd, made)
+        wait_until(lambda: made.status()["pid"] > 0, 60)
+        yield made
+
+
+def add(systemd: UserSystemd, run: KeptRun) -> None:
+    """The service that is the run's keeper."""
+    text = SERVICE.format(
+        command=Path(sys.executable).with_name("holdfast"),
+        uri=run.uri,
+        variable=KEEPER_DIR_VARIABLE,
+        base=run.base,
+        log=run.folder / "service.log",
+    )
+    systemd.add("keeper", text)
+
+
+def steps_held(run: KeptRun) -> list[int]:
+    """Those that are agreed on, in memory."""
+    return [one["step"] for one in run.status()["generations"] if one["agreed"]]
+
+
+def test_steps_survive_the_keeper_and_all_trainers(run: KeptRun) -> None:
+    """Nobody is left who could hand them over: systemd has kept the memory. The job goes on from
+    there, and what it keeps then is kept as well."""
+    for first, accident in ((1, 6), (7, 10)):
+        found = run.train(Job(15, starts=False, accident=Accident(accident, "kill")), 2)
+        assert min(found.losses) == first, found.stderr
+        before = run.status()
+        assert accident in steps_held(run)
+        os.kill(before["pid"], signal.SIGKILL)
+        wait_until(lambda: run.status()["pid"] != before["pid"], 60)  # noqa: B023 - called at once
+        assert accident in steps_held(run)
+    after = run.train(Job(15, starts=False), 2)
+    assert after.code == 0, after.stderr
+    assert after.resumed == {"step": 10, "tier": "memory"}
+    expected = expected_losses(15)
+    assert after.losses == {step: expected[step] for step in range(11, 16)}
+
+
+def test_training_goes_on_beside_a_service_that_is_started_anew(run: KeptRun) -> None:
+    """Trainers wait for it, rather than start another one, and hand over what they have mapped."""
+    job = Job(15, starts=False, accident=Accident(5, "kill keeper"), pause_s=0.5)
+    found = run.train(job)
+    assert found.code == 0, found.stderr
+    assert found.losses == expected_losses(15)
+    assert max(steps_held(run)) > 5
+    after = run.train(Job(17, starts=False))
+    assert after.resumed["tier"] == "memory"
+    assert after.resumed["step"] > 5

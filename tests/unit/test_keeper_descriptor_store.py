@@ -1,0 +1,168 @@
+"""A keeper that is a service of systemd, and is started anew: it has again what the one before had in
+memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+from support.kept_memory import RUN, Told, capture, kept, run, state_of, trainer
+from support.service_manager import ServiceManager, service_manager
+
+from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.memory import reserved_memory, sealed_bytes
+from holdfast.storage.arenas.messages import Adopt, Agreed, Enter
+from holdfast.storage.keeper.descriptor_store import DescriptorStore
+
+
+@pytest.fixture
+def manager() -> Iterator[ServiceManager]:
+    """What keeps descriptors."""
+    with service_manager() as made:
+        yield made
+
+
+def store_of(manager: ServiceManager) -> DescriptorStore:
+    """As the service has it when it is started now."""
+    return DescriptorStore(manager.address, manager.handed_over())
+
+
+async def two_steps(manager: ServiceManager) -> None:
+    """A keeper has two steps of one rank, and is gone."""
+    async with kept(store=store_of(manager)) as (_, folder), trainer(folder) as arena:
+        assert await arena.enter(Enter(3, None))
+        for step in (1, 2):
+            told = Told()
+            await capture(arena, step, told)
+            await told.until(Agreed)
+
+
+def test_a_keeper_that_is_started_anew_has_what_the_one_before_had(manager: ServiceManager) -> None:
+    """Also where no trainer is left to hand it over, and it is known to be agreed on."""
+
+    async def body() -> None:
+        await two_steps(manager)
+        async with kept(store=store_of(manager)) as (keeper, _):
+            held = {one.id: one.agreed for one in keeper.held.generations.restorable()}
+            assert held == {GenerationId(3, 1): True, GenerationId(3, 2): True}
+            (image,) = keeper.held.images(GenerationId(3, 2))
+            expected = state_of(2)["w0"].numpy().tobytes()
+            assert expected in bytes(image.memory.view)
+
+    run(body)
+
+
+def test_what_is_given_up_is_kept_no_longer(manager: ServiceManager) -> None:
+    """A resume drops later steps: a keeper that came after it would not know that."""
+
+    async def body() -> None:
+        await two_steps(manager)
+        assert len(manager.hear()) == 2
+        async with kept(store=store_of(manager)) as (keeper, folder), trainer(folder) as arena:
+            assert await arena.enter(Enter(4, 1))
+            (name,) = manager.hear()
+            assert name.startswith("agreed-")
+            assert [one.id for one in keeper.held.generations.restorable()] == [GenerationId(3, 1)]
+
+    run(body)
+
+
+def test_memory_that_others_may_have_mapped_is_not_filled_again(manager: ServiceManager) -> None:
+    """A trainer of an older epoch may have been stopped, and wake up: nobody knows of it now."""
+
+    async def body() -> None:
+        await two_steps(manager)
+        before = {os.fstat(fd).st_ino for _, fd in manager.kept}
+        async with kept(store=store_of(manager)) as (keeper, folder), trainer(folder) as arena:
+            assert await arena.enter(Enter(4, 2))
+            for step in (3, 4, 5):
+                told = Told()
+                slot = await capture(arena, step, told)
+                assert os.fstat(slot.memory.fd).st_ino not in before
+                await told.until(Agreed)
+            assert {one.id.epoch for one in keeper.held.generations.restorable()} == {4}
+
+    run(body)
+
+
+def test_a_trainer_hands_over_what_was_kept_already(manager: ServiceManager) -> None:
+    """It may fill that memory again: nobody of an older epoch can have had it."""
+
+    async def body() -> None:
+        async with kept(store=store_of(manager)) as (_, folder), trainer(folder) as arena:
+            assert await arena.enter(Enter(3, None))
+            told = Told()
+            slot = await capture(arena, 1, told)
+            await told.until(Agreed)
+            number = os.fstat(slot.memory.fd).st_ino
+            label = next(fd for _, fd in manager.handed_over() if os.fstat(fd).st_ino != number)
+            memory = os.dup(slot.memory.fd)
+        async with kept(store=store_of(manager)) as (keeper, folder), trainer(folder) as arena:
+            assert await arena.enter(Enter(3, None))
+            await arena._done(Adopt(os.fstat(memory).st_size), [memory, label])
+            assert len(keeper.held.slots) == 1
+            (slots,) = keeper.held.slots.values()
+            assert os.fstat(slots.memory.fd).st_ino == number
+
+    run(body)
+
+
+def test_images_of_another_run_and_what_is_none_are_given_up(manager: ServiceManager) -> None:
+    """As where the service was told to keep another run. The keeper begins with nothing."""
+    memory = reserved_memory(4096)
+    reading, writing = os.pipe()
+    label = sealed_bytes(b"no label")
+    sent = {"one": [memory.fd], "pipes": [reading, writing], "bad": [label, memory.fd]}
+    for name, fds in sent.items():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.connect(manager.address)
+            socket.send_fds(sock, [f"FDSTORE=1\nFDNAME={name}".encode()], fds)
+        store = store_of(manager)
+        assert store.take(RUN) == []
+        assert manager.hear() == []
+    for fd in (reading, writing, label):
+        os.close(fd)
+    memory.close()
+
+    async def body() -> None:
+        await two_steps(manager)
+        assert store_of(manager).take("1" * 32) == []
+        assert manager.hear() == []
+
+    run(body)
+
+
+def test_a_manager_that_does_not_listen_is_no_reason_to_fail(manager: ServiceManager) -> None:
+    """Steps are kept as without it."""
+
+    async def body() -> None:
+        store = store_of(manager)
+        manager.close()
+        os.unlink(manager.address)
+        async with kept(store=store) as (keeper, folder), trainer(folder) as arena:
+            assert await arena.enter(Enter(3, None))
+            told = Told()
+            await capture(arena, 1, told)
+            await told.until(Agreed)
+            assert len(keeper.held.generations.restorable()) == 1
+
+    run(body)
+
+
+def test_the_environment_says_where_it_is() -> None:
+    """And nothing of it is left for processes that a keeper starts."""
+    assert DescriptorStore.of_environment({}) is None
+    assert DescriptorStore.of_environment({"NOTIFY_SOCKET": "vsock:2:1"}) is None
+    of_another = {
+        "NOTIFY_SOCKET": "/run/notify",
+        "LISTEN_PID": "1",
+        "LISTEN_FDS": "2",
+        "LISTEN_FDNAMES": "a:b",
+        "HOME": "/",
+    }
+    store = DescriptorStore.of_environment(of_another)
+    assert store is not None
+    assert store.take(RUN) == []
+    assert of_another == {"HOME": "/"}
