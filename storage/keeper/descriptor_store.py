@@ -93,7 +93,7 @@ class DescriptorStore:
         """Have systemd keep what is held now, and nothing else. Where that fails, it is logged, and
         tried again at the next call."""
         wanted = {
-            _number_of(slot): (slot, held.generations.is_agreed(slot.label.generation))
+            _number_of(slot): (slot, held.generations.is_restorable(slot.label.generation))
             for number, slot in held.slots.items()
             if slot.label is not None and held.generations.holds(number, slot.label.generation)
         }

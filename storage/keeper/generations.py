@@ -40,6 +40,9 @@ LEFT_OUT_KEPT = 64
 class _Generation:
     world: int
     agreed: bool = False
+    was_agreed: bool = False
+    """As the keeper before knew. Until it is known here anew, too, or its epoch is over, an older
+    one does not give way to it: other keepers may rely on that."""
     lost: bool = False
     """Whether a rank has no image of it, or not any more: it will not be whole."""
 
@@ -76,7 +79,12 @@ class Generations:
     @property
     def newest_agreed(self) -> GenerationId | None:
         """What a restart can go on from, whichever processes die."""
-        return max((id for id, of in self._generations.items() if of.agreed), default=None)
+        known = (
+            id
+            for id, of in self._generations.items()
+            if of.agreed or (of.was_agreed and id.epoch < self.epoch)
+        )
+        return max(known, default=None)
 
     @property
     def undecided(self) -> list[GenerationId]:
@@ -191,7 +199,7 @@ class Generations:
         of = self._generations.get(slot.generation) if slot.generation else None
         if of is not None:
             of.lost = True
-            of.agreed = False
+            of.agreed = of.was_agreed = False
         self._empty(slot)
 
     def _begin_filling(self, slot: Slot, client: int, id: GenerationId, world: int) -> None:
@@ -380,6 +388,15 @@ class Generations:
         of = self._generations.get(id)
         return of is not None and of.agreed
 
+    def was_agreed(self, id: GenerationId) -> None:
+        """The keeper before knew that it is agreed on: a restart may go on from it."""
+        self._generations[id].was_agreed = True
+
+    def is_restorable(self, id: GenerationId) -> bool:
+        """Whether a restart may go on from it."""
+        of = self._generations.get(id)
+        return of is not None and (of.agreed or of.was_agreed)
+
     def void(self, id: GenerationId) -> None:
         """It does not belong together, is damaged, or a rank has nothing of it. A rank that is
         behind leaves it out."""
@@ -427,7 +444,7 @@ class Generations:
             id = slot.generation
             if slot.content is not Content.SEALED or id is None:
                 continue
-            if self.is_agreed(id) or id == self._gone_on_from:
+            if self.is_restorable(id) or id == self._gone_on_from:
                 slot.readers.add(client)
 
     def released(self, client: int) -> None:
@@ -510,7 +527,7 @@ class Generations:
             if slot.content is Content.SEALED and slot.generation is not None:
                 found.setdefault(slot.generation, []).append(slot.rank)
         return [
-            HeldRanks(id, of.world, tuple(sorted(found[id])), of.agreed)
+            HeldRanks(id, of.world, tuple(sorted(found[id])), self.is_restorable(id))
             for id, of in sorted(self._generations.items(), reverse=True)
             if id in found
         ]

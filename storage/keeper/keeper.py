@@ -182,7 +182,7 @@ class Keeper:
                 continue
             self.held.slots[number] = image.slot
             if image.agreed:
-                self._generations.agreed(label.generation)
+                self._generations.was_agreed(label.generation)
             _log.info("step %d of rank %d was kept", label.generation.step, label.rank)
         self.keep_over()
 

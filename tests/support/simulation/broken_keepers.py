@@ -245,3 +245,18 @@ def _former_ranks_kept() -> Iterator[Patch]:
 
     yield Generations, "_free_useless", free
     yield Generations, "_free_foreign", lambda self, rank: ()
+
+
+@broken("memory that has outlived a keeper is filled again")
+def _outlived_filled() -> Iterator[Patch]:
+    real = Generations.recall
+
+    def recall(self: Generations, *args: Any, **options: Any) -> int | Refusal:
+        return real(self, *args, **{**options, "outlived": False})
+
+    yield Generations, "recall", recall
+
+
+@broken("a keeper that is started anew does not know what was agreed on")
+def _agreement_forgotten() -> Iterator[Patch]:
+    yield Generations, "was_agreed", lambda self, id: None

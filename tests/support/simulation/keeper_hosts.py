@@ -315,11 +315,14 @@ class Hosts(Promises):
         self.begin_job()
 
     def kill_keeper(self, host: Host) -> None:
-        """Another takes its place, which knows nothing."""
+        """Another takes its place, which knows nothing, or what a service has kept."""
         self.count("keeper killed", str(host.keeper))
-        self.lost(host.keeper)
-        host.keeper.die()
+        before = host.keeper
+        self.lost(before)
+        before.die()
         host.keeper = HostKeeper(self, host)
+        if self.is_service:
+            host.keeper.recall_kept(before)
         if self.restart is not None:
             self.kill_all()
 

@@ -374,6 +374,25 @@ class SimulatedKeeper:
         for held in self.slots.values():
             held.memory.users.clear()
 
+    def recall_kept(self, before: SimulatedKeeper) -> None:
+        """What the keeper before had in memory was kept: it was a service, and so is this one."""
+        kept = [
+            (held, held.label)
+            for slot, held in before.slots.items()
+            if held.label is not None and before.generations.holds(slot, held.label.generation)
+        ]
+        for held, label in kept:
+            number = self.generations.recall(
+                label.generation, label.rank, label.world, label.nbytes, outlived=True
+            )
+            if isinstance(number, Refusal):
+                continue
+            self.slots[number] = Held(held.memory, label, held.encoded)
+            if before.generations.is_restorable(label.generation):
+                self.generations.was_agreed(label.generation)
+            self.world.count("kept for a service")
+        self.world.check_budget(self)
+
     def adopt(self, trainer: Trainer, memory: Memory, encoded: bytes) -> None:
         """An image of a keeper that is gone."""
         try:
@@ -415,6 +434,8 @@ class Record:
     def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
         self.log = log
         self.random = random.Random(seed)
+        self.is_service = seed % 4 == 2
+        """Whether what keeps a keeper's memory starts it anew."""
         self.counts: Counter[str] = Counter()
         self.lineage: dict[int, int] = {}
         self.storage: dict[int, int] = {}
@@ -686,11 +707,15 @@ class World(Record):
         self.begin_job()
 
     def kill_keeper(self) -> None:
-        """Another takes its place, which knows nothing."""
-        self.keeper.die()
-        self.promise_nothing()
+        """Another takes its place, which knows nothing, or what a service has kept."""
+        before = self.keeper
+        before.die()
+        if not self.is_service:
+            self.promise_nothing()
         self.newest_told = GenerationId(-1, -1)
         self.keeper = SimulatedKeeper(self)
+        if self.is_service:
+            self.keeper.recall_kept(before)
         if self.restart is not None:
             self.kill_all()
 
