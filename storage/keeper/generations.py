@@ -10,6 +10,7 @@ ranks' images are sealed and alike where they have to be. What may not be writte
   need it; and the one that they make parity of now;
 - one that is being sealed, flushed, or read by a trainer that restarts, even if it was dropped;
 - memory that a living process of an older epoch has mapped: there is no way to take that from it;
+  nor memory that has outlived a keeper, of which nobody knows who has mapped it;
 - an image of a generation that may yet be agreed, or a rank that is ahead would always write over
   what the others are about to seal.
 
