@@ -160,12 +160,12 @@ def _rounds(steps: _Steps, given: Options) -> dict[str, Any]:
     protected = left_out = 0
     for _ in range(given.runs):
         found[ALONE] += [steps.alone() for _ in range(STEPS)]
-        protected -= steps.protected
-        left_out -= steps.not_kept
+        protected_before = steps.protected
+        left_out_before = steps.not_kept
         found[KEPT] += [steps.kept() for _ in range(STEPS)]
-        left_out += steps.not_kept
+        left_out += steps.not_kept - left_out_before
         steps.alone()  # the last one is protected beside it
-        protected += steps.protected
+        protected += steps.protected - protected_before
         steps.settle()
     return {"seconds": found, "nbytes": steps.nbytes, "protected": protected, "left_out": left_out}
 

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...core.units import size_text
@@ -170,14 +171,12 @@ class Keeper:
     def _recall_kept(self, store: DescriptorStore) -> None:
         for image in store.take(self.options.run):
             label = image.label
-            budget_nbytes = self._generations.budget_nbytes
-            self._generations.budget_nbytes = self._budget_with(label.nbytes)
-            number = self._generations.recall(
-                label.generation, label.rank, label.world, label.nbytes, outlived=True
+            of_image = label.generation, label.rank, label.world, label.nbytes
+            number = self._in_use_already(
+                label.nbytes, partial(self._generations.recall, *of_image, outlived=True)
             )
             if isinstance(number, Refusal):
                 _log.warning("rank %d: %s", label.rank, number.text)
-                self._generations.budget_nbytes = budget_nbytes
                 image.slot.close()
                 continue
             self.held.slots[number] = image.slot
@@ -495,13 +494,11 @@ class Keeper:
             raise ValueError("that image is not of this run")
         check_sizes(label)
         memory = Memory(os.dup(fds[0]), message.nbytes)
-        budget_nbytes = self._generations.budget_nbytes
-        self._generations.budget_nbytes = self._budget_with(label.nbytes)
-        number = self._generations.adopt(
-            trainer.number, label.generation, label.rank, label.world, label.nbytes
+        of_image = label.generation, label.rank, label.world, label.nbytes
+        number = self._in_use_already(
+            label.nbytes, partial(self._generations.adopt, trainer.number, *of_image)
         )
         if isinstance(number, Refusal):
-            self._generations.budget_nbytes = budget_nbytes
             memory.close()
             return Refused(number.reason.value, number.text), []
         outlived = self.held.slots.pop(number, None)
@@ -511,10 +508,18 @@ class Keeper:
         self.run_later(self._agreement.vote(label, handed_over=True))
         return Done(), []
 
-    def _budget_with(self, nbytes: int) -> int:
-        """With what is adopted: the system could not spare it because it was in use already."""
-        budget_nbytes = self._generations.budget_nbytes + nbytes
-        return min(budget_nbytes, self.options.budget_nbytes or budget_nbytes)
+    def _in_use_already(self, nbytes: int, take: Callable[[], int | Refusal]) -> int | Refusal:
+        """The slot that ``take()`` finds for memory which this keeper did not make, within a budget
+        that it adds to: the system could not spare it because it was in use already."""
+        before_nbytes = self._generations.budget_nbytes
+        budget_nbytes = before_nbytes + nbytes
+        self._generations.budget_nbytes = min(
+            budget_nbytes, self.options.budget_nbytes or budget_nbytes
+        )
+        number = take()
+        if isinstance(number, Refusal):
+            self._generations.budget_nbytes = before_nbytes
+        return number
 
     async def _flush(self, trainer: Trainer, message: Flush, fds: Sequence[int]) -> _Reply:
         stale = self._stale(trainer)

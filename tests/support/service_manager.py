@@ -22,7 +22,6 @@ class ServiceManager:
         self._sock.bind(self.address)
         self._sock.setblocking(False)
         self.kept: list[tuple[str, int]] = []
-        self.said: list[str] = []
 
     def hear(self) -> list[str]:
         """Take what was sent; the names that are kept now."""
@@ -32,7 +31,6 @@ class ServiceManager:
             except BlockingIOError:
                 return sorted({name for name, _ in self.kept})
             lines = dict(line.split("=", 1) for line in data.decode().splitlines())
-            self.said += [line for line in lines if line == "READY"]
             name = lines.get("FDNAME", "")
             if "FDSTOREREMOVE" in lines:
                 for one in [one for one in self.kept if one[0] == name]:

@@ -105,6 +105,8 @@ def test_a_trainer_hands_over_what_was_kept_already(manager: ServiceManager) -> 
             assert len(keeper.held.slots) == 1
             (slots,) = keeper.held.slots.values()
             assert os.fstat(slots.memory.fd).st_ino == number
+        os.close(memory)
+        os.close(label)
 
     run(body)
 
