@@ -134,6 +134,7 @@ class Attempted:
 
 
 RUN = Round.of("run", Nothing, RunId)
+OFFER = Round.of("resume", InMemory, Nothing)
 LOOK = Round.of("resume", InMemory, Candidates)
 CHOOSE = Round.of("resume", InMemory, Choices)
 TRY = Round.of("resume", Attempted, Attempted)
@@ -183,6 +184,15 @@ class _Leader:
         self._epochs = Epochs()
         self._survey: Survey | None = None
         self._tried: Sequence[ListedCheckpoint] = ()
+        self._others: Sequence[Stock] = ()
+
+    async def hear_offers(self, statements: Sequence[InMemory]) -> Nothing:
+        """All keepers of the job have offered what they hold. What is held by those that no rank
+        has is asked for now: before the keepers of the job are asked again, since these have of
+        what is protected what the others have."""
+        assert self._guards is not None
+        self._others = await asked(stocks_of(statements), self._guards)
+        return Nothing()
 
     async def look(self, statements: Sequence[InMemory]) -> Candidates:
         """What there is to go on from."""
@@ -193,8 +203,7 @@ class _Leader:
             return candidates
         async with self._root.opened() as driver:
             self._epochs = await read_epochs(driver)
-        stocks = stocks_of(statements)
-        others = await asked(stocks, self._guards)
+        stocks, others = stocks_of(statements), self._others
         candidates = replace(
             candidates,
             epoch=next_epoch([*stocks, *others], self._epochs),
@@ -279,9 +288,13 @@ def resumed(
     began_s = time.perf_counter()
     leader = _Leader(lineage, root, back, None if memory is None else memory.guards)
     in_memory = InMemory()
-    if memory is not None:
-        in_memory = joined(memory, root, options.deadline_s)
     call = Call("resume", root.uri.redacted, back.step)
+    if memory is not None:
+        offered = joined(memory, root, options.deadline_s)
+        # From here on, none gives up what it holds. What it has offered may be out of date: one
+        # that was asked later may have given up a step, since all had parity of the next one.
+        _round(OFFER, call, options.deadline_s, offered, leader.hear_offers)
+        in_memory = memory.look()
     candidates = _round(LOOK, call, options.deadline_s, in_memory, leader.look)
     if candidates.refused is not None:
         raise UsageError(candidates.refused, uri=root.uri.redacted, advice=candidates.advice)

@@ -60,6 +60,20 @@ def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
         checkpoint.verify()
 
 
+def test_keepers_are_asked_again_once_all_have_offered_what_they_hold(run: KeptRun) -> None:
+    """What they say before that may not fit together: a keeper that is asked late may have given up
+    a step, since all had parity of the next one, which one that was asked early did not say."""
+    found = run.train(Job(1, hosts=HOSTS[:2], late_s=1.0), 2)
+    assert found.code == 0, found.stderr
+    looks = [
+        [tuple(map(float, line.split())) for line in path.read_text().splitlines()]
+        for path in sorted(run.folder.glob("job 1/looks *"))
+    ]
+    assert len(looks) == 2
+    offered_s = max(of[0][1] for of in looks)
+    assert min(of[-1][0] for of in looks) > offered_s
+
+
 def test_a_job_goes_on_with_fewer_hosts_and_ranks(run: KeptRun) -> None:
     """The keeper of the host that it does without is asked for what it has."""
     run.train(killed_at(5, hosts=HOSTS[:2]), 4)

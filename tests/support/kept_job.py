@@ -24,6 +24,7 @@ import holdfast
 from holdfast.storage.arenas.arena import Arena
 from holdfast.storage.arenas.control import status_of
 from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder
+from holdfast.storage.arenas.messages import Inventory
 from holdfast.storage.pipeline.capture import TensorChunks
 
 __all__ = ["POINTS", "Accident", "Job", "main"]
@@ -55,7 +56,7 @@ class Job:
     step to be agreed on before the next, so that it is known what is in memory. ``hosts``: names of
     hosts, each of which has as many ranks, a keeper of its own, and an address of the loopback;
     none: this one, whose keeper serves nothing. ``guards``: whether to wait for parity of each
-    step, too."""
+    step, too. ``late_s``: the last rank begins to resume so much later than the others."""
 
     steps: int
     every: int | None = None
@@ -72,6 +73,7 @@ class Job:
     hosts: tuple[str, ...] = ()
     protect: str = "auto"
     guards: bool = False
+    late_s: float = 0.0
 
     def host_of(self, rank: int, world: int) -> int:
         """The place among ``hosts`` of that of ``rank``."""
@@ -112,6 +114,9 @@ def main() -> None:
     with holdfast.Checkpointer(
         uri, every=job.every, keeper=keeper, deadline_s=30, grace_s=5
     ) as run:
+        note_looks(out / f"looks {rank}")
+        if rank == world - 1:
+            time.sleep(job.late_s)
         at = run.resume(state)
         assert run.resumed is not None
         found = {"step": run.resumed.step, "tier": run.resumed.tier}
@@ -141,6 +146,21 @@ def main() -> None:
         (out / f"counters {rank}").write_text(json.dumps(asdict(run.counters)))
     if world > 1:
         dist.destroy_process_group()
+
+
+def note_looks(to: Path) -> None:
+    """Leave a line for each time that the keeper is asked for what it holds: when that began and
+    ended, by a clock that all processes share."""
+    real = Arena.look_up
+
+    async def noted(self: Arena) -> Inventory | None:
+        began_s = time.monotonic()
+        found = await real(self)
+        with to.open("a") as file:
+            file.write(f"{began_s} {time.monotonic()}\n")
+        return found
+
+    Arena.look_up = noted  # type: ignore[method-assign]
 
 
 def on_host(job: Job, rank: int, world: int) -> dict[str, Any]:

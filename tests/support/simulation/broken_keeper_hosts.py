@@ -21,7 +21,8 @@ from holdfast.storage.training.epochs import Epochs
 from . import keeper_peers
 from .breaking import Broken, Patch, listed_in
 from .broken_keepers import contradicting, one_missing
-from .keeper_host import HostKeeper
+from .keeper_host import HostJob, HostKeeper
+from .keeper_hosts import Hosts
 from .keepers import Held, Record
 
 __all__ = ["BROKEN_KEEPER_HOSTS"]
@@ -165,6 +166,18 @@ def _no_parity() -> Iterator[Patch]:
 def _not_offered() -> Iterator[Patch]:
     yield Generations, "offer", lambda self, client: None
     yield Guards, "offer", lambda self, client, ids: None
+
+
+@broken("a restart goes by what a keeper offered before the others did")
+def _early_look() -> Iterator[Patch]:
+    def survey(self: Hosts, job: HostJob) -> Any:
+        stocks = yield from self.look(job)
+        for host in self.hosts.values():
+            self.note_protected(host.keeper)
+        others = yield from self.asked(stocks)
+        return stocks, others, [one for one in (self.agreed, self.guarded) if one is not None]
+
+    yield Hosts, "survey", survey
 
 
 @broken("what one attempt has written counts for another")

@@ -99,6 +99,8 @@ class HostKeeper(SimulatedKeeper):
         self.adopted: set[GenerationId] = set()
         self.gone: set[int] = set()
         """Readers that have ended."""
+        self.offered: dict[int, set[Memory]] = {}
+        """What each reader may choose."""
         self.number = next(world.numbers)
         self.process = KeeperProcess(self, f"{host.name}#{self.number}")
         world.processes.append(self.process)
@@ -185,10 +187,16 @@ class HostKeeper(SimulatedKeeper):
         """What is here stays until the reader has chosen what to go on from."""
         self.generations.offer(reader)
         self.guards.offer(reader, [one.id for one in self.generations.restorable()])
+        self.offered[reader] = {
+            held.memory
+            for held in self.slots.values()
+            if held.label is not None and self.generations.is_restorable(held.label.generation)
+        }
 
     def reader_gone(self, reader: int) -> None:
         """It has chosen, or its process has ended."""
         self.gone.add(reader)
+        self.offered.pop(reader, None)
         self.generations.client_gone(reader)
         self.guards.released(reader)
 

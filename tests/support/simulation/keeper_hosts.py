@@ -118,35 +118,47 @@ class Hosts(Promises):
         self.job = HostJob(next(self.jobs), len(hosts) * self.per_host, hosts=hosts)
         self.restart = self.resume(self.job)
 
-    def look(self, job: HostJob) -> Generator[None, None, tuple[list[Stock], list[Stock]]]:
-        """What all keepers hold: those of the job, and others that these name."""
+    def survey(
+        self, job: HostJob
+    ) -> Generator[None, None, tuple[list[Stock], list[Stock], list[Promise]]]:
+        """What all keepers hold, once all of the job have offered it; and what is promised then.
+        Until then, one may give up what is promised for what all have learned is protected."""
+        stocks = yield from self.look(job)
+        for host in self.hosts.values():
+            self.note_protected(host.keeper)
+        promised = [one for one in (self.agreed, self.guarded) if one is not None]
+        others = yield from self.asked(stocks)
+        return (yield from self.look(job)), others, promised
+
+    def look(self, job: HostJob) -> Generator[None, None, list[Stock]]:
+        """What the keepers of the job hold, which they offer from now on."""
         statements = {}
         for host in job.hosts:
             yield
             keeper = host.keeper
             keeper.offer(job.readers[host.name])
             statements[host.name] = InMemory(keeper.inventory(), keeper.named)
-        stocks = memory_survey.stocks_of(
+        return memory_survey.stocks_of(
             [statements[job.host_of(rank).name] for rank in range(job.world)]
         )
+
+    def asked(self, stocks: Sequence[Stock]) -> Generator[None, None, list[Stock]]:
+        """What the keepers hold that these name, and that are none of them."""
         named = {host.name for stock in stocks for host in stock.inventory.hosts}
         others = []
-        for name in sorted(named - statements.keys()):
+        for name in sorted(named - {stock.host.name for stock in stocks}):
             yield
             keeper = self.keeper_of(name)
             if keeper is not None:
                 others.append(Stock(keeper.named, keeper.inventory()))
-        return stocks, others
+        return others
 
     def resume(self, job: HostJob) -> Task:
         """Find what to go on from, read it, and begin the next epoch."""
         yield
         job.readers = {host.name: next(self.clients) for host in job.hosts}
         newest = self.newest_stored()
-        for host in self.hosts.values():
-            self.note_protected(host.keeper)
-        promised = [one for one in (self.agreed, self.guarded) if one is not None]
-        stocks, others = yield from self.look(job)
+        stocks, others, promised = yield from self.survey(job)
         reached = {stock.host.name for stock in (*stocks, *others)}
         promised = [one for one in promised if self.holds(one, reached)]
         job.epoch = memory_survey.next_epoch([*stocks, *others], self.epochs)
@@ -162,6 +174,8 @@ class Hosts(Promises):
             kept, _ = memory_survey.kept_in_memory(
                 stocks, others, job.world, newest, self.epochs, struck
             )
+            for one in kept:
+                self.check_choice(one.generation)
             choice = next((one for one in kept if one not in made), None)
             if choice is None:
                 break
@@ -177,7 +191,8 @@ class Hosts(Promises):
             elif self.impeded or problem == "no-memory":
                 self.count("what can be made again cannot be now")
                 promised = []
-            stocks, others = yield from self.look(job)
+            stocks = yield from self.look(job)
+            others = yield from self.asked(stocks)
         if job.has_failed:
             self.restart = None
             return

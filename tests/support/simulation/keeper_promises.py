@@ -155,6 +155,12 @@ class Promises(Record):
         job = self.epoch_jobs[id.epoch]
         return self.lineage.get(id.step) == job.number
 
+    def check_choice(self, id: GenerationId) -> None:
+        """A restart may go on from what the job that runs has come by, and from nothing else,
+        whether it is the best that there is or not."""
+        if not self.is_on_line(id):
+            raise Violation(f"{id} was dropped, and may be gone on from")
+
     def has_flipped(self, id: GenerationId) -> bool:
         """Whether any bit of it has, anywhere."""
         return any(other == id for _, other in self.damaged)
@@ -197,6 +203,8 @@ class Promises(Record):
             users.pop("flush", None)
         if users:
             raise Violation(f"a slot is to be filled, and in use: {dict(users)}")
+        if any(memory in of for of in keeper.offered.values()):
+            raise Violation(f"{memory.generation} is offered, and written over by {keeper}")
         self.note_protected(keeper)
         for promise in (self.agreed, self.guarded):
             if promise is None or promise.id != memory.generation:
