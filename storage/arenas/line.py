@@ -86,14 +86,24 @@ class Line:
         ValueError for a message that no other end would take."""
         if not 0 < len(data) <= MESSAGE_NBYTES_MAX:
             raise ValueError(f"a message of {len(data):,} bytes")
-        async with self._sending:
-            while True:
-                try:
-                    socket.send_fds(self._socket, [data], list(fds))
-                    return
-                except BlockingIOError:
-                    loop = asyncio.get_running_loop()
-                    await self._until(loop.add_writer, loop.remove_writer)
+        # Copies: while this waits for an end that does not read, their owner may close them, and
+        # their numbers may become those of other files.
+        copies = [os.dup(fd) for fd in fds]
+        try:
+            async with self._sending:
+                await self._send(data, copies)
+        finally:
+            for fd in copies:
+                os.close(fd)
+
+    async def _send(self, data: bytes, fds: Sequence[int]) -> None:
+        while True:
+            try:
+                socket.send_fds(self._socket, [data], fds)
+                return
+            except BlockingIOError:
+                loop = asyncio.get_running_loop()
+                await self._until(loop.add_writer, loop.remove_writer)
 
     async def receive(self) -> Received:
         """The next message. Raises MessageError for what is cut, empty of sense, or too large: all

@@ -469,14 +469,15 @@ class Keeper:
         except HoldfastError as error:
             text = f"the image of rank {message.rank} cannot be made again: {error}"
             return Refused("lost", text), []
+        image = HeldSlot(memory, label, sealed_bytes(await offload(label.encode)))
+        # From here to where it is held there is no await: what is said to be here can be read.
         number = self._generations.recall(
             label.generation, label.rank, label.world, label.nbytes, epoch=False
         )
         if isinstance(number, Refusal):
-            memory.close()
+            image.close()
             return Refused(number.reason.value, number.text), []
-        label_fd = sealed_bytes(await offload(label.encode))
-        self.held.slots[number] = HeldSlot(memory, label, label_fd)
+        self.held.slots[number] = image
         self._generations.agreed(label.generation)
         if trainer in self._trainers:  # else nobody would ever release it
             self._generations.offer(trainer.number)

@@ -24,7 +24,7 @@ from holdfast.storage.arenas.client import Refusal
 from holdfast.storage.arenas.folder import KeeperFolder
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.line import Line, connected
-from holdfast.storage.arenas.memory import Memory, reserved_memory
+from holdfast.storage.arenas.memory import Memory, read_sealed, reserved_memory, sealed_bytes
 from holdfast.storage.arenas.messages import (
     VERSION,
     Agreed,
@@ -345,5 +345,34 @@ def test_a_line_that_is_closed_wakes_who_waits_for_it() -> None:
             line.close()
             with pytest.raises(ConnectionError):
                 await waiting
+
+    run(body)
+
+
+def test_what_is_passed_along_is_what_was_given_however_long_it_waits() -> None:
+    """An end that does not read makes it wait; its owner may close it meanwhile, and its number may
+    become that of something else."""
+
+    async def body() -> None:
+        ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        sent = [asyncio.ensure_future(ours.send(b"before"))]
+        await asyncio.sleep(0)
+        while sent[-1].done():
+            sent.append(asyncio.ensure_future(ours.send(b"before")))
+            await asyncio.sleep(0)
+        given, other = sealed_bytes(b"given"), sealed_bytes(b"other")
+        sent.append(asyncio.ensure_future(ours.send(b"it", [given])))
+        await asyncio.sleep(0)
+        os.dup2(other, given)
+        received = await theirs.receive()
+        while received.data != b"it":
+            received = await theirs.receive()
+        assert read_sealed(received.fds[0], 10) == b"given"
+        await asyncio.gather(*sent)
+        received.close()
+        ours.close()
+        theirs.close()
+        os.close(given)
+        os.close(other)
 
     run(body)

@@ -29,6 +29,7 @@ from holdfast.storage.arenas.messages import (
     Rebuild,
     Voided,
 )
+from holdfast.storage.keeper import keeper as keeper_module
 from holdfast.storage.keeper.lead import Lead
 from holdfast.storage.keeper.standing import Report
 from holdfast.storage.keeper.status import KeeperStatus
@@ -199,6 +200,34 @@ def test_an_image_that_is_made_again_for_a_trainer_that_has_ended_is_not_kept_fo
             answer, _ = await keeper._rebuild(gone, request, [])
             assert isinstance(answer, Done)
             assert not any(slot.readers for slot in keeper.held.generations._slots.values())
+
+    run(body)
+
+
+def test_an_image_that_is_made_again_is_told_of_once_it_can_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the keeper does meanwhile: others might ask for it as soon as they know of it."""
+
+    async def body() -> None:
+        async with kept_hosts("xor", [0], [1], [2]) as job:
+            await job.step(1, Protected)
+            await job.lose("a")
+            (choice,), _ = job.choices()
+            keeper = job.hosts[choice.rebuilt[0].at].keeper
+
+            async def offload(work: Callable[..., object], *args: object) -> object:
+                for held in keeper.inventory().generations:
+                    images = keeper.held.images(held.generation)
+                    assert [image.label.rank for image in images] == list(held.ranks)
+                looked.append(work)
+                return await real(work, *args)
+
+            looked: list[object] = []
+            real = keeper_module.offload
+            monkeypatch.setattr(keeper_module, "offload", offload)
+            assert await job.rebuild(choice) == []
+            assert looked != []
 
     run(body)
 
