@@ -4,7 +4,6 @@ are made again out of that of others."""
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +12,11 @@ from ...errors import DamagedError, HoldfastError
 from ...planner.parity import DataBlock
 from ..arenas.hosts import GuardedGroup, KeeperHost
 from ..arenas.label import GenerationId, Label
-from ..arenas.memory import Memory, reserved_memory
+from ..arenas.memory import Memory
 from ..arenas.messages import HeldGuard, Rebuild
-from ..arenas.room import available_nbytes
 from ..runtime.engine import offload
 from .guarding import Block, Guarded, guard, rebuild
-from .held import RESERVE_NBYTES
+from .held import spared_memory
 from .reading import Peers, image_file, parity_file, peers_of
 
 __all__ = ["Guards", "rebuilt"]
@@ -84,7 +82,7 @@ class Guards:
                 labels = await _labels(peers, group, self._run)
                 world = next(iter(labels.values())).world
                 encoded = {rank: label.encode() for rank, label in labels.items()}
-                held = await guard(group, member, id, encoded, _Pull(peers, group), room)
+                held = await guard(group, member, id, encoded, _Pull(peers, group), spared_memory)
             self._held[id] = held
             self._worlds[id] = world
         except (HoldfastError, OSError) as error:
@@ -196,7 +194,7 @@ async def rebuilt(request: Rebuild, run: str, certificate: str) -> tuple[Label, 
     left = [name for member, name in enumerate(group.names) if member not in request.lost]
     async with peers_of(id, request.hosts, certificate) as peers:
         labels = await _labels_of_group(peers, left, group, run)
-        memory = await offload(room, labels[request.rank].nbytes)
+        memory = await offload(spared_memory, labels[request.rank].nbytes)
         try:
             encoded = {rank: label.encode() for rank, label in labels.items()}
             pull = _Pull(peers, group)
@@ -222,14 +220,3 @@ async def _labels_of_group(
     raise DamagedError(
         f"no keeper of the group has the labels of step {peers.generation.step}"
     ) from problem
-
-
-def room(nbytes: int) -> Memory:
-    """Memory for so many bytes, with its pages. Raises OSError where the system cannot spare
-    it."""
-    spare_nbytes = available_nbytes() - RESERVE_NBYTES
-    if nbytes > spare_nbytes:
-        raise OSError(
-            errno.ENOMEM, f"{nbytes:,} bytes are wanted, and the system can spare {spare_nbytes:,}"
-        )
-    return reserved_memory(nbytes)

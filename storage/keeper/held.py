@@ -3,6 +3,7 @@ machine that decides about them."""
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from ..runtime.engine import offload
 from .generations import Generations
 from .tiers import HeldImage
 
-__all__ = ["RESERVE_NBYTES", "Held", "HeldSlot"]
+__all__ = ["RESERVE_NBYTES", "Held", "HeldSlot", "spared_memory"]
 
 RESERVE_NBYTES = 256 << 20
 """So much memory is left to the system."""
@@ -92,3 +93,14 @@ class Held:
         """Give back all memory."""
         while self.slots:
             self.slots.popitem()[1].close()
+
+
+def spared_memory(nbytes: int) -> Memory:
+    """Memory for so many bytes, with its pages. Raises OSError where the system cannot spare
+    it."""
+    spare_nbytes = available_nbytes() - RESERVE_NBYTES
+    if nbytes > spare_nbytes:
+        raise OSError(
+            errno.ENOMEM, f"{nbytes:,} bytes are wanted, and the system can spare {spare_nbytes:,}"
+        )
+    return reserved_memory(nbytes)

@@ -154,13 +154,14 @@ class Keeper:
             self._recall_kept(self._store)
         if self._local is None:
             return
-        for image in await self._local.read():
+        async for image in self._local.read():
             label = image.label
             number = self._generations.recall(
                 label.generation, label.rank, label.world, label.nbytes
             )
             if isinstance(number, Refusal):
                 _log.warning("rank %d: %s", label.rank, number.text)
+                image.memory.close()
                 continue
             label_fd = sealed_bytes(await offload(label.encode))
             self.held.slots[number] = HeldSlot(image.memory, label, label_fd)

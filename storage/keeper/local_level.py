@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...drivers.uri import join
 from ...errors import DamagedError, HoldfastError
 from ..arenas.label import GenerationId, Label, check_sizes
-from ..arenas.memory import Memory, reserved_memory
+from ..arenas.memory import Memory
 from ..runtime.engine import offload
+from .held import spared_memory
 from .tiers import HeldImage
 from .written import write_image
 
@@ -75,10 +76,10 @@ class LocalLevel:
                 found.add(GenerationId(int(match[1]), int(match[2])))
         return sorted(found, reverse=True)
 
-    async def read(self) -> list[HeldImage]:
-        """What is there of the newest generations, in memory again. What cannot be read is left
-        out, with a warning: whoever loads it verifies it."""
-        images: list[HeldImage] = []
+    async def read(self) -> AsyncIterator[HeldImage]:
+        """What is there of the newest generations, in memory again, one image after the other. What
+        cannot be read, or has no room, is left out, with a warning. Whoever loads it verifies
+        it."""
         try:
             for generation in (await self._generations())[:GENERATIONS_KEPT]:
                 prefix = _folder_of(generation)
@@ -86,22 +87,24 @@ class LocalLevel:
                 for key in sorted(key for key in keys if key.endswith(".label")):
                     image = await self._image(key, generation)
                     if image is not None:
-                        images.append(image)
+                        yield image
         except HoldfastError as error:
             _log.warning("the local level cannot be read: %s", error)
-        return images
 
     async def _image(self, key: str, generation: GenerationId) -> HeldImage | None:
+        memory: Memory | None = None
         try:
             label = Label.decode(await self._driver.get(key))
             if (label.run, label.generation) != (self._run, generation):
                 raise DamagedError("it is the label of another image", key=key)
             check_sizes(label)
-            memory = await offload(reserved_memory, label.nbytes)
+            memory = await offload(spared_memory, label.nbytes)
             if label.digests:
                 await _read(self._driver, key.removesuffix("label") + "safetensors", memory)
         except (HoldfastError, OSError) as error:
             _log.warning("an image of the local level cannot be read: %s", error)
+            if memory is not None:
+                memory.close()
             return None
         return HeldImage(label, memory)
 

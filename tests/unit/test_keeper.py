@@ -9,12 +9,12 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.kept_memory import DEADLINE_S, RUN, Told, capture, kept, run, trainer
+from support.kept_memory import DEADLINE_S, RUN, Told, capture, kept, planned, run, trainer
 
 import holdfast
 from holdfast.errors import DamagedError, StorageDownError
@@ -35,11 +35,12 @@ from holdfast.storage.arenas.messages import (
     Flush,
     FlushFailed,
     Hello,
+    Local,
     Sealed,
     Voided,
     encode,
 )
-from holdfast.storage.keeper import writing
+from holdfast.storage.keeper import held, writing
 
 NBYTES = 100_000
 
@@ -374,5 +375,36 @@ def test_what_is_passed_along_is_what_was_given_however_long_it_waits() -> None:
         theirs.close()
         os.close(given)
         os.close(other)
+
+    run(body)
+
+
+@pytest.mark.parametrize("what", ["budget", "system"])
+def test_what_has_no_room_is_left_on_storage_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Where a keeper begins anew with less memory than it had, by its budget or by what the system
+    can spare. The newest images come first."""
+
+    async def body() -> None:
+        given = {"local": tmp_path.as_uri(), "local_every": 1}
+        async with kept(**given) as (_, folder), trainer(folder) as arena:
+            await arena.enter(Enter(0, None))
+            for step in (1, 2):
+                told = Told()
+                await capture(arena, step, told)
+                await told.until(Local)
+            nbytes = planned(1).layout.nbytes
+        budget_nbytes = None
+        if what == "system":
+            monkeypatch.setattr(held, "available_nbytes", spare(held.RESERVE_NBYTES + nbytes))
+        else:
+            budget_nbytes = nbytes
+        async with kept(budget_nbytes=budget_nbytes, **given) as (keeper, _):
+            assert [one.generation.step for one in keeper.inventory().generations] == [2]
+
+    def spare(nbytes: int) -> Callable[[], int]:
+        left = [nbytes, 0]
+        return lambda: left.pop(0)
 
     run(body)
