@@ -317,7 +317,7 @@ async def _offload(work: Callable[..., Any], *args: Any) -> Any:
     return work(*args)
 
 
-def _room(nbytes: int) -> Memory:
+def _spared_memory(nbytes: int) -> Memory:
     if running().world.full:
         raise OSError("no memory for an image")
     return Memory(nbytes)
@@ -342,7 +342,7 @@ _OWN: list[tuple[Any, dict[str, Any]]] = [
             "guard": guard,
             "rebuild": rebuild,
             "offload": _offload,
-            "room": _room,
+            "spared_memory": _spared_memory,
             "_Pull": lambda peers, group: peers,
         },
     ),
