@@ -183,16 +183,9 @@ class Arena:
         if answer is None:
             return None
         filled, fds = answer
+        if fds and not await self._map(filled.slot, fds[0], nbytes):
+            return None
         memory = self._slots.get(filled.slot)
-        if fds:
-            try:
-                memory = Memory(fds[0], nbytes)
-            except OSError as error:
-                self.problem = str(error)
-                return None
-            await offload(memory.populate)
-            await offload(self._mapped, memory)
-            self._slots[filled.slot] = memory
         if memory is None or filled.nbytes != nbytes:
             self.problem = f"the keeper has given slot {filled.slot} without its memory"
             return None
@@ -201,6 +194,21 @@ class Arena:
         self._capturing += 1
         self._no_capture.clear()
         return FillingSlot(filled.slot, memory)
+
+    async def _map(self, slot: int, fd: int, nbytes: int) -> bool:
+        """Map the memory of a slot to be captured into; whether it could be."""
+        client = self._client
+        try:
+            memory = self._slots[slot] = Memory(fd, nbytes)
+        except OSError as error:
+            self.problem = str(error)
+            if client is not None:  # it would not hand out the same memory over this line again
+                await client.close()
+                self._give_up(client)
+            return False
+        await offload(memory.populate)
+        await offload(self._mapped, memory)
+        return True
 
     def _capture_has_ended(self) -> None:
         self._capturing -= 1
@@ -371,6 +379,9 @@ class Arena:
             if await self._hand_over():
                 _log.info("rank %d has a keeper again", self._hello.rank)
                 return
+            if self._client is not None:  # it does not let this rank in
+                await self._client.close()
+                self._client = None
 
     async def _hand_over(self) -> bool:
         """Give a keeper, which may be a new one, the images that this rank has sealed in this

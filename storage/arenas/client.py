@@ -108,20 +108,23 @@ class KeeperClient:
         future: asyncio.Future[tuple[Answer, tuple[int, ...]]]
         future = asyncio.get_running_loop().create_future()
         self._asked[number] = future
+        answered = False
         try:
             async with asyncio.timeout(deadline_s):
                 await self._line.send(encode(number, request), fds)
                 found, received = await asyncio.shield(future)
+                answered = True
         except TimeoutError as error:
             raise DeadlineError(f"the keeper has not answered within {deadline_s:g} s") from error
         except ConnectionError as error:
             raise CoordinationError("the keeper is gone") from error
         finally:
             self._asked.pop(number, None)
+            if not answered and future.done() and future.exception() is None:
+                _close(future.result()[1])  # it came too late by a moment
         if isinstance(found, answer):
             return found, received
-        for fd in received:
-            os.close(fd)
+        _close(received)
         if isinstance(found, Refused):
             raise Refusal(found.reason, found.text)
         raise CoordinationError(f"the keeper has answered with a {type(found).__name__}")
@@ -161,3 +164,8 @@ class KeeperClient:
         with contextlib.suppress(asyncio.CancelledError):
             await self._reading
         self._line.close()
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

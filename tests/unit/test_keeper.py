@@ -19,11 +19,12 @@ from support.kept_memory import DEADLINE_S, RUN, Told, capture, kept, planned, r
 import holdfast
 from holdfast.errors import DamagedError, StorageDownError
 from holdfast.planner.image import ImageLayout
+from holdfast.storage.arenas import arena as arena_module
 from holdfast.storage.arenas.arena import Arena, Capture
-from holdfast.storage.arenas.client import Refusal
+from holdfast.storage.arenas.client import KeeperClient, Refusal
 from holdfast.storage.arenas.folder import KeeperFolder
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.arenas.line import Line, connected
+from holdfast.storage.arenas.line import Line, Received, connected
 from holdfast.storage.arenas.memory import Memory, read_sealed, reserved_memory, sealed_bytes
 from holdfast.storage.arenas.messages import (
     VERSION,
@@ -38,6 +39,7 @@ from holdfast.storage.arenas.messages import (
     Local,
     Sealed,
     Voided,
+    decode,
     encode,
 )
 from holdfast.storage.keeper import held, writing
@@ -406,5 +408,52 @@ def test_what_has_no_room_is_left_on_storage_of_the_host(
     def spare(nbytes: int) -> Callable[[], int]:
         left = [nbytes, 0]
         return lambda: left.pop(0)
+
+    run(body)
+
+
+def test_memory_that_cannot_be_mapped_costs_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper hands out the memory of a slot once a line: over another one, it does so again."""
+
+    async def body() -> None:
+        async with kept() as (keeper, folder), trainer(folder) as rank:
+            await rank.enter(Enter(0, None))
+            with monkeypatch.context() as patched:
+                patched.setattr(arena_module, "Memory", refused)
+                assert await rank.fill(1, NBYTES) is None
+            assert rank.problem == "no addresses are left"
+            async with asyncio.timeout(DEADLINE_S):
+                while not rank.is_open:
+                    await asyncio.sleep(0.01)
+            for step in range(2, 6):
+                slot = await rank.fill(step, NBYTES)
+                assert slot is not None, rank.problem
+                await rank.dropped(slot)
+            assert len(keeper.held.slots) == 1
+
+    def refused(fd: int, nbytes: int) -> Memory:
+        os.close(fd)
+        raise OSError("no addresses are left")
+
+    run(body)
+
+
+def test_descriptors_of_an_answer_that_nobody_waits_for_any_more_are_closed() -> None:
+    """It came in the moment in which the wait for it ended."""
+
+    async def body() -> None:
+        ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        client = KeeperClient(ours, DEADLINE_S, lambda event, fds: None)
+        asking = asyncio.ensure_future(client.ask(Fill(1, NBYTES, 1.0), Filled))
+        number, _ = decode((await theirs.receive()).data)
+        fd = sealed_bytes(b"given")
+        client._take(Received(encode(number, Filled(0, NBYTES)), (fd,)))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+        await client.close()
+        theirs.close()
 
     run(body)
