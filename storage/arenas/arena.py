@@ -56,8 +56,9 @@ __all__ = ["Arena", "Capture", "FillingSlot", "Listener"]
 PAUSES_S = (0.2, 1.0, 5.0, 30.0)
 """How long a rank waits before it looks for a keeper again; then the last of them again and
 again."""
-REBUILD_S = 900.0
-"""How long a keeper may take to make a lost image again, which is pulled from other hosts."""
+REBUILD_S = 120.0
+"""How long a keeper that makes a lost image again may say nothing of getting on: it pulls it from
+other hosts."""
 _MAKING_SHARE = 0.5
 """Of the deadline: so long a rank waits for memory that the keeper takes from the system."""
 _CONNECT_PAUSE_S = 0.02
@@ -299,9 +300,11 @@ class Arena:
             raise DamagedError(f"the label of rank {rank} in memory is that of another image")
         return label, memory
 
-    async def rebuild(self, request: Rebuild) -> bool:
-        """Have a lost image made again, in the keeper's memory; whether it is there then."""
-        return await self._try(request, Done, deadline_s=REBUILD_S) is not None
+    async def rebuild(self, request: Rebuild, goes_on: Callable[[], None] = lambda: None) -> bool:
+        """Have a lost image made again, in the keeper's memory; whether it is there then.
+        ``goes_on()`` is called each time that the keeper says that it gets on."""
+        answer = await self._try(request, Done, deadline_s=REBUILD_S, goes_on=goes_on)
+        return answer is not None
 
     async def release(self) -> None:
         """What was opened may be written over."""
@@ -316,6 +319,7 @@ class Arena:
         answer: type[A],
         fds: Sequence[int] = (),
         deadline_s: float | None = None,
+        goes_on: Callable[[], None] = lambda: None,
     ) -> tuple[A, tuple[int, ...]] | None:
         """The keeper's answer; None where it refuses, or is gone: :attr:`problem` says why. One
         that does not answer in time is as good as gone."""
@@ -323,7 +327,7 @@ class Arena:
         if client is None:
             return None
         try:
-            return await client.ask(request, answer, fds, deadline_s)
+            return await client.ask(request, answer, fds, deadline_s, goes_on)
         except Refusal as refusal:
             self.problem = refusal.text
             return None

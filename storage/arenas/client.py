@@ -11,6 +11,8 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from ...errors import CoordinationError, DeadlineError
@@ -22,6 +24,7 @@ from .messages import (
     Hello,
     Refused,
     Request,
+    UnderWay,
     Welcome,
     decode,
     encode,
@@ -42,6 +45,15 @@ class Refusal(Exception):
         self.text = text
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that waits for its ``answer``. ``goes_on()`` is called where that takes long, and
+    comes nearer."""
+
+    answer: asyncio.Future[tuple[Answer, tuple[int, ...]]]
+    goes_on: Callable[[], None]
+
+
 class KeeperClient:
     """A line to a keeper. ``told(event, fds)`` is called for all that the keeper tells, in order;
     the descriptors are the caller's to close. ``lost()`` is called once when the line is gone
@@ -59,7 +71,7 @@ class KeeperClient:
         self._told = told
         self._lost = lost
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[tuple[Answer, tuple[int, ...]]]] = {}
+        self._asked: dict[int, _Asked] = {}
         self._closed = False
         self.host = KeeperHost("", "")
         """Which keeper it is."""
@@ -96,21 +108,23 @@ class KeeperClient:
         answer: type[A],
         fds: Sequence[int] = (),
         deadline_s: float | None = None,
+        goes_on: Callable[[], None] = lambda: None,
     ) -> tuple[A, tuple[int, ...]]:
         """The answer to ``request``, and the descriptors that came with it, which are the caller's
-        to close. ``deadline_s``: for what takes longer than other requests. Raises
+        to close. ``deadline_s``: for what takes longer than other requests: until the answer, or
+        until the keeper says that it goes on, which is when ``goes_on()`` is called. Raises
         :class:`Refusal`; CoordinationError where the line is gone, or the keeper answers something
         else; DeadlineError."""
         deadline_s = deadline_s or self._deadline_s
         if self._closed or self._reading.done():
             raise CoordinationError("the keeper is gone")
         number = next(self._numbers)
-        future: asyncio.Future[tuple[Answer, tuple[int, ...]]]
-        future = asyncio.get_running_loop().create_future()
-        self._asked[number] = future
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[tuple[Answer, tuple[int, ...]]] = loop.create_future()
         answered = False
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(deadline_s) as wait:
+                self._asked[number] = _Asked(future, partial(_go_on, wait, deadline_s, goes_on))
                 await self._line.send(encode(number, request), fds)
                 found, received = await asyncio.shield(future)
                 answered = True
@@ -135,9 +149,9 @@ class KeeperClient:
                 received = await self._line.receive()
                 self._take(received)
         except (ConnectionError, MessageError, CoordinationError, OSError) as error:
-            for future in self._asked.values():
-                if not future.done():
-                    future.set_exception(ConnectionResetError(str(error)))
+            for asked in self._asked.values():
+                if not asked.answer.done():
+                    asked.answer.set_exception(ConnectionResetError(str(error)))
             self._line.close()
             if not self._closed:
                 self._lost()
@@ -151,11 +165,15 @@ class KeeperClient:
         if isinstance(message, _EVENTS):
             self._told(message, received.fds)
             return
-        future = self._asked.get(number)
-        if future is None or future.done():  # it was given up
+        asked = self._asked.get(number)
+        if asked is None or asked.answer.done():  # it was given up
             received.close()
             return
-        future.set_result((message, received.fds))  # type: ignore[arg-type]
+        if isinstance(message, UnderWay):
+            received.close()
+            asked.goes_on()
+            return
+        asked.answer.set_result((message, received.fds))  # type: ignore[arg-type]
 
     async def close(self) -> None:
         """Close the line. The keeper goes on. Safe to call twice."""
@@ -164,6 +182,13 @@ class KeeperClient:
         with contextlib.suppress(asyncio.CancelledError):
             await self._reading
         self._line.close()
+
+
+def _go_on(wait: asyncio.Timeout, deadline_s: float, goes_on: Callable[[], None]) -> None:
+    """The wait for an answer begins anew, unless it is over."""
+    if not wait.expired():
+        wait.reschedule(asyncio.get_running_loop().time() + deadline_s)
+        goes_on()
 
 
 def _close(fds: Sequence[int]) -> None:

@@ -48,13 +48,14 @@ __all__ = [
     "Status",
     "StatusAsked",
     "Stop",
+    "UnderWay",
     "Voided",
     "Welcome",
     "decode",
     "encode",
 ]
 
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +311,12 @@ class FlushFailed:
     final: bool
 
 
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """Comes before an answer, with its number: what was asked for takes long, and more of it is
+    done."""
+
+
 Request: TypeAlias = (
     Hello
     | Enter
@@ -327,9 +334,11 @@ Request: TypeAlias = (
 )
 Answer: TypeAlias = Welcome | Refused | Done | Filled | Inventory | Opened | Status
 Event: TypeAlias = Sealed | Agreed | Local | Protected | Voided | Durable | FlushFailed
-Message: TypeAlias = Request | Answer | Event
+Message: TypeAlias = Request | Answer | Event | UnderWay
 
-_KINDS = {kind.__name__: kind for kind in (*Request.__args__, *Answer.__args__, *Event.__args__)}
+_KINDS = {
+    kind.__name__: kind for kind in (*Request.__args__, *Answer.__args__, *Event.__args__, UnderWay)
+}
 
 
 @dataclass(frozen=True, slots=True)

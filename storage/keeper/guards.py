@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from ...errors import DamagedError, HoldfastError
@@ -158,12 +158,19 @@ class Guards:
             self._let_go(id)
 
 
-class _Pull:
-    """Reads blocks from the keepers of a group."""
+async def _unseen() -> None:
+    """Nobody waits for it."""
 
-    def __init__(self, peers: Peers, group: GuardedGroup) -> None:
+
+class _Pull:
+    """Reads blocks from the keepers of a group. ``moved()``: called after each."""
+
+    def __init__(
+        self, peers: Peers, group: GuardedGroup, moved: Callable[[], Awaitable[None]] = _unseen
+    ) -> None:
         self._peers = peers
         self._group = group
+        self._moved = moved
 
     async def __call__(
         self, member: int, lane: int, block: Block, start: int, into: memoryview
@@ -174,6 +181,7 @@ class _Pull:
             await driver.read(image_file(rank), block.start + start, into)
         else:
             await driver.read(parity_file(lane, block.row), start, into)
+        await self._moved()
 
 
 async def _labels(peers: Peers, group: GuardedGroup, run: str) -> dict[int, Label]:
@@ -187,9 +195,14 @@ async def _labels(peers: Peers, group: GuardedGroup, run: str) -> dict[int, Labe
     return {rank: label for (rank, _), label in zip(asked, found, strict=True)}
 
 
-async def rebuilt(request: Rebuild, run: str, certificate: str) -> tuple[Label, Memory]:
-    """An image that is lost, made again and verified. Raises DamagedError, StorageError, OSError
-    where there is no memory for it."""
+async def rebuilt(
+    request: Rebuild,
+    run: str,
+    certificate: str,
+    moved: Callable[[], Awaitable[None]] = _unseen,
+) -> tuple[Label, Memory]:
+    """An image that is lost, made again and verified. ``moved()`` is called whenever more of it is
+    there. Raises DamagedError, StorageError, OSError where there is no memory for it."""
     group, id = request.group, request.generation
     left = [name for member, name in enumerate(group.names) if member not in request.lost]
     async with peers_of(id, request.hosts, certificate) as peers:
@@ -197,7 +210,7 @@ async def rebuilt(request: Rebuild, run: str, certificate: str) -> tuple[Label, 
         memory = await offload(spared_memory, labels[request.rank].nbytes)
         try:
             encoded = {rank: label.encode() for rank, label in labels.items()}
-            pull = _Pull(peers, group)
+            pull = _Pull(peers, group, moved)
             label = await rebuild(group, request.rank, request.lost, encoded, pull, memory)
         except BaseException:
             memory.close()

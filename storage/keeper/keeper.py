@@ -211,6 +211,7 @@ class Keeper:
                 received = await line.receive()
                 try:
                     number, message = decode(received.data)
+                    trainer.asks = number
                     answer, out = await self._answer(trainer, message, received.fds)
                     self.keep_over()  # before a slot is filled anew
                 finally:
@@ -465,8 +466,10 @@ class Keeper:
     async def _rebuild(self, trainer: Trainer, message: Rebuild, fds: Sequence[int]) -> _Reply:
         if any(image.label.rank == message.rank for image in self.held.images(message.generation)):
             return Done(), []
+        options = self.options
+        moved = self._trainers.under_way(trainer)
         try:
-            label, memory = await rebuilt(message, self.options.run, self.options.certificate)
+            label, memory = await rebuilt(message, options.run, options.certificate, moved)
         except HoldfastError as error:
             text = f"the image of rank {message.rank} cannot be made again: {error}"
             return Refused("lost", text), []

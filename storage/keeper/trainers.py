@@ -11,16 +11,19 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..arenas.line import Line
-from ..arenas.messages import Event, Hello, encode
+from ..arenas.messages import Event, Hello, UnderWay, encode
 
 __all__ = ["Trainer", "Trainers"]
 
 TELL_S = 5.0
 """How long a trainer may take to receive what it is told."""
+UNDER_WAY_S = 0.5
+"""How often one that waits for something long is told that it gets on."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +31,7 @@ _log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class Trainer:
     """A process that has connected. ``number``: for the state machine. ``handed``: the slots whose
-    memory it has."""
+    memory it has. ``asks``: the number of the request that is answered now."""
 
     number: int
     pid: int
@@ -38,6 +41,7 @@ class Trainer:
     line: Line
     pidfd: int
     epoch: int = -1
+    asks: int = 0
     handed: set[int] = field(default_factory=set)
 
 
@@ -94,9 +98,25 @@ class Trainers:
 
     async def tell(self, trainer: Trainer, event: Event, fds: Sequence[int] = ()) -> None:
         """Tell a trainer, if it is still there."""
+        await self._send(trainer, encode(0, event), fds)
+
+    def under_way(self, trainer: Trainer) -> Callable[[], Awaitable[None]]:
+        """To be called as often as one likes while what a trainer asks for now gets on: it is told
+        so, but not too often."""
+        number, told_s = trainer.asks, time.monotonic()
+
+        async def moved() -> None:
+            nonlocal told_s
+            if time.monotonic() - told_s >= UNDER_WAY_S:
+                told_s = time.monotonic()
+                await self._send(trainer, encode(number, UnderWay()))
+
+        return moved
+
+    async def _send(self, trainer: Trainer, data: bytes, fds: Sequence[int] = ()) -> None:
         try:
             async with asyncio.timeout(TELL_S):
-                await trainer.line.send(encode(0, event), fds)
+                await trainer.line.send(data, fds)
         except TimeoutError:  # it does not read: it is stopped, and finds its line closed
             trainer.line.close()
         except OSError as error:

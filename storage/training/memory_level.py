@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import DamagedError, HoldfastError, SaveError, StorageError
@@ -135,12 +135,11 @@ class MemoryLevel:
         await self.arena.enter(enters)
         await self.arena.release()  # not before: a trainer of the last epoch might write over it
 
-    def rebuild(self, choice: Choice, hosts: Sequence[KeeperHost]) -> None:
-        """Have the keeper of this rank make the images again that fall to it. Raises DamagedError
-        where it cannot."""
-        run(self._rebuild(choice, hosts))
-
-    async def _rebuild(self, choice: Choice, hosts: Sequence[KeeperHost]) -> None:
+    async def rebuild(
+        self, choice: Choice, hosts: Sequence[KeeperHost], moved: Callable[[], None]
+    ) -> None:
+        """Have the keeper of this rank make the images again that fall to it; ``moved()`` is called
+        while it gets on. For the engine's loop. Raises DamagedError where it cannot."""
         own = self.arena.host
         if own is None or not any(
             host.name == own.name and host.ranks[:1] == (current_rank(),) for host in hosts
@@ -150,7 +149,7 @@ class MemoryLevel:
             if lost.at != own.name:
                 continue
             asks = Rebuild(choice.generation, lost.rank, lost.group, lost.lost, tuple(hosts))
-            if not await self.arena.rebuild(asks):
+            if not await self.arena.rebuild(asks, moved):
                 raise DamagedError(f"step {choice.generation.step} in memory: {self.arena.problem}")
             label, memory = await self.arena.image(choice.generation, lost.rank)
             memory.close()

@@ -3,21 +3,15 @@ one on all ranks."""
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 from ...drivers.uri import join
 from ...errors import (
     DamagedError,
-    MismatchError,
-    NotACheckpointError,
-    NotFoundError,
-    RankFailedError,
     UsageError,
 )
 from ..arenas.hosts import KeeperHost
@@ -29,9 +23,6 @@ from ..operations.report import LoadReport
 from ..operations.start_load import load_state
 from ..ranks.calls import Call
 from ..ranks.messages import Nothing, Round
-from ..ranks.process_group import current_team
-from ..ranks.team import Decide
-from ..runtime.engine import run
 from .epochs import Epochs, put_epochs, read_epochs
 from .memory_level import LoadedBytes, MemoryLevel
 from .memory_survey import (
@@ -46,27 +37,13 @@ from .memory_survey import (
 )
 from .run_identity import run_id
 from .run_lineage import RunLineage, Survey, is_own
+from .tries import Outcome, held_round, tried, tried_at_length
 
-__all__ = ["Attempted", "Back", "Outcome", "Resumed", "begin_run", "resumed", "verdict_of"]
+__all__ = ["Back", "Resumed", "begin_run", "resumed"]
 
-_DAMAGE = (DamagedError, NotACheckpointError, NotFoundError)
 _NAMED = 10
 """So many steps, or paths, are named in a message."""
 _log = logging.getLogger(__name__)
-
-S = TypeVar("S")
-V = TypeVar("V")
-
-
-class Outcome(enum.Enum):
-    """How the load of one checkpoint went on one rank, or on all. ``FAILED_ELSEWHERE``: another
-    rank says for itself what it found."""
-
-    WHOLE = "whole"
-    MISFIT = "misfit"
-    DAMAGED = "damaged"
-    FAILED_ELSEWHERE = "failed elsewhere"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +102,10 @@ class Resumed:
     tiers: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Attempted:
-    """The outcome on one rank; ``error`` says how it has failed."""
-
-    outcome: Outcome
-    error: str = ""
-
-
 RUN = Round.of("run", Nothing, RunId)
 OFFER = Round.of("resume", InMemory, Nothing)
 LOOK = Round.of("resume", InMemory, Candidates)
 CHOOSE = Round.of("resume", InMemory, Choices)
-TRY = Round.of("resume", Attempted, Attempted)
 TAKE_UP = Round.of("resume", Nothing, Nothing)
 
 
@@ -293,9 +261,9 @@ def resumed(
         offered = joined(memory, root, options.deadline_s)
         # From here on, none gives up what it holds. What it has offered may be out of date: one
         # that was asked later may have given up a step, since all had parity of the next one.
-        _round(OFFER, call, options.deadline_s, offered, leader.hear_offers)
+        held_round(OFFER, call, options.deadline_s, offered, leader.hear_offers)
         in_memory = memory.look()
-    candidates = _round(LOOK, call, options.deadline_s, in_memory, leader.look)
+    candidates = held_round(LOOK, call, options.deadline_s, in_memory, leader.look)
     if candidates.refused is not None:
         raise UsageError(candidates.refused, uri=root.uri.redacted, advice=candidates.advice)
     reports: list[LoadReport] = []
@@ -307,7 +275,7 @@ def resumed(
         return Nothing()
 
     call = Call("resume", root.uri.redacted, taken.step)
-    _round(TAKE_UP, call, options.deadline_s, Nothing(), take_up)
+    held_round(TAKE_UP, call, options.deadline_s, Nothing(), take_up)
     if memory is not None:
         memory.begin_epoch(taken.epoch, taken.step, candidates.meeting)
     nbytes = 0 if taken.step is None else reports[-1].bytes_read
@@ -351,7 +319,7 @@ def joined(memory: MemoryLevel, root: Place, deadline_s: float) -> InMemory:
             return RunId(await run_id(driver))
 
     call = Call("join", root.uri.redacted)
-    return memory.join(_round(RUN, call, deadline_s, Nothing(), identify).id)
+    return memory.join(held_round(RUN, call, deadline_s, Nothing(), identify).id)
 
 
 def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
@@ -370,7 +338,7 @@ def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
         return Candidates((), 0, epoch=epoch, meeting=together)
 
     call = Call("begin", root.uri.redacted)
-    candidates = _round(LOOK, call, deadline_s, in_memory, decide)
+    candidates = held_round(LOOK, call, deadline_s, in_memory, decide)
     memory.begin_epoch(candidates.epoch, None, candidates.meeting)
 
 
@@ -427,21 +395,20 @@ def _load_kept(
             return None
         made.add(choice)
         step = choice.generation.step
-        parts = [partial(memory.load, choice, choices.peers, state, options, touched)]
+        call = Call("resume", root.uri.redacted, step)
+        rebuild = partial(memory.rebuild, choice, choices.peers)
+        load = partial(memory.load, choice, choices.peers, state, options, touched)
+        outcome, error = Outcome.WHOLE, None
         if choice.rebuilt:
-            parts.insert(0, partial(memory.rebuild, choice, choices.peers))
-        for part in parts:
-            error = _error_of(part)
-            outcome = _verdict(root, step, options, error, may_misfit=False)
-            if outcome is not Outcome.WHOLE:
-                break
+            outcome, error = tried_at_length(call, options.deadline_s, rebuild)
+        if outcome is Outcome.WHOLE:
+            outcome, error = tried(call, options.deadline_s, load)
         if outcome is Outcome.WHOLE:
             return step, memory.loaded
         _log.warning(
             "step %d in memory is damaged, looking for what else there is: %s", step, error
         )
-        call = Call("resume", root.uri.redacted, step)
-        choices = _round(CHOOSE, call, options.deadline_s, memory.look(), leader.choose)
+        choices = held_round(CHOOSE, call, options.deadline_s, memory.look(), leader.choose)
 
 
 def _load_first(
@@ -460,8 +427,9 @@ def _load_first(
     for place, candidate in enumerate(candidates.tried):
         may_misfit = not candidate.own and back.step is None
         uri = str(join(root.uri, candidate.path))
-        error = _error_of(partial(load_state, uri, state, options, touched))
-        outcome = _verdict(root, candidate.step, options, error, may_misfit=may_misfit)
+        load = partial(load_state, uri, state, options, touched)
+        call = Call("resume", root.uri.redacted, candidate.step)
+        outcome, error = tried(call, options.deadline_s, load, may_misfit=may_misfit)
         if outcome is Outcome.WHOLE:
             return place
         if outcome is Outcome.MISFIT:
@@ -489,76 +457,3 @@ def _load_first(
         uri=root.uri.redacted,
         advice="`holdfast verify` says what is wrong with each. To start anew, use another folder.",
     )
-
-
-def _error_of(load: Callable[[], object]) -> Exception | None:
-    """What ``load`` raises, if anything."""
-    try:
-        load()
-    except Exception as error:
-        return error
-    return None
-
-
-def _verdict(
-    root: Place,
-    step: int | None,
-    options: LoadOptions,
-    error: Exception | None,
-    *,
-    may_misfit: bool,
-) -> Outcome:
-    """What all ranks make of the checkpoint of ``step``, where this rank's load has raised
-    ``error``, or nothing. Raises what makes further tries vain."""
-    call = Call("resume", root.uri.redacted, step)
-    attempted = _outcome(error, may_misfit)
-    try:
-        return _round(TRY, call, options.deadline_s, attempted, verdict_of).outcome
-    except RankFailedError as failure:
-        if error is None or isinstance(error, (*_DAMAGE, RankFailedError)):
-            raise failure from error
-        raise error from None
-
-
-def _round(
-    round: Round[S, V], call: Call, deadline_s: float, statement: S, decide: Decide[S, V]
-) -> V:
-    """What the leader makes of all ranks' statements."""
-    team = current_team(call, deadline_s, saving=False)
-
-    async def held() -> V:
-        async with team.session():
-            try:
-                return await team.round(round, statement, decide)
-            except BaseException as error:
-                await team.fail(error)
-                raise
-
-    return run(held())
-
-
-def _outcome(error: Exception | None, may_misfit: bool) -> Attempted:
-    if error is None:
-        return Attempted(Outcome.WHOLE)
-    if isinstance(error, RankFailedError):
-        return Attempted(Outcome.FAILED_ELSEWHERE)
-    if may_misfit and isinstance(error, MismatchError):
-        return Attempted(Outcome.MISFIT)
-    if isinstance(error, _DAMAGE):
-        return Attempted(Outcome.DAMAGED)
-    return Attempted(Outcome.FAILED, f"{type(error).__name__}: {error}")
-
-
-async def verdict_of(attempts: Sequence[Attempted]) -> Attempted:
-    """What all ranks make of one checkpoint, by what each has made of it. Raises RankFailedError
-    for a rank that failed by itself."""
-    for rank, attempt in enumerate(attempts):
-        if attempt.outcome is Outcome.FAILED:
-            raise RankFailedError(f"rank {rank} failed: {attempt.error}", rank=rank)
-    outcomes = {attempt.outcome for attempt in attempts}
-    for outcome in (Outcome.DAMAGED, Outcome.MISFIT):
-        if outcome in outcomes:
-            return Attempted(outcome)
-    if outcomes == {Outcome.WHOLE}:
-        return Attempted(Outcome.WHOLE)
-    return Attempted(Outcome.DAMAGED)

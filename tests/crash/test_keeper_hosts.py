@@ -60,6 +60,16 @@ def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
         checkpoint.verify()
 
 
+def test_ranks_wait_for_an_image_that_takes_long_to_make_again(run: KeptRun) -> None:
+    """For as long as its keeper may take, which is longer than they wait for a rank that does
+    nothing."""
+    run.train(killed_at(3, hosts=HOSTS[:3]), 3)
+    run.lose("b")
+    found = run.train(Job(5, hosts=("a", "new", "c"), patience_s=4, rate="20KiB"), 3)
+    check(found, 3, "memory", 5)
+    assert found.resumed["seconds"] > 2 * 4
+
+
 def test_keepers_are_asked_again_once_all_have_offered_what_they_hold(run: KeptRun) -> None:
     """What they say before that may not fit together: a keeper that is asked late may have given up
     a step, since all had parity of the next one, which one that was asked early did not say."""

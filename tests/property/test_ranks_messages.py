@@ -19,9 +19,9 @@ from holdfast.storage.exchange import broadcast, setup
 from holdfast.storage.operations import rounds
 from holdfast.storage.ranks import answer, calls, failures, messages
 from holdfast.storage.ranks.messages import Nothing, codec
-from holdfast.storage.training import decisions, memory_survey, resume
+from holdfast.storage.training import decisions, memory_survey, resume, tries
 
-MODULES = [broadcast, setup, rounds, calls, failures, messages, answer, decisions, resume]
+MODULES = [broadcast, setup, rounds, calls, failures, messages, answer, decisions, resume, tries]
 KINDS = [
     Nothing,
     broadcast.Offer,
@@ -31,7 +31,7 @@ KINDS = [
     failures.Failure,
     answer.AnswerMessage,
     answer.Verdict,
-    resume.Attempted,
+    tries.Attempted,
     decisions.Decision,
     decisions.QuestionRecord,
     resume.Candidates,

@@ -56,7 +56,9 @@ class Job:
     step to be agreed on before the next, so that it is known what is in memory. ``hosts``: names of
     hosts, each of which has as many ranks, a keeper of its own, and an address of the loopback;
     none: this one, whose keeper serves nothing. ``guards``: whether to wait for parity of each
-    step, too. ``late_s``: the last rank begins to resume so much later than the others."""
+    step, too. ``late_s``: the last rank begins to resume so much later than the others.
+    ``patience_s``: how long ranks wait for each other. ``rate``: what a keeper that this job starts
+    may read from others in a second."""
 
     steps: int
     every: int | None = None
@@ -74,6 +76,8 @@ class Job:
     protect: str = "auto"
     guards: bool = False
     late_s: float = 0.0
+    patience_s: float = 30.0
+    rate: str | None = None
 
     def host_of(self, rank: int, world: int) -> int:
         """The place among ``hosts`` of that of ``rank``."""
@@ -112,7 +116,7 @@ def main() -> None:
     )
     log = (out / f"losses {rank}").open("a", buffering=1)
     with holdfast.Checkpointer(
-        uri, every=job.every, keeper=keeper, deadline_s=30, grace_s=5
+        uri, every=job.every, keeper=keeper, deadline_s=job.patience_s, grace_s=5
     ) as run:
         note_looks(out / f"looks {rank}")
         if rank == world - 1:
@@ -173,6 +177,7 @@ def on_host(job: Job, rank: int, world: int) -> dict[str, Any]:
         "domain": job.hosts[place],
         "serve": f"127.0.0.{place + 2}",
         "protect": job.protect,
+        "max_bytes_per_s": job.rate,
     }
 
 

@@ -343,7 +343,7 @@ _OWN: list[tuple[Any, dict[str, Any]]] = [
             "rebuild": rebuild,
             "offload": _offload,
             "spared_memory": _spared_memory,
-            "_Pull": lambda peers, group: peers,
+            "_Pull": lambda peers, *_: peers,
         },
     ),
 ]
