@@ -17,13 +17,14 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from ...core.aio import wait_out
 from ...errors import CoordinationError, DamagedError, DeadlineError
 from ...planner.image import ImageLayout
 from ..runtime.engine import offload
-from .client import KeeperClient, Refusal
+from .client import KeeperClient, Refusal, go_on
 from .folder import KeeperFolder
 from .hosts import KeeperHost
 from .label import LABEL_NBYTES_MAX, GenerationId, Label
@@ -135,34 +136,35 @@ class Arena:
         """Whether there is a keeper that answers."""
         return self._client is not None
 
-    async def open(self) -> bool:
+    async def open(self, goes_on: Callable[[], None] = lambda: None) -> bool:
         """Find the keeper, or start one; whether one has answered in time. If not,
-        :attr:`problem` says why."""
+        :attr:`problem` says why. One that says that it gets on with what it begins with has more
+        time, and ``goes_on()`` is called."""
         try:
-            async with asyncio.timeout(self._deadline_s):
-                await self._connect()
+            async with asyncio.timeout(self._deadline_s) as wait:
+                await self._connect(partial(go_on, wait, self._deadline_s, goes_on))
             return True
         except (TimeoutError, Refusal, CoordinationError, OSError) as error:
             self.problem = str(error) or f"no keeper has answered within {self._deadline_s:g} s"
             return False
 
-    async def _connect(self) -> None:
+    async def _connect(self, goes_on: Callable[[], None]) -> None:
         """Connect; where nobody listens, start a keeper, and wait for it."""
         with contextlib.suppress(FileNotFoundError, ConnectionError):
-            await self._connect_once()
+            await self._connect_once(goes_on)
             return
         if self._start is None:
             raise CoordinationError(f"no keeper listens at {self._folder.socket}")
         await self._start()
         while True:
             with contextlib.suppress(FileNotFoundError, ConnectionError):
-                await self._connect_once()
+                await self._connect_once(goes_on)
                 return
             await asyncio.sleep(_CONNECT_PAUSE_S)
 
-    async def _connect_once(self) -> None:
+    async def _connect_once(self, goes_on: Callable[[], None]) -> None:
         client = await KeeperClient.open(
-            self._folder.socket, self._hello, self._deadline_s, self._told, self._lost
+            self._folder.socket, self._hello, self._deadline_s, self._told, self._lost, goes_on
         )
         self._client = client
 

@@ -30,7 +30,7 @@ from .messages import (
     encode,
 )
 
-__all__ = ["KeeperClient", "Refusal"]
+__all__ = ["KeeperClient", "Refusal", "go_on"]
 
 _EVENTS = Event.__args__
 A = TypeVar("A")
@@ -85,8 +85,10 @@ class KeeperClient:
         deadline_s: float,
         told: Callable[[Event, Sequence[int]], None] = lambda event, fds: None,
         lost: Callable[[], None] = lambda: None,
+        goes_on: Callable[[], None] = lambda: None,
     ) -> KeeperClient:
-        """A line to the keeper at ``path``, which has welcomed this rank. Raises OSError where none
+        """A line to the keeper at ``path``, which has welcomed this rank; ``goes_on()`` is called
+        where it says that it is about to. Raises OSError where none
         listens there, CoordinationError where it belongs to another user, DeadlineError, and
         :class:`Refusal`."""
         line = connected(path)
@@ -95,7 +97,7 @@ class KeeperClient:
             raise CoordinationError(f"what listens at {path} belongs to another user")
         client = cls(line, deadline_s, told, lost)
         try:
-            welcome, _ = await client.ask(hello, Welcome)
+            welcome, _ = await client.ask(hello, Welcome, goes_on=goes_on)
             client.host = welcome.host
         except BaseException:
             await client.close()
@@ -124,7 +126,7 @@ class KeeperClient:
         answered = False
         try:
             async with asyncio.timeout(deadline_s) as wait:
-                self._asked[number] = _Asked(future, partial(_go_on, wait, deadline_s, goes_on))
+                self._asked[number] = _Asked(future, partial(go_on, wait, deadline_s, goes_on))
                 await self._line.send(encode(number, request), fds)
                 found, received = await asyncio.shield(future)
                 answered = True
@@ -184,8 +186,8 @@ class KeeperClient:
         self._line.close()
 
 
-def _go_on(wait: asyncio.Timeout, deadline_s: float, goes_on: Callable[[], None]) -> None:
-    """The wait for an answer begins anew, unless it is over."""
+def go_on(wait: asyncio.Timeout, deadline_s: float, goes_on: Callable[[], None]) -> None:
+    """A wait of ``deadline_s`` begins anew, unless it is over; and ``goes_on()`` is called."""
     if not wait.expired():
         wait.reschedule(asyncio.get_running_loop().time() + deadline_s)
         goes_on()

@@ -51,6 +51,7 @@ from ..arenas.messages import (
     Status,
     StatusAsked,
     Stop,
+    UnderWay,
     Welcome,
     decode,
     encode,
@@ -67,7 +68,7 @@ from .options import KeeperOptions
 from .sealing import seal
 from .slots import Grant, Reason, Refusal
 from .status import Counters, KeeperStatus
-from .trainers import Trainer, Trainers
+from .trainers import Recalling, Trainer, Trainers
 from .writing import Writing
 
 __all__ = ["Keeper"]
@@ -134,6 +135,7 @@ class Keeper:
         """Where."""
         self._token = ""
         self.ended = asyncio.Event()
+        self._recalling = Recalling()
         self._handlers: dict[type, Callable[[Trainer, Any, Sequence[int]], Awaitable[_Reply]]] = {
             Enter: self._enter,
             Fill: self._fill,
@@ -148,13 +150,13 @@ class Keeper:
         }
 
     async def recall(self) -> None:
-        """Have again what the keeper before had in memory, and what is on storage of this host:
-        before the first trainer comes."""
+        """Have again what the keeper before had in memory, and what is on storage of this host.
+        Trainers that come meanwhile wait until :meth:`welcomes`."""
         if self._store is not None:
             self._recall_kept(self._store)
         if self._local is None:
             return
-        async for image in self._local.read():
+        async for image in self._local.read(self._recalling.moved):
             label = image.label
             number = self._generations.recall(
                 label.generation, label.rank, label.world, label.nbytes
@@ -190,6 +192,10 @@ class Keeper:
         """Have what is held now outlive this process, where there is something that keeps it."""
         if self._store is not None:
             self._store.keep(self.held)
+
+    def welcomes(self) -> None:
+        """Trainers are let in from now on."""
+        self._recalling.over.set()
 
     def serves_at(self, address: str, token: str) -> None:
         """What it holds can be read there, by whoever knows the token."""
@@ -261,6 +267,7 @@ class Keeper:
             _log.warning("process %d is refused: %s", line.peer_pid, refused.text)
             await line.send(encode(number, refused))
             return None
+        await self._recalling.waited_for(partial(line.send, encode(number, UnderWay())))
         trainer = self._trainers.at(line, message)
         self._used_s = time.monotonic()
         await line.send(encode(number, Welcome(os.getpid(), self.host)))

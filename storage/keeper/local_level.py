@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
@@ -76,31 +76,38 @@ class LocalLevel:
                 found.add(GenerationId(int(match[1]), int(match[2])))
         return sorted(found, reverse=True)
 
-    async def read(self) -> AsyncIterator[HeldImage]:
+    async def read(self, moved: Callable[[], None]) -> AsyncIterator[HeldImage]:
         """What is there of the newest generations, in memory again, one image after the other. What
-        cannot be read, or has no room, is left out, with a warning. Whoever loads it verifies
-        it."""
+        cannot be read, or has no room, is left out, with a warning. Whoever loads it verifies it.
+        ``moved()`` is called whenever there is more of it."""
         try:
-            for generation in (await self._generations())[:GENERATIONS_KEPT]:
+            generations = await self._generations()
+            moved()
+            for generation in generations[:GENERATIONS_KEPT]:
                 prefix = _folder_of(generation)
                 keys = [info.key async for info in self._driver.list(prefix)]
+                moved()
                 for key in sorted(key for key in keys if key.endswith(".label")):
-                    image = await self._image(key, generation)
+                    image = await self._image(key, generation, moved)
                     if image is not None:
                         yield image
         except HoldfastError as error:
             _log.warning("the local level cannot be read: %s", error)
 
-    async def _image(self, key: str, generation: GenerationId) -> HeldImage | None:
+    async def _image(
+        self, key: str, generation: GenerationId, moved: Callable[[], None]
+    ) -> HeldImage | None:
         memory: Memory | None = None
         try:
             label = Label.decode(await self._driver.get(key))
+            moved()
             if (label.run, label.generation) != (self._run, generation):
                 raise DamagedError("it is the label of another image", key=key)
             check_sizes(label)
             memory = await offload(spared_memory, label.nbytes)
             if label.digests:
-                await _read(self._driver, key.removesuffix("label") + "safetensors", memory)
+                image_key = key.removesuffix("label") + "safetensors"
+                await _read(self._driver, image_key, memory, moved)
         except (HoldfastError, OSError) as error:
             _log.warning("an image of the local level cannot be read: %s", error)
             if memory is not None:
@@ -117,10 +124,11 @@ def _folder_of(generation: GenerationId) -> str:
     return f"{generation.epoch}-{generation.step}"
 
 
-async def _read(driver: Driver, key: str, memory: Memory) -> None:
+async def _read(driver: Driver, key: str, memory: Memory, moved: Callable[[], None]) -> None:
     """Read an image to where it belongs in ``memory``. Raises StorageError, DamagedError."""
     if (await driver.stat(key)).nbytes != memory.nbytes:
         raise DamagedError("the image has another size than its label says", key=key)
+    moved()
     ranges = range(0, memory.nbytes, _READ_NBYTES)
     turn = asyncio.Semaphore(driver.traits.concurrency)
 
@@ -128,5 +136,6 @@ async def _read(driver: Driver, key: str, memory: Memory) -> None:
         async with turn:
             nbytes = min(_READ_NBYTES, memory.nbytes - start)
             await driver.read(key, start, memory.buffer(start, nbytes).view)
+            moved()
 
     await asyncio.gather(*map(read, ranges))

@@ -85,11 +85,14 @@ async def keep(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, keeper.ended.set)
         try:
-            await keeper.recall()
-            async with _served(keeper, folder, port), _accepting(keeper, folder):
-                _log.info("keeper of run %s, process %d, %s", options.run, os.getpid(), folder.path)
-                if store is not None:
+            async with contextlib.AsyncExitStack() as stack:
+                await stack.enter_async_context(_accepting(keeper, folder))
+                if store is not None:  # not later: a service manager waits so long, and no longer
                     store.say_ready()
+                await keeper.recall()
+                await stack.enter_async_context(_served(keeper, folder, port))
+                keeper.welcomes()
+                _log.info("keeper of run %s, process %d, %s", options.run, os.getpid(), folder.path)
                 await _until_ended(keeper, options.linger_s)
                 await keeper.leave()
         finally:

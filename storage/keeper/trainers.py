@@ -8,6 +8,7 @@ has ended and its memory is gone, so that what it had mapped may be used for som
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from ..arenas.line import Line
 from ..arenas.messages import Event, Hello, UnderWay, encode
 
-__all__ = ["Trainer", "Trainers"]
+__all__ = ["Recalling", "Trainer", "Trainers"]
 
 TELL_S = 5.0
 """How long a trainer may take to receive what it is told."""
@@ -43,6 +44,29 @@ class Trainer:
     epoch: int = -1
     asks: int = 0
     handed: set[int] = field(default_factory=set)
+
+
+class Recalling:
+    """What a keeper does before it lets trainers in: ``over`` is set when it does."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+        self._moves = 0
+
+    def moved(self) -> None:
+        """It gets on."""
+        self._moves += 1
+
+    async def waited_for(self, tell: Callable[[], Awaitable[None]]) -> None:
+        """Until it is over; meanwhile ``tell()`` says to who waits that it gets on."""
+        told = self._moves
+        while not self.over.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(UNDER_WAY_S):
+                    await self.over.wait()
+            if told != self._moves:
+                told = self._moves
+                await tell()
 
 
 class Trainers:

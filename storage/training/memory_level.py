@@ -86,12 +86,10 @@ class MemoryLevel:
         """How hosts are to be guarded."""
         return GuardOption(self._option.protect, self._option.group, self._option.certificate)
 
-    def join(self, run_id: str) -> InMemory:
-        """Find the keeper of the run, or start one; what it holds."""
+    async def join(self, run_id: str, moved: Callable[[], None]) -> InMemory:
+        """Find the keeper of the run, or start one; what it holds. ``moved()`` is called while it
+        gets on. For the engine's loop."""
         self._run = run_id
-        return run(self._join())
-
-    async def _join(self) -> InMemory:
         if self._arena is not None:
             await self._arena.close()
         folder = KeeperFolder.of(self._run)
@@ -103,7 +101,7 @@ class MemoryLevel:
 
         arena = Arena(folder, hello, option.deadline_s, start if option.starts else None, pin)
         self._arena = arena
-        if not await arena.open():
+        if not await arena.open(moved):
             _log.warning("rank %d has no keeper: %s", hello.rank, arena.problem)
         return await self._look()
 

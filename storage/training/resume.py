@@ -37,7 +37,7 @@ from .memory_survey import (
 )
 from .run_identity import run_id
 from .run_lineage import RunLineage, Survey, is_own
-from .tries import Outcome, held_round, tried, tried_at_length
+from .tries import Outcome, held_at_length, held_round, tried, tried_at_length
 
 __all__ = ["Back", "Resumed", "begin_run", "resumed"]
 
@@ -258,10 +258,10 @@ def resumed(
     in_memory = InMemory()
     call = Call("resume", root.uri.redacted, back.step)
     if memory is not None:
-        offered = joined(memory, root, options.deadline_s)
         # From here on, none gives up what it holds. What it has offered may be out of date: one
         # that was asked later may have given up a step, since all had parity of the next one.
-        held_round(OFFER, call, options.deadline_s, offered, leader.hear_offers)
+        join = partial(memory.join, identified(root, options.deadline_s))
+        held_at_length(OFFER, call, options.deadline_s, join, leader.hear_offers)
         in_memory = memory.look()
     candidates = held_round(LOOK, call, options.deadline_s, in_memory, leader.look)
     if candidates.refused is not None:
@@ -310,22 +310,20 @@ def _load_best(
     return _Taken(candidates.epoch, candidates.tried[chosen].step, chosen)
 
 
-def joined(memory: MemoryLevel, root: Place, deadline_s: float) -> InMemory:
-    """Find the keeper of this host, or start one; what it holds of the run. Every rank calls
-    this."""
+def identified(root: Place, deadline_s: float) -> str:
+    """The id of the run. Every rank calls this."""
 
     async def identify(_: Sequence[Nothing]) -> RunId:
         async with root.opened() as driver:
             return RunId(await run_id(driver))
 
     call = Call("join", root.uri.redacted)
-    return memory.join(held_round(RUN, call, deadline_s, Nothing(), identify).id)
+    return held_round(RUN, call, deadline_s, Nothing(), identify).id
 
 
 def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
     """Begin an epoch without going on from anything: what is in memory is of no use. Every rank
     calls this, where it has not resumed."""
-    in_memory = joined(memory, root, deadline_s)
 
     async def decide(statements: Sequence[InMemory]) -> Candidates:
         stocks = stocks_of(statements)
@@ -338,7 +336,8 @@ def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
         return Candidates((), 0, epoch=epoch, meeting=together)
 
     call = Call("begin", root.uri.redacted)
-    candidates = held_round(LOOK, call, deadline_s, in_memory, decide)
+    join = partial(memory.join, identified(root, deadline_s))
+    candidates = held_at_length(LOOK, call, deadline_s, join, decide)
     memory.begin_epoch(candidates.epoch, None, candidates.meeting)
 
 

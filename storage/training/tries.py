@@ -18,10 +18,18 @@ from ...errors import (
 from ..ranks.calls import Call
 from ..ranks.messages import Round
 from ..ranks.process_group import current_team
-from ..ranks.team import Decide, Team
+from ..ranks.team import Decide
 from ..runtime.engine import run
 
-__all__ = ["Attempted", "Outcome", "held_round", "tried", "tried_at_length", "verdict_of"]
+__all__ = [
+    "Attempted",
+    "Outcome",
+    "held_at_length",
+    "held_round",
+    "tried",
+    "tried_at_length",
+    "verdict_of",
+]
 
 _DAMAGE = (DamagedError, NotACheckpointError, NotFoundError)
 
@@ -57,26 +65,28 @@ def held_round(
     """What the leader makes of all ranks' statements. Raises what it raises, and as a call does
     whose ranks do not all come."""
 
-    async def known(team: Team) -> S:
+    async def known(moved: Callable[[], None]) -> S:
         return statement
 
-    return _held(round, call, deadline_s, known, decide)
+    return held_at_length(round, call, deadline_s, known, decide)
 
 
-def _held(
+def held_at_length(
     round: Round[S, V],
     call: Call,
     deadline_s: float,
-    state: Callable[[Team], Awaitable[S]],
+    state: Callable[[Callable[[], None]], Awaitable[S]],
     decide: Decide[S, V],
 ) -> V:
-    """The same, where this rank finds out what to state while others wait for it."""
+    """The same, where it may take a rank longer to find out what to state, by ``state(moved)`` on
+    the engine's loop, than the others would wait for it: they do, for as long as that calls
+    ``moved()``."""
     team = current_team(call, deadline_s, saving=False)
 
     async def held() -> V:
         async with team.session():
             try:
-                return await team.round(round, await state(team), decide)
+                return await team.round(round, await state(team.report_progress), decide)
             except BaseException as error:
                 await team.fail(error)
                 raise
@@ -96,7 +106,7 @@ def tried(
     except Exception as problem:
         error = problem
 
-    async def known(team: Team) -> Exception | None:
+    async def known(moved: Callable[[], None]) -> Exception | None:
         return error
 
     return _judged(call, deadline_s, known, may_misfit)
@@ -105,12 +115,11 @@ def tried(
 def tried_at_length(
     call: Call, deadline_s: float, work: Callable[[Callable[[], None]], Awaitable[object]]
 ) -> tuple[Outcome, Exception | None]:
-    """The same of ``work(moved)``, which is for the engine's loop, and may take longer on one rank
-    than the others would wait for it: they do, for as long as it calls ``moved()``."""
+    """The same of ``work(moved)``, for which ranks wait as in :func:`held_at_length`."""
 
-    async def attempt(team: Team) -> Exception | None:
+    async def attempt(moved: Callable[[], None]) -> Exception | None:
         try:
-            await work(team.report_progress)
+            await work(moved)
         except Exception as problem:
             return problem
         return None
@@ -121,18 +130,18 @@ def tried_at_length(
 def _judged(
     call: Call,
     deadline_s: float,
-    attempt: Callable[[Team], Awaitable[Exception | None]],
+    attempt: Callable[[Callable[[], None]], Awaitable[Exception | None]],
     may_misfit: bool,
 ) -> tuple[Outcome, Exception | None]:
     error: Exception | None = None
 
-    async def attempted(team: Team) -> Attempted:
+    async def attempted(moved: Callable[[], None]) -> Attempted:
         nonlocal error
-        error = await attempt(team)
+        error = await attempt(moved)
         return _outcome(error, may_misfit)
 
     try:
-        verdict = _held(TRY, call, deadline_s, attempted, verdict_of)
+        verdict = held_at_length(TRY, call, deadline_s, attempted, verdict_of)
     except RankFailedError as failure:
         if error is None or isinstance(error, (*_DAMAGE, RankFailedError)):
             raise failure from error

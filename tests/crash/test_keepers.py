@@ -127,6 +127,19 @@ def test_what_is_on_storage_of_the_host_is_in_memory_again_after_it_has_rebooted
     assert len(list(kept.iterdir())) == 2
 
 
+def test_trainers_wait_for_a_keeper_that_reads_what_is_on_storage_of_its_host(
+    run: KeptRun,
+) -> None:
+    """For as long as it gets on with that: after a reboot it may be a great deal."""
+    local = {"local": str(run.folder / "nvme"), "local_every": 3}
+    run.train(Job(8, **local, accident=Accident(8, "kill"), pause_s=0.2), 2)
+    run.end_keepers()
+    run.environment["HOLDFAST_FILE_FAULTS"] = "delay:1,delay_s:0.6"
+    found = run.train(Job(9, **local, deadline_s=4, patience_s=5), 2)
+    assert found.resumed == {"step": 6, "tier": "memory"}, found.stderr
+    check_losses(found, 9)
+
+
 @pytest.mark.drill
 def test_a_trainer_that_wakes_in_another_epoch_is_refused_and_harms_nothing(run: KeptRun) -> None:
     """It was stopped, so a new job has taken its place, while it has memory of the keeper mapped

@@ -43,6 +43,7 @@ async def kept(
         folder.make()
         keeper = Keeper(KeeperOptions(RUN, domain, **options), name, store)  # type: ignore[arg-type]
         await keeper.recall()
+        keeper.welcomes()
         sock = listening(folder.socket)
 
         async def accept() -> None:

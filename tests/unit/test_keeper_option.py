@@ -275,7 +275,7 @@ def test_memory_of_a_host_that_is_gone_counts_as_damaged() -> None:
     """So that a restart looks for what else there is, instead of failing."""
     level = memory_level_of(holdfast.Keeper(starts=False), "memory://run/")
     assert level is not None
-    level.join(RUN)
+    run(level.join(RUN, lambda: None))
     gone = KeeperHost("gone", "domain", "127.0.0.1:1", "f" * 32)
     choice = Choice(GenerationId(0, 7), 1, (("gone",),))
     with pytest.raises(holdfast.DamagedError, match="step 7 in memory cannot be read"):
