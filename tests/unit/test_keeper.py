@@ -457,3 +457,24 @@ def test_descriptors_of_an_answer_that_nobody_waits_for_any_more_are_closed() ->
         theirs.close()
 
     run(body)
+
+
+def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: Path) -> None:
+    """They may have been told, too, and save what they have; it ends once they have gone."""
+
+    async def body() -> None:
+        async with kept() as (keeper, folder):
+            async with trainer(folder) as rank:
+                await rank.enter(Enter(0, None))
+                ending = asyncio.ensure_future(keeper.close(DEADLINE_S))
+                told = Told()
+                await capture(rank, 1, told)
+                assert await rank.flush(Flush(1, str(tmp_path / "c")))
+                await told.until(Durable)
+                assert not ending.done()
+            async with asyncio.timeout(DEADLINE_S / 2):
+                await ending
+        with holdfast.open(tmp_path / "c") as checkpoint:
+            checkpoint.verify()
+
+    run(body)
