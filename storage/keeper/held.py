@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..arenas.label import GenerationId, Label
@@ -12,6 +13,7 @@ from ..arenas.memory import Memory, reserved_memory
 from ..arenas.room import available_nbytes
 from ..runtime.engine import offload
 from .generations import Generations
+from .slots import Refusal
 from .tiers import HeldImage
 
 __all__ = ["RESERVE_NBYTES", "Held", "HeldSlot", "spared_memory"]
@@ -42,10 +44,12 @@ class HeldSlot:
 
 
 class Held:
-    """The slots of a keeper, by number."""
+    """The slots of a keeper, by number. ``budget_nbytes``: for all of them; ``given_nbytes``: the
+    most that this may become, None where it was not given but found out."""
 
-    def __init__(self, budget_nbytes: int) -> None:
+    def __init__(self, budget_nbytes: int, given_nbytes: int | None = None) -> None:
         self.generations = Generations(budget_nbytes)
+        self._given_nbytes = given_nbytes
         self.slots: dict[int, HeldSlot] = {}
         self._making_nbytes = 0
         """What is being taken from the system now, which it may not count as taken yet."""
@@ -71,6 +75,17 @@ class Held:
                 self._making_nbytes -= nbytes
         self.generations.unmade(slot)
         return problem
+
+    def in_use_already(self, nbytes: int, take: Callable[[], int | Refusal]) -> int | Refusal:
+        """The slot that ``take()`` finds for memory which this keeper did not make, within a budget
+        that it adds to: the system could not spare it because it was in use already."""
+        before_nbytes = self.generations.budget_nbytes
+        budget_nbytes = before_nbytes + nbytes
+        self.generations.budget_nbytes = min(budget_nbytes, self._given_nbytes or budget_nbytes)
+        number = take()
+        if isinstance(number, Refusal):
+            self.generations.budget_nbytes = before_nbytes
+        return number
 
     def images(self, generation: GenerationId) -> list[HeldImage]:
         """Those of a generation, by rank. What was given up is none of them, though its bytes are

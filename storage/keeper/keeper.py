@@ -9,6 +9,7 @@ keeps a line open.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -93,7 +94,7 @@ class Keeper:
         self._store = store
         spare_nbytes = max(0, available_nbytes() - RESERVE_NBYTES)
         budget_nbytes = min(spare_nbytes, options.budget_nbytes or spare_nbytes)
-        self.held = Held(budget_nbytes)
+        self.held = Held(budget_nbytes, options.budget_nbytes)
         self._generations = self.held.generations
         self._trainers = Trainers(self._gone, self._back)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -175,7 +176,7 @@ class Keeper:
         for image in store.take(self.options.run):
             label = image.label
             of_image = label.generation, label.rank, label.world, label.nbytes
-            number = self._in_use_already(
+            number = self.held.in_use_already(
                 label.nbytes, partial(self._generations.recall, *of_image, outlived=True)
             )
             if isinstance(number, Refusal):
@@ -507,7 +508,7 @@ class Keeper:
         check_sizes(label)
         memory = Memory(os.dup(fds[0]), message.nbytes)
         of_image = label.generation, label.rank, label.world, label.nbytes
-        number = self._in_use_already(
+        number = self.held.in_use_already(
             label.nbytes, partial(self._generations.adopt, trainer.number, *of_image)
         )
         if isinstance(number, Refusal):
@@ -519,19 +520,6 @@ class Keeper:
         self.held.slots[number] = HeldSlot(memory, label, os.dup(fds[1]))
         self.run_later(self._agreement.vote(label, handed_over=True))
         return Done(), []
-
-    def _in_use_already(self, nbytes: int, take: Callable[[], int | Refusal]) -> int | Refusal:
-        """The slot that ``take()`` finds for memory which this keeper did not make, within a budget
-        that it adds to: the system could not spare it because it was in use already."""
-        before_nbytes = self._generations.budget_nbytes
-        budget_nbytes = before_nbytes + nbytes
-        self._generations.budget_nbytes = min(
-            budget_nbytes, self.options.budget_nbytes or budget_nbytes
-        )
-        number = take()
-        if isinstance(number, Refusal):
-            self._generations.budget_nbytes = before_nbytes
-        return number
 
     async def _flush(self, trainer: Trainer, message: Flush, fds: Sequence[int]) -> _Reply:
         stale = self._stale(trainer)
@@ -566,6 +554,7 @@ class Keeper:
             protection=next((group.mode for group in self._reporting.groups), "off"),
             protected=self._agreement.protected,
             parity_nbytes=self._guards.nbytes,
+            ready=self._recalling.over.is_set(),
         )
 
     @property
@@ -583,10 +572,16 @@ class Keeper:
         """Take part in what other keepers do no more: nobody is kept waiting for an answer."""
         await self._reporting.close()
 
-    async def close(self, grace_s: float) -> None:
-        """Finish what is under way, for ``grace_s`` at most; then let go of all memory."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=grace_s)
+    async def finish(self, grace_s: float) -> None:
+        """Go on until what is under way is done and the trainers here have gone, for ``grace_s`` at
+        most. They may be told to end at the same time, and save what they have."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+
+    async def close(self) -> None:
+        """Let go of all memory."""
         await self._agreement.close()
         for task in list(self._tasks):
             task.cancel()

@@ -43,7 +43,7 @@ TOKEN_VARIABLE = "HOLDFAST_PEER_TOKEN"
 RATE_VARIABLE = "HOLDFAST_PEER_MAX_BYTES_PER_S"
 """The variable by which drivers of other keepers' memory are told how much they may read."""
 GRACE_S = 30.0
-"""How long a keeper that is told to end goes on with what is under way."""
+"""How long a keeper that is told to end goes on with what is under way, and for its trainers."""
 _LOOK_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -85,18 +85,19 @@ async def keep(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, keeper.ended.set)
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                await stack.enter_async_context(_accepting(keeper, folder))
-                if store is not None:  # not later: a service manager waits so long, and no longer
-                    store.say_ready()
-                await keeper.recall()
-                await stack.enter_async_context(_served(keeper, folder, port))
-                keeper.welcomes()
-                _log.info("keeper of run %s, process %d, %s", options.run, os.getpid(), folder.path)
-                await _until_ended(keeper, options.linger_s)
+            async with contextlib.AsyncExitStack() as serving:
+                async with _accepting(keeper, folder):
+                    if store is not None:  # not later: a service manager does not wait for long
+                        store.say_ready()
+                    await keeper.recall()
+                    await serving.enter_async_context(_served(keeper, folder, port))
+                    keeper.welcomes()
+                    _log.info("keeper of run %s, process %d", options.run, os.getpid())
+                    await _until_ended(keeper, options.linger_s)
+                await keeper.finish(GRACE_S)  # together with other keepers, as before
                 await keeper.leave()
         finally:
-            await keeper.close(GRACE_S)
+            await keeper.close()
         _log.info("keeper of run %s ends", options.run)
 
 

@@ -41,7 +41,8 @@ class KeeperStatus:
     generation that is being written to storage. ``address``: where memory is served, "" where it
     is not. ``name``: among the keepers of the run; ``hosts``: the names of all of its job;
     ``protection``: how they guard each other; ``protected``: the newest generation of whose
-    images all of them have parity, or copies; what this one has takes ``parity_nbytes``."""
+    images all of them have parity, or copies; what this one has takes ``parity_nbytes``. ``ready``:
+    not while it reads what it begins with, for which trainers wait."""
 
     run: str
     host: str
@@ -60,6 +61,7 @@ class KeeperStatus:
     protection: str = "off"
     protected: GenerationId | None = None
     parity_nbytes: int = 0
+    ready: bool = True
 
     def as_json(self) -> dict[str, object]:
         """It, as JSON has it."""
@@ -89,5 +91,6 @@ class KeeperStatus:
             "protection": self.protection,
             "protected_step": None if self.protected is None else self.protected.step,
             "parity_nbytes": self.parity_nbytes,
+            "ready": self.ready,
             "counters": asdict(self.counters),
         }

@@ -60,6 +60,17 @@ def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
         checkpoint.verify()
 
 
+def test_trainers_and_keepers_are_told_to_end_at_once(run: KeptRun) -> None:
+    """As a scheduler tells them; with the usual grace period, the step at hand is in storage."""
+    accident = Accident(3, "sigterm to all")
+    found = run.train(Job(30, hosts=HOSTS[:2], accident=accident, pause_s=0.05), 2)
+    assert found.code != 0
+    (step,) = run.steps()
+    assert step in (3, 4)
+    with holdfast.open(run.uri / f"step-{step:08d}") as checkpoint:
+        checkpoint.verify()
+
+
 def test_ranks_wait_for_an_image_that_takes_long_to_make_again(run: KeptRun) -> None:
     """For as long as its keeper may take, which is longer than they wait for a rank that does
     nothing."""

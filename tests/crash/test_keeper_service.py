@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,12 @@ def steps_held(run: KeptRun) -> list[int]:
     return [one["step"] for one in run.status()["generations"]]
 
 
+def is_anew(run: KeptRun, pid: int) -> bool:
+    """Whether the service has another process than this one, and that is ready."""
+    status = run.status()
+    return status["pid"] != pid and bool(status["ready"])
+
+
 def test_steps_survive_the_keeper_and_all_trainers(run: KeptRun) -> None:
     """Nobody is left who could hand them over: systemd has kept the memory. The job goes on from
     there, and what it keeps then is kept as well."""
@@ -64,7 +71,7 @@ def test_steps_survive_the_keeper_and_all_trainers(run: KeptRun) -> None:
         before = run.status()
         assert accident in steps_held(run)
         os.kill(before["pid"], signal.SIGKILL)
-        wait_until(lambda: run.status()["pid"] != before["pid"], 60)  # noqa: B023 - called at once
+        wait_until(partial(is_anew, run, before["pid"]), 60)
         assert accident in steps_held(run)
     after = run.train(Job(15, starts=False), 2)
     assert after.code == 0, after.stderr

@@ -43,7 +43,7 @@ label."""
 class Accident:
     """At ``step``, on ``rank`` (-1: on all), ``what`` happens: ``kill`` once the step is agreed on,
     ``kill before POINT``, one of :data:`POINTS`, while it is captured; ``stop keeper`` and ``kill
-    keeper`` send that signal to the keeper; ``sigterm`` to this process."""
+    keeper`` send that signal to the keeper; ``sigterm`` to this process, ``sigterm to all`` to the keeper, too."""
 
     step: int
     what: str
@@ -239,7 +239,9 @@ def happen(accident: Accident, rank: int, handle: Any, uri: str) -> None:
         if dist.is_initialized() and accident.rank == -1:
             dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
-    if accident.what == "sigterm":
+    if accident.what == "sigterm to all":
+        os.kill(keeper_pid(uri), signal.SIGTERM)
+    if accident.what.startswith("sigterm"):
         os.kill(os.getpid(), signal.SIGTERM)
     if accident.what in ("kill keeper", "stop keeper"):
         wait_for(handle)

@@ -57,7 +57,8 @@ async def kept(
         finally:
             accepting.cancel()
             sock.close()
-            await keeper.close(0.1)
+            await keeper.finish(0.1)
+            await keeper.close()
 
 
 class Told:

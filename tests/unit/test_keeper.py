@@ -9,6 +9,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -39,10 +40,14 @@ from holdfast.storage.arenas.messages import (
     Local,
     Sealed,
     Voided,
+    Welcome,
     decode,
     encode,
 )
 from holdfast.storage.keeper import held, writing
+from holdfast.storage.keeper.keeper import Keeper
+from holdfast.storage.keeper.options import KeeperOptions
+from holdfast.storage.keeper.trainers import UNDER_WAY_S
 
 NBYTES = 100_000
 
@@ -466,7 +471,7 @@ def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: Path) -
         async with kept() as (keeper, folder):
             async with trainer(folder) as rank:
                 await rank.enter(Enter(0, None))
-                ending = asyncio.ensure_future(keeper.close(DEADLINE_S))
+                ending = asyncio.ensure_future(keeper.finish(DEADLINE_S))
                 told = Told()
                 await capture(rank, 1, told)
                 assert await rank.flush(Flush(1, str(tmp_path / "c")))
@@ -476,5 +481,35 @@ def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: Path) -
                 await ending
         with holdfast.open(tmp_path / "c") as checkpoint:
             checkpoint.verify()
+
+    run(body)
+
+
+def test_trainers_are_let_in_once_the_keeper_has_what_it_begins_with() -> None:
+    """One that comes before that waits for as long as the keeper gets on, and says so to others
+    that wait for it; its deadline counts from the last time that it did."""
+
+    async def body() -> None:
+        ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        keeper = Keeper(KeeperOptions(RUN, "here"), "keeper")
+        keeper.run_later(keeper.attend(theirs))
+        client = KeeperClient(ours, 3 * UNDER_WAY_S, lambda event, fds: None)
+        heard: list[float] = []
+        hello = Hello(VERSION, RUN, 0, 1, "here")
+        asking = asyncio.ensure_future(
+            client.ask(hello, Welcome, goes_on=lambda: heard.append(time.monotonic()))
+        )
+        for _ in range(8):
+            await asyncio.sleep(UNDER_WAY_S)
+            keeper._recalling.moved()
+        assert not keeper.status().ready
+        assert not asking.done()
+        assert len(heard) > 3
+        keeper.welcomes()
+        welcome, _ = await asking
+        assert welcome.host.name == "keeper"
+        assert keeper.status().ready
+        await client.close()
+        await keeper.close()
 
     run(body)
