@@ -51,19 +51,22 @@ def sealed_memory(nbytes: int) -> int:
     return fd
 
 
-def reserved_memory(nbytes: int) -> Memory:
+def reserved_memory(nbytes: int, moved: Callable[[], None] = lambda: None) -> Memory:
     """Sealed memory of ``nbytes`` of zeros, whose pages are taken from the system now, rather than
-    when they are first written to: huge pages, where it gives them. Raises OSError.
+    when they are first written to: huge pages, where it gives them. ``moved()`` is called for each
+    part of them. Raises OSError.
 
     The pages are charged to the control group of this process, which is killed if they are beyond
     its limit: compare with :func:`.room.available_nbytes` first.
     """
     memory = Memory(sealed_memory(nbytes), nbytes)
     try:
-        # Through the mapping first: the descriptor alone cannot ask for huge pages.
-        memory.populate()
         for start in range(0, nbytes, _RESERVED_AT_ONCE_NBYTES):
-            os.posix_fallocate(memory.fd, start, min(_RESERVED_AT_ONCE_NBYTES, nbytes - start))
+            part_nbytes = min(_RESERVED_AT_ONCE_NBYTES, nbytes - start)
+            # Through the mapping first: the descriptor alone cannot ask for huge pages.
+            memory.populate(start, start + part_nbytes)
+            os.posix_fallocate(memory.fd, start, part_nbytes)
+            moved()
     except OSError:
         memory.close()
         raise

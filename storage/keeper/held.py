@@ -110,12 +110,12 @@ class Held:
             self.slots.popitem()[1].close()
 
 
-def spared_memory(nbytes: int) -> Memory:
-    """Memory for so many bytes, with its pages. Raises OSError where the system cannot spare
-    it."""
+def spared_memory(nbytes: int, moved: Callable[[], None] = lambda: None) -> Memory:
+    """See :func:`.memory.reserved_memory`. Raises OSError, also where the system cannot spare so
+    much."""
     spare_nbytes = available_nbytes() - RESERVE_NBYTES
     if nbytes > spare_nbytes:
         raise OSError(
             errno.ENOMEM, f"{nbytes:,} bytes are wanted, and the system can spare {spare_nbytes:,}"
         )
-    return reserved_memory(nbytes)
+    return reserved_memory(nbytes, moved)

@@ -104,7 +104,7 @@ class LocalLevel:
             if (label.run, label.generation) != (self._run, generation):
                 raise DamagedError("it is the label of another image", key=key)
             check_sizes(label)
-            memory = await offload(spared_memory, label.nbytes)
+            memory = await offload(spared_memory, label.nbytes, moved)
             if label.digests:
                 image_key = key.removesuffix("label") + "safetensors"
                 await _read(self._driver, image_key, memory, moved)
