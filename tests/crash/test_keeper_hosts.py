@@ -66,7 +66,7 @@ def test_trainers_and_keepers_are_told_to_end_at_once(run: KeptRun) -> None:
     found = run.train(Job(30, hosts=HOSTS[:2], accident=accident, pause_s=0.05), 2)
     assert found.code != 0
     (step,) = run.steps()
-    assert step in (3, 4)
+    assert step in range(3, 7)  # one rank is told a step or two before the other
     with holdfast.open(run.uri / f"step-{step:08d}") as checkpoint:
         checkpoint.verify()
 
