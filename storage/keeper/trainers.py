@@ -58,7 +58,10 @@ class Recalling:
         self._moves += 1
 
     async def waited_for(self, tell: Callable[[], Awaitable[None]]) -> None:
-        """Until it is over; meanwhile ``tell()`` says to who waits that it gets on."""
+        """Until it is over; meanwhile ``tell()`` says to who waits that it gets on. Raises what it
+        raises where nobody waits any more."""
+        if self.over.is_set():
+            return
         told = self._moves
         while not self.over.is_set():
             with contextlib.suppress(TimeoutError):
@@ -67,6 +70,7 @@ class Recalling:
             if told != self._moves:
                 told = self._moves
                 await tell()
+        await tell()
 
 
 class Trainers:

@@ -37,7 +37,9 @@ from holdfast.storage.arenas.messages import (
     Flush,
     FlushFailed,
     Hello,
+    Inventory,
     Local,
+    LookUp,
     Sealed,
     Voided,
     Welcome,
@@ -510,6 +512,33 @@ def test_trainers_are_let_in_once_the_keeper_has_what_it_begins_with() -> None:
         assert welcome.host.name == "keeper"
         assert keeper.status().ready
         await client.close()
+        await keeper.close()
+
+    run(body)
+
+
+def test_a_line_that_was_given_up_takes_no_other_ones_place() -> None:
+    """A trainer that has waited too long for the keeper to begin tries again: what is left of its
+    first try is not taken for a newer one."""
+
+    async def body() -> None:
+        keeper = Keeper(KeeperOptions(RUN, "here"), "keeper")
+        hello = Hello(VERSION, RUN, 0, 1, "here")
+        lines = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        clients = [KeeperClient(Line(of), DEADLINE_S, lambda *_: None) for of, _ in lines]
+        asking = [asyncio.ensure_future(client.ask(hello, Welcome)) for client in clients]
+        await asyncio.sleep(0.1)
+        asking[0].cancel()
+        await clients[0].close()
+        for _, theirs in reversed(lines):  # the one that was given up is looked at last
+            keeper.run_later(keeper.attend(Line(theirs)))
+            await asyncio.sleep(0.1)
+        keeper.welcomes()
+        await asking[1]
+        await asyncio.sleep(2 * UNDER_WAY_S)
+        found, _ = await clients[1].ask(LookUp(), Inventory)
+        assert found.epoch == -1
+        await clients[1].close()
         await keeper.close()
 
     run(body)
