@@ -92,7 +92,8 @@ async def keep(
                     await keeper.recall()
                     await serving.enter_async_context(_served(keeper, folder, port))
                     keeper.welcomes()
-                    _log.info("keeper of run %s, process %d", options.run, os.getpid())
+                    where = os.getpid(), folder.path
+                    _log.info("keeper of run %s, process %d, %s", options.run, *where)
                     await _until_ended(keeper, options.linger_s)
                 await keeper.finish(GRACE_S)  # together with other keepers, as before
                 await keeper.leave()
