@@ -227,10 +227,11 @@ class Promises(Record):
 
     def knows_better(self, keeper: HostKeeper, id: GenerationId) -> bool:
         """Whether a keeper that is not of this job, and was not told what that goes on from, keeps a
-        later step instead, of which this job has found that it is damaged."""
+        later step instead: of which this job has found that it is damaged, or that was agreed on
+        after the keeper was asked, with a trainer of the former job that has lived on."""
         newest, job = keeper.generations.newest_agreed, self.running
         is_of_job = job is not None and keeper.host in job.hosts
-        return not is_of_job and newest is not None and newest > id and self.has_flipped(newest)
+        return not is_of_job and newest is not None and newest > id
 
     def check_budget(self, keeper: SimulatedKeeper) -> None:
         """Memory is kept within limits."""
