@@ -170,10 +170,8 @@ class Generations:
         number = usable[0] if usable else None
         fresh = False
         if number is None or self._slots[number].generation is not None:
-            problem = self._no_room(rank, nbytes)
-            if problem is not None and problem.reason is Reason.NO_MEMORY:
-                freed += self._free_foreign(rank)
-                problem = self._no_room(rank, nbytes)
+            problem, made_free = self._make_room(rank, nbytes)
+            freed += made_free
             if problem is None:
                 number = next(self._numbers)
                 self._slots[number] = Slot(rank, nbytes, made=False)
@@ -184,6 +182,19 @@ class Generations:
         self._begin_filling(self._slots[number], client, GenerationId(self.epoch, step), world)
         self._newest_step[rank] = step
         return Grant(number, fresh, freed)
+
+    def _make_room(self, rank: int, nbytes: int) -> tuple[Refusal | None, tuple[int, ...]]:
+        """Why there is no room for one more slot of ``rank``, if there is none; and what was freed
+        for it."""
+        freed: tuple[int, ...] = ()
+        problem = self._no_room(rank, nbytes)
+        if problem is not None and problem.reason is Reason.NO_MEMORY:
+            freed += self._free_foreign(rank)
+            problem = self._no_room(rank, nbytes)
+        if problem is not None and problem.reason is Reason.NO_MEMORY:
+            freed += self._free_thirds(rank, nbytes)
+            problem = self._no_room(rank, nbytes)
+        return problem, freed
 
     def _leave_out(self, step: int) -> None:
         self._left_out = [*self._left_out, step][-LEFT_OUT_KEPT:]
@@ -235,14 +246,30 @@ class Generations:
     def _free_foreign(self, rank: int) -> tuple[int, ...]:
         """Slots of ranks that another keeper has now are in the way of others, once nothing
         protects what is in them."""
-        ranks = {
-            of for client, of in self._ranks.items() if self._epochs.get(client) == self.epoch
-        } | {rank}
+        ranks = self._ranks_now(rank)
         freed = [
             number
             for number, slot in self._slots.items()
             if slot.rank not in ranks and not slot.mappers and self._may_be_filled(slot)
         ]
+        for number in freed:
+            self._lose(self._slots[number])
+            del self._slots[number]
+        return tuple(freed)
+
+    def _free_thirds(self, rank: int, nbytes: int) -> tuple[int, ...]:
+        """A third slot of another rank gives way to the first or second of ``rank``: no step comes
+        about without an image of each. What an epoch went on from takes room until then."""
+        mine = sum(slot.nbytes == nbytes for slot in self._of_rank(rank).values())
+        ranks = self._ranks_now(rank)
+        if mine >= self._slots_per_rank - 1 or self._wanted_nbytes(ranks, rank, nbytes) > (
+            self.budget_nbytes
+        ):
+            return ()
+        freed = []
+        for other in sorted(ranks - {rank}):
+            if len(self._of_rank(other)) >= self._slots_per_rank:
+                freed += self._by_loss(other)[:1]
         for number in freed:
             self._lose(self._slots[number])
             del self._slots[number]
@@ -301,15 +328,8 @@ class Generations:
         if len(mine) >= self._slots_per_rank:
             text = f"all {len(mine)} images of rank {rank} are in use"
             return Refusal(Reason.NO_FREE_SLOT, text)
-        ranks = {
-            of for client, of in self._ranks.items() if self._epochs.get(client) == self.epoch
-        } | {rank}
-        sizes = dict.fromkeys(ranks, nbytes)
-        for slot in self._slots.values():
-            of_epoch = slot.generation is not None and slot.generation.epoch == self.epoch
-            if slot.rank in ranks and slot.rank != rank and of_epoch:
-                sizes[slot.rank] = slot.nbytes
-        wanted = self._slots_per_rank * sum(sizes.values())
+        ranks = self._ranks_now(rank)
+        wanted = self._wanted_nbytes(ranks, rank, nbytes)
         held = sum(slot.nbytes for slot in self._slots.values())
         if wanted <= self.budget_nbytes and held + nbytes <= self.budget_nbytes:
             return None
@@ -325,6 +345,22 @@ class Generations:
                 f"is room for {size_text(self.budget_nbytes)}"
             )
         return Refusal(Reason.NO_MEMORY, text)
+
+    def _ranks_now(self, rank: int) -> set[int]:
+        """Those that have entered this epoch, and ``rank``."""
+        entered = {
+            of for client, of in self._ranks.items() if self._epochs.get(client) == self.epoch
+        }
+        return entered | {rank}
+
+    def _wanted_nbytes(self, ranks: Collection[int], rank: int, nbytes: int) -> int:
+        """What all slots of ``ranks`` take, where an image of ``rank`` has ``nbytes``."""
+        sizes = dict.fromkeys(ranks, nbytes)
+        for slot in self._slots.values():
+            of_epoch = slot.generation is not None and slot.generation.epoch == self.epoch
+            if slot.rank in ranks and slot.rank != rank and of_epoch:
+                sizes[slot.rank] = slot.nbytes
+        return self._slots_per_rank * sum(sizes.values())
 
     def made(self, slot: int) -> None:
         """A fresh slot has its memory, whatever has become of its filler meanwhile."""

@@ -392,6 +392,33 @@ def test_images_of_another_size_take_the_place_of_the_former() -> None:
     assert again.freed == (kept,)
 
 
+def test_no_rank_has_a_third_slot_while_another_has_no_second() -> None:
+    """What an epoch went on from was one image of a smaller job, and takes room until a step is
+    agreed on: where other ranks were faster, nothing would ever be."""
+    generations = entered(A, budget=6 * SIZE)
+    slot = granted(generations, A, 5, nbytes=2 * SIZE)
+    generations.captured(slot)
+    generations.sealed(slot)
+    assert generations.agreed(GenerationId(0, 5))
+    generations.client_gone(A)
+    first, second = A + 10, B + 10
+    for rank, client in enumerate((first, second)):
+        assert generations.enter(client, rank, 1, 5) is None
+    for step in (6, 7, 8):
+        grant = generations.fill(second, 1, step, SIZE, 2)
+        assert isinstance(grant, Grant)
+        generations.made(grant.slot)
+        generations.captured(grant.slot)
+        generations.sealed(grant.slot)
+    one = generations.fill(first, 0, 9, SIZE, 2)
+    assert isinstance(one, Grant)
+    generations.made(one.slot)
+    two = generations.fill(first, 0, 10, SIZE, 2)
+    assert isinstance(two, Grant)
+    assert len(one.freed) + len(two.freed) == 1
+    assert slot in generations.slots
+
+
 def test_ranks_that_are_no_more_give_back_their_memory() -> None:
     """What the fewer ranks went on from stays until there is something newer."""
     generations = entered(A, B, budget=6 * SIZE)

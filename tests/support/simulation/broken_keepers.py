@@ -231,9 +231,10 @@ def _late_capture() -> Iterator[Patch]:
     yield Generations, "is_filling", any_of
 
 
-@broken("slots that stood in for those of a stale process are kept for ever")
+@broken("slots of one rank that are in the way of others are kept for ever")
 def _surplus_kept() -> Iterator[Patch]:
     yield Generations, "_surplus", lambda self, rank: []
+    yield Generations, "_free_thirds", lambda self, rank, nbytes: ()
 
 
 @broken("slots of ranks that are no more are kept for ever")
