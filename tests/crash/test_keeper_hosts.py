@@ -78,7 +78,7 @@ def test_ranks_wait_for_an_image_that_takes_long_to_make_again(run: KeptRun) -> 
     run.lose("b")
     found = run.train(Job(5, hosts=("a", "new", "c"), patience_s=4, rate="20KiB"), 3)
     check(found, 3, "memory", 5)
-    assert found.resumed["seconds"] > 2 * 4
+    assert found.resumed["seconds"] > 4  # else it took no longer than they wait in any case
 
 
 def test_keepers_are_asked_again_once_all_have_offered_what_they_hold(run: KeptRun) -> None:
