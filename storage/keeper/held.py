@@ -111,8 +111,7 @@ class Held:
 
 
 def spared_memory(nbytes: int, moved: Callable[[], None] = lambda: None) -> Memory:
-    """See :func:`.memory.reserved_memory`. Raises OSError, also where the system cannot spare so
-    much."""
+    """As ``reserved_memory`` makes it, unless the system cannot spare so much. Raises OSError."""
     spare_nbytes = available_nbytes() - RESERVE_NBYTES
     if nbytes > spare_nbytes:
         raise OSError(
