@@ -88,9 +88,8 @@ class KeeperClient:
         goes_on: Callable[[], None] = lambda: None,
     ) -> KeeperClient:
         """A line to the keeper at ``path``, which has welcomed this rank; ``goes_on()`` is called
-        where it says that it is about to. Raises OSError where none
-        listens there, CoordinationError where it belongs to another user, DeadlineError, and
-        :class:`Refusal`."""
+        where it says that it is about to. Raises OSError where none listens there,
+        CoordinationError where it belongs to another user, DeadlineError, and :class:`Refusal`."""
         line = connected(path)
         if line.peer_uid != os.getuid():
             line.close()

@@ -238,10 +238,7 @@ class Generations:
         ]
         for of_rank in range(world):
             freed += [number for number in self._surplus(of_rank) if number not in freed]
-        for number in freed:
-            self._lose(self._slots[number])
-            del self._slots[number]
-        return tuple(freed)
+        return self._given_up(freed)
 
     def _free_foreign(self, rank: int) -> tuple[int, ...]:
         """Slots of ranks that another keeper has now are in the way of others, once nothing
@@ -252,10 +249,7 @@ class Generations:
             for number, slot in self._slots.items()
             if slot.rank not in ranks and not slot.mappers and self._may_be_filled(slot)
         ]
-        for number in freed:
-            self._lose(self._slots[number])
-            del self._slots[number]
-        return tuple(freed)
+        return self._given_up(freed)
 
     def _free_thirds(self, rank: int, nbytes: int) -> tuple[int, ...]:
         """A third slot of another rank gives way to the first or second of ``rank``: no step comes
@@ -270,10 +264,14 @@ class Generations:
         for other in sorted(ranks - {rank}):
             if len(self._of_rank(other)) >= self._slots_per_rank:
                 freed += self._by_loss(other)[:1]
-        for number in freed:
+        return self._given_up(freed)
+
+    def _given_up(self, numbers: Collection[int]) -> tuple[int, ...]:
+        """These slots are no more."""
+        for number in numbers:
             self._lose(self._slots[number])
             del self._slots[number]
-        return tuple(freed)
+        return tuple(numbers)
 
     def _surplus(self, rank: int) -> list[int]:
         """Slots that took the place of others, which a process of an older epoch had mapped until

@@ -10,10 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ...drivers.uri import join
-from ...errors import (
-    DamagedError,
-    UsageError,
-)
+from ...errors import DamagedError, UsageError
 from ..arenas.hosts import KeeperHost
 from ..keeper.choice import Choice, Stock
 from ..operations.listing import ListedCheckpoint
