@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from ...errors import DamagedError, HoldfastError, SupersededError
 from ..arenas.label import GenerationId
@@ -29,8 +29,8 @@ __all__ = ["Writing"]
 
 FLUSH_PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """How long a keeper waits after each failed flush; then the last of them again and again."""
-PARTS_KEPT = 2
-"""So many generations at most wait here for the lead keeper to have them written."""
+_REPLACED = "a later step is to be written in the place of this one"
+_OVERTAKEN = "the flush of a later step has ended, and how this one ended was not heard here"
 
 _log = logging.getLogger(__name__)
 
@@ -105,8 +105,19 @@ class Writing:
             self._run_later(self._flush_until_durable(generation, self._wanted[generation]))
             return
         self._parts[generation] = self._wanted.pop(generation)
-        for old in sorted(self._parts)[:-PARTS_KEPT]:
-            self._release_part(old)
+        self._run_later(self._fail_replaced())
+
+    async def _fail_replaced(self) -> None:
+        """Beside the part that is being written, only the newest is kept: each takes a slot, and a
+        lead keeper that has taken the place of another may never have heard of it."""
+        order = None if self._order is None else self._order.generation
+        await self._fail_parts([id for id in sorted(self._parts)[:-1] if id != order], _REPLACED)
+
+    async def _fail_parts(self, generations: Sequence[GenerationId], problem: str) -> None:
+        for generation in generations:
+            self._release_part(generation)
+        for generation in generations:
+            await self._tell(FlushFailed(generation, problem, final=True))
 
     def _release_part(self, generation: GenerationId) -> None:
         del self._parts[generation]
@@ -148,9 +159,7 @@ class Writing:
     async def fail_parts(self, problem: str) -> None:
         """What waits for the lead keeper here will not be committed by it."""
         self._order = None
-        for generation in sorted(self._parts):
-            self._release_part(generation)
-            await self._tell(FlushFailed(generation, problem, final=True))
+        await self._fail_parts(sorted(self._parts), problem)
 
     async def _tell_end(self, ended: FlushEnd) -> None:
         if ended.problem:
@@ -159,8 +168,10 @@ class Writing:
             self._counters.flushed += 1
             await self._tell(Durable(ended.generation, ended.attempt, ended.nbytes))
         if ended.final:
-            for generation in [id for id in self._parts if id <= ended.generation]:
-                self._release_part(generation)
+            if ended.generation in self._parts:
+                self._release_part(ended.generation)
+            older = [id for id in sorted(self._parts) if id < ended.generation]
+            await self._fail_parts(older, _OVERTAKEN)
 
     async def _write_locally(self, local: LocalLevel, generation: GenerationId) -> None:
         problem = ""

@@ -396,3 +396,25 @@ def test_a_flush_whose_lead_keeper_dies_fails_for_all(tmp_path: Path) -> None:
             assert event.text == "the lead keeper has died, and another has taken its place"
 
     run(body)
+
+
+def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_path: Path) -> None:
+    """Trainers of this host alone want it in storage, as where rank 0 asked a keeper that has died.
+    Two such steps took the slots that all later steps needed."""
+
+    async def body() -> None:
+        async with kept_hosts("off", [0], [1]) as job:
+            told = {}
+            for step in (1, 2):
+                flush = Flush(step, str(tmp_path / "c"))
+                assert await job.hosts["b"].arenas[1].flush(flush)
+                _, told[step] = await job.step(step)
+            event = await told[1].until(FlushFailed)
+            assert isinstance(event, FlushFailed)
+            assert event.final
+            assert event.text == "a later step is to be written in the place of this one"
+            for step in (3, 4, 5):
+                assert all(Agreed in kinds(one) for one in await job.step(step)), step
+            assert FlushFailed not in kinds(told[2])
+
+    run(body)

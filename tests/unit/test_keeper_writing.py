@@ -1,0 +1,132 @@
+"""What a keeper that is not the lead keeper has waiting for that one to have it written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+from support.clock import run_virtual
+
+from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.messages import Event, Flush, FlushFailed
+from holdfast.storage.keeper.generations import Generations
+from holdfast.storage.keeper.slots import Grant
+from holdfast.storage.keeper.standing import FlushEnd, FlushOrder, Standing
+from holdfast.storage.keeper.status import Counters
+from holdfast.storage.keeper.writing import Writing
+
+SLOTS = 5
+
+
+class Waiting:
+    """The part of one rank, of which steps are agreed on. Nothing is written."""
+
+    name = "b"
+    leads = False
+    is_alone = False
+
+    def __init__(self) -> None:
+        self.generations = Generations(10_000, SLOTS)
+        assert self.generations.enter(1, 0, 0, None) is None
+        self.told: list[Event] = []
+        held: Any = SimpleNamespace(generations=self.generations, images=lambda id: [])
+        reporting: Any = self
+        self.writing = Writing(held, None, Counters(), reporting, self.note, self.damaged)
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def note(self, event: Event) -> None:
+        """A trainer is told."""
+        self.told.append(event)
+
+    async def tell(self) -> None:
+        """To the lead keeper."""
+
+    def damaged(self, id: GenerationId) -> None:
+        """Nothing is."""
+        raise AssertionError(id)
+
+    def run_later(self, work: Coroutine[Any, Any, None]) -> None:
+        """See the real one."""
+        self.tasks.append(asyncio.ensure_future(work))
+
+    async def want(self, step: int) -> None:
+        """A step is sealed, agreed on, and wanted in storage."""
+        grant = self.generations.fill(1, 0, step, 100, 1)
+        assert isinstance(grant, Grant), grant
+        if grant.fresh:
+            self.generations.made(grant.slot)
+        self.generations.captured(grant.slot)
+        self.generations.sealed(grant.slot)
+        id = GenerationId(0, step)
+        assert self.generations.agreed(id)
+        self.writing.want(id, Flush(step, "storage"))
+        await self.settle()
+
+    async def follow(self, order: int | None = None, ended: FlushEnd | None = None) -> None:
+        """The lead keeper says that a step is to be written, or what has become of one."""
+        flush = None if order is None else FlushOrder(GenerationId(0, order), f"attempt {order}")
+        await self.writing.follow(Standing("lead/1", 0, flush=flush, ended=ended))
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Until nothing more is to be done."""
+        while self.tasks:
+            await self.tasks.pop()
+
+    def failed(self) -> list[int]:
+        """The steps that come to nothing, as trainers are told."""
+        assert all(isinstance(event, FlushFailed) and event.final for event in self.told)
+        return [event.generation.step for event in self.told]
+
+    def reads(self) -> list[int]:
+        """The steps whose memory is kept to be written."""
+        return sorted(id.step for id in self.generations._flushing)
+
+
+def test_a_later_step_takes_the_place_of_one_that_waits_and_not_of_one_being_written() -> None:
+    """Or storage that is slower than steps come would never have one of them."""
+
+    async def body() -> None:
+        waiting = Waiting()
+        await waiting.want(4)
+        await waiting.follow(order=4)
+        await waiting.want(8)
+        assert waiting.reads() == [4, 8]
+        await waiting.want(12)
+        assert waiting.reads() == [4, 12]
+        assert waiting.failed() == [8]
+
+    run_virtual(body())
+
+
+def test_steps_before_one_that_has_ended_are_not_waited_for_any_longer() -> None:
+    """How they ended has not come here: answers overtake each other, and say the newest end."""
+
+    async def body() -> None:
+        waiting = Waiting()
+        await waiting.want(4)
+        await waiting.follow(order=4)
+        await waiting.want(8)
+        await waiting.follow(ended=FlushEnd(GenerationId(0, 8), "attempt 8", problem="no room"))
+        assert waiting.reads() == []
+        assert waiting.failed() == [8, 4]
+        assert waiting.told[1].text.startswith("the flush of a later step has ended")
+
+    run_virtual(body())
+
+
+def test_an_end_that_is_not_final_ends_nothing_else() -> None:
+    """It is tried again, and steps before it stay for that."""
+
+    async def body() -> None:
+        waiting = Waiting()
+        await waiting.want(4)
+        await waiting.follow(order=4)
+        await waiting.want(8)
+        end = FlushEnd(GenerationId(0, 4), "attempt 4", problem="storage is away", final=False)
+        await waiting.follow(ended=end)
+        assert waiting.reads() == [4, 8]
+
+    run_virtual(body())
