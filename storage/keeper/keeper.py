@@ -66,6 +66,7 @@ from .held import RESERVE_NBYTES, Held, HeldSlot
 from .held_shelf import HeldShelf
 from .local_level import LocalLevel
 from .options import KeeperOptions
+from .recall import recall_kept, recall_local
 from .sealing import seal
 from .slots import Grant, Reason, Refusal
 from .status import Counters, KeeperStatus
@@ -154,40 +155,10 @@ class Keeper:
         """Have again what the keeper before had in memory, and what is on storage of this host.
         Trainers that come meanwhile wait until :meth:`welcomes`."""
         if self._store is not None:
-            self._recall_kept(self._store)
-        if self._local is None:
-            return
-        async for image in self._local.read(self._recalling.moved):
-            label = image.label
-            number = self._generations.recall(
-                label.generation, label.rank, label.world, label.nbytes
-            )
-            if isinstance(number, Refusal):
-                _log.warning("rank %d: %s", label.rank, number.text)
-                image.memory.close()
-                continue
-            label_fd = sealed_bytes(await offload(label.encode))
-            self.held.slots[number] = HeldSlot(image.memory, label, label_fd)
-            # Only what was agreed on is written there.
-            self._generations.agreed(label.generation)
-            _log.info("step %d of rank %d is in memory again", label.generation.step, label.rank)
-
-    def _recall_kept(self, store: DescriptorStore) -> None:
-        for image in store.take(self.options.run):
-            label = image.label
-            of_image = label.generation, label.rank, label.world, label.nbytes
-            number = self.held.in_use_already(
-                label.nbytes, partial(self._generations.recall, *of_image, outlived=True)
-            )
-            if isinstance(number, Refusal):
-                _log.warning("rank %d: %s", label.rank, number.text)
-                image.slot.close()
-                continue
-            self.held.slots[number] = image.slot
-            if image.agreed:
-                self._generations.was_agreed(label.generation)
-            _log.info("step %d of rank %d was kept", label.generation.step, label.rank)
-        self.keep_over()
+            recall_kept(self.held, self._store.take(self.options.run))
+            self.keep_over()
+        if self._local is not None:
+            await recall_local(self.held, self._local.read(self._recalling.moved))
 
     def keep_over(self) -> None:
         """Have what is held now outlive this process, where there is something that keeps it."""
