@@ -94,11 +94,10 @@ async def capture_into(
     pieces = _pieces(layout)
     budget = Budget(max(1, len(pieces)), {"cpu": CPU_THREADS})
     stages = [Stage("capture", "cpu", capture)]
-    switch_interval.shorten(chunks)
     try:
-        await Pipeline(stages, budget, where=where).run(pieces, [1] * len(pieces))
+        with switch_interval.short():
+            await Pipeline(stages, budget, where=where).run(pieces, [1] * len(pieces))
     finally:
-        switch_interval.restore(chunks)
         chunks.close()
 
 

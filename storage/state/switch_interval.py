@@ -1,12 +1,15 @@
 """Shortens the interval at which Python's threads take the interpreter's lock from each other.
 
 Beside a trainer that computes in Python, a thread that copies waits for the lock at each chunk, for
-5 ms by default, and so takes many times as long. The interval is short while anything is copied.
+5 ms by default, and so takes many times as long. So does one beside a thread that computes
+checksums. The interval is short while anything is copied.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ...core.forks.renewal import in_child, new_lock
 
@@ -21,6 +24,16 @@ class _SwitchInterval:
         self._shortened_for = set[int]()
         self._before_s = 0.0
         self._lock = new_lock()
+
+    @contextmanager
+    def short(self) -> Iterator[None]:
+        """It is short until the end of the body."""
+        user = object()
+        self.shorten(user)
+        try:
+            yield
+        finally:
+            self.restore(user)
 
     def shorten(self, user: object) -> None:
         """Shorten it until :meth:`restore` was called for ``user``, and for all others."""

@@ -22,6 +22,7 @@ from ..operations.start_load import load_state
 from ..ranks.process_group import current_rank, current_world
 from ..runtime.engine import offload, run, start
 from ..state.pinned import pin
+from ..state.switch_interval import switch_interval
 from .keeper_option import Keeper, KeeperOption, checked_keeper, start_keeper
 from .memory_survey import GuardOption, InMemory, Meeting, Struck
 from .naming import checkpoint_name
@@ -173,7 +174,9 @@ class MemoryLevel:
             # Each rank reads what it needs: memory is as near to it as to others.
             options = replace(options, exchange=False)
             try:
-                load_state(name, state, options, touched, driver)
+                # Nothing is waited for but threads that copy, and compute checksums with the lock.
+                with switch_interval.short():
+                    load_state(name, state, options, touched, driver)
             except HoldfastError as error:
                 self._strike(choice, images, error)
                 raise
