@@ -17,6 +17,7 @@ from typing import SupportsIndex
 import torch
 
 from ...core.forks.renewal import in_child, new_lock
+from ...core.garbage import collector_paused
 from ...core.lru import LruCache
 from ...core.spans import Recorder, recording, span
 from ...drivers.contract import Driver
@@ -174,6 +175,7 @@ class _Call:
     by: ByKeeper | None
 
 
+@collector_paused()
 def _prepared(call: _Call, state: object, world: int) -> _RunningSave:
     """A save that is about to begin: the state is flattened, and what of it may change before it is
     copied is copied, or watched."""

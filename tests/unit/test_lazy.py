@@ -4,6 +4,7 @@ and says why."""
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import sys
 import threading
@@ -284,6 +285,30 @@ def test_threads_take_short_turns_while_anything_is_copied(gate: Gate) -> None:
     handles[1].wait(60)
     holdfast.fence()
     assert sys.getswitchinterval() == pytest.approx(before_s)
+
+
+def test_the_collector_of_garbage_rests_while_a_state_is_looked_at(gate: Gate) -> None:
+    """Thousands of tensors make tens of thousands of small objects, for each of which it would look
+    at all others again, in the trainer's time, and find nothing."""
+    state = {str(i): torch.zeros(1) for i in range(5_000)}
+    introduce(state)
+    gate.close()
+    collections: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and threading.current_thread() is threading.main_thread():
+            collections.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        handle = holdfast.async_save(fresh_uri(), state, lazy=True)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(collections) <= 2  # one before and one after, if at all
+    assert gc.isenabled()
+    gate.open.set()
+    handle.wait(60)
 
 
 @pytest.mark.filterwarnings(
