@@ -101,7 +101,7 @@ def test_a_keeper_that_dies_is_replaced_and_nothing_sealed_is_lost(
 
 def test_a_keeper_that_hangs_holds_up_training_for_its_deadline_only(run: KeptRun) -> None:
     """Steps are left out; what is due in storage is written by the trainer itself."""
-    job = Job(8, every=8, accident=Accident(3, "stop keeper"), deadline_s=2.0)
+    job = Job(8, every=8, accident=Accident(3, "stop keeper"), deadline_s=6.0)
     found = run.train(job)
     assert found.code == 0, found.stderr
     assert found.counters is not None
