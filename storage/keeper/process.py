@@ -16,7 +16,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -184,10 +183,7 @@ async def _until_ended(keeper: Keeper, linger_s: float) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Be a keeper, as a trainer starts it: with its options as JSON."""
-    *flags, text = arguments
-    if flags:
-        _start_detached(text)
-        return 0
+    (text,) = arguments
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
         options = KeeperOptions(**json.loads(text))
@@ -198,16 +194,6 @@ def main(arguments: Sequence[str]) -> int:
         _log.error("%s", error)
         return 1
     return 0
-
-
-def _start_detached(options: str) -> None:
-    """Execute this module anew, in a session of its own. This process ends, so that the keeper is
-    nobody's child: a trainer need not wait for it, and one that ends does not take it along."""
-    subprocess.Popen(
-        [sys.executable, "-m", "holdfast.storage.keeper.process", options],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 if __name__ == "__main__":

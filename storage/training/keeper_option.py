@@ -155,7 +155,7 @@ async def start_keeper(option: Keeper, folder: KeeperFolder, run: str) -> None:
     """Start a keeper of the run, which is no child of this process. Where another process does the
     same at once, one of both remains. Raises CoordinationError."""
     options = json.dumps(asdict(option.of_process(run)))
-    arguments = [sys.executable, "-m", "holdfast.storage.keeper.process", "--detached", options]
+    arguments = [sys.executable, "-m", "holdfast.storage.keeper.detached", options]
     folder.make()
     try:
         await offload(_run, arguments, folder)

@@ -134,8 +134,8 @@ def test_trainers_wait_for_a_keeper_that_reads_what_is_on_storage_of_its_host(
     local = {"local": str(run.folder / "nvme"), "local_every": 3}
     run.train(Job(8, **local, accident=Accident(8, "kill"), pause_s=0.2), 2)
     run.end_keepers()
-    run.environment["HOLDFAST_FILE_FAULTS"] = "delay:1,delay_s:0.6"
-    found = run.train(Job(9, **local, deadline_s=4, patience_s=5), 2)
+    run.environment["HOLDFAST_FILE_FAULTS"] = "delay:1,delay_s:1"
+    found = run.train(Job(9, **local, deadline_s=7, patience_s=8), 2)
     assert found.resumed == {"step": 6, "tier": "memory"}, found.stderr
     check_losses(found, 9)
 

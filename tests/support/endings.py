@@ -58,8 +58,7 @@ def made_anew(rank: int, world: int, folder: Path) -> None:
     it, and then smaller."""
     state = {"own": torch.full((1000,), float(rank))}
     holdfast.save(folder / "c", state, deadline_s=20)
-    port = int(os.environ["MASTER_PORT"]) + 1
-    server = dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)
+    server = _store_apart(rank)
     for turn in range(3):
         dist.destroy_process_group()
         size = world if turn < 2 else world - 1
@@ -78,6 +77,19 @@ def made_anew(rank: int, world: int, folder: Path) -> None:
     dist.barrier()
     if rank:
         (folder / str(rank)).write_text("saved")
+
+
+def _store_apart(rank: int) -> dist.TCPStore:
+    """A store beside that of the job, which rank 0 serves at a port that the system chooses: any
+    other may be taken by then."""
+    port = torch.zeros(1, dtype=torch.int64)
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        port[0] = server.port
+    dist.broadcast(port, 0)
+    if rank:
+        server = dist.TCPStore("127.0.0.1", int(port), None, False, wait_for_workers=False)
+    return server
 
 
 if __name__ == "__main__":
