@@ -34,11 +34,13 @@ from .messages import (
     Captured,
     Done,
     Dropped,
+    Durable,
     Enter,
     Event,
     Fill,
     Filled,
     Flush,
+    FlushFailed,
     Hello,
     Inventory,
     LookUp,
@@ -52,7 +54,7 @@ from .messages import (
     Voided,
 )
 
-__all__ = ["Arena", "Capture", "FillingSlot", "Listener"]
+__all__ = ["Arena", "Capture", "FillingSlot", "KeeperLost", "Listener"]
 
 PAUSES_S = (0.2, 1.0, 5.0, 30.0)
 """How long a rank waits before it looks for a keeper again; then the last of them again and
@@ -65,11 +67,20 @@ _MAKING_SHARE = 0.5
 _CONNECT_PAUSE_S = 0.02
 
 A = TypeVar("A")
-Listener = Callable[[Event], bool]
+Listener = Callable[["Event | KeeperLost"], bool]
 """Is told what becomes of its generation, and which later one is protected in its place; whether
-it wants to be told more."""
+it wants to be told more. One that does so after :class:`KeeperLost` is told by the next keeper."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperLost:
+    """There is no keeper any more that would say what becomes of a sealed generation; there may be
+    another one soon."""
+
+    generation: GenerationId
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +132,10 @@ class Arena:
         self._sealed: dict[int, tuple[GenerationId, int]] = {}
         """What is sealed, by slot, with the descriptor of its label."""
         self._listeners: dict[GenerationId, Listener] = {}
+        self._outliving: dict[GenerationId, Listener] = {}
+        """Those that wait for the next keeper."""
+        self._wishes: dict[GenerationId, Flush] = {}
+        """What a keeper was to write to storage, and has not said the end of."""
         self._capturing = 0
         """Slots that are being captured into: as long as there are any, no other keeper is looked
         for, since it might give the same memory to the next capture."""
@@ -273,8 +288,14 @@ class Arena:
 
     async def flush(self, request: Flush) -> bool:
         """Have a generation written to storage, once it is agreed on; whether the keeper has taken
-        that on."""
-        return await self._done(request)
+        that on. Where it dies before that has come to an end, the next one is asked."""
+        generation = GenerationId(self._enters.epoch, request.step)
+        if generation in self._listeners:
+            self._wishes[generation] = request
+        taken = await self._done(request) or generation in self._outliving
+        if not taken:
+            self._wishes.pop(generation, None)
+        return taken
 
     async def look_up(self) -> Inventory | None:
         """What there is to go on from; None where no keeper answers."""
@@ -354,6 +375,8 @@ class Arena:
             listener = self._listeners.get(generation)
             if listener is not None and not listener(event):
                 del self._listeners[generation]
+        if _is_end(event):
+            self._wishes.pop(event.generation, None)
 
     def _lost(self) -> None:
         """The line is gone: the keeper has died, or has closed it."""
@@ -367,18 +390,33 @@ class Arena:
             return
         self._client = None
         _log.warning("rank %d goes on without a keeper: %s", self._hello.rank, self.problem)
-        listeners = list(self._listeners.items())
-        self._listeners.clear()
-        for generation, listener in listeners:
-            listener(Voided(generation, f"not kept in memory: {self.problem}"))
+        listeners, self._listeners = self._listeners, {}
+        for generation, _ in self._sealed.values():
+            listener = listeners.pop(generation, None)
+            if listener is not None and listener(KeeperLost(generation, self.problem)):
+                self._outliving[generation] = listener
+        self._void(listeners)
         if not self._closed and (self._reopening is None or self._reopening.done()):
             self._reopening = asyncio.ensure_future(self._reopen())
 
+    def _void(self, listeners: Mapping[GenerationId, Listener]) -> None:
+        for generation, listener in listeners.items():
+            listener(Voided(generation, f"not kept in memory: {self.problem}"))
+
+    def _void_outliving(self) -> None:
+        outliving, self._outliving = self._outliving, {}
+        self._void(outliving)
+
     async def _reopen(self) -> None:
-        """Look for a keeper until there is one, and hand it what this rank has sealed."""
+        """Look for a keeper until there is one, and hand it what this rank has sealed. Nobody waits
+        for one for longer than for an answer."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._deadline_s
         for tried in itertools.count():
             await asyncio.sleep(PAUSES_S[min(tried, len(PAUSES_S) - 1)])
             await self._no_capture.wait()
+            if loop.time() > end_s:
+                self._void_outliving()
             if not await self.open():
                 _log.info("rank %d has no keeper: %s", self._hello.rank, self.problem)
                 continue
@@ -399,9 +437,15 @@ class Arena:
             if not await self.enter(self._enters):
                 return False
             # In order: of a rank that has handed over a step, nothing earlier is waited for.
-            for number, (_, label_fd) in sorted(sealed.items(), key=lambda one: one[1]):
+            for number, (generation, label_fd) in sorted(sealed.items(), key=lambda one: one[1]):
+                listener = self._outliving.pop(generation, None)
+                if listener is not None:
+                    self._listeners[generation] = listener
                 memory = slots[number]
-                await self._done(Adopt(memory.nbytes), [memory.fd, label_fd])
+                adopted = await self._done(Adopt(memory.nbytes), [memory.fd, label_fd])
+                await self._wish_again(generation, adopted=adopted)
+            if self.is_open:
+                self._void_outliving()
             return self.is_open
         finally:
             if self.is_open:
@@ -411,6 +455,17 @@ class Arena:
                     memory.close()
             else:
                 self._slots, self._sealed = slots, sealed
+
+    async def _wish_again(self, generation: GenerationId, *, adopted: bool) -> None:
+        """The next keeper has been handed an image, and may not have taken it. Have it written, if
+        that was wanted, and the keeper before has not said the end of it."""
+        wish = self._wishes.pop(generation, None)
+        if wish is not None and adopted:
+            adopted = await self.flush(wish)
+        listener = self._listeners.get(generation)
+        if listener is not None and not adopted:
+            del self._listeners[generation]
+            self._void({generation: listener})
 
     async def close(self) -> None:
         """Let go of the keeper, which goes on. Safe to call twice."""
@@ -424,9 +479,17 @@ class Arena:
         self._forget()
 
     def _forget(self) -> None:
+        self._outliving.clear()
         for _, label_fd in self._sealed.values():
             os.close(label_fd)
         self._sealed.clear()
         for memory in self._slots.values():
             memory.close()
         self._slots.clear()
+
+
+def _is_end(event: Event) -> bool:
+    """Whether nothing more comes of a flush."""
+    if isinstance(event, FlushFailed):
+        return event.final
+    return isinstance(event, Durable | Voided)

@@ -59,8 +59,9 @@ class Agreement:
         """The newest generation of which all keepers know that all have made parity of it."""
         self._guarded: set[GenerationId] = set()
         """Those of which this keeper knows it, and has its part."""
+        self._guard_asked: GenerationId | None = None
         self._attempt = ""
-        """The newest at making parity."""
+        """What all are to make parity of now, or were to; and the attempt at that."""
         self._guarding: set[GenerationId] = set()
         """Those of which they make it, or have, which this keeper has not been told."""
 
@@ -100,6 +101,8 @@ class Agreement:
         known = self._known.get(id)
         if known is Outcome.AGREED:
             self._held.generations.agreed(id)  # a trainer has handed it over later
+            if self._writing is not None:
+                self._writing.begin(id)
         elif known is Outcome.VOID:
             # It was about to be captured then, and its trainer was not yet listening.
             self._held.generations.void(id)
@@ -163,12 +166,20 @@ class Agreement:
             tuple(vote for votes in self._votes.values() for vote in self._whole(votes)),
             tuple(id for id in self._open if generations.will_not_come(id)),
             newest if newest is not None and newest.epoch == epoch else None,
-            self._guards.guarded,
+            self._made(),
             self._guards.unguarded,
             self._attempt,
             max(self._guarded, default=None),
             None if self._writing is None else self._writing.written,
+            () if self._writing is None else self._writing.waiting(epoch),
         )
+
+    def _made(self) -> GenerationId | None:
+        """Of what there is parity: of what all are to make it of now; else the newest, which may be
+        newer, as where a lead keeper has died that had all make parity of that."""
+        if self._guard_asked is not None and self._guards.holds(self._guard_asked):
+            return self._guard_asked
+        return self._guards.guarded
 
     def _whole(self, votes: dict[int, Vote]) -> Sequence[Vote]:
         """The votes of all ranks of this keeper, none before they are complete: one report for
@@ -181,8 +192,8 @@ class Agreement:
     async def follow(self, standing: Standing) -> None:
         """Make use of how things stand."""
         self._open = standing.open
-        guards = filter(None, (standing.guard, standing.guarded, standing.protected))
-        agreed = {*standing.agreed, *guards}
+        guards = (standing.guard, standing.guarded, standing.protected)
+        agreed = {*standing.agreed, *filter(None, (*guards, standing.flushed))}
         for id in (*standing.void, *self._settled(standing, agreed)):
             is_news = self._is_news(id, Outcome.VOID, standing)
             # A lead keeper that has begun anew may not know that it was agreed on before.
@@ -200,11 +211,10 @@ class Agreement:
             self._counters.report_failures = self.reporting.failures
             await self._writing.follow(standing)
 
-    async def _unheard(self, problem: str, away: bool) -> None:
-        """What only the lead keeper could finish will not be; and where it is ``away``, nobody
-        waits any longer to hear what it makes of votes, though it may yet make something of them.
-        Another one counts them anew."""
-        for id in sorted(self._votes) if away else ():
+    async def _unheard(self, problem: str) -> None:
+        """What only the lead keeper could finish will not be; and nobody waits any longer to hear
+        what it makes of votes, though it may yet make something of them."""
+        for id in sorted(self._votes):
             await self._tell(Voided(id, problem))
         if self._writing is not None:
             await self._writing.fail_parts(problem)
@@ -262,6 +272,7 @@ class Agreement:
         if standing.guard is None or group is None:
             self._guards.stop()
             return
+        self._guard_asked = standing.guard
         self._attempt = standing.attempt
         member = group.names.index(self.reporting.name)
         self._guards.make(standing.guard, group, member, self.reporting.hosts)

@@ -479,11 +479,14 @@ class Keeper:
         check_sizes(label)
         memory = Memory(os.dup(fds[0]), message.nbytes)
         of_image = label.generation, label.rank, label.world, label.nbytes
+        self._writing.handed_over(label.generation)
         number = self.held.in_use_already(
             label.nbytes, partial(self._generations.adopt, trainer.number, *of_image)
         )
         if isinstance(number, Refusal):
             memory.close()
+            if number.reason is Reason.DUPLICATE:  # it was the line alone that was lost
+                return Done(), []
             return Refused(number.reason.value, number.text), []
         outlived = self.held.slots.pop(number, None)
         if outlived is not None:

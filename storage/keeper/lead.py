@@ -64,6 +64,7 @@ class Lead:
         self._flush: FlushOrder | None = None
         self._written: dict[str, Written] = {}
         self._ended: FlushEnd | None = None
+        self._wanted: set[GenerationId] = set()
 
     @property
     def epoch(self) -> int:
@@ -80,6 +81,11 @@ class Lead:
         """Of the standing."""
         return f"{self._incarnation}/{self._count}"
 
+    @property
+    def wanted(self) -> frozenset[GenerationId]:
+        """What waits at other keepers to be written to storage."""
+        return frozenset(self._wanted)
+
     def begin(self, epoch: int, names: Collection[str], *, guards: bool) -> None:
         """An epoch of these keepers begins; ``guards``: they make parity. Votes of former epochs
         come to nothing."""
@@ -94,6 +100,7 @@ class Lead:
         self._told = {}
         self._have_guarded = set()
         self._failures = self._rest = 0
+        self._wanted = set()
         # What was ordered is still waited for: keepers say what has become of it.
         self._written = {}
         self._count += 1
@@ -114,6 +121,9 @@ class Lead:
             self._decide(generation, Outcome.VOID)
         if report.agreed is not None:
             self._decide(report.agreed, Outcome.AGREED)
+        for generation in report.wanted:
+            self._decide(generation, Outcome.AGREED)
+            self._note_wanted(generation)
         self._note_guards(report)
         self._protect()
         part, flush = report.written, self._flush
@@ -127,6 +137,11 @@ class Lead:
         if generation.epoch == self._epoch and generation not in self._ballot.outcomes:
             self._ballot.decide(generation, outcome)
 
+    def _note_wanted(self, generation: GenerationId) -> None:
+        ended = self._ended
+        if ended is None or not ended.final or generation > ended.generation:
+            self._wanted.add(generation)
+
     def void(self, generation: GenerationId) -> None:
         """Memory no longer holds what was sealed."""
         self._ballot.decide(generation, Outcome.VOID)
@@ -134,7 +149,7 @@ class Lead:
         self._count += 1
 
     def _state(self) -> object:
-        return (self.standing(), tuple(sorted(self._written)))
+        return (self.standing(), tuple(sorted(self._written)), self.wanted)
 
     def _note_guards(self, report: Report) -> None:
         guard = self._guard
@@ -206,6 +221,8 @@ class Lead:
         self._flush = None
         self._written = {}
         self._ended = flush
+        if flush.final:
+            self._wanted = {id for id in self._wanted if id > flush.generation}
         self._count += 1
 
     def standing(self) -> Standing:

@@ -50,17 +50,16 @@ class StaleReportError(Exception):
 
 class Reporting:
     """One keeper's part. ``compose()`` says what it knows, ``follow(standing)`` makes use of
-    how things stand; it is never called twice at a time. ``unheard(problem, away)`` is called where
-    the lead keeper has not answered for long, and is ``away``, or is another one by now.
-    ``run_later(work)`` runs a coroutine beside all else. ``certificate``: a file, of those whom
-    other keepers are trusted by."""
+    how things stand; it is never called twice at a time. ``unheard(problem)`` is called where
+    the lead keeper has not answered for long. ``run_later(work)`` runs a coroutine beside all else.
+    ``certificate``: a file, of those whom other keepers are trusted by."""
 
     def __init__(
         self,
         name: str,
         compose: Callable[[], Report],
         follow: Callable[[Standing], Awaitable[None]],
-        unheard: Callable[[str, bool], Awaitable[None]],
+        unheard: Callable[[str], Awaitable[None]],
         run_later: Callable[[Coroutine[Any, Any, None]], None],
         certificate: str = "",
     ) -> None:
@@ -233,7 +232,7 @@ class Reporting:
                 failed = 0
                 continue
             if loop.time() - answered_s > UNHEARD_S:
-                await self._unheard("the lead keeper is not heard any more", True)
+                await self._unheard("the lead keeper is not heard any more")
             await asyncio.sleep(PAUSES_S[min(failed, len(PAUSES_S) - 1)])
             failed += 1
 
@@ -253,9 +252,6 @@ class Reporting:
             if self._is_news(standing, asked):
                 if incarnation_of(standing.version) != incarnation_of(self._seen):
                     self._since = next(self._asked)
-                    if self._seen:
-                        text = "the lead keeper has died, and another has taken its place"
-                        await self._unheard(text, False)
                 self._seen = standing.version
                 await self._follow(standing)
         return True

@@ -35,11 +35,12 @@ class Report:
 
     ``votes``: of its ranks, for generations whose outcome it does not know. ``missing``: of those
     that the lead waits for, the ones that a rank of this keeper will never vote for. ``agreed``:
-    the newest generation that it knows to be agreed on. ``guarded``: the newest one for which it
-    holds its part of the parity, ``unguarded`` the newest one for which it could not make that in
-    this ``attempt``; ``told``: the newest one that it knows all to have made it of, in this epoch
-    or before.
-    ``written``: its part of the newest flush. ``seen``: the version of the standing that it knows;
+    the newest generation that it knows to be agreed on. ``guarded``: what all are to make parity of
+    now, if it holds its part of that, else the newest one for which it does; ``unguarded``: the
+    newest one for which it could not make that in this ``attempt``; ``told``: the newest one that
+    it knows all to have made it of, in this epoch or before.
+    ``written``: its part of the newest flush; ``wanted``: what is agreed on, and waits here for the
+    lead keeper to have it written to storage. ``seen``: the version of the standing that it knows;
     ``waits``: it has no news, and waits for a newer one."""
 
     name: str
@@ -52,6 +53,7 @@ class Report:
     attempt: str = ""
     told: GenerationId | None = None
     written: Written | None = None
+    wanted: tuple[GenerationId, ...] = ()
     seen: str = ""
     waits: bool = False
 
@@ -99,3 +101,13 @@ class Standing:
     settled: GenerationId | None = None
     flush: FlushOrder | None = None
     ended: FlushEnd | None = None
+
+    @property
+    def flushed(self) -> GenerationId | None:
+        """What the lead keeper has all write to storage, until that comes to an end. However old it
+        is, it is agreed on."""
+        if self.flush is not None:
+            return self.flush.generation
+        if self.ended is not None and not self.ended.final:
+            return self.ended.generation
+        return None

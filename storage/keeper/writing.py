@@ -31,6 +31,7 @@ FLUSH_PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """How long a keeper waits after each failed flush; then the last of them again and again."""
 _REPLACED = "a later step is to be written in the place of this one"
 _OVERTAKEN = "the flush of a later step has ended, and how this one ended was not heard here"
+_LOST = "not all images of this step are in memory any more where it was to be committed"
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class Writing:
         self._tell = tell
         self._damaged = damaged
         self._wanted: dict[GenerationId, Flush] = {}
+        self._begun: set[GenerationId] = set()
+        """What is being flushed, or waits for its turn."""
         self._turn = asyncio.Lock()
         self._writes_locally = False
         self._parts: dict[GenerationId, Flush] = {}
@@ -63,23 +66,37 @@ class Writing:
         self._order: FlushOrder | None = None
         """The newest that was followed."""
         self._ended: FlushEnd | None = None
-        """The newest that was followed."""
+        """The newest that is known here."""
         self.written: Written | None = None
         """What has become of this keeper's part of the newest flush."""
         self.flushing: GenerationId | None = None
         """What is being flushed."""
 
     def want(self, generation: GenerationId, request: Flush) -> None:
-        """A generation is to be in storage, once it is agreed on."""
+        """A generation is to be in storage, once it is agreed on. A trainer whose line was cut asks
+        again, maybe for what waits already, or has ended."""
+        if generation in self._parts or self.handed_over(generation):
+            return
+        if self._ended is not None and self._ended.final and generation < self._ended.generation:
+            self._run_later(self._fail([generation], _OVERTAKEN))
+            return
         self._wanted[generation] = request
-        if self._held.generations.is_agreed(generation):
-            self._begin(generation)
+        self.begin(generation)
+        self._give_up_lost()
+
+    def handed_over(self, generation: GenerationId) -> bool:
+        """A trainer whose line was cut is here again, with this generation. Whether it is the one
+        whose flush has ended last: trainers are told again, since this one may have missed it."""
+        ended = self._ended
+        if ended is None or not ended.final or generation != ended.generation:
+            return False
+        self._run_later(self._say(ended))
+        return True
 
     def agreed(self, generation: GenerationId) -> bool:
         """A generation is agreed on: write it to where it is wanted. It is kept for that from now
         on. Whether it is written to storage of the host."""
-        if generation in self._wanted:
-            self._begin(generation)
+        self.begin(generation)
         local = self._local
         if local is None or not local.due(generation.step) or self._writes_locally:
             return False
@@ -99,23 +116,53 @@ class Writing:
         for generation in [id for id in self._parts if id.epoch < generations.epoch]:
             self._release_part(generation)
 
-    def _begin(self, generation: GenerationId) -> None:
+    def begin(self, generation: GenerationId) -> None:
+        """Begin to write a generation to storage, if it is wanted there, agreed on, and all here:
+        trainers hand over their images one after the other."""
+        if generation not in self._wanted or generation in self._begun:
+            return
+        if not self._held.generations.is_agreed(generation) or not self._is_whole(generation):
+            return
         self._held.generations.flushing(generation)
         if self._reporting.leads:
+            self._begun.add(generation)
             self._run_later(self._flush_until_durable(generation, self._wanted[generation]))
             return
         self._parts[generation] = self._wanted.pop(generation)
-        self._run_later(self._fail_replaced())
+        self._run_later(self._settle_parts())
 
-    async def _fail_replaced(self) -> None:
-        """Beside the part that is being written, only the newest is kept: each takes a slot, and a
-        lead keeper that has taken the place of another may never have heard of it."""
+    def _is_whole(self, generation: GenerationId) -> bool:
+        """Whether there is the image of each rank of this host."""
+        labels = [image.label for image in self._held.images(generation)]
+        ranks = {label.rank for label in labels}
+        return bool(labels) and ranks.issuperset(self._reporting.own_ranks(labels[0].world))
+
+    def _is_lost(self, generation: GenerationId) -> bool:
+        """Whether an image of it is not here, and will not be."""
+        is_whole = self._is_whole(generation)
+        return not is_whole and self._held.generations.will_not_come(generation)
+
+    async def _settle_parts(self) -> None:
+        """Beside the part that is being written, only the newest is kept: each takes a slot. One
+        that was agreed on late may have ended before."""
         order = None if self._order is None else self._order.generation
         await self._fail_parts([id for id in sorted(self._parts)[:-1] if id != order], _REPLACED)
+        ended = self._ended
+        is_old = ended is not None and any(id <= ended.generation for id in self._parts)
+        if ended is not None and ended.final and is_old:
+            await self._tell_end(ended)
+        await self._reporting.tell()
+
+    def waiting(self, epoch: int) -> tuple[GenerationId, ...]:
+        """What is agreed on, and waits for the lead keeper of this epoch."""
+        return tuple(id for id in sorted(self._parts) if id.epoch == epoch)
 
     async def _fail_parts(self, generations: Sequence[GenerationId], problem: str) -> None:
         for generation in generations:
             self._release_part(generation)
+        await self._fail(generations, problem)
+
+    async def _fail(self, generations: Sequence[GenerationId], problem: str) -> None:
         for generation in generations:
             await self._tell(FlushFailed(generation, problem, final=True))
 
@@ -124,9 +171,11 @@ class Writing:
         self._held.generations.flushed(generation)
 
     async def follow(self, standing: Standing) -> None:
-        """Write what the lead keeper says, and tell what has become of it. For that keeper itself
-        there is nothing to do."""
+        """Write what the lead keeper says, and tell what has become of it. That keeper itself says
+        what it will not have written."""
+        self._give_up_lost()
         if self._reporting.leads:
+            self._end_lost()
             return
         order, ended = standing.flush, standing.ended
         if order is not None and order != self._order:
@@ -136,13 +185,29 @@ class Writing:
             self._ended = ended
             await self._tell_end(ended)
 
+    def _give_up_lost(self) -> None:
+        """Nobody waits for what is not all here, and will not be, as where a keeper has taken the
+        place of one that has died, and not all of its trainers had an image to hand over."""
+        waiting = self._wanted.keys() - self._begun
+        lost = sorted(filter(self._is_lost, waiting))
+        for generation in lost:
+            del self._wanted[generation]
+        if lost:
+            self._run_later(self._fail(lost, _LOST))
+
+    def _end_lost(self) -> None:
+        """Nor at other hosts. One at a time: keepers hear of the newest end."""
+        lost = max(filter(self._is_lost, self._reporting.lead.wanted), default=None)
+        if lost is not None and self.flushing is None:
+            self._reporting.end(FlushEnd(lost, "", problem=_LOST))
+
     async def _write_part(self, order: FlushOrder) -> None:
         """Write the images that are held here; say what has become of it."""
         request = self._parts.get(order.generation)
         images = self._held.images(order.generation)
         if request is None or not images:
             problem = f"nothing of step {order.generation.step} is to be written here"
-            gone = not images and self._held.generations.will_not_come(order.generation)
+            gone = self._is_lost(order.generation)
             written = Written(order.attempt, problem=problem, gone=gone)
         else:
             try:
@@ -162,16 +227,21 @@ class Writing:
         await self._fail_parts(sorted(self._parts), problem)
 
     async def _tell_end(self, ended: FlushEnd) -> None:
-        if ended.problem:
-            await self._tell(FlushFailed(ended.generation, ended.problem, ended.final))
-        else:
-            self._counters.flushed += 1
-            await self._tell(Durable(ended.generation, ended.attempt, ended.nbytes))
+        self._counters.flushed += not ended.problem
+        await self._say(ended)
         if ended.final:
+            self._wanted.pop(ended.generation, None)
             if ended.generation in self._parts:
                 self._release_part(ended.generation)
             older = [id for id in sorted(self._parts) if id < ended.generation]
             await self._fail_parts(older, _OVERTAKEN)
+
+    async def _say(self, ended: FlushEnd) -> None:
+        """Trainers are told."""
+        if ended.problem:
+            await self._tell(FlushFailed(ended.generation, ended.problem, ended.final))
+        else:
+            await self._tell(Durable(ended.generation, ended.attempt, ended.nbytes))
 
     async def _write_locally(self, local: LocalLevel, generation: GenerationId) -> None:
         problem = ""
@@ -201,6 +271,7 @@ class Writing:
         finally:
             self.flushing = None
             self._wanted.pop(generation, None)
+            self._begun.discard(generation)
             self._held.generations.flushed(generation)
 
     def _is_overtaken(self, generation: GenerationId) -> bool:
@@ -227,14 +298,18 @@ class Writing:
             _log.warning("step %d is not flushed: %s", generation.step, error)
             if is_damaged:
                 self._damaged(generation)
-            self._reporting.end(FlushEnd(generation, "", problem=str(error), final=final))
-            await self._tell(FlushFailed(generation, str(error), final))
+            await self._end(FlushEnd(generation, "", problem=str(error), final=final))
             return final
         _log.info("step %d is durable after %.1f s", generation.step, time.perf_counter() - began_s)
         self._counters.flushed += 1
-        self._reporting.end(FlushEnd(generation, attempt, nbytes))
-        await self._tell(Durable(generation, attempt, nbytes))
+        await self._end(FlushEnd(generation, attempt, nbytes))
         return True
+
+    async def _end(self, ended: FlushEnd) -> None:
+        """All are told."""
+        self._ended = ended
+        self._reporting.end(ended)
+        await self._say(ended)
 
     async def _flush(self, generation: GenerationId, request: Flush) -> tuple[str, int]:
         """The id of the attempt, and how many bytes its images have."""

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ...errors import HoldfastError, SaveError, UsageError
-from ..arenas.arena import Arena
+from ..arenas.arena import Arena, KeeperLost
 from ..arenas.label import GenerationId
 from ..arenas.messages import (
     Agreed,
@@ -96,7 +96,7 @@ class Keeping:
         self._awaits_local = by.local
         self.ended: Future[Durable | None] = Future()
 
-    def tell(self, event: Event) -> bool:
+    def tell(self, event: Event | KeeperLost) -> bool:
         """A :data:`~..arenas.arena.Listener`."""
         match event:
             case Sealed():
@@ -109,6 +109,7 @@ class Keeping:
             case Protected():
                 self._is_protected(event.generation)
             case Durable():
+                self._stages.agreed()
                 if not self.ended.done():
                     self.ended.set_result(event)
             case Voided():
@@ -116,6 +117,8 @@ class Keeping:
                 self._fail(SaveError(event.text))
             case FlushFailed(final=True):
                 self._fail(SaveError(event.text))
+            case KeeperLost():
+                self._is_lost(event)
         return self._awaits_protection or self._awaits_local or not self.ended.done()
 
     def _is_agreed(self, event: Agreed) -> None:
@@ -125,6 +128,15 @@ class Keeping:
             self._is_local(UsageError(text))
         if self.storage is None and not self.ended.done():
             self.ended.set_result(None)
+
+    def _is_lost(self, event: KeeperLost) -> None:
+        """What is to be in storage may yet come there, by the next keeper."""
+        error = SaveError(f"not kept in memory: {event.text}")
+        self._is_local(error)
+        if self.storage is None:
+            self._fail(error)
+        else:
+            self._unprotected(error)
 
     def _fail(self, error: SaveError) -> None:
         self._unprotected(error)

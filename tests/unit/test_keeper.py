@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ import holdfast
 from holdfast.errors import DamagedError, StorageDownError
 from holdfast.planner.image import ImageLayout
 from holdfast.storage.arenas import arena as arena_module
-from holdfast.storage.arenas.arena import Arena, Capture
+from holdfast.storage.arenas.arena import Arena, Capture, KeeperLost
 from holdfast.storage.arenas.client import KeeperClient, Refusal
 from holdfast.storage.arenas.folder import KeeperFolder
 from holdfast.storage.arenas.label import GenerationId
@@ -308,10 +309,69 @@ def test_a_keeper_that_is_gone_voids_what_it_has_not_told() -> None:
             await arena.enter(Enter(0, None))
             await capture(arena, 1, told)
             await told.until(Agreed)
+            await capture(arena, 2, told)
             arena._lost()
-            assert isinstance(told.events[-1], Voided)
+            assert [type(event) for event in told.events[-2:]] == [KeeperLost, Voided]
             assert await arena.fill(2, 8192) is None
             assert arena.problem
+
+    run(body)
+
+
+async def cut(arena: Arena) -> None:
+    """End the line of a rank to its keeper, which goes on."""
+    assert arena._client is not None
+    await arena._client.close()
+    arena._lost()
+
+
+def test_a_step_that_goes_to_storage_is_waited_for_where_a_line_is_cut(tmp_path: Path) -> None:
+    """The rank connects anew, hands over what it has, and asks again for what it wants in storage:
+    the keeper that answers may be another one. It is told how that ends, also if it has by then."""
+    told = [Told(), Told()]
+    (tmp_path / "file").write_bytes(b"")
+
+    async def body() -> None:
+        async with kept() as (keeper, folder), trainer(folder) as arena:
+            await arena.enter(Enter(0, None))
+            await capture(arena, 1, told[0])
+            assert await arena.flush(Flush(1, str(tmp_path / "file" / "c")))
+            await told[0].until(FlushFailed)
+            await cut(arena)
+            (tmp_path / "file").unlink()
+            assert isinstance(await told[0].until((Durable, Voided)), Durable)
+            assert keeper.status().counters.flushed == 1
+            await capture(arena, 2, told[1])
+            assert await arena.flush(Flush(2, str(tmp_path / "d")))
+            await told[1].until(Sealed)
+            await cut(arena)
+            assert isinstance(await told[1].until((Durable, Voided)), Durable)
+            assert keeper.status().counters.flushed == 2
+            assert keeper.held.generations._flushing == {}
+
+    run(body)
+    assert [KeeperLost in map(type, one.events) for one in told] == [True, True]
+
+
+def test_a_step_that_goes_to_storage_is_not_waited_for_where_no_keeper_comes(
+    tmp_path: Path,
+) -> None:
+    """For longer than a keeper may take to answer."""
+    told = Told()
+    (tmp_path / "file").write_bytes(b"")
+
+    async def body() -> None:
+        async with AsyncExitStack() as keeper:
+            _, folder = await keeper.enter_async_context(kept())
+            async with trainer(folder, deadline_s=1.0) as arena:
+                await arena.enter(Enter(0, None))
+                await capture(arena, 1, told)
+                assert await arena.flush(Flush(1, str(tmp_path / "file" / "c")))
+                await told.until(FlushFailed)
+                await keeper.aclose()
+                await told.until(KeeperLost)
+                assert isinstance(await told.until((Durable, Voided)), Voided)
+                assert not await arena.flush(Flush(1, str(tmp_path / "c")))
 
     run(body)
 

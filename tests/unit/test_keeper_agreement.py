@@ -14,7 +14,7 @@ from holdfast.storage.arenas.messages import Agreed, Event, Protected, Voided
 from holdfast.storage.keeper.agreement import Agreement
 from holdfast.storage.keeper.generations import Generations
 from holdfast.storage.keeper.slots import Grant
-from holdfast.storage.keeper.standing import Standing
+from holdfast.storage.keeper.standing import FlushEnd, FlushOrder, Standing
 from holdfast.storage.keeper.status import Counters
 
 HOSTS = (KeeperHost("a", "a", "a", ranks=(0,)), KeeperHost("b", "b", "b", ranks=(1,)))
@@ -26,12 +26,17 @@ VOID = "ranks have captured what does not belong together, or one has nothing of
 class Parity:
     """The guards of a keeper; parity is there when a test says so."""
 
-    guarded: GenerationId | None = None
     unguarded: GenerationId | None = None
     made: list[GenerationId]
+    held: set[GenerationId]
 
     def __init__(self) -> None:
         self.made = []
+        self.held = set()
+
+    @property
+    def guarded(self) -> GenerationId | None:
+        return max(self.held, default=None)
 
     def make(self, id: GenerationId, *others: object) -> None:
         self.made.append(id)
@@ -46,7 +51,7 @@ class Parity:
         pass
 
     def holds(self, id: GenerationId) -> bool:
-        return id == self.guarded
+        return id in self.held
 
 
 class Host:
@@ -151,7 +156,7 @@ async def test_what_another_keeper_was_told_is_guarded_is_kept_in_the_next_epoch
     await host.hear(
         "x", 0, agreed=(id(2),), guard=id(2), guarded=id(1), protected=id(1), heard=True
     )
-    host.guards.guarded = id(2)
+    host.guards.held = {id(2)}
     host.enter(1, 2)
     works_on(host, 3, 4, 5, epoch=1)
     await host.hear("x", 1)
@@ -196,7 +201,7 @@ async def test_a_resume_goes_back_to_what_was_protected_before() -> None:
     host.enter(0, None)
     host.seal(1, 2)
     await host.hear("x", 0, agreed=(id(1), id(2)), guarded=id(1), protected=id(1))
-    host.guards.guarded = id(1)
+    host.guards.held = {id(1)}
     await host.hear("x", 0, agreed=(id(2),), guarded=id(2), protected=id(2))
     host.enter(1, 1)
     assert (host.agreement.report().told, host.agreement.protected) == (id(1), id(1))
@@ -364,9 +369,7 @@ async def test_nobody_waits_for_a_lead_keeper_that_is_not_heard() -> None:
     host.enter(0, None)
     host.seal(1)
     await host.agreement.vote(label_of(1))
-    await host.agreement._unheard("another has taken its place", False)
-    assert host.told == []
-    await host.agreement._unheard("the lead keeper is not heard any more", True)
+    await host.agreement._unheard("the lead keeper is not heard any more")
     assert host.told == [Voided(id(1), "the lead keeper is not heard any more")]
     assert host.held() == {id(1)}
     await host.hear("x", 0, agreed=(id(1),))
@@ -417,3 +420,40 @@ async def test_what_was_agreed_on_is_not_void_because_a_new_lead_keeper_has_lost
     await host.hear("y", 0, agreed=(id(2),), void=(id(1),))
     assert id(1) in host.held()
     assert not any(isinstance(event, Voided) for event in host.told)
+
+
+@in_loop
+async def test_parity_of_something_newer_does_not_hide_that_of_what_is_asked_for() -> None:
+    """A lead keeper has had all make parity of step 2, and has died; the next one asks for that of
+    step 1, of which it has heard. Told of step 2 alone, it waited for ever."""
+    host = Host()
+    host.enter(0, None)
+    host.guards.held = {id(1), id(2)}
+    await host.hear("one", 0, guard=id(2), attempt="one/1")
+    assert host.agreement.report().guarded == id(2)
+    await host.hear("other", 0, guard=id(1), attempt="other/1")
+    assert host.agreement.report().guarded == id(1)
+    assert host.agreement.report().attempt == "other/1"
+
+
+@in_loop
+async def test_what_is_being_flushed_is_agreed_on_however_old_it_is() -> None:
+    """A keeper that has taken the place of another is handed an image whose outcome the lead keeper
+    has forgotten, as later ones are known; it was void, and the checkpoint never came to storage."""
+    flush = FlushOrder(id(1), "attempt")
+    failed = FlushEnd(id(1), "attempt", problem="storage is away", final=False)
+    for under_way in ({"flush": flush}, {"ended": failed}):
+        host = Host()
+        host.enter(0, None)
+        host.seal(1)
+        await host.agreement.vote(label_of(1), handed_over=True)
+        await host.hear("x", 0, agreed=(id(30),), settled=id(29), **under_way)
+        assert Agreed(id(1)) in host.told
+        assert host.held() == {id(1)}
+    host = Host()
+    host.enter(0, None)
+    host.seal(1)
+    await host.agreement.vote(label_of(1), handed_over=True)
+    ended = FlushEnd(id(1), "attempt", problem="nobody has it any more")
+    await host.hear("x", 0, agreed=(id(30),), settled=id(29), ended=ended)
+    assert host.told[0] == Voided(id(1), VOID)

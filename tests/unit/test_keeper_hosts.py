@@ -377,30 +377,59 @@ def test_reports_that_make_no_sense_are_refused() -> None:
     run(body)
 
 
-def test_a_flush_whose_lead_keeper_dies_fails_for_all(tmp_path: Path) -> None:
-    """Also for the trainers of other hosts, once another keeper leads, which knows nothing of
-    it."""
+def test_a_flush_whose_lead_keeper_dies_goes_on_with_the_next_one(tmp_path: Path) -> None:
+    """Trainers of other hosts wait for it. It learns from their keepers that the step is agreed on,
+    though later ones are by now, and from its own trainer that it is to be in storage."""
 
     async def body() -> None:
         async with kept_hosts("off", [0], [1]) as job:
             a, b = (job.hosts[name] for name in "ab")
-            assert await b.arenas[1].flush(Flush(1, str(tmp_path / "c")))  # and not by rank 0
+            flush = Flush(1, str(tmp_path / "c"))
+            assert await b.arenas[1].flush(flush)  # and not by rank 0
             told = await job.step(1)
-            assert all(Agreed in kinds(one) for one in told)
+            later = await job.step(2)
+            assert all(Agreed in kinds(one) for one in (*told, *later))
             a.keeper._agreement.reporting.lead = Lead("another")
             a.keeper._agreement.reporting.hosts = ()
             await a.arenas[0].enter(a.arenas[0]._enters)
-            event = await told[1].until(FlushFailed)
+            assert FlushFailed not in kinds(told[1])
+            assert await a.arenas[0].flush(flush)
+            for one in told:
+                assert isinstance(await one.until((Durable, FlushFailed)), Durable)
+            assert b.keeper.held.generations._flushing == {}
+
+    run(body)
+
+
+def test_a_flush_of_what_the_next_lead_keeper_has_lost_ends(tmp_path: Path) -> None:
+    """Its trainer had no image to hand over. Those of other hosts do not wait for it until their
+    deadline, and their slots are of use again."""
+
+    async def body() -> None:
+        async with kept_hosts("off", [0], [1]) as job:
+            a, b = (job.hosts[name] for name in "ab")
+            assert await b.arenas[1].flush(Flush(1, str(tmp_path / "c")))
+            _, told = await job.step(1)
+            await job.step(2)
+            a.keeper._agreement.reporting.lead = Lead("another")
+            a.keeper._agreement.reporting.hosts = ()
+            slots = a.keeper.held.generations._slots
+            (number,) = [number for number, slot in slots.items() if slot.generation.step == 1]
+            del slots[number]
+            await a.arenas[0].enter(a.arenas[0]._enters)
+            event = await told.until(FlushFailed)
             assert isinstance(event, FlushFailed)
             assert event.final
-            assert event.text == "the lead keeper has died, and another has taken its place"
+            assert event.text.startswith("not all images of this step are in memory any more")
+            assert b.keeper.held.generations._flushing == {}
 
     run(body)
 
 
 def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_path: Path) -> None:
     """Trainers of this host alone want it in storage, as where rank 0 asked a keeper that has died.
-    Two such steps took the slots that all later steps needed."""
+    Two such steps took the slots that all later steps needed. The last one ends once the lead keeper
+    has given its slot to a later step."""
 
     async def body() -> None:
         async with kept_hosts("off", [0], [1]) as job:
@@ -415,6 +444,9 @@ def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_path: 
             assert event.text == "a later step is to be written in the place of this one"
             for step in (3, 4, 5):
                 assert all(Agreed in kinds(one) for one in await job.step(step)), step
-            assert FlushFailed not in kinds(told[2])
+            event = await told[2].until(FlushFailed)
+            assert isinstance(event, FlushFailed)
+            assert event.text.startswith("not all images of this step are in memory any more")
+            assert job.hosts["b"].keeper.held.generations._flushing == {}
 
     run(body)

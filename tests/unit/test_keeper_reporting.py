@@ -72,7 +72,7 @@ def test_an_answer_of_a_lead_keeper_that_has_died_is_not_followed_after_one_of_t
         third.set_result(Standing("z/1", 1))
         await settled()
         assert [standing.version for standing in keeper.followed] == ["y/1", "z/1"]
-        assert keeper.problems == ["the lead keeper has died, and another has taken its place"]
+        assert keeper.problems == []
         await keeper.close()
 
     run_virtual(body())

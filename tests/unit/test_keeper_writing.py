@@ -7,10 +7,13 @@ from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from support.clock import run_virtual
 
+from holdfast.errors import StorageError
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import Event, Flush, FlushFailed
+from holdfast.storage.keeper import writing
 from holdfast.storage.keeper.generations import Generations
 from holdfast.storage.keeper.slots import Grant
 from holdfast.storage.keeper.standing import FlushEnd, FlushOrder, Standing
@@ -18,6 +21,16 @@ from holdfast.storage.keeper.status import Counters
 from holdfast.storage.keeper.writing import Writing
 
 SLOTS = 5
+
+
+@pytest.fixture(autouse=True)
+def no_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none."""
+
+    async def flush_part(*given: object) -> None:
+        raise StorageError("storage is away")
+
+    monkeypatch.setattr(writing, "flush_part", flush_part)
 
 
 class Waiting:
@@ -31,10 +44,20 @@ class Waiting:
         self.generations = Generations(10_000, SLOTS)
         assert self.generations.enter(1, 0, 0, None) is None
         self.told: list[Event] = []
-        held: Any = SimpleNamespace(generations=self.generations, images=lambda id: [])
+        held: Any = SimpleNamespace(generations=self.generations, images=self.images)
         reporting: Any = self
         self.writing = Writing(held, None, Counters(), reporting, self.note, self.damaged)
         self.tasks: list[asyncio.Task[None]] = []
+
+    def images(self, id: GenerationId) -> list[Any]:
+        """Those of rank 0 that are here."""
+        slots = self.generations._slots.values()
+        label = SimpleNamespace(rank=0, world=1)
+        return [SimpleNamespace(label=label) for slot in slots if slot.generation == id]
+
+    def own_ranks(self, world: int) -> range:
+        """All of them."""
+        return range(world)
 
     async def note(self, event: Event) -> None:
         """A trainer is told."""

@@ -17,6 +17,7 @@ from holdfast.storage.arenas.messages import (
     Durable,
     Event,
     Flush,
+    FlushFailed,
     Inventory,
     Protected,
     Rebuild,
@@ -31,7 +32,7 @@ from holdfast.storage.keeper.writing import Writing
 from holdfast.storage.training.memory_survey import Meeting
 
 from .keeper_peers import KeeperProcess
-from .keepers import RUN, Held, Job, Memory, SimulatedKeeper, Trainer
+from .keepers import RUN, Held, Job, Memory, SimulatedKeeper, Trainer, step_of
 from .loop import PROCESS
 
 if TYPE_CHECKING:
@@ -161,6 +162,9 @@ class HostKeeper(SimulatedKeeper):
 
     async def tell(self, event: Event) -> None:
         """Trainers of this epoch are told."""
+        is_final = isinstance(event, FlushFailed) and event.final
+        if is_final or isinstance(event, Durable | Voided):
+            self.told_end(event.generation)
         if isinstance(event, Agreed | Voided):
             self.world.awaited.discard((self, event.generation))
         if isinstance(event, Agreed):
@@ -237,10 +241,13 @@ class HostKeeper(SimulatedKeeper):
         if self.alive:
             self.do(self.agreement.look_for_missing)
 
-    def adopt(self, trainer: Trainer, memory: Memory, encoded: bytes) -> None:
+    def adopt(self, trainer: Trainer, memory: Memory, encoded: bytes) -> bool:
         """An image of the keeper before, which may have said that it has parity of it."""
-        super().adopt(trainer, memory, encoded)
+        adopted = super().adopt(trainer, memory, encoded)
         self.adopted |= {held.label.generation for held in self.slots.values() if held.label}
+        if self.alive:
+            self.do(self.writing.handed_over, step_of((0, encoded)))
+        return adopted
 
     def vote(self, label: Label) -> None:
         """An image is sealed."""

@@ -540,6 +540,10 @@ class Hosts(Promises):
             is_of_job = keeper.alive and keeper.host in job.hosts and id.epoch == job.epoch
             if is_of_job and newest is not None and id < newest:
                 return False  # its trainer would wait for ever
+        for trainer in self.trainers:
+            durable = self.told.get("durable", {}).get(trainer.host.name)
+            if trainer.alive and durable is not None and any(id < durable for id in trainer.wanted):
+                return False  # so would it
         kinds = ["agreed", "durable"] + ["guarded"] * bool(job.meeting.groups)
         names = {host.name for host in job.hosts}
         return all(

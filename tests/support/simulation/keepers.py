@@ -21,7 +21,7 @@ from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.arenas.messages import HeldGeneration, Inventory
 from holdfast.storage.keeper.choice import Choice
 from holdfast.storage.keeper.generations import Generations
-from holdfast.storage.keeper.slots import Refusal
+from holdfast.storage.keeper.slots import Reason, Refusal
 from holdfast.storage.keeper.votes import Ballot, Outcome, Vote
 from holdfast.storage.training import memory_survey
 from holdfast.storage.training.epochs import Epochs
@@ -112,6 +112,10 @@ class Trainer:
         self.keeper: SimulatedKeeper | None = None
         self.mapped: dict[int, Memory] = {}
         self.sealed: dict[int, bytes] = {}
+        self.wanted: set[GenerationId] = set()
+        """What it waits for to be in storage."""
+        self.hears: SimulatedKeeper | None = None
+        """Whose word it takes for it."""
         self.task = self.train()
 
     def __str__(self) -> str:
@@ -157,12 +161,19 @@ class Trainer:
             return
         self.world.count("entered", str(self))
         self.mapped, self.sealed = {}, {}
+        wanted, self.wanted = self.wanted, set()
+        self.hears = keeper
         for slot, encoded in sorted(sealed.items(), key=step_of):
             yield
             if not keeper.alive:
                 self.mapped, self.sealed = mapped, sealed
+                self.wanted = wanted
                 return
-            keeper.adopt(self, mapped[slot], encoded)
+            id = step_of((slot, encoded))
+            if keeper.adopt(self, mapped[slot], encoded) and id in wanted:
+                self.wanted.add(id)
+                yield
+                keeper.wish(self, id.step)
         self.keeper = keeper
         self.world.handed_over(self)
 
@@ -184,9 +195,12 @@ class Trainer:
         if self.world.random.random() < self.world.drops:
             keeper.dropped(self, slot)
             return
-        for _ in range(2 if self.world.random.random() < 0.1 else 1):
+        taken = keeper.captured(self, slot, step)
+        if self.world.random.random() < 0.1:
             keeper.captured(self, slot, step)
         if self.wishes and step % FLUSH_EVERY == 0:
+            if taken:
+                self.wanted.add(GenerationId(self.job.epoch, step))
             yield
             keeper.wish(self, step)
 
@@ -242,11 +256,11 @@ class SimulatedKeeper:
         if self.alive:
             self.generations.dropped(slot, trainer.client)
 
-    def captured(self, trainer: Trainer, slot: int, step: int) -> None:
-        """An image is whole: it is sealed from now on, piece by piece."""
+    def captured(self, trainer: Trainer, slot: int, step: int) -> bool:
+        """An image is whole: it is sealed from now on, piece by piece. Whether it is taken."""
         id = GenerationId(trainer.job.epoch, step)
         if not self.alive or not self.generations.is_filling(slot, trainer.client, id):
-            return
+            return False
         self.generations.captured(slot)
         differs = (trainer.job.number, step) in self.world.diverged and trainer.rank == 0
         label = Label(
@@ -263,6 +277,7 @@ class SimulatedKeeper:
             equal={"replicas": "other" if differs else "same"},
         )
         self.tasks.append(self.seal(trainer, slot, self.slots[slot], label))
+        return True
 
     def seal(self, trainer: Trainer, slot: int, held: Held, draft: Label) -> Task:
         """Hash, write the pages, label, tell, vote."""
@@ -298,6 +313,7 @@ class SimulatedKeeper:
         outcome = self.ballot.cast(Vote.of(label))
         if outcome is Outcome.VOID:
             self.generations.void(id)
+            self.told_end(id)
         elif outcome is Outcome.AGREED and self.generations.agreed(id):
             self.world.told_agreed(self, id)
             if id in self.wishes:
@@ -343,6 +359,13 @@ class SimulatedKeeper:
             self.world.committed(labels[0].world, written)
         self.generations.flushed(id)
         self.forget_unheld()
+        self.told_end(id)
+
+    def told_end(self, id: GenerationId) -> None:
+        """Trainers do not wait any longer for this to be in storage."""
+        for trainer in self.world.trainers:
+            if trainer.hears is self:
+                trainer.wanted.discard(id)
 
     def images(self, id: GenerationId) -> list[Held]:
         """Of all ranks, in order."""
@@ -393,22 +416,23 @@ class SimulatedKeeper:
             self.world.count("kept for a service")
         self.world.check_budget(self)
 
-    def adopt(self, trainer: Trainer, memory: Memory, encoded: bytes) -> None:
-        """An image of a keeper that is gone."""
+    def adopt(self, trainer: Trainer, memory: Memory, encoded: bytes) -> bool:
+        """An image of a keeper that is gone; whether it is taken."""
         try:
             label = Label.decode(encoded)
         except DamagedError:
-            return
+            return False
         slot = self.generations.adopt(
             trainer.client, label.generation, label.rank, label.world, label.nbytes
         )
         if isinstance(slot, Refusal):
-            return
+            return slot.reason is Reason.DUPLICATE
         self.slots[slot] = Held(memory, label, encoded)
         trainer.mapped[slot] = memory
         trainer.sealed[slot] = encoded
         self.world.check_budget(self)
         self.tasks.append(self.vote_later(label))
+        return True
 
     def vote_later(self, label: Label) -> Task:
         """For an image that was adopted."""
