@@ -139,6 +139,8 @@ class Lead:
 
     def _note_wanted(self, generation: GenerationId) -> None:
         ended = self._ended
+        if generation.epoch != self._epoch:
+            return
         if ended is None or not ended.final or generation > ended.generation:
             self._wanted.add(generation)
 

@@ -153,12 +153,18 @@ def test_the_lead_keeper_dies_and_another_takes_its_place(run: KeptRun) -> None:
     check(after, after.resumed["step"], "memory", 32)
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("name", ["a", "b"], ids=["the lead keeper", "another keeper"])
-@pytest.mark.parametrize("operations", [1, 3, 5, 7, 9])
+@pytest.mark.parametrize(
+    ("name", "operations"),
+    [
+        pytest.param(name, operations, marks=[] if operations == 5 else [pytest.mark.drill])
+        for name in "ab"
+        for operations in (1, 3, 5, 7, 9)
+    ],
+)
 def test_a_keeper_dies_while_it_writes_to_storage(run: KeptRun, name: str, operations: int) -> None:
-    """After so many operations, each of which takes a while: the keeper that takes its place is
-    handed the images, and asked again for what was to be in storage."""
+    """The lead keeper, or another one, after so many operations, each of which takes a while: the
+    keeper that takes its place is handed the images, and asked again for what was to be in
+    storage."""
     run.environment["HOLDFAST_FILE_FAULTS"] = f"delay:1,delay_s:{DELAY_S}"
     process, _ = run.begin(Job(8, every=4, hosts=HOSTS[:2]), 2)
     wait_until((run.uri / "step-00000008" / "data").exists, 90)

@@ -349,3 +349,27 @@ def test_what_was_ordered_is_waited_for_across_epochs() -> None:
     assert lead.written() == {}
     says(lead, "b", epoch=2, written=Written("attempt", problem="let go"))
     assert lead.written()["b"].problem == "let go"
+
+
+def test_what_waits_at_a_keeper_to_be_written_is_agreed_on() -> None:
+    """The lead keeper before knew that, and has died; later steps are agreed on by now."""
+    lead = begun()
+    says(lead, "b", agreed=id(9), wanted=(id(4),))
+    assert lead.standing().agreed == (id(4), id(9))
+    assert lead.wanted == {id(4)}
+    says(lead, "b", wanted=(id(5, epoch=2),))
+    assert lead.wanted == {id(4)}
+    lead.end(FlushEnd(id(4), "", problem="storage is away", final=False))
+    assert lead.wanted == {id(4)}
+    lead.end(FlushEnd(id(4), "attempt"))
+    assert lead.wanted == frozenset()
+    says(lead, "b", wanted=(id(4),))  # it was on its way
+    assert lead.wanted == frozenset()
+
+
+def test_what_waits_is_forgotten_when_an_epoch_begins() -> None:
+    """Keepers say what still does."""
+    lead = begun()
+    says(lead, "b", wanted=(id(4),))
+    lead.begin(2, NAMES, guards=False)
+    assert lead.wanted == frozenset()

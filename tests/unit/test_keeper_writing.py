@@ -12,7 +12,7 @@ from support.clock import run_virtual
 
 from holdfast.errors import StorageError
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.arenas.messages import Event, Flush, FlushFailed
+from holdfast.storage.arenas.messages import Durable, Event, Flush, FlushFailed
 from holdfast.storage.keeper import writing
 from holdfast.storage.keeper.generations import Generations
 from holdfast.storage.keeper.slots import Grant
@@ -39,6 +39,7 @@ class Waiting:
     name = "b"
     leads = False
     is_alone = False
+    ranks = 1
 
     def __init__(self) -> None:
         self.generations = Generations(10_000, SLOTS)
@@ -57,7 +58,7 @@ class Waiting:
 
     def own_ranks(self, world: int) -> range:
         """All of them."""
-        return range(world)
+        return range(self.ranks)
 
     async def note(self, event: Event) -> None:
         """A trainer is told."""
@@ -151,5 +152,61 @@ def test_an_end_that_is_not_final_ends_nothing_else() -> None:
         end = FlushEnd(GenerationId(0, 4), "attempt 4", problem="storage is away", final=False)
         await waiting.follow(ended=end)
         assert waiting.reads() == [4, 8]
+
+    run_virtual(body())
+
+
+def test_who_asks_again_for_what_has_ended_is_told_how() -> None:
+    """The line of a trainer was cut meanwhile, or its keeper has died."""
+
+    async def body() -> None:
+        waiting = Waiting()
+        end = FlushEnd(GenerationId(0, 8), "attempt 8", 100)
+        await waiting.follow(ended=end)
+        waiting.told.clear()
+        await waiting.want(4)
+        assert waiting.failed() == [4]
+        waiting.told.clear()
+        await waiting.want(8)
+        assert waiting.told == [Durable(GenerationId(0, 8), "attempt 8", 100)]
+        assert waiting.reads() == []
+        await waiting.want(12)
+        assert waiting.reads() == [12]
+
+    run_virtual(body())
+
+
+def test_who_asks_again_for_what_waits_changes_nothing() -> None:
+    """It is kept for that once, and given back once."""
+
+    async def body() -> None:
+        waiting = Waiting()
+        await waiting.want(4)
+        waiting.writing.want(GenerationId(0, 4), Flush(4, "storage"))
+        await waiting.settle()
+        assert waiting.writing.waiting(0) == (GenerationId(0, 4),)
+        await waiting.follow(ended=FlushEnd(GenerationId(0, 4), "attempt 4", 100))
+        assert waiting.reads() == []
+
+    run_virtual(body())
+
+
+def test_what_is_not_handed_over_whole_is_not_waited_for() -> None:
+    """One rank of this host has nothing of it, and has gone on: what the keeper before had is lost."""
+
+    async def body() -> None:
+        waiting = Waiting()
+        assert waiting.generations.enter(2, 1, 0, None) is None
+        waiting.ranks = 2
+        id = GenerationId(0, 4)
+        assert isinstance(waiting.generations.adopt(1, id, 0, 2, 100), int)
+        assert waiting.generations.agreed(id)
+        waiting.writing.want(id, Flush(4, "storage"))
+        await waiting.settle()
+        assert waiting.told == []
+        assert waiting.reads() == []
+        assert isinstance(waiting.generations.fill(2, 1, 5, 100, 2), Grant)
+        await waiting.follow()
+        assert waiting.failed() == [4]
 
     run_virtual(body())

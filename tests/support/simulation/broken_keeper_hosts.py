@@ -21,7 +21,7 @@ from holdfast.storage.training.epochs import Epochs
 from . import keeper_peers
 from .breaking import Broken, Patch, listed_in
 from .broken_keepers import contradicting, one_missing
-from .keeper_host import HostJob, HostKeeper
+from .keeper_host import HostJob, HostKeeper, HostTrainer
 from .keeper_hosts import Hosts
 from .keepers import Held, Record
 
@@ -96,6 +96,25 @@ def _told_nothing() -> Iterator[Patch]:
         return said if self.reporting.leads else replace(said, told=None)
 
     yield Agreement, "report", report
+
+
+@broken("a keeper tells the next lead keeper nothing of what waits for it")
+def _waits_in_silence() -> Iterator[Patch]:
+    real = Agreement.report
+    yield Agreement, "report", lambda self: replace(real(self), wanted=())
+
+
+@broken("what a keeper is handed is not written to where it was to be")
+def _asked_once() -> Iterator[Patch]:
+    real = HostKeeper.wish
+    first = set[tuple[HostTrainer, int]]()
+
+    def wish(self: HostKeeper, trainer: HostTrainer, step: int) -> None:
+        if (trainer, step) not in first:
+            first.add((trainer, step))
+            real(self, trainer, step)
+
+    yield HostKeeper, "wish", wish
 
 
 @broken("what a new lead keeper has not heard of is void")

@@ -172,7 +172,9 @@ class HostKeeper(SimulatedKeeper):
         elif isinstance(event, Protected):
             self.world.told_guarded(self, event.generation)
         elif isinstance(event, Durable):
-            self.world.told.setdefault("durable", {})[self.host.name] = event.generation
+            durable = self.world.told.setdefault("durable", {})
+            newest = durable.get(self.host.name, event.generation)
+            durable[self.host.name] = max(newest, event.generation)
 
     def enter(self, trainer: Trainer) -> Refusal | None:
         """A trainer goes on in the epoch of its job."""

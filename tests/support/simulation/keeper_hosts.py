@@ -27,13 +27,15 @@ from holdfast.storage.training.memory_survey import GuardOption, InMemory, Struc
 from .keeper_host import STATE_NBYTES, Host, HostJob, HostKeeper, HostTrainer
 from .keeper_peers import KeeperProcess, installed
 from .keeper_promises import Promise, Promises
-from .keepers import PIECES, State, Task, Violation
+from .keepers import PIECES, State, Task, Violation, step_of
 from .loop import PROCESS, Deadlock, SimLoop
 
 __all__ = ["Hosts", "run_seed"]
 
 TURNS = 2500
 CALM_TURNS = 20000
+RESTS_AFTER = 200
+NEVER = GenerationId(-1, -1)
 LOOKED_AFTER = 10
 """Whether all is well is found out after so many turns."""
 HOSTS_MAX = 5
@@ -433,6 +435,7 @@ class Hosts(Promises):
                     else:
                         self.turn()
                 self.calm()
+                self.rest()
             finally:
                 self.end()
 
@@ -512,6 +515,64 @@ class Hosts(Promises):
             if turn % LOOKED_AFTER == 0 and self.is_well():
                 return
         raise Violation(f"nothing comes of it in {CALM_TURNS} turns: {self.told}")
+
+    def rest(self) -> None:
+        """Storage is away for a while, and a step is on its way there; then nobody trains any more,
+        and a keeper dies. The step comes to storage all the same, and nobody waits for what does
+        not."""
+        self.flush_fails = 1.0
+        for _ in range(self.random.randint(RESTS_AFTER, 2 * RESTS_AFTER)):
+            self.turn()
+        for turn in range(TURNS):
+            id = self.on_its_way() if turn % LOOKED_AFTER == 0 else None
+            if id is not None:
+                break
+            self.turn()
+        else:
+            return  # there is not enough memory for so many steps
+        self.flush_fails = 0.0
+        self.rests = True
+        self.count("rests", str(id))
+        job = self.running
+        assert job is not None
+        host = self.random.choice(job.hosts)
+        self.kill_keeper(host)
+        for turn in range(CALM_TURNS):
+            self.turn()
+            durable = self.told.get("durable", {})
+            is_there = all(durable.get(host.name, NEVER) >= id for host in job.hosts)
+            if turn % LOOKED_AFTER == 0 and is_there and not self.waits_for_storage():
+                return
+        waiting = {str(trainer): trainer.wanted for trainer in self.trainers}
+        raise Violation(f"{id} does not come to storage, or is waited for: {durable}, {waiting}")
+
+    def on_its_way(self) -> GenerationId | None:
+        """The newest step that trainers wait for to be in storage, and that is agreed on."""
+        job = self.running
+        trainers = [trainer for trainer in self.trainers if trainer.job is job and trainer.alive]
+        if job is None or job is not self.job or len(trainers) < job.world:
+            return None
+        id = max(trainers[0].wanted, default=None)
+        if id is None:
+            return None
+        for trainer in trainers:
+            is_here = id in map(step_of, trainer.sealed.items())
+            if not is_here or not trainer.host.keeper.generations.is_agreed(id):
+                return None
+            if trainer.wishes and id not in trainer.wanted:
+                return None
+        return id
+
+    def waits_for_storage(self) -> bool:
+        """Whether any trainer waits for a step that is agreed on."""
+        job = self.running
+        assert job is not None
+        return any(
+            host.keeper.generations.is_agreed(id)
+            for trainer in self.trainers
+            for id in trainer.wanted
+            for host in job.hosts
+        )
 
     def has_room(self, host: Host) -> bool:
         """Whether there is memory for three steps of the job that runs, beside what is there of the

@@ -132,6 +132,8 @@ class Trainer:
             yield
             if self.keeper is None or not self.keeper.alive:
                 yield from self.connect()
+            if self.world.rests:
+                continue
             if self.step > min(other.step for other in self.job.trainers):
                 continue
             self.step += 1
@@ -460,6 +462,8 @@ class Record:
         self.random = random.Random(seed)
         self.is_service = seed % 4 == 2
         """Whether what keeps a keeper's memory starts it anew."""
+        self.rests = False
+        """Whether nobody trains any more."""
         self.counts: Counter[str] = Counter()
         self.lineage: dict[int, int] = {}
         self.storage: dict[int, int] = {}
