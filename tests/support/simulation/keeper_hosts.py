@@ -65,6 +65,7 @@ class Hosts(Promises):
         self.loses = draw.choice([0.0, 0.1])
         self.doubles = draw.choice([0.0, 0.1])
         self.slow_memory = 0.3 * (seed % 2 == 0)
+        self.rests_after = seed % 3 == 0
         self.fault_rate = draw.choice([0.002, 0.005, 0.01])
         self.seal_weight = draw.choice([1.0, 3.0])
         self.work_weight = draw.choice([1.0, 3.0])
@@ -435,7 +436,8 @@ class Hosts(Promises):
                     else:
                         self.turn()
                 self.calm()
-                self.rest()
+                if self.rests_after:
+                    self.rest()
             finally:
                 self.end()
 
