@@ -196,6 +196,10 @@ class Arena:
     async def fill(self, step: int, nbytes: int) -> FillingSlot | None:
         """A slot for an image of this epoch; None where there is none: :attr:`problem` says
         why."""
+        if self.is_open and self._reopening is not None and not self._reopening.done():
+            # A rank that has gone on has nothing earlier, as far as a keeper can tell.
+            self.problem = "the next keeper has yet to be handed what there is"
+            return None
         within_s = _MAKING_SHARE * self._deadline_s
         answer = await self._try(Fill(step, nbytes, within_s), Filled)
         if answer is None:

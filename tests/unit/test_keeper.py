@@ -353,6 +353,42 @@ def test_a_step_that_goes_to_storage_is_waited_for_where_a_line_is_cut(tmp_path:
     assert [KeeperLost in map(type, one.events) for one in told] == [True, True]
 
 
+def test_no_step_is_kept_before_the_next_keeper_has_been_handed_what_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To a keeper, a rank that has gone on has nothing earlier any more: what it hands over late, and
+    others wait for, would be given up."""
+    told = Told()
+
+    async def body() -> None:
+        goes_on = asyncio.Event()
+        entered = asyncio.Event()
+
+        async with kept() as (_, folder), trainer(folder) as arena:
+            await arena.enter(Enter(0, None))
+            await capture(arena, 1, told)
+            await told.until(Sealed)
+            enter = arena.enter
+
+            async def slowly(enters: Enter) -> bool:
+                found = await enter(enters)
+                entered.set()
+                await goes_on.wait()
+                return found
+
+            monkeypatch.setattr(arena, "enter", slowly)
+            await cut(arena)
+            await entered.wait()
+            assert await arena.fill(2, 8192) is None
+            assert arena.problem == "the next keeper has yet to be handed what there is"
+            goes_on.set()
+            assert arena._reopening is not None
+            await arena._reopening
+            await capture(arena, 3, told)
+
+    run(body)
+
+
 def test_a_step_that_goes_to_storage_is_not_waited_for_where_no_keeper_comes(
     tmp_path: Path,
 ) -> None:
