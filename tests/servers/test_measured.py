@@ -66,7 +66,7 @@ def test_a_peer_saves_to_a_server_and_is_checked(
     shares = {phase["name"]: phase["share"] for phase in found["phases"]}
     assert shares["save: DCP, s3fs"] > 0
     assert shares["load: DCP, s3fs"] > 0
-    assert found["invalid"]["load: DCP, s3fs"] == ["only 1 rounds"]
+    assert found["invalid"]["load: DCP, s3fs"][-1] == "only 1 rounds"  # and too short, where it is
     assert keys_at(s3_url) == []
 
 

@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,22 +30,31 @@ RACE_S = 2.0
 WAIT_S = 20.0
 STATE = {"w": torch.arange(50_000.0), "step": 3}
 IN_OPEN = 0x20
+EVENT = struct.Struct("iIII")
+"""Of inotify; the name follows."""
 
 
 class Watch:
-    """Tells whether anybody has opened something in a folder."""
+    """Tells what anybody has opened in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self.fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         assert self._libc.inotify_add_watch(self.fd, os.fsencode(folder), IN_OPEN) >= 0
 
-    def opened(self) -> bool:
-        """Since the last call."""
+    def opened(self) -> list[str]:
+        """Since the last call; "" is the folder itself."""
+        assert os.readlink(f"/proc/self/fd/{self.fd}") == "anon_inode:inotify"
         try:
-            return bool(os.read(self.fd, 1 << 16))
+            events = os.read(self.fd, 1 << 16)
         except BlockingIOError:
-            return False
+            return []
+        names = []
+        while events:
+            _, _, _, nbytes = EVENT.unpack_from(events)
+            names.append(os.fsdecode(events[EVENT.size : EVENT.size + nbytes].rstrip(b"\0")))
+            events = events[EVENT.size + nbytes :]
+        return names
 
 
 @pytest.fixture
@@ -54,9 +64,9 @@ def outside(tmp_path: Path) -> Iterator[tuple[Path, Watch]]:
     folder.mkdir()
     (folder / "file").write_bytes(b"secret")
     watch = Watch(folder)
-    assert not watch.opened()
+    assert watch.opened() == []
     (folder / "file").read_bytes()
-    assert watch.opened(), "it sees what is opened"
+    assert watch.opened() == ["file"]
     yield folder, watch
     os.close(watch.fd)
 
@@ -175,7 +185,7 @@ def test_an_impostor_is_neither_followed_nor_waited_for(
         watch.opened()
         for read in readers(root, itertools.count()):
             within(read)
-        assert not watch.opened()
+        assert watch.opened() == []
         put_back(files[which], folder)
     assert torch.equal(holdfast.load(root)["w"], STATE["w"])
 
@@ -212,7 +222,7 @@ def test_files_that_are_exchanged_while_they_are_read_are_not_followed(
         stop.set()
         attacker.join()
     assert next(rounds) > 10
-    assert not watch.opened()
+    assert watch.opened() == []
     assert torch.equal(holdfast.load(root)["w"], STATE["w"])
 
 
