@@ -77,7 +77,8 @@ class Writing:
         again, maybe for what waits already, or has ended."""
         if generation in self._parts or self.handed_over(generation):
             return
-        if self._ended is not None and self._ended.final and generation < self._ended.generation:
+        over = self._over
+        if over is not None and generation < over.generation:
             self._run_later(self._fail([generation], _OVERTAKEN))
             return
         self._wanted[generation] = request
@@ -87,11 +88,17 @@ class Writing:
     def handed_over(self, generation: GenerationId) -> bool:
         """A trainer whose line was cut is here again, with this generation. Whether it is the one
         whose flush has ended last: trainers are told again, since this one may have missed it."""
-        ended = self._ended
-        if ended is None or not ended.final or generation != ended.generation:
+        over = self._over
+        if over is None or generation != over.generation:
             return False
-        self._run_later(self._say(ended))
+        self._run_later(self._say(over))
         return True
+
+    @property
+    def _over(self) -> FlushEnd | None:
+        """The newest end, unless what has failed is tried again."""
+        ended = self._ended
+        return ended if ended is not None and ended.final else None
 
     def agreed(self, generation: GenerationId) -> bool:
         """A generation is agreed on: write it to where it is wanted. It is kept for that from now
@@ -147,10 +154,9 @@ class Writing:
         that was agreed on late may have ended before."""
         order = None if self._order is None else self._order.generation
         await self._fail_parts([id for id in sorted(self._parts)[:-1] if id != order], _REPLACED)
-        ended = self._ended
-        is_old = ended is not None and any(id <= ended.generation for id in self._parts)
-        if ended is not None and ended.final and is_old:
-            await self._tell_end(ended)
+        over = self._over
+        if over is not None and any(id <= over.generation for id in self._parts):
+            await self._tell_end(over)
         await self._reporting.tell()
 
     def waiting(self, epoch: int) -> tuple[GenerationId, ...]:

@@ -133,10 +133,9 @@ class Keeping:
         """What is to be in storage may yet come there, by the next keeper."""
         error = SaveError(f"not kept in memory: {event.text}")
         self._is_local(error)
+        self._unprotected(error)
         if self.storage is None:
             self._fail(error)
-        else:
-            self._unprotected(error)
 
     def _fail(self, error: SaveError) -> None:
         self._unprotected(error)

@@ -35,7 +35,9 @@ __all__ = ["Hosts", "run_seed"]
 TURNS = 2500
 CALM_TURNS = 20000
 RESTS_AFTER = 200
+"""Storage is away for so many turns before nobody trains any more; twice as many at most."""
 NEVER = GenerationId(-1, -1)
+"""Before all others."""
 LOOKED_AFTER = 10
 """Whether all is well is found out after so many turns."""
 HOSTS_MAX = 5
@@ -65,7 +67,7 @@ class Hosts(Promises):
         self.loses = draw.choice([0.0, 0.1])
         self.doubles = draw.choice([0.0, 0.1])
         self.slow_memory = 0.3 * (seed % 2 == 0)
-        self.rests_after = seed % 3 == 0
+        self.rests_at_end = seed % 3 == 0
         self.fault_rate = draw.choice([0.002, 0.005, 0.01])
         self.seal_weight = draw.choice([1.0, 3.0])
         self.work_weight = draw.choice([1.0, 3.0])
@@ -436,7 +438,7 @@ class Hosts(Promises):
                     else:
                         self.turn()
                 self.calm()
-                if self.rests_after:
+                if self.rests_at_end:
                     self.rest()
             finally:
                 self.end()
