@@ -31,7 +31,9 @@ Keys below a checkpoint's root::
 6. The leader puts the manifest: atomically, durably. Then it looks for the prune lock. A pruning
    puts the lock, and then checks that the manifest is still the one to be deleted. So one of the
    two sees the other: the pruning leaves the manifest alone, or the leader waits until the pruning
-   is over, and puts its manifest again if it is gone.
+   is over. Then it reads the manifest back, and puts it again if it is gone or still the one from
+   before: a pruning took it, or the storage acknowledged a put that it did not keep. After the
+   third put the save fails.
 7. *settle*: once all ranks know the outcome, the leader deletes the marker: from now on it does not
    put its manifest again. The attempt that the manifest named before is deleted too, if it was
    settled before step 6. Otherwise its leader may be putting its manifest once more, since an
@@ -76,8 +78,9 @@ from ...errors import (
     InvisibleFilesError,
     NotFoundError,
     StorageError,
+    UnsupportedFormatError,
 )
-from ..format.manifest import MANIFEST_KEY, Manifest, image_key
+from ..format.manifest import MANIFEST_KEY, Manifest, attempt_in, image_key
 from ..runtime.engine import offload
 from . import limits
 from .attempt import (
@@ -108,6 +111,9 @@ __all__ = [
     "is_settled",
     "settle",
 ]
+
+_PUTS = 3
+"""The number of puts of the manifest after which a save gives up on the storage."""
 
 _log = logging.getLogger(__name__)
 
@@ -236,45 +242,71 @@ async def commit(
     async def now_s() -> float:
         return (await driver.stat(attempt.record_key)).modified_s
 
+    before: str | None
     obsolete: Attempt | None
-    *_, obsolete = await side_by_side(
+    *_, (before, obsolete) = await side_by_side(
         check_marker(driver, attempt),
         check_images(driver, manifest),
-        check_range_reads(driver, attempt.record_key, record),
-        _obsolete(driver, attempt, now_s),
+        _check_record(driver, attempt, record),
+        _replaced(driver, attempt, now_s),
     )
     putting()
-    await driver.put(MANIFEST_KEY, data)
-    if not await _is_kept(driver, now_s):
-        await driver.put(MANIFEST_KEY, data)  # a pruning that begins now sees this one
-    return obsolete
+    for _ in range(_PUTS):
+        await driver.put(MANIFEST_KEY, data)
+        await wait_for_prunings(driver, now_s)
+        if await _is_kept(driver, data, {before, attempt.id}):
+            return obsolete
+    raise _not_kept(driver, MANIFEST_KEY, "the manifest")
 
 
-async def _obsolete(
+async def _check_record(driver: Driver, attempt: Attempt, record: bytes) -> None:
+    """Read the commit record back. Raises StorageError where the storage does not have it, or
+    cannot return it in ranges."""
+    try:
+        await check_range_reads(driver, attempt.record_key, record)
+    except NotFoundError as error:
+        await check_marker(driver, attempt)
+        raise _not_kept(driver, attempt.record_key, "the commit record") from error
+
+
+def _not_kept(driver: Driver, key: str, what: str) -> StorageError:
+    return StorageError(
+        f"the storage acknowledged {what} and does not return it",
+        uri=driver.uri,
+        key=key,
+        advice="Is there a cache or a gateway in between? holdfast drivers --check URI tells more.",
+    )
+
+
+async def _replaced(
     driver: Driver, attempt: Attempt, now_s: Callable[[], Awaitable[float]]
-) -> Attempt | None:
-    """The attempt that is the checkpoint until ``attempt`` is, if it can be deleted then, because
-    its leader does not put its manifest again, not even after that of ``attempt``."""
+) -> tuple[str | None, Attempt | None]:
+    """Return the id of the attempt that is the checkpoint until ``attempt`` is; and that attempt,
+    if it can be deleted then, because its leader does not put its manifest again, not even after
+    that of ``attempt``."""
     before = None
     with contextlib.suppress(DamagedError):
         before = await current_attempt(driver)
     if before is None or before == attempt.id:
-        return None
+        return before, None
     obsolete = Attempt(before)
     if await is_settled(driver, obsolete, now_s):
-        return obsolete
-    return None
+        return before, obsolete
+    return before, None
 
 
-async def _is_kept(driver: Driver, now_s: Callable[[], Awaitable[float]]) -> bool:
-    """Whether the manifest that was just put is there once no pruning runs that may have missed
-    it."""
-    await wait_for_prunings(driver, now_s)
+async def _is_kept(driver: Driver, data: bytes, superseded_ids: set[str | None]) -> bool:
+    """Return whether the storage shows the manifest ``data``, which was just put, or one that
+    another save has put since: of an attempt that is not among ``superseded_ids``."""
     try:
-        await driver.stat(MANIFEST_KEY)
-    except NotFoundError:
+        shown = await driver.get(MANIFEST_KEY)
+        if shown == data:
+            return True
+        return await offload(attempt_in, shown) not in superseded_ids
+    except (NotFoundError, DamagedError):
         return False
-    return True
+    except UnsupportedFormatError:
+        return True  # a save of a newer release
 
 
 async def settle(driver: Driver, attempt: Attempt) -> None:

@@ -73,18 +73,16 @@ async def check_range_reads(driver: Driver, key: str, data: bytes) -> None:
     """Read ``data``, which is the whole object ``key``, as one range that covers it and as one that
     does not.
 
-    Raises StorageError where a read fails or returns other bytes. Does nothing where the object no
-    longer exists.
+    Raises StorageError where a read fails or returns other bytes, NotFoundError where there is no
+    such object.
     """
 
     async def read(start: int, stop: int) -> None:
         into = bytearray(stop - start)
         try:
             await driver.read(key, start, memoryview(into))
-        except NotFoundError:
-            return
         except (StorageError, CheckpointError) as error:
-            if error.temporary:
+            if error.temporary or isinstance(error, NotFoundError):
                 raise
             raise _unreadable(driver, key, start, stop, error.message) from error
         if into != data[start:stop]:

@@ -137,7 +137,7 @@ def hangs_at(n: int, deadline: Deadline) -> Iterator[float | None]:
 def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operation of a save in turn takes ten minutes: the save fails, and leaves nothing; but
     where it was the put of the manifest, which may turn out to be done, or the look whether
-    somebody prunes, after it. What hangs then does not fail it."""
+    somebody prunes and whether it is there, after it. What hangs then does not fail it."""
     clean_up_within(monkeypatch, 0.2)
 
     async def run() -> tuple[Any, list[str], str]:
@@ -155,7 +155,7 @@ def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> N
         return
     assert isinstance(outcome, DeadlineError)
     if "manifest.safetensors" in keys:
-        assert hung == "stat"
+        assert hung in ("stat", "get")
     elif hung == "put" and keys:
         assert [key.partition("/")[0] for key in keys] == [
             "data"

@@ -222,3 +222,88 @@ def test_a_save_by_the_public_call_is_refused_too(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(holdfast.StorageError, match="although its key is taken"):
         holdfast.save("careless://fitness-public/run", {"weights": torch.arange(1000.0)})
     assert STORES["fitness-public"] == {}
+
+
+class Forgetful(MemoryDriver):
+    """Acknowledges puts that it does not keep: the next ``times`` ones to keys that end with
+    ``suffix``. ``keeps`` returns what it keeps of one instead; None: nothing."""
+
+    def __init__(
+        self,
+        suffix: str,
+        times: int,
+        keeps: Callable[[bytes], bytes | None] = lambda data: None,
+    ) -> None:
+        super().__init__()
+        self.suffix, self.times, self.keeps = suffix, times, keeps
+
+    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+        if key.endswith(self.suffix) and self.times:
+            self.times -= 1
+            kept = self.keeps(data)
+            if kept is None:
+                return
+            data = kept
+        await super().put(key, data, exclusive=exclusive)
+
+
+DAMAGED = {
+    "nothing": lambda data: None,
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "other bytes": lambda data: bytes(len(data)),
+    "a web page": lambda data: b"<!doctype html><title>hello</title>",
+}
+
+
+@pytest.mark.parametrize("kept", DAMAGED)
+@pytest.mark.parametrize("before", [False, True], ids=["the first save", "a later save"])
+def test_a_manifest_that_is_not_kept_is_put_again(before: bool, kept: str) -> None:
+    """The storage acknowledged it; the save looks, also where another manifest is still there."""
+    storage = Forgetful(MANIFEST_KEY, 0, DAMAGED[kept])
+    if before:
+        run(save(storage, OLD))
+    storage.times = 1
+    run(save(storage, NEW))
+    assert difference(loaded(storage), NEW) is None
+
+
+@pytest.mark.parametrize("kept", DAMAGED)
+@pytest.mark.parametrize("before", [False, True], ids=["the first save", "a later save"])
+def test_a_storage_that_never_keeps_the_manifest_fails_the_save(before: bool, kept: str) -> None:
+    """The error says so. A save after that, when the storage keeps what it acknowledges, works."""
+    storage = Forgetful(MANIFEST_KEY, 0, DAMAGED[kept])
+    if before:
+        run(save(storage, OLD))
+    storage.times = 1000
+    with pytest.raises(holdfast.StorageError, match="acknowledged the manifest") as caught:
+        run(save(storage, NEW))
+    assert caught.value.key == MANIFEST_KEY
+    if before and kept == "nothing":
+        assert difference(loaded(storage), OLD) is None
+    storage.times = 0
+    run(save(storage, NEW))
+    assert difference(loaded(storage), NEW) is None
+
+
+def test_a_manifest_that_another_save_has_replaced_was_kept() -> None:
+    """One that committed later, before the first one looked: neither puts its manifest again."""
+    storage = MemoryDriver()
+    later: list[bytes] = []
+
+    async def after(operation: str, key: str) -> None:
+        if operation == "put" and key == MANIFEST_KEY and not later:
+            later.append(b"")
+            await save(storage, NEW)
+            later[0] = await storage.get(MANIFEST_KEY)
+
+    run(save(HookedDriver(storage, after=after), OLD))
+    assert run(storage.get(MANIFEST_KEY)) == later[0]
+
+
+def test_a_commit_record_that_is_not_kept_fails_the_save() -> None:
+    """Without one, a later save could delete this one's data while it commits."""
+    storage = Forgetful("/fate", 1)
+    with pytest.raises(holdfast.StorageError, match="acknowledged the commit record"):
+        run(save(storage, OLD))
+    assert MANIFEST_KEY not in run(contents(storage))

@@ -4,7 +4,7 @@ came between the two."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -39,17 +39,22 @@ def putting_again(storage: MemoryDriver, meanwhile: Callable[[], Awaitable[Any]]
     return HookedDriver(storage, after=after)
 
 
+def is_look(done: Sequence[tuple[str, str]]) -> bool:
+    """Whether the last of these operations of a saver read the manifest that it had put."""
+    return ("put", MANIFEST_KEY) in done and done[-1] == ("get", MANIFEST_KEY)
+
+
 def dying_unsettled(storage: MemoryDriver) -> HookedDriver:
     """A saver's way to ``storage``, which is gone when the manifest has been put, and seen."""
-    over = False
+    done: list[tuple[str, str]] = []
 
     async def before(operation: str, key: str) -> None:
-        if over:
+        if is_look(done):
             raise holdfast.StorageDownError("injected")
 
     async def after(operation: str, key: str) -> None:
-        nonlocal over
-        over = (operation, key) == ("stat", MANIFEST_KEY)
+        if not is_look(done):
+            done.append((operation, key))
 
     return HookedDriver(storage, before, after)
 
@@ -85,6 +90,33 @@ def test_a_save_that_cleans_up_after_the_second_deletes_nothing_that_is_named_ag
     async def both() -> None:
         replaced, settled, later = asyncio.Event(), asyncio.Event(), []
 
+        done: list[tuple[str, str]] = []
+
+        async def linger(operation: str, key: str) -> None:
+            done.append((operation, key))
+            if is_look(done):
+                replaced.set()
+                await settled.wait()
+
+        async def meanwhile() -> None:
+            later.append(asyncio.create_task(save(HookedDriver(storage, after=linger), LAST)))
+            await replaced.wait()
+
+        await save(putting_again(storage, meanwhile), NEW)
+        settled.set()
+        await later[0]
+
+    run(both())
+    assert difference(NEW, loaded(storage)) is None
+
+
+def test_a_put_that_is_repeated_before_the_other_looks_gives_way() -> None:
+    """The other one finds the manifest that it has replaced, and puts its own again."""
+    storage = with_old()
+
+    async def both() -> None:
+        replaced, settled, later = asyncio.Event(), asyncio.Event(), []
+
         async def linger(operation: str, key: str) -> None:
             if (operation, key) == ("put", MANIFEST_KEY):
                 replaced.set()
@@ -99,7 +131,7 @@ def test_a_save_that_cleans_up_after_the_second_deletes_nothing_that_is_named_ag
         await later[0]
 
     run(both())
-    assert difference(NEW, loaded(storage)) is None
+    assert difference(LAST, loaded(storage)) is None
 
 
 @pytest.mark.parametrize("grace_over", [False, True])

@@ -38,22 +38,22 @@ MUTANTS = [
     Mutant(
         says="commit: the commit record is not read back",
         file="storage/protocol/commit.py",
-        old="    *_, obsolete = await side_by_side(check_marker(driver, attempt), check_images(driver, manifest), check_range_reads(driver, attempt.record_key, record), _obsolete(driver, attempt, now_s))\n",
-        new="    *_, obsolete = await side_by_side(check_marker(driver, attempt), check_images(driver, manifest), _obsolete(driver, attempt, now_s))\n",
+        old="    *_, (before, obsolete) = await side_by_side(check_marker(driver, attempt), check_images(driver, manifest), _check_record(driver, attempt, record), _replaced(driver, attempt, now_s))\n",
+        new="    *_, (before, obsolete) = await side_by_side(check_marker(driver, attempt), check_images(driver, manifest), _replaced(driver, attempt, now_s))\n",
         tests="tests/unit/test_storage_preflight.py::test_a_storage_that_cannot_answer_ranges_fails_the_save_and_not_the_load",
     ),
     Mutant(
         says="commit: putting() after the put (attempt is deleted though its manifest may be there)",
         file="storage/protocol/commit.py",
-        old=("    putting()\n    await driver.put(MANIFEST_KEY, data)\n"),
-        new=("    await driver.put(MANIFEST_KEY, data)\n    putting()\n"),
+        old="    putting()\n    for _ in range(_PUTS):\n        await driver.put(MANIFEST_KEY, data)\n",
+        new="    for _ in range(_PUTS):\n        await driver.put(MANIFEST_KEY, data)\n        putting()\n",
         tests="tests/unit/test_storage_atomicity.py::test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint",
     ),
     Mutant(
         says="commit: no check of the marker after the commit record",
         file="storage/protocol/commit.py",
-        old="    *_, obsolete = await side_by_side(check_marker(driver, attempt), check_images(driver, manifest), check_range_reads(driver, attempt.record_key, record), _obsolete(driver, attempt, now_s))\n",
-        new="    *_, obsolete = await side_by_side(check_images(driver, manifest), check_range_reads(driver, attempt.record_key, record), _obsolete(driver, attempt, now_s))\n",
+        old="    *_, (before, obsolete) = await side_by_side(check_marker(driver, attempt), check_images(driver, manifest), _check_record(driver, attempt, record), _replaced(driver, attempt, now_s))\n",
+        new="    *_, (before, obsolete) = await side_by_side(check_images(driver, manifest), _check_record(driver, attempt, record), _replaced(driver, attempt, now_s))\n",
         tests="tests/unit/test_storage_atomicity.py::test_a_save_that_was_overtaken_is_told_so_and_changes_nothing",
     ),
     Mutant(
@@ -76,12 +76,16 @@ MUTANTS = [
     Mutant(
         says="commit: manifest gone by a pruning is not put again",
         file="storage/protocol/commit.py",
-        old=(
-            "    if not await _is_kept(driver, now_s):\n"
-            "        await driver.put(MANIFEST_KEY, data)\n"
-        ),
-        new="    await _is_kept(driver, now_s)\n",
+        old="        if await _is_kept(driver, data, {before, attempt.id}):\n            return obsolete\n",
+        new="        return obsolete\n",
         tests="tests/simulation/test_turns.py::test_a_save_is_not_deleted_by_a_pruning_that_began_before_it",
+    ),
+    Mutant(
+        says="commit: the manifest of the checkpoint before counts as the one that was put",
+        file="storage/protocol/commit.py",
+        old="        if await _is_kept(driver, data, {before, attempt.id}):\n",
+        new="        if await _is_kept(driver, data, {attempt.id}):\n",
+        tests="tests/unit/test_storage_preflight.py::test_a_storage_that_never_keeps_the_manifest_fails_the_save",
     ),
     Mutant(
         says="delete_manifest: no second look after the lock",
