@@ -80,7 +80,10 @@ def in_new_thread(body: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=run_body, name="holdfast-call", daemon=True)
     _threads.add(thread)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending, and starts no more threads
+        run_body()
 
 
 def _wait_for_threads() -> None:

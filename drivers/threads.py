@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 from ..core.aio import wait_out
+from ..core.pool import Pool
 from ..errors import StorageDownError, StorageError
 
 __all__ = ["OperationThreads", "Threads"]
@@ -25,7 +26,7 @@ class Threads:
     """At most ``count`` threads, started when they are first needed. ``uri`` is for messages."""
 
     def __init__(self, count: int, *, uri: str) -> None:
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix="holdfast-io")
+        self._pool = Pool(count, "holdfast-io")
         self._uri = uri
         self._running: set[Future[Any]] = set()
         self._closed = False

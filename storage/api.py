@@ -26,7 +26,7 @@ from .operations.start_save import Destination, begin_save, step_of_state
 from .operations.telemetry import Telemetry
 from .ranks.process_group import Group, acting_in
 from .runtime.buffers import release_pools
-from .runtime.engine import check_may_wait
+from .runtime.engine import check_may_wait, interrupt
 from .runtime.progress import ProgressCallback
 from .state.default import Default
 from .state.lazy import fence
@@ -111,7 +111,7 @@ def save(
     try:
         handle.wait()
     except KeyboardInterrupt:
-        future.cancel()
+        interrupt(future)
         raise
     assert handle.report is not None
     return handle.report
@@ -173,7 +173,7 @@ def async_save(
         try:
             handle.captured.wait()
         except KeyboardInterrupt:
-            future.cancel()
+            interrupt(future)
             raise
     return handle
 

@@ -14,7 +14,6 @@ import logging
 import os
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
 from urllib.parse import unquote
@@ -23,6 +22,7 @@ from weakref import WeakSet
 import numpy as np
 
 from ...core.aio import side_by_side, to_the_end
+from ...core.pool import Pool
 from ...core.units import ceil_div
 from ...errors import (
     DamagedError,
@@ -108,9 +108,7 @@ class ObjectDriver(Driver):
         )
         self._threads = Threads(4, uri=self.uri)
         # Not daemons: the interpreter must not end while a thread is within obstore.
-        self._readers = ThreadPoolExecutor(
-            self._settings.concurrency, thread_name_prefix="holdfast-read"
-        )
+        self._readers = Pool(self._settings.concurrency, "holdfast-read")
         self._rooms = Rooms(_PIECE_NBYTES)
         self._connections = Connections(self.uri, self._connect, self._threads)
         self._container_seen = False

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...core.pool import is_exiting
 from ...planner.loading import LoadPlan, Targets
 from ...planner.sharing import Sharing, WantedRanges, share
 from ..pipeline.image_reader import ImageReader, plan_reads
@@ -62,9 +63,8 @@ async def begin_exchange(
         )
         plan = await offload(plan_reads, reader.driver, reader.manifest, targets, unit_nbytes)
         wanted = await offload(_compressed_ranges, plan)
-        if listener is None:
-            address = None
-        else:
+        address = None
+        if listener is not None and not is_exiting():  # to exchange takes threads
             address = listener.address
         requests = await group.all_gather(
             "wanted", codec(Request), Request(address, wanted, unit_nbytes)

@@ -16,7 +16,7 @@ from typing import SupportsIndex
 
 import torch
 
-from ...core.forks.renewal import in_child, new_lock
+from ...core.forks.renewal import in_child, new_rlock
 from ...core.garbage import collector_paused
 from ...core.lru import LruCache
 from ...core.spans import Recorder, recording, span
@@ -29,7 +29,7 @@ from ..pipeline.image_writer import Callbacks
 from ..ranks.calls import Call
 from ..ranks.process_group import current_rank, current_team, current_world
 from ..ranks.team import Solo, Team
-from ..runtime.engine import offload, start
+from ..runtime.engine import finish_before_exit, offload, start
 from ..runtime.progress import ProgressReporter
 from ..state.device import Queued, beside, devices_of
 from ..state.fingerprint import fingerprints
@@ -62,7 +62,7 @@ AGREED_S = 120.0
 _log = logging.getLogger(__name__)
 _in_flight: dict[str, Future[None]] = {}
 _plans: GlobalPlans = LruCache(PLANS_KEPT)
-_in_flight_lock = new_lock()
+_in_flight_lock = new_rlock()  # a handler of a signal may save meanwhile
 
 
 class Destination:
@@ -131,6 +131,7 @@ def begin_save(
             before = _in_flight.get(to.uri)
             future = _in_flight[to.uri] = start(_run(to, team, save, before))
     future.add_done_callback(lambda done: _forget(to.uri, done))
+    finish_before_exit()
     save.wait_in_call()
     return save.handle, future
 
@@ -159,6 +160,7 @@ def begin_memory_step(
         save = _prepared(_Call(uri, step, options, began_s, recorder, by), state, world)
         save.logs_failure = False
         future = start(_run_in_memory(rank, world, team, save))
+    finish_before_exit()
     save.wait_in_call()
     return save.handle, future
 

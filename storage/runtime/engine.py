@@ -3,6 +3,9 @@
 Saves and loads are coroutines. They run here and not in the caller's thread, so that an
 asynchronous save goes on while the trainer trains, and a caller may run an event loop of its own.
 
+While the interpreter ends, the engine has no thread: a caller that waits runs the loop itself. So
+a save in a handler of ``atexit``, or in a thread that outlives the main thread, works.
+
 Nothing that waits for the engine may run on its thread: a log handler that saves, for example,
 would wait for itself. That is a UsageError.
 """
@@ -11,15 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar, TypeVarTuple
 
 from ...core.aio import to_the_end
 from ...core.forks.renewal import in_child, new_lock, new_rlock
+from ...core.pool import Pool, is_exiting
 from ...errors import HoldfastError, UsageError
 
 __all__ = [
@@ -27,6 +34,8 @@ __all__ = [
     "EngineFuture",
     "check_may_wait",
     "close_later",
+    "finish_before_exit",
+    "interrupt",
     "offload",
     "on_engine",
     "run",
@@ -47,13 +56,17 @@ CLEAN_UP_S = 60.0
 """How long an interrupted call waits for its coroutine to clean up."""
 END_S = 5.0
 """How long the exiting interpreter waits for the engine's thread itself."""
+_TURN_S = 0.05
+"""Time between two attempts of a waiting caller to run the loop."""
 
-_unfinished: set[Future[Any]] = set()
+_unfinished: set[EngineFuture[Any]] = set()
 _closing: set[asyncio.Task[None]] = set()
 _lock = new_lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
-_ended = False
+"""None, though there is a loop, while the interpreter ends: callers run the loop."""
+_driving = new_lock()
+"""Held by the caller that runs the loop."""
 _parents_loops: list[asyncio.AbstractEventLoop] = []
 
 
@@ -63,7 +76,13 @@ def on_engine() -> bool:
 
 
 def check_may_wait() -> None:
-    """Raise UsageError on the engine's thread, which must not wait for its own work."""
+    """Raise UsageError on the engine's thread, which must not wait for its own work, and where
+    the interpreter has ended."""
+    if sys.meta_path is None:
+        raise UsageError(
+            "the interpreter has ended, and can import nothing any more",
+            advice="Save and load in a handler of atexit at the latest, not in a __del__.",
+        )
     if on_engine():
         raise UsageError(
             "a call that waits was made on the engine's own thread, and would wait for itself",
@@ -97,88 +116,108 @@ class EngineFuture(Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """See :meth:`Future.result`. Raises UsageError where it would never return."""
-        if not self.done():
-            check_may_wait()
-        return super().result(timeout)
+        return super().result(self._reached(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See :meth:`Future.exception`. Raises UsageError where it would never return."""
-        if not self.done():
-            check_may_wait()
-        return super().exception(timeout)
+        return super().exception(self._reached(timeout))
+
+    def _reached(self, timeout: float | None) -> float | None:
+        """Run the loop until this is done, if the engine has no thread that does; return the
+        seconds that are left to wait."""
+        if self.done():
+            return timeout
+        check_may_wait()
+        if not _is_driven():
+            return timeout
+        _drive(self, timeout)
+        return 0.0
 
 
 class _Started(EngineFuture[T]):
-    """The outcome of ``work``, a coroutine on the engine's loop."""
+    """The outcome of a coroutine on ``loop``. Done once the coroutine has ended, also where it was
+    cancelled: until then it may still clean up, and tell other ranks."""
 
-    def __init__(self, work: Future[T]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[object, None, T]
+    ) -> None:
         super().__init__()
-        self._work: Future[T] | None = work
-        work.add_done_callback(self._work_ended)
+        self._loop = loop
+        self._task: asyncio.Task[T] | None = None
+        _unfinished.add(self)
+        self.add_done_callback(_unfinished.discard)
+        loop.call_soon_threadsafe(self._begin, coroutine)
 
     def cancel(self) -> bool:
-        """Cancel the coroutine; False where it has ended."""
-        work = self._work
-        return work is not None and work.cancel()
+        """Cancel the coroutine, which may take a while to clean up; False where it has ended."""
+        if self.done():
+            return False
+        self._loop.call_soon_threadsafe(self._cancel)
+        return True
 
-    def _work_ended(self, work: Future[T]) -> None:
-        self._work = None
-        if work.cancelled():
+    def _begin(self, coroutine: Coroutine[object, None, T]) -> None:
+        self._task = self._loop.create_task(coroutine)
+        self._task.add_done_callback(self._task_ended)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _task_ended(self, task: asyncio.Task[T]) -> None:
+        self._task = None
+        if task.cancelled():
             super().cancel()
             return
-        error = work.exception()
+        error = task.exception()
         if error is not None:
             self.set_exception(error)
         else:
-            self.set_result(work.result())
+            self.set_result(task.result())
 
 
 def start(coroutine: Coroutine[object, None, T]) -> Future[T]:
     """Start ``coroutine`` on the engine's loop and return its future. The interpreter does not exit
     before it ends.
 
-    Waiting for the future on the engine's thread is a UsageError. Raises UsageError when the
-    interpreter is about to end, before anything of ``coroutine`` has run."""
-    try:
-        loop = _running_loop()
-    except UsageError:
-        coroutine.close()
-        raise
-    future = _Started(asyncio.run_coroutine_threadsafe(coroutine, loop))
-    _unfinished.add(future)
-    future.add_done_callback(_unfinished.discard)
-    return future
+    Waiting for the future on the engine's thread is a UsageError."""
+    return _Started(_running_loop(), coroutine)
 
 
 def run(coroutine: Coroutine[object, None, T]) -> T:
     """Run ``coroutine`` on the engine's loop and return its result. Ctrl-C cancels it; this then
     waits until it has cleaned up, for a minute at most, and raises KeyboardInterrupt. Raises
-    UsageError on the engine's thread, and as :func:`start`, before anything of ``coroutine`` has
-    run."""
-    ended = threading.Event()
-
-    async def watched() -> T:
-        try:
-            return await coroutine
-        finally:
-            ended.set()
-
+    UsageError on the engine's thread, before anything of ``coroutine`` has run."""
     try:
         check_may_wait()
-        future = start(watched())
     except UsageError:
         coroutine.close()
         raise
+    future = start(coroutine)
     try:
         return future.result()
     except KeyboardInterrupt:
-        future.cancel()
-        ended.wait(CLEAN_UP_S)
+        interrupt(future)
         raise
     finally:
         # The future holds the error, whose frames hold this one. Without this, everything that the
         # frames hold would stay until the garbage collector runs.
         del future
+        finish_before_exit()
+
+
+def interrupt(future: Future[Any]) -> None:
+    """Cancel what :func:`start` has started, and wait until it has cleaned up, for a minute at
+    most. Raises nothing."""
+    future.cancel()
+    with contextlib.suppress(CancelledError, TimeoutError):
+        future.exception(CLEAN_UP_S)
+
+
+def finish_before_exit() -> None:
+    """Finish everything that has been started, if the interpreter is ending and callers run the
+    loop: nobody might do so later."""
+    if _is_driven() and not on_engine():
+        _finish_all()
 
 
 def close_later(close: Callable[[], Coroutine[object, None, None]]) -> None:
@@ -207,7 +246,43 @@ def _begin_to_close(
 def _finish_all() -> None:
     """Wait for asynchronous saves that are still under way when the program ends. Their own
     deadlines bound this."""
-    wait(list(_unfinished), timeout=EXIT_S)
+    until_s = time.monotonic() + EXIT_S
+    for future in list(_unfinished):
+        with contextlib.suppress(CancelledError, TimeoutError):
+            future.exception(max(0.0, until_s - time.monotonic()))
+
+
+def _is_driven() -> bool:
+    """Return whether callers run the loop, because the engine has no thread."""
+    return _loop is not None and _thread is None
+
+
+def _drive(future: Future[Any], timeout: float | None) -> None:
+    """Run the loop in the calling thread until ``future`` is done, for ``timeout`` seconds at most.
+    One caller at a time runs it, for all."""
+    loop = _loop
+    assert loop is not None
+    until_s = EXIT_S if timeout is None else timeout
+    until_s += time.monotonic()
+    while not future.done() and (left_s := until_s - time.monotonic()) > 0:
+        if not _driving.acquire(timeout=min(_TURN_S, left_s)):
+            continue
+        callers_loop = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
+        try:
+            loop.run_until_complete(_until_done(future, left_s))
+        finally:
+            asyncio._set_running_loop(callers_loop)
+            _driving.release()
+
+
+async def _until_done(future: Future[Any], limit_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+    future.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await done.wait()
 
 
 async def offload(function: Callable[[*Ts], T], *args: *Ts) -> T:
@@ -221,41 +296,41 @@ async def offload(function: Callable[[*Ts], T], *args: *Ts) -> T:
 
 
 def _end() -> None:
-    """End the engine's thread, after all else that may need it.
+    """End the engine's thread, after all else that may need it. Later calls run the loop
+    themselves.
 
     A thread that waits for the interpreter's lock while the interpreter ends is made to unwind.
     Where it is within torch, C++ does not let it, and the process, whose work is done, dies of
     SIGABRT. So no thread of ours may be left.
     """
-    global _ended  # noqa: PLW0603
+    global _loop, _thread  # noqa: PLW0603
+    _finish_all()
     with _lock:
-        _ended = True
-    if _loop is not None and _thread is not None:
+        thread = _thread
+        if _loop is None or thread is None:
+            return
         _loop.call_soon_threadsafe(_loop.stop)
-        _thread.join(END_S)
+        thread.join(END_S)
+        _thread = None
+        if thread.is_alive():
+            _loop = None  # it is stuck there: later calls get another one
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:
     global _loop, _thread  # noqa: PLW0603
     with _lock:
-        if _ended:
-            raise UsageError(
-                "the interpreter is about to end, and so has Holdfast's engine",
-                advice="Save and load before the program ends, not in a handler of atexit.",
-            )
         if _loop is None:
             _loop = asyncio.new_event_loop()
-            _loop.set_default_executor(
-                ThreadPoolExecutor(CPU_THREADS, thread_name_prefix="holdfast-cpu")
-            )
-            # Runs before the executors shut down, which is before atexit. concurrent.futures
-            # registers itself the same way.
-            threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
+            _loop.set_default_executor(Pool(CPU_THREADS, "holdfast-cpu"))
             atexit.register(_end)
-            _thread = threading.Thread(
-                target=_serve, args=(_loop,), name="holdfast-engine", daemon=True
-            )
-            _thread.start()
+            if not is_exiting():
+                # Runs before the executors shut down, which is before atexit. concurrent.futures
+                # registers itself the same way.
+                threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
+                _thread = threading.Thread(
+                    target=_serve, args=(_loop,), name="holdfast-engine", daemon=True
+                )
+                _thread.start()
         return _loop
 
 

@@ -51,6 +51,7 @@ class ProgressReporter:
         self._closed = False
         self._error: BaseException | None = None
         self._ended: Future[None] | None = None
+        self._has_thread = False
 
     def report(self, done_nbytes: int, total_nbytes: int) -> None:
         """Note how far the operation is. Raises what the callback has raised; UsageError in place
@@ -65,7 +66,7 @@ class ProgressReporter:
             self._changed.notify_all()
             if self._ended is None:
                 self._ended = Future()
-                threading.Thread(target=self._run, name="holdfast-progress", daemon=True).start()
+                self._has_thread = _is_started(self._run)
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +104,9 @@ class ProgressReporter:
             if not deliver:
                 self._latest = None
             self._changed.notify_all()
-            return self._ended
+        if self._ended is not None and not self._has_thread:
+            self._run()
+        return self._ended
 
     def _surface(self, error: BaseException | None) -> None:
         """Raise what the callback raised, unless the operation has failed for another reason."""
@@ -142,3 +145,12 @@ class ProgressReporter:
     def _call(self, done_nbytes: int, total_nbytes: int) -> None:
         assert self._callback is not None
         self._context.run(self._callback, done_nbytes, total_nbytes)
+
+
+def _is_started(body: Callable[[], None]) -> bool:
+    """Start a thread that runs ``body``; False where the interpreter is ending, and starts none."""
+    try:
+        threading.Thread(target=body, name="holdfast-progress", daemon=True).start()
+    except RuntimeError:
+        return False
+    return True

@@ -21,6 +21,7 @@ from functools import partial
 from types import TracebackType
 from typing import Literal, Self, SupportsFloat, SupportsIndex
 
+from ...core.pool import is_exiting
 from ...drivers.registry import open_driver
 from ...drivers.uri import join
 from ...errors import CoordinationError, HoldfastError, UsageError
@@ -165,7 +166,7 @@ class Checkpointer:
         self._pid = os.getpid()
         if lazy:
             hook_optimizers()
-        if grace_s is None:
+        if grace_s is None or is_exiting():
             self._preemption = None
         else:
             self._preemption = Preemption(grace_s)

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 
 import pytest
 import torch
@@ -290,8 +291,9 @@ def test_a_log_handler_that_saves_gets_an_error_and_no_deadlock(uri: str) -> Non
 
 
 def test_a_started_coroutine_can_be_cancelled() -> None:
-    """Its future then is, and the coroutine hears of it."""
-    began, heard = threading.Event(), threading.Event()
+    """The coroutine learns of it, and its future is done only once it has cleaned up: the
+    interpreter waits for that."""
+    began, heard, cleaned = threading.Event(), threading.Event(), threading.Event()
 
     async def endless() -> None:
         began.set()
@@ -299,12 +301,17 @@ def test_a_started_coroutine_can_be_cancelled() -> None:
             await asyncio.Event().wait()
         finally:
             heard.set()
+            await asyncio.to_thread(cleaned.wait, 60)
 
     future = start(endless())
     assert began.wait(60)
     assert future.cancel()
-    assert future.cancelled()
     assert heard.wait(60)
+    assert not future.done()
+    cleaned.set()
+    with pytest.raises(CancelledError):
+        future.result(60)
+    assert not future.cancel()
 
 
 def test_an_exit_within_a_progress_callback_of_a_script_exits() -> None:

@@ -189,31 +189,57 @@ def test_calls_that_are_left_behind_end_before_the_interpreter_does() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_saves_and_loads_after_the_engines_end_are_refused(tmp_path: Path) -> None:
-    """In a handler that is called when the threads have ended: they would wait for ever."""
-    holdfast.save(tmp_path / "c", {"x": 1})
+@pytest.mark.parametrize("first", ["before main returns", "in a thread that outlives main"])
+def test_saves_and_loads_work_until_the_interpreter_has_ended(tmp_path: Path, first: str) -> None:
+    """An emergency save comes last: in a thread that outlives the main thread, and in handlers of
+    atexit and finalizers, where Python 3.12 starts no more threads."""
     done = run(
         """
-        import atexit, sys
-        import holdfast
+        import atexit, sys, threading, weakref
+        import torch, holdfast
 
-        def late():
-            for call in (
-                lambda: holdfast.load(sys.argv[1]),
-                lambda: holdfast.save(sys.argv[1] + "/d", {"x": 1}),
-            ):
-                try:
-                    call()
-                except holdfast.UsageError as error:
-                    print(error)
+        def start_new_thread(*given):  # as Python 3.12 does
+            if threading._SHUTTING_DOWN:
+                raise RuntimeError("can't create new thread at interpreter shutdown")
+            return starts(*given)
 
-        atexit.register(late)
-        holdfast.load(sys.argv[1])
+        def save_and_load(name):
+            uri = f"{sys.argv[1]}/{name}"
+            told = []
+            progress = lambda done, total: told.append(done == total)
+            holdfast.save(uri, {"x": x}, deadline_s=5, progress=progress)
+            assert told[-1]
+            assert torch.equal(holdfast.load(uri, {"x": torch.zeros_like(x)})["x"], x)
+            assert torch.equal(holdfast.load(uri)["x"], x)
+            holdfast.async_save(uri + "-waited", {"x": x}, lazy=True).wait()
+            holdfast.async_save(uri + "-left", {"x": x})
+            with holdfast.Checkpointer(uri + "-run", every=1, keep=1, when_busy="wait") as run:
+                for step in range(run.resume({"x": x}) + 1, 4):
+                    run.step(step, {"x": x})
+            assert [c.step for c in holdfast.list_checkpoints(uri + "-run")] == [3]
+            print(name)
+
+        class Kept:
+            pass
+
+        starts, threading._start_new_thread = threading._start_new_thread, start_new_thread
+        x = torch.arange(300_000.0)
+        kept = Kept()
+        weakref.finalize(kept, save_and_load, "finalizer")
+        atexit.register(save_and_load, "atexit")
+        if sys.argv[2].startswith("before"):
+            holdfast.save(sys.argv[1] + "/early", {"x": x})
+        def outlive():
+            threading.main_thread().join()
+            save_and_load("thread")
+        threading.Thread(target=outlive).start()
         """,
-        tmp_path / "c",
+        tmp_path,
+        first,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("about to end") == 2
+    assert done.stdout.split() == ["thread", "atexit", "finalizer"]
+    assert len(list(tmp_path.glob("*-left/manifest.safetensors"))) == 3
 
 
 def test_a_save_that_fails_at_exit_is_logged(tmp_path: Path) -> None:
