@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...core.safetensors import DTYPES, ITEMSIZES
+from ...core.safetensors import BITS, DTYPES
 from ...core.units import ceil_div
 
 __all__ = ["Spec", "Workload", "check_rank", "itemsize_of", "nbytes_of_specs"]
 
-_ITEMSIZES = {dtype: ITEMSIZES[code] for dtype, code in DTYPES.items()} | {"complex64": 8}
+_ITEMSIZES = {dtype: BITS[code] // 8 for dtype, code in DTYPES.items()} | {"complex64": 8}
 
 
 def itemsize_of(dtype: str) -> int:

@@ -64,6 +64,22 @@ _KNOWN = {
         )
     ),
 }
+_FIELDS = {
+    _METADATA + "BytesStorageMetadata": (),
+    _METADATA + "ChunkStorageMetadata": ("offsets", "sizes"),
+    _METADATA + "Metadata": (
+        "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version",
+    ),
+    _METADATA + "MetadataIndex": ("fqn", "offset", "index"),
+    _METADATA + "TensorStorageMetadata": ("properties", "size", "chunks"),
+    _STORAGE_INFO: ("relative_path", "offset", "length", "transform_descriptors"),
+}  # fmt: skip
+"""The fields that each dataclass may have."""
+_PROPERTIES = _METADATA + "TensorProperties"
+_LAYOUT = "torch.serialization._get_layout"
+_MEMORY_FORMAT = _METADATA + "_MEM_FORMAT_ENCODING"
+_MEMORY_FORMATS = (0, 1, 2)
+"""Contiguous, channels last, preserve: each part says its own strides, so none changes a value."""
 _FILE_NAME = re.compile(r"(?!\.\.?$)[^/\\\0]+")
 _NBYTES_MAX = 1 << 62
 _DIMS_MAX = 64
@@ -98,7 +114,8 @@ class FolderContents:
 
 
 def read_metadata(data: bytes) -> FolderContents:
-    """What the folder holds. Raises ValueError, which names what is not known or not possible."""
+    """Return the contents of the folder. Raises ValueError, which names the unknown or impossible
+    part."""
     root = read_pickle(data, _KNOWN.__contains__)
     fields = _fields(root, _METADATA + "Metadata")
     places = _places(fields.get("storage_data"))
@@ -108,6 +125,7 @@ def read_metadata(data: bytes) -> FolderContents:
         if not isinstance(name, str):
             raise ValueError(f"an item is named {name!r:.100}")
         if isinstance(item, Record) and item.name == _METADATA + "BytesStorageMetadata":
+            _fields(item, item.name)
             values[name] = _place_of(places, name, None)
         else:
             tensors[name] = _tensor(name, item, places)
@@ -146,7 +164,7 @@ def _file_part(name: str, info: Mapping[Value, Value]) -> FilePart:
 
 def _tensor(name: str, item: Value, places: _Places) -> StoredParts:
     fields = _fields(item, _METADATA + "TensorStorageMetadata")
-    dtype = _dtype(name, _state(fields.get("properties"), _METADATA + "TensorProperties"))
+    dtype = _dtype(name, _state(fields.get("properties"), _PROPERTIES))
     shape = _counts(fields.get("size"))
     if math.prod(shape) * NEW_DTYPES[dtype] >= _NBYTES_MAX:
         raise ValueError(f"{name!r} is larger than any tensor")
@@ -159,12 +177,28 @@ def _tensor(name: str, item: Value, places: _Places) -> StoredParts:
 
 
 def _dtype(name: str, properties: Value) -> str:
-    """Torch's name of a dtype, which is the first of the properties of a tensor."""
-    if isinstance(properties, tuple) and properties and isinstance(properties[0], Name):
-        dtype = properties[0].text.removeprefix("torch.")
-        if dtype in NEW_DTYPES:
-            return dtype
-    raise ValueError(f"{name!r} is of no known dtype")
+    """Return torch's name of the dtype, the first of a tensor's properties. Raises ValueError
+    unless the others describe a plain tensor."""
+    if not isinstance(properties, tuple) or len(properties) != 5:
+        raise ValueError(f"{name!r} has properties that are not known")
+    dtype, layout, requires_grad, memory_format, pin_memory = properties
+    text = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
+    if text not in NEW_DTYPES:
+        raise ValueError(f"{name!r} is of no known dtype")
+    if _argument(layout, _LAYOUT) != "torch.strided":
+        raise ValueError(f"{name!r} has the layout {_argument(layout, _LAYOUT)!r:.100}")
+    if _argument(memory_format, _MEMORY_FORMAT) not in _MEMORY_FORMATS:
+        raise ValueError(f"{name!r} has a memory format that is not known")
+    if type(requires_grad) is not bool or type(pin_memory) is not bool:
+        raise ValueError(f"{name!r} has properties that are not known")
+    return text
+
+
+def _argument(value: Value, name: str) -> Value:
+    """Return the argument of the object ``name``; None for any other value."""
+    if isinstance(value, Record) and value.name == name and len(value.arguments) == 1:
+        return value.arguments[0]
+    return None
 
 
 def _box(name: str, chunk: Value, shape: tuple[int, ...]) -> Box:
@@ -202,14 +236,21 @@ def _state(value: Value, name: str) -> Value:
         raise ValueError(f"it has a {type(value).__name__} in the place of a {name}")
     if value.name != name:
         raise ValueError(f"it has a {value.name} in the place of a {name}")
+    if value.arguments:
+        raise ValueError(f"a {name} is made of arguments")
     return value.state
 
 
 def _fields(value: Value, name: str) -> Mapping[Value, Value]:
-    """The fields of a dataclass."""
+    """Return the fields of a dataclass. Raises ValueError for one that is not known, by name."""
     state = _state(value, name)
+    if state is None and not _FIELDS[name]:
+        return {}
     if not isinstance(state, dict):
         raise ValueError(f"a {name} has no fields")
+    for key in state:
+        if key not in _FIELDS[name]:
+            raise ValueError(f"a {name} has the field {key!r:.100}, which is not known")
     return state
 
 
@@ -225,4 +266,4 @@ def _counts(value: Value) -> tuple[int, ...]:
     for number in value:
         if type(number) is not int or not 0 <= number < _NBYTES_MAX:
             raise ValueError("a shape or a place is none")
-    return value
+    return tuple(value)

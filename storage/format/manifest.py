@@ -14,11 +14,11 @@ import math
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...core.decoded_json import Json, number_in, str_in
+from ...core.decoded_json import Json, number_in, object_in, str_in
 from ...core.forks.cached import cached_property
 from ...errors import DamagedError, UnsupportedFormatError
 from ...planner.columns import Ints, volumes
@@ -91,6 +91,8 @@ class Manifest:
     compression: Compression | None = None
     branch: str = ROOT
     """The branch of the run on which it was saved; see :mod:`.lineage`."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The metadata of the safetensors files from which it was imported."""
 
     @property
     def version(self) -> int:
@@ -133,6 +135,8 @@ class Manifest:
             head["compression"] = self.compression
         if self.branch != ROOT:
             head["branch"] = self.branch
+        if self.metadata:
+            head["metadata"] = self.metadata
         text = json.dumps(head, separators=(",", ":"))
         return encode_columns(self._columns(), {"holdfast": text})
 
@@ -231,6 +235,10 @@ def _from_columns(columns: Columns, head: Mapping[str, Json]) -> Manifest:
         block_nbytes=json_integer(head["block_nbytes"], "block_nbytes"),
         compression=compression,
         branch=str_in(head.get("branch", ROOT), "branch"),
+        metadata={
+            name: str_in(text, "metadata")
+            for name, text in object_in(head.get("metadata", {}), "metadata").items()
+        },
     )
 
 

@@ -93,8 +93,8 @@ def image_rank(tensor: ModelTensor) -> int:
 def model_files(
     tensors: Sequence[ModelTensor], file_nbytes: int, metadata: Mapping[str, str]
 ) -> list[ModelFile]:
-    """The files that hold ``tensors``, of dtypes in ``safetensors.DTYPES``, in their order, each
-    with at most ``file_nbytes`` of them unless a single one is larger.
+    """The files that hold ``tensors``, of dtypes in ``safetensors.EXPORTED_DTYPES``, in their
+    order, each with at most ``file_nbytes`` of them unless a single one is larger.
 
     Headers are whole pages, and in each file tensors come in the order of an image. So each is
     aligned to its elements. Raises ValueError where a header would be longer than readers accept.
@@ -130,8 +130,8 @@ def _header(tensors: Sequence[ModelTensor], metadata: Mapping[str, str]) -> byte
     start = 0
     for tensor in tensors:
         stop = start + tensor.nbytes
-        code = safetensors.DTYPES[tensor.dtype]
-        entries.append(safetensors.Entry(tensor.name, code, tensor.shape, start, stop))
+        code, shape = safetensors.from_torch(tensor.dtype, tensor.shape)
+        entries.append(safetensors.Entry(tensor.name, code, shape, start, stop))
         start = stop
     return safetensors.header(entries, metadata, PAGE_NBYTES)
 

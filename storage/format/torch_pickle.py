@@ -11,12 +11,14 @@ A reader that knows the objects of some format says their names. Those become a 
 each, which is a name and what the pickle says of it, and nothing more.
 
 Scope: what ``torch.load(weights_only=True)`` reads of plain tensors. No sparse or quantized
-tensors.
+tensors. Every argument of a function is either understood or must have the one value without a
+meaning. Otherwise the file is refused, by name.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -27,14 +29,19 @@ STORAGES = {
     "BFloat16Storage": ("bfloat16", 2), "LongStorage": ("int64", 8), "IntStorage": ("int32", 4),
     "ShortStorage": ("int16", 2), "CharStorage": ("int8", 1), "ByteStorage": ("uint8", 1),
     "BoolStorage": ("bool", 1), "ComplexFloatStorage": ("complex64", 8),
+    "ComplexDoubleStorage": ("complex128", 16),
 }  # fmt: skip
 """Per name of a class of storages, the dtype of its elements and their size."""
 NEW_DTYPES = {
     "uint16": 2, "uint32": 4, "uint64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    **dict(STORAGES.values()),
+    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
+    "complex32": 4, **dict(STORAGES.values()),
 }  # fmt: skip
 """Per dtype that a tensor may name, the size of its elements."""
 _TENSOR = "torch.Tensor"
+_UNTYPED = "torch.storage.UntypedStorage"
+_BITS = {"conj": "conjugate", "neg": "negative"}
+"""Bits that make the values of a view differ from the stored elements, by torch's names."""
 _UINT8 = struct.Struct("<B")
 _UINT16 = struct.Struct("<H")
 _UINT32 = struct.Struct("<I")
@@ -80,7 +87,8 @@ class _Storage:
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor: elements of the record ``storage``, from element ``offset`` on. ``dtype`` is
-    torch's name of it."""
+    torch's name of it. ``bits`` names the bits of a view, such as the conjugate bit: if any is set,
+    the values are not the stored elements."""
 
     storage: str
     dtype: str
@@ -88,6 +96,7 @@ class StoredTensor:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    bits: tuple[str, ...] = ()
 
     @property
     def is_contiguous(self) -> bool:
@@ -315,13 +324,16 @@ class _Machine:
         return Record(name.text, arguments)
 
     def build(self) -> None:
-        """Attributes. Those of a dict, such as the versions in a module's state, are left out."""
+        """Set attributes. A dict may have ``_metadata``, the versions in a module's state, which is
+        left out."""
         state = self._stack.pop()
         item = self._stack[-1]
         if isinstance(item, Record):
             item.state = state
-        elif not isinstance(item, dict):
+        elif not isinstance(item, OrderedDict) or not isinstance(state, dict):
             raise ValueError("the pickle sets attributes of what is no dict")
+        elif others := state.keys() - {"_metadata"}:
+            raise ValueError(f"a dict has an attribute {min(map(str, others))!r:.100}")
 
 
 _Handler = Callable[[_Machine], None]
@@ -374,7 +386,7 @@ _HANDLERS = [_OPCODES.get(code, _refusal(code)) for code in (bytes([i]) for i in
 
 def _is_known(text: str) -> bool:
     module, _, name = text.rpartition(".")
-    is_storage = (module == "torch" and name in STORAGES) or text == "torch.storage.UntypedStorage"
+    is_storage = (module == "torch" and name in STORAGES) or text == _UNTYPED
     is_dtype = module == "torch" and name in NEW_DTYPES
     return text in _MAKERS or is_storage or is_dtype or text == _TENSOR
 
@@ -404,18 +416,29 @@ def _set_items(container: Value, items: list[Value]) -> None:
 def _storage_of(identity: Value) -> _Storage:
     if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
         raise ValueError("the pickle names a storage in an unknown way")
-    _, kind, key, _location, _numel = identity
-    if not isinstance(kind, Name) or not isinstance(key, str):
+    _, kind, key, location, numel = identity
+    if not (isinstance(kind, Name) and isinstance(key, str) and isinstance(location, str)):
         raise ValueError("the pickle names a storage in an unknown way")
-    return _Storage(key, STORAGES.get(kind.text.rpartition(".")[2]))
+    dtype = STORAGES.get(kind.text.removeprefix("torch."))
+    if dtype is None and kind.text != _UNTYPED:
+        raise ValueError(f"a storage is a {kind.text:.100}, which is not known")
+    _counts((numel,))  # the record has a size of its own, which is what counts
+    return _Storage(key, dtype)
 
 
 def _tensor(
-    storage: Value, offset: Value, shape: Value, strides: Value, *rest: Value
+    storage: Value,
+    offset: Value,
+    shape: Value,
+    strides: Value,
+    requires_grad: Value,
+    hooks: Value,
+    *metadata: Value,
 ) -> StoredTensor:
     if not isinstance(storage, _Storage) or storage.dtype is None:
         raise ValueError("a tensor has a storage of no known dtype")
-    return _made(storage, storage.dtype, offset, (shape, strides))
+    _check_no_autograd(requires_grad, hooks)
+    return _made(storage, storage.dtype, (offset, shape, strides), _bits(*metadata))
 
 
 def _tensor_of_dtype(
@@ -423,25 +446,51 @@ def _tensor_of_dtype(
     offset: Value,
     shape: Value,
     strides: Value,
-    grad: Value,
+    requires_grad: Value,
     hooks: Value,
     dtype: Value,
+    *metadata: Value,
 ) -> StoredTensor:
     name = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
     if not isinstance(storage, _Storage) or name not in NEW_DTYPES:
         raise ValueError("a tensor is of no known dtype")
-    return _made(storage, (name, NEW_DTYPES[name]), offset, (shape, strides))
+    _check_no_autograd(requires_grad, hooks)
+    return _made(storage, (name, NEW_DTYPES[name]), (offset, shape, strides), _bits(*metadata))
+
+
+def _check_no_autograd(requires_grad: Value, hooks: Value) -> None:
+    """Raise ValueError for backward hooks. No checkpoint stores whether a tensor requires a
+    gradient."""
+    if type(requires_grad) is not bool:
+        raise ValueError(f"requires_grad of a tensor is {requires_grad!r:.100}")
+    if hooks is not None and (not isinstance(hooks, dict) or hooks):
+        raise ValueError("a tensor has backward hooks")
 
 
 def _made(
-    storage: _Storage, dtype: tuple[str, int], offset: Value, form: tuple[Value, Value]
+    storage: _Storage,
+    dtype: tuple[str, int],
+    form: tuple[Value, Value, Value],
+    bits: tuple[str, ...],
 ) -> StoredTensor:
-    shape = _counts(form[0])
-    strides = _counts(form[1])
-    (first,) = _counts((offset,))
+    (first,) = _counts((form[0],))
+    shape = _counts(form[1])
+    strides = _counts(form[2])
     if len(shape) != len(strides) or len(shape) > _DEPTH_MAX:
         raise ValueError("a tensor has a shape that is none")
-    return StoredTensor(storage.key, *dtype, first, shape, strides)
+    return StoredTensor(storage.key, *dtype, first, shape, strides, bits)
+
+
+def _bits(metadata: Value = None) -> tuple[str, ...]:
+    """Return the names of the bits that are set in the metadata of a tensor."""
+    if metadata is None:
+        return ()
+    if not isinstance(metadata, dict):
+        raise ValueError("the metadata of a tensor is no dict")
+    for key, is_set in metadata.items():
+        if key not in _BITS or type(is_set) is not bool:
+            raise ValueError(f"a tensor has the metadata {key!r:.100}: {is_set!r:.100}")
+    return tuple(_BITS[key] for key, is_set in metadata.items() if is_set)
 
 
 def _counts(value: Value) -> tuple[int, ...]:
@@ -450,32 +499,39 @@ def _counts(value: Value) -> tuple[int, ...]:
     for number in value:
         if type(number) is not int or not 0 <= number < 1 << 62:
             raise ValueError("a tensor has a shape that is none")
-    return value
+    return tuple(value)
 
 
-def _parameter(data: Value, *rest: Value) -> Value:
+def _parameter(data: Value, requires_grad: Value, hooks: Value) -> Value:
     if not isinstance(data, StoredTensor):
         raise ValueError("a parameter is no tensor")
+    _check_no_autograd(requires_grad, hooks)
     return data
 
 
 def _with_attributes(function: Value, kind: Value, arguments: Value, state: Value) -> Value:
-    """A plain tensor that has attributes of its own. They are left out."""
+    """Return a plain tensor that has attributes of its own. They are left out, as in a save."""
     if not isinstance(kind, Name) or kind.text != _TENSOR:
         raise ValueError("a tensor with attributes is of a class of its own")
     if not isinstance(function, Name) or not isinstance(arguments, tuple):
         raise ValueError("a tensor with attributes is made in an unknown way")
-    return _MAKERS[function.text](*arguments)
+    if function.text not in _TENSOR_MAKERS:
+        raise ValueError(f"a tensor with attributes is made by {function.text:.100}")
+    if not isinstance(state, dict):
+        raise ValueError("a tensor has attributes in slots")
+    return _TENSOR_MAKERS[function.text](*arguments)
 
 
 def _dict(*arguments: Value) -> dict[Value, Value]:
     if arguments:
         raise ValueError("a dict is made of arguments")
-    return {}
+    return OrderedDict()
 
 
 def _size(items: Value = ()) -> Value:
-    return _counts(items)
+    import torch
+
+    return torch.Size(_counts(items))
 
 
 def _bytes(text: Value, encoding: Value) -> bytes:
@@ -485,9 +541,12 @@ def _bytes(text: Value, encoding: Value) -> bytes:
     return text.encode("latin1")
 
 
-_MAKERS: dict[str, Callable[..., Value]] = {
+_TENSOR_MAKERS: dict[str, Callable[..., Value]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+}
+_MAKERS: dict[str, Callable[..., Value]] = {
+    **_TENSOR_MAKERS,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._tensor._rebuild_from_type_v2": _with_attributes,
     "collections.OrderedDict": _dict,

@@ -229,7 +229,7 @@ def _files_of(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[str, _
 
         if info.dtype in _NUMPY_DTYPES:
             yield f"{name}.npy", _File(_npy_header(info), info.nbytes, read)
-        if info.dtype in safetensors.DTYPES:
+        if info.dtype in safetensors.DTYPES and info.name != safetensors.METADATA:
             yield f"{name}.safetensors", _File(_safetensors_header(info), info.nbytes, read)
 
 

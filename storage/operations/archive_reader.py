@@ -68,7 +68,8 @@ class _Archive:
             f"this file of torch.save is not read: {what}",
             uri=self._uri,
             key=self._where.key,
-            advice="Load it with torch, and save a dict of its tensors, each contiguous.",
+            advice="Load it with torch, and save a dict of its tensors, each "
+            "resolve_conj().resolve_neg().contiguous().",
         )
 
     def _record(self, name: str) -> ZipRecord:
@@ -99,6 +100,8 @@ class _Archive:
         nbytes = math.prod(tensor.shape) * tensor.itemsize
         if not tensor.is_contiguous:
             raise self.refused(f"tensor {name!r} is not contiguous")
+        if tensor.bits:
+            raise self.refused(f"tensor {name!r} is a view with its {tensor.bits[0]} bit set")
         if start + nbytes > self._record(record).nbytes:
             raise self.damaged(f"tensor {name!r} is larger than its record")
         return record, start, nbytes

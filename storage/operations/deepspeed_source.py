@@ -121,7 +121,8 @@ async def _read_file(driver: Driver, key: str) -> _File:
         found = await offload(list, leaves(value))
     except ValueError as error:
         raise archive.refused(str(error)) from error
-    tensors = {leaf for _, leaf in found if isinstance(leaf, StoredTensor) and leaf.is_contiguous}
+    stored = {leaf for _, leaf in found if isinstance(leaf, StoredTensor)}
+    tensors = {tensor for tensor in stored if tensor.is_contiguous and not tensor.bits}
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
     places = await archive.places(numbered)
     return _File(_dict(value), {tensor: places[number] for number, tensor in numbered.items()})
@@ -322,7 +323,7 @@ def _shapes(value: Value) -> dict[str, tuple[int, ...]]:
 
 def _number(value: Value) -> int:
     """An int; of a member of an enum, what it is made of."""
-    if isinstance(value, Record) and value.arguments:
+    if isinstance(value, Record) and len(value.arguments) == 1:
         value = value.arguments[0]
     if not isinstance(value, int):
         raise ValueError(f"a number is a {type(value).__name__}")

@@ -166,14 +166,16 @@ class _Request:
         """The same, for formats that have nothing else."""
         names = chosen(m.tensors.rows, self.only)
         refuse_values(_names_of_values(m.tree), self.only)
-        known = TORCH_DTYPES if self.format == "torch" else safetensors.DTYPES
+        known = TORCH_DTYPES if self.format == "torch" else safetensors.EXPORTED_DTYPES
         exported = ExportedTensors(m.tensors, renamed(names, self.rules), self.dtype, known)
         tensors = [tensor for tensor, _ in exported.tensors]
         last = None
         if self.format == "torch":
             files = [torch_file(key, tensors, exported.tied)]
         else:
-            files = _model_files(tensors, self.file_nbytes, exported.tied)
+            _check_form(tensors)
+            metadata = {"format": "pt", **m.metadata, **exported.tied}
+            files = _model_files(tensors, self.file_nbytes, metadata)
             if len(files) > 1:
                 last = LastFile(INDEX_KEY, partial(index_text, files))
         return ExportPlan(files, exported.sources, len(tensors), exported.tied, last)
@@ -196,11 +198,29 @@ def _names_of_values(tree: Tree) -> list[str]:
     return [dotted((*paths[v.container], v.key)) for v in tree.values]
 
 
+def _check_form(tensors: Sequence[ModelTensor]) -> None:
+    """Raise UsageError for a tensor that safetensors cannot hold under its name or in its shape."""
+    for tensor in tensors:
+        if tensor.name == safetensors.METADATA:
+            raise UsageError(
+                f"a tensor is named {tensor.name!r}, which safetensors reserves for metadata",
+                advice=f"Give it another name: rename={{{tensor.name!r}: 'NAME'}}, or --rename.",
+            )
+        try:
+            safetensors.from_torch(tensor.dtype, tensor.shape)
+        except ValueError as error:
+            raise UsageError(
+                f"tensor {tensor.name!r} is two values of dtype {tensor.dtype} {error}, which "
+                f"safetensors cannot hold",
+                advice="Leave it out (only).",
+            ) from error
+
+
 def _model_files(
-    tensors: Sequence[ModelTensor], file_nbytes: int, tied: Mapping[str, str]
+    tensors: Sequence[ModelTensor], file_nbytes: int, metadata: Mapping[str, str]
 ) -> list[ModelFile]:
     try:
-        return model_files(tensors, file_nbytes, {**tied, "format": "pt"})
+        return model_files(tensors, file_nbytes, metadata)
     except ValueError as error:
         raise UsageError(str(error), advice="Write more files (file_nbytes).") from error
 

@@ -91,7 +91,15 @@ class ExportedTensors:
         stored_dtype, itemsize = kind
         dtype = stored_dtype
         if self._dtype is not None and "float" in stored_dtype:
+            from ..state.conversion import is_convertible
+
             dtype = self._dtype
+            if not is_convertible(kind, dtype):
+                raise UsageError(
+                    f"tensor {name!r} is of dtype {stored_dtype}, which torch does not convert to "
+                    f"{dtype}",
+                    advice="Export it as it is (without a dtype), or leave it out (only).",
+                )
         if dtype not in self._known:
             raise UsageError(
                 f"tensor {name!r} is of dtype {dtype}, which such files do not have",

@@ -75,8 +75,8 @@ _FOLDERS = (
     _Format("an adapter of PEFT", (_IN + r"adapter_(?:config\.json|model\.\w+)$",), "peft"),
     _Format("a checkpoint of Hugging Face's Trainer", (_IN + r"trainer_state\.json$",), "transformers"),
     _Format("a checkpoint of Accelerate", (_IN + r"random_states_\d+\.pkl$",), "accelerate"),
-    _Format("a model in Hugging Face's safetensors", (_IN + r"[^/]*\.safetensors(?:\.index\.json)?$",), "safetensors", True),
-    _Format("a model of Hugging Face", (_IN + r"pytorch_model[^/]*\.bin(?:\.index\.json)?$",), "transformers"),
+    _Format("a model in Hugging Face's safetensors", (_IN + r"[^/]*\.safetensors(?:\.[^/]*\.json)?$",), "safetensors", True),
+    _Format("a model of Hugging Face", (_IN + r"pytorch_model[^/]*\.bin(?:\.[^/]*\.json)?$",), "transformers"),
     _Format("files of torch.save", (_IN + r"[^/]*\.(?:pt|pth|ckpt|bin)$",), "torch.load"),
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -82,6 +82,7 @@ async def write_and_commit(theirs: Driver, ours: Driver, job: ImagesJob) -> tupl
         written = await images.write(attempt, resumed)
         head = (attempt.id, job.step, created_s)
         manifest = await offload(_manifest, head, job.flat, plans, written)
+        manifest = replace(manifest, metadata=job.model.metadata)
         obsolete = await commit(ours, attempt, manifest)
     except (NotFoundError, SaveError):
         await abandon_failed(ours, attempt)

@@ -22,7 +22,7 @@ from .deepspeed_source import deepspeed_folder, read_deepspeed_model
 from .imported_images import ImagesJob, write_and_commit
 from .location import Place
 from .megatron_source import MEGATRON_COMMON_KEY, read_megatron_model
-from .model_source import Files, Model, find_files, read_model
+from .model_source import Files, Model, find_files, indexed_files, is_index, read_model
 from .selection import chosen, refuse_values, renamed, without
 from .source_state import source_state
 from .torch_source import TORCH_SUFFIXES, read_torch_model
@@ -69,7 +69,8 @@ def import_(
 ) -> ImportReport:
     """Make the checkpoint ``uri`` of ``source``, which is one of
 
-    - a safetensors file, or a folder with one of them, or with several and an index;
+    - a safetensors file, or a folder with one of them, or with several and an index, or that
+      index;
     - a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``, ``.ckpt``);
     - a folder of torch's distributed checkpoint, with a file ``.metadata``;
     - such a folder of Megatron-core, with ``common.pt`` beside it;
@@ -148,7 +149,7 @@ async def _import(
 ) -> tuple[Model, str, int]:
     folder = place
     file = None
-    if place.uri.location.endswith(_FILE_SUFFIXES):
+    if place.uri.location.endswith(_FILE_SUFFIXES) or is_index(place.uri.location):
         folder, file = place.divided()
     async with folder.opened() as theirs, target.opened() as ours:
         model = await _model_of(theirs, file, request)
@@ -170,6 +171,8 @@ async def _model_of(theirs: Driver, file: str | None, request: _Request) -> Mode
         return await _model_of_folder(theirs, request)
     if file.endswith(TORCH_SUFFIXES):
         return await read_torch_model(theirs, file)
+    if is_index(file):
+        return await read_model(theirs, await indexed_files(theirs, file))
     return await read_model(theirs, Files([file]))
 
 

@@ -8,6 +8,7 @@ must take exactly its bytes.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from ...core.garbage import collector_paused
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotFoundError, UnsupportedFormatError
 from ...planner.box import Box
+from ..format.torch_pickle import NEW_DTYPES
 from ..pipeline.file_chunks import Enclosed, Stretch
 
 __all__ = [
@@ -26,21 +28,31 @@ __all__ = [
     "SourceTensor",
     "check_unchanged",
     "find_files",
+    "indexed_files",
+    "is_index",
     "read_model",
     "stamps_of",
 ]
 
-_INDEX_SUFFIX = ".safetensors.index.json"
+logger = logging.getLogger(__name__)
+
+_FORMAT = "pt"
 _SUFFIX = ".safetensors"
+_INDEX = re.compile(r"(.+)\.safetensors(\.[^.]+)?\.index(\.[^.]+)?\.json", re.DOTALL)
+"""Names of indexes. Libraries put the name of a variant, such as fp16, before or behind ``index``,
+or before ``safetensors``."""
+_SHARD = re.compile(r".+-[0-9]{5,}-of-[0-9]{5,}(\.[^.]+)?\.safetensors", re.DOTALL)
+_TORCH_INDEX = re.compile(r".+\.bin(\.[^.]+)?\.index(\.[^.]+)?\.json", re.DOTALL)
+_NAMED_MAX = 20
 _INDEX_NBYTES_MAX = 256 << 20
 _FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")
-_DTYPES = {code: dtype for dtype, code in safetensors.DTYPES.items()} | {"C64": "complex64"}
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
     """A tensor of a model, or a part of one, with its elements in row-major order in a file;
-    ``dtype`` is torch's name. The parts of a tensor have one name."""
+    ``dtype`` is torch's name, or the format's code if torch has no such dtype. All parts of a
+    tensor have the same name."""
 
     name: str
     dtype: str
@@ -52,12 +64,18 @@ class SourceTensor:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
-        return safetensors.ITEMSIZES[_CODES[self.dtype]]
+        """Bytes per element. Raises UnsupportedFormatError for a dtype that torch does not
+        have."""
+        if self.dtype not in NEW_DTYPES:
+            raise UnsupportedFormatError(
+                f"tensor {self.name!r} of shape {list(self.shape)} has the dtype "
+                f"{self.dtype!r:.100}, which torch does not have",
+                advice=f"Leave it out: --skip {self.name!r}, or skip=[{self.name!r}].",
+            )
+        return NEW_DTYPES[self.dtype]
 
 
 Path = tuple[str | int, ...]
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +91,8 @@ class Model:
     paths: Mapping[str, Path] = field(default_factory=dict)
     """By name of a tensor or a value, the keys that lead to it in the state, where that is
     known."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The metadata of safetensors files, without their format."""
 
     @property
     def names(self) -> list[str]:
@@ -86,6 +106,7 @@ class Model:
             self.stamps,
             values={name: value for name, value in self.values.items() if name in names},
             paths=self.paths,
+            metadata=self.metadata,
         )
 
     @property
@@ -103,37 +124,80 @@ class Files:
     by_name: Mapping[str, str] | None = None
 
 
-async def find_files(driver: Driver, keys: Sequence[str]) -> Files:
-    """The files of the model in a folder with files of these ``keys``.
+def is_index(key: str) -> bool:
+    """Return whether a file of this name is an index of safetensors files."""
+    return _INDEX.fullmatch(key) is not None
 
-    Raises NotFoundError where there is no model, DamagedError where files belong together and there
-    is no index, or an index that is none; UnsupportedFormatError where there are several.
+
+async def indexed_files(driver: Driver, key: str) -> Files:
+    """Return the files that the index ``key`` names. Raises DamagedError, NotFoundError."""
+    by_name = await _read_index(driver, key)
+    return Files(sorted(set(by_name.values())), by_name)
+
+
+async def find_files(driver: Driver, keys: Sequence[str]) -> Files:
+    """Return the files of the model in a folder with files of these ``keys``. Variants of a model,
+    such as ``model.fp16.safetensors``, are ignored if the plain model is there.
+
+    Raises NotFoundError if there is no model; DamagedError if the index is missing or malformed;
+    UnsupportedFormatError if there are several models.
     """
-    indexes = [key for key in keys if key.endswith(_INDEX_SUFFIX)]
     files = [key for key in keys if key.endswith(_SUFFIX)]
-    if len(indexes) > 1:
+    singles = [key for key in files if not _SHARD.fullmatch(key)]
+    stems = {key.removesuffix(_SUFFIX) for key in singles}
+    stems |= {match[1] for key in keys if (match := _INDEX.fullmatch(key)) and _is_plain(match)}
+    indexes = [key for key in keys if is_index(key) and not _is_variant(key, stems)]
+    singles = [key for key in singles if not _is_variant(key, stems)]
+    choices = indexes or singles
+    if len(choices) > 1:
+        kind = "" if indexes else " without an index"
         raise UnsupportedFormatError(
-            f"there are several models: {', '.join(indexes)}",
+            f"there are several models, or files of one{kind}: {', '.join(choices[:_NAMED_MAX])}",
             uri=driver.uri,
-            advice="Give a folder with one of them.",
+            advice="Give one of them, by its own URI.",
         )
     if indexes:
-        by_name = await _read_index(driver, indexes[0])
-        return Files(sorted(set(by_name.values())), by_name)
+        return await indexed_files(driver, indexes[0])
+    if len(singles) == 1:
+        return Files(singles)
     if not files:
-        raise NotFoundError(
-            "there is no safetensors file",
+        raise _no_model(driver, keys)
+    raise DamagedError(
+        f"there are {len(files):,} safetensors files and no index, so the model may be incomplete",
+        uri=driver.uri,
+        advice="Give one of the files, or get the index too.",
+    )
+
+
+def _is_plain(index: re.Match[str]) -> bool:
+    return index[2] is None and index[3] is None
+
+
+def _is_variant(key: str, stems: Container[str]) -> bool:
+    """Return whether a file or an index is a variant of a model with one of the ``stems``."""
+    index = _INDEX.fullmatch(key)
+    if index is not None and not _is_plain(index):
+        return index[1] in stems
+    stem = index[1] if index is not None else key.removesuffix(_SUFFIX)
+    model, _, variant = stem.rpartition(".")
+    return model in stems and variant[:1].isalpha()
+
+
+def _no_model(driver: Driver, keys: Sequence[str]) -> NotFoundError | UnsupportedFormatError:
+    """Return the error for a folder without a safetensors file."""
+    of_torch = [key for key in keys if _TORCH_INDEX.fullmatch(key)]
+    if of_torch:
+        return UnsupportedFormatError(
+            f"{of_torch[0]} is an index of files of torch.save, which is not read",
             uri=driver.uri,
-            advice="Give the folder of a model; symbolic links are not followed.",
+            advice="Import the files that it names, each by itself; or save the model with "
+            "safetensors.",
         )
-    if len(files) > 1:
-        raise DamagedError(
-            f"there are {len(files):,} safetensors files and no index, so the model may be "
-            f"incomplete",
-            uri=driver.uri,
-            advice="Give one of the files, or get the index too.",
-        )
-    return Files(files)
+    return NotFoundError(
+        "there is no safetensors file",
+        uri=driver.uri,
+        advice="Give the folder of a model; symbolic links are not followed.",
+    )
 
 
 async def _read_index(driver: Driver, key: str) -> dict[str, str]:
@@ -164,17 +228,40 @@ async def read_model(driver: Driver, files: Files) -> Model:
     its header says, or does not have what the index says; NotFoundError; StorageError."""
     found: dict[str, list[SourceTensor]] = {}
     stamps: dict[str, tuple[int, float]] = {}
+    said: dict[str, Mapping[str, str]] = {}
 
     async def read(key: str) -> None:
         info = await driver.stat(key)
         stamps[key] = (info.nbytes, info.modified_s)
-        found[key] = await _read_header(driver, key, info.nbytes)
+        found[key], said[key] = await _read_header(driver, key, info.nbytes)
 
     await at_most(driver.traits.concurrency, map(read, files.keys))
     if files.by_name is not None:
         _check_index(driver, found, files.by_name)
     tensors = tuple(tensor for key in files.keys for tensor in found[key])
-    return Model(tensors, {key: stamps[key] for key in files.keys})
+    metadata = _united(driver, {key: said[key] for key in files.keys})
+    return Model(tensors, {key: stamps[key] for key in files.keys}, metadata=metadata)
+
+
+def _united(driver: Driver, said: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the metadata of all files as one. On a contradiction the first file wins, with a
+    warning."""
+    united: dict[str, str] = {}
+    for key, metadata in said.items():
+        for name, text in metadata.items():
+            if united.setdefault(name, text) != text:
+                logger.warning(
+                    "%s: the file %s says %r of %r in its metadata, and one before it %r, which is "
+                    "kept",
+                    driver.uri,
+                    key,
+                    text[:100],
+                    name[:100],
+                    united[name][:100],
+                )
+    if united.get("format") == _FORMAT:
+        del united["format"]  # which every export says
+    return united
 
 
 async def stamps_of(driver: Driver, keys: Iterable[str]) -> dict[str, tuple[int, float]]:
@@ -205,7 +292,10 @@ async def check_unchanged(driver: Driver, model: Model) -> None:
     await at_most(driver.traits.concurrency, (check(*item) for item in model.stamps.items()))
 
 
-async def _read_header(driver: Driver, key: str, file_nbytes: int) -> list[SourceTensor]:
+async def _read_header(
+    driver: Driver, key: str, file_nbytes: int
+) -> tuple[list[SourceTensor], Mapping[str, str]]:
+    """Return the tensors of a file, and its metadata."""
     try:
         first = bytearray(min(safetensors.LENGTH_NBYTES, file_nbytes))
         await driver.read(key, 0, memoryview(first))
@@ -216,7 +306,7 @@ async def _read_header(driver: Driver, key: str, file_nbytes: int) -> list[Sourc
         text = bytearray(length)
         await driver.read(key, safetensors.LENGTH_NBYTES, memoryview(text))
         with collector_paused():
-            entries = safetensors.parsed(bytes(text), file_nbytes - data_start)
+            header = safetensors.parsed(bytes(text), file_nbytes - data_start)
     except ValueError as error:
         raise DamagedError(
             f"the file is not what its header says: {error}",
@@ -224,12 +314,11 @@ async def _read_header(driver: Driver, key: str, file_nbytes: int) -> list[Sourc
             key=key,
             advice="Get the file again.",
         ) from error
-    return [
-        SourceTensor(
-            e.name, _DTYPES[e.code], e.shape, Stretch(key, data_start + e.start, e.stop - e.start)
-        )
-        for e in entries
-    ]
+    tensors = []
+    for e in header.entries:
+        where = Stretch(key, data_start + e.start, e.stop - e.start)
+        tensors.append(SourceTensor(e.name, *safetensors.to_torch(e.code, e.shape), where))
+    return tensors, header.metadata
 
 
 def _check_index(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -9,12 +11,24 @@ import torch
 from ...errors import UsageError
 from .dtypes import dtype_of
 
-__all__ = ["FLOATS", "convert"]
+__all__ = ["FLOATS", "convert", "is_convertible"]
 
 Bytes = npt.NDArray[np.uint8]
 
 FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """What can be converted to: torch's names, and bytes per element."""
+
+
+@functools.cache
+def is_convertible(kind: tuple[str, int], dtype: str) -> bool:
+    """Return whether this torch converts elements of a dtype, given by name and itemsize, to
+    ``dtype``, one of ``FLOATS``."""
+    ours = torch.zeros(kind[1], dtype=torch.uint8).view(dtype_of(*kind))
+    try:
+        ours.to(dtype_of(dtype, FLOATS[dtype]))
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def convert(source: Bytes, kind: tuple[str, int], into: Bytes, dtype: str, name: str) -> None:

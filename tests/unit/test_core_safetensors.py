@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.safetensors import Entry, header, length_in, parsed
+from holdfast.core.safetensors import Entry, Header, header, length_in, parsed
 
 ENTRIES = [
     Entry("a", "F32", (2, 3), 0, 24),
@@ -21,7 +21,7 @@ def test_what_is_written_is_parsed() -> None:
     first = header(ENTRIES, {"format": "pt"}, 64)
     assert len(first) % 64 == 0
     assert length_in(first) == len(first) - 8
-    assert parsed(first[8:], 25) == ENTRIES
+    assert parsed(first[8:], 25) == Header(ENTRIES, {"format": "pt"})
     assert json.loads(first[8:])["__metadata__"] == {"format": "pt"}
 
 
@@ -40,19 +40,22 @@ def text(**changes: Any) -> bytes:
         (b"[" * 100_000, "nested too deeply"),
         (b"[]", "no JSON object"),
         (b'{"x": 1}', "no tensor"),
-        (b'{"x": {}}', "the dtype None"),
+        (b'{"x": {}}', "a dtype that is no text"),
         (b'{"x": {}, "x": {}}', "a name twice"),
-        (text(dtype="F4"), "the dtype 'F4'"),
-        (text(dtype=["U8"]), "the dtype"),
+        (text(dtype="F4"), "does not take the bytes"),
+        (text(dtype=["U8"]), "a dtype that is no text"),
+        (text(dtype="F99", data_offsets=[0, 5]), "take 5 bytes of 6"),
+        (b'{"__metadata__": ["pt"]}', "no object of texts"),
+        (b'{"__metadata__": {"format": 7}}', "no object of texts"),
         (text(shape=[2, -3]), "no numbers"),
         (text(shape=[2.0, 3]), "no numbers"),
         (text(shape=[True, 6]), "no numbers"),
         (text(shape="ab"), "no numbers"),
         (text(shape=[1 << 62, 0]), "no numbers"),
         (text(shape=[6] + [1] * 64), "65 dimensions"),
-        (text(shape=[2, 4]), "not its data_offsets"),
-        (text(data_offsets=[6, 0]), "not its data_offsets"),
-        (text(data_offsets=[0, 6, 6]), "not its data_offsets"),
+        (text(shape=[2, 4]), "not take the bytes of its data_offsets"),
+        (text(data_offsets=[6, 0]), "data_offsets that are no range"),
+        (text(data_offsets=[0, 6, 6]), "data_offsets that are no range"),
         (text(data_offsets=[1, 7]), "begin at 1, not at 0"),
         (text(shape=[5], data_offsets=[0, 5]), "take 5 bytes of 6"),
         (text(shape=[7], data_offsets=[0, 7]), "take 7 bytes of 6"),

@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from support.dcp_tasks import in_order
 from support.given import Serve
 from support.importing import imported
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 import holdfast
 from holdfast.drivers.contract import Buffer
@@ -268,9 +269,44 @@ def no_number(metadata: Metadata) -> None:
     next(iter(metadata.storage_data.values())).offset = -1
 
 
+def sparse(metadata: Metadata) -> None:
+    """Of a layout in which a part is no box of elements."""
+    properties_of(metadata).layout = torch.sparse_coo
+
+
+def no_gradient(metadata: Metadata) -> None:
+    """Of which it is not known whether it requires a gradient."""
+    properties_of(metadata).requires_grad = 7  # type: ignore[assignment]
+
+
+def unpinned(metadata: Metadata) -> None:
+    """Of which it is not known whether it is pinned."""
+    properties_of(metadata).pin_memory = None  # type: ignore[assignment]
+
+
+def properties_of(metadata: Metadata) -> TensorProperties:
+    """Those of the tensor."""
+    return metadata.state_dict_metadata["w"].properties  # type: ignore[union-attr]
+
+
+def of_more_fields(metadata: Metadata) -> None:
+    """As a later version might have them."""
+    metadata.state_dict_metadata["w"].scale = 7  # type: ignore[union-attr]
+
+
+def of_a_wider_head(metadata: Metadata) -> None:
+    """The same of the whole."""
+    metadata.zipped = True  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (sparse, "'w' has the layout 'torch.sparse_coo'"),
+        (no_gradient, "'w' has properties that are not known"),
+        (unpinned, "'w' has properties that are not known"),
+        (of_more_fields, "has the field 'scale', which is not known"),
+        (of_a_wider_head, "has the field 'zipped', which is not known"),
         (no_list, "no list of parts"),
         (box_outside, "not within it"),
         (no_place, "does not say where"),
@@ -434,3 +470,21 @@ def test_any_damage_of_an_item_ends_well(tmp_path: Path, data: st.DataObject) ->
         imported(tmp_path)
     except holdfast.HoldfastError:
         return
+
+
+@pytest.mark.parametrize("numel", [3, 100_000])
+def test_a_view_with_a_bit_set_is_refused_by_name(tmp_path: Path, numel: int) -> None:
+    """In a small item and in a large one: its values are not the stored elements."""
+    saved({"z": torch.ones(numel, dtype=torch.complex64).conj()}, tmp_path)
+    with pytest.raises(holdfast.UnsupportedFormatError, match=r"tensor 'z' .* conjugate bit"):
+        imported(tmp_path)
+
+
+def test_types_of_small_values_are_kept(tmp_path: Path) -> None:
+    """Sizes and ordered dicts in a value of the folder."""
+    value = ({"size": torch.Size([2, 3])}, OrderedDict(b=1, a=2))
+    saved({"v": value}, tmp_path)
+    (sizes, ordered) = imported(tmp_path)["v"]
+    assert type(sizes["size"]) is torch.Size
+    assert type(ordered) is OrderedDict
+    assert list(ordered) == ["b", "a"]

@@ -158,6 +158,38 @@ def test_what_cannot_be_exported_is_refused_by_name(
     assert not (tmp_path / "x").exists()
 
 
+def test_a_reserved_name_is_refused_and_may_be_changed(tmp_path: Path) -> None:
+    """A file with a tensor named __metadata__ would be opened by no reader."""
+    uri = saved({"__metadata__": torch.ones(2), "w": torch.zeros(2)})
+    with pytest.raises(holdfast.UsageError, match=r"named '__metadata__'.* rename="):
+        holdfast.export(uri, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    holdfast.export(uri, tmp_path / "x", rename={"__metadata__": "meta"})
+    assert model_in(tmp_path / "x")["meta"].tolist() == [1.0, 1.0]
+    (image,) = images(store(uri))
+    (tmp_path / "image").write_bytes(store(uri).objects[image][0])
+    assert load_file(tmp_path / "image")["__metadata__#2"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("form", ["hf", "torch", "dcp"])
+def test_a_dtype_that_is_not_converted_is_refused_by_name(tmp_path: Path, form: Any) -> None:
+    """Before anything is written; scales are converted."""
+    one = torch.full((3,), 127, dtype=torch.uint8)
+    uri = saved({"s": one.view(torch.float8_e8m0fnu), "q": one.view(torch.float4_e2m1fn_x2)})
+    with pytest.raises(holdfast.UsageError, match=r"'q' is of dtype float4_e2m1fn_x2.* bfloat16"):
+        holdfast.export(uri, tmp_path / "x", dtype="bf16", format=form)
+    assert not (tmp_path / "x").exists()
+    holdfast.export(uri, tmp_path / "y", dtype="bf16", only=["s"])
+    assert model_in(tmp_path / "y")["s"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_two_values_of_no_dimension_are_refused(tmp_path: Path) -> None:
+    """safetensors counts values of four bits, and they would need a dimension."""
+    uri = saved({"q": torch.ones((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
+    with pytest.raises(holdfast.UsageError, match="tensor 'q' is two values"):
+        holdfast.export(uri, tmp_path)
+
+
 def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
     """Under the first name that is chosen; the report and the metadata say which names are left
     out."""

@@ -7,12 +7,15 @@ import contextlib
 import io
 import json
 import os
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from support.bits import difference, fresh_uri, random_bits
 from support.given import Serve
 
@@ -218,7 +221,180 @@ def test_several_files_without_an_index_are_no_model(tmp_path: Path) -> None:
         holdfast.import_(tmp_path, fresh_uri())
     for index in tmp_path.glob("*.json"):
         index.unlink()
+    with pytest.raises(
+        holdfast.UnsupportedFormatError, match=r"an index: a\.safetensors, b\.safet"
+    ):
+        holdfast.import_(tmp_path, fresh_uri())
+    for number in (1, 2):
+        (tmp_path / f"{'ab'[number - 1]}.safetensors").rename(
+            tmp_path / f"model-0000{number}-of-00002.safetensors"
+        )
     with pytest.raises(holdfast.DamagedError, match="no index"):
+        holdfast.import_(tmp_path, fresh_uri())
+
+
+PLAIN = "model.safetensors"
+SHARDS = ("model.fp16-00001-of-00002.safetensors", "model-00001-of-00002.fp16.safetensors")
+
+
+def folder_of(folder: Path, keys: Sequence[str]) -> Path:
+    """A folder with these files and indexes. Each model has a tensor with its name; an index names
+    one of the shards."""
+    for key in keys:
+        if key.endswith(".json"):
+            shard = SHARDS[".safetensors.index." in key]
+            save_file({key: torch.ones(2)}, folder / f"{key}-00001-of-00001.safetensors")
+            weight_map = {key: f"{key}-00001-of-00001.safetensors"}
+            (folder / key).write_text(json.dumps({"weight_map": weight_map}))
+            save_file({"of another": torch.ones(2)}, folder / shard)
+        else:
+            save_file({key: torch.ones(2)}, folder / key)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["model.safetensors.index.fp16.json"], "model.safetensors.index.fp16.json"),
+        (["model.safetensors.fp16.index.json"], "model.safetensors.fp16.index.json"),
+        (["model.fp16.safetensors.index.json"], "model.fp16.safetensors.index.json"),
+        (["diffusion_pytorch_model.safetensors.index.fp16.json"],
+         "diffusion_pytorch_model.safetensors.index.fp16.json"),
+        (["model.fp16.safetensors"], "model.fp16.safetensors"),
+        ([PLAIN, "model.fp16.safetensors", "model.non_ema.safetensors"], PLAIN),
+        ([PLAIN, "model.safetensors.index.fp16.json"], PLAIN),
+        ([INDEX, "model.safetensors.index.fp16.json", "model.safetensors.bf16.index.json"], INDEX),
+        ([INDEX, "model.fp16.safetensors.index.json", "model.fp16.safetensors"], INDEX),
+    ],
+)  # fmt: skip
+def test_of_a_model_and_its_variants_the_model_is_imported(
+    tmp_path: Path, keys: list[str], expected: str
+) -> None:
+    """Wherever libraries put the name of a variant; a variant alone is the model."""
+    uri = fresh_uri()
+    holdfast.import_(folder_of(tmp_path, keys), uri)
+    assert list(holdfast.load(uri)) == [expected]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["model.bf16.safetensors", "model.fp16.safetensors"],
+        ["model.safetensors.index.bf16.json", "model.safetensors.index.fp16.json"],
+        ["llama-3.1.safetensors", "llama-3.safetensors"],
+    ],
+)
+def test_of_several_models_none_is_guessed(tmp_path: Path, keys: list[str]) -> None:
+    """They are named, and each is imported by its own URI."""
+    folder_of(tmp_path, keys)
+    with pytest.raises(holdfast.UnsupportedFormatError, match=", ".join(keys)):
+        holdfast.import_(tmp_path, fresh_uri())
+    for key in keys:
+        uri = fresh_uri()
+        holdfast.import_(tmp_path / key, uri)
+        assert list(holdfast.load(uri)) == [key]
+
+
+@pytest.mark.parametrize("variant", ["", ".fp16"])
+def test_an_index_of_files_of_torch_is_refused_by_name(tmp_path: Path, variant: str) -> None:
+    """And what reads them is said."""
+    (tmp_path / f"pytorch_model.bin.index{variant}.json").write_text("{}")
+    with pytest.raises(holdfast.UnsupportedFormatError, match="an index of files of torch"):
+        holdfast.import_(tmp_path, fresh_uri())
+
+
+NEWER = [
+    torch.complex64, torch.uint32, torch.uint64, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.float4_e2m1fn_x2,
+]  # fmt: skip
+
+
+def test_newer_dtypes_are_imported_and_exported(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Bit for bit, in shapes of torch. Images have them as bytes, so that every reader opens them."""
+    model = {str(dtype): random_bits(rng, dtype, (3, 5)) for dtype in NEWER}
+    save_file(model, tmp_path / "m.safetensors")
+    holdfast.import_(tmp_path / "m.safetensors", tmp_path / "c")
+    assert difference(model, holdfast.load(tmp_path / "c")) is None
+    with holdfast.open(tmp_path / "c") as c:
+        assert c.verify().ok
+    (image,) = tmp_path.glob("c/data/*/0.safetensors")
+    assert load_file(image)["torch.float4_e2m1fn_x2"].shape == (3, 5, 1)
+    assert holdfast.diff(tmp_path / "c", tmp_path / "c").equal
+    holdfast.export(tmp_path / "c", tmp_path / "x")
+    assert difference(model, load_file(tmp_path / "x" / PLAIN)) is None
+
+
+def written(path: Path, code: str, shape: list[int], nbytes: int) -> Path:
+    """A safetensors file with a tensor ``s`` of this dtype, and a plain one."""
+    header = {
+        "s": {"dtype": code, "shape": shape, "data_offsets": [0, nbytes]},
+        "w": {"dtype": "U8", "shape": [2], "data_offsets": [nbytes, nbytes + 2]},
+    }
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(nbytes + 2))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("code", "shape", "nbytes"),
+    [
+        ("F6_E2M3", [4], 3),
+        ("F6_E3M2", [4], 3),
+        ("F4", [2, 3], 3),
+        ("F4", [2, 1], 1),
+        ("F128", [4], 64),
+    ],
+)
+def test_a_dtype_that_torch_does_not_have_is_refused_by_name(
+    tmp_path: Path, code: str, shape: list[int], nbytes: int
+) -> None:
+    """It is no damage. Without that tensor the file is imported."""
+    file = written(tmp_path / "m.safetensors", code, shape, nbytes)
+    with pytest.raises(holdfast.UnsupportedFormatError, match=rf"tensor 's' .* dtype '{code}'"):
+        holdfast.import_(file, fresh_uri())
+    uri = fresh_uri()
+    holdfast.import_(file, uri, skip=["s"])
+    assert holdfast.load(uri)["w"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("code", "shape"), [("F6_E2M3", [5]), ("F4", [3]), ("F4", [6]), ("C64", [1])]
+)
+def test_a_size_that_is_not_that_of_the_dtype_is_damage(
+    tmp_path: Path, code: str, shape: list[int]
+) -> None:
+    """Of dtypes that are known, whether torch has them or not."""
+    with pytest.raises(holdfast.DamagedError, match="'s' does not take the bytes"):
+        holdfast.import_(written(tmp_path / "m.safetensors", code, shape, 2), fresh_uri())
+
+
+def test_what_a_file_says_of_itself_is_in_the_export_of_its_import(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of all files; of two that contradict each other the first one counts, with a warning. What is
+    loaded does not have it, and a copy keeps it."""
+    for number, (name, rank) in enumerate([("a", "8"), ("b", "16")], 1):
+        file = tmp_path / f"model-0000{number}-of-00002.safetensors"
+        said = {"format": "pt", "ss_network_dim": rank, name: "layout\n"}
+        save_file({name: torch.ones(2)}, file, metadata=said)
+    weight_map = {name: f"model-0000{n}-of-00002.safetensors" for n, name in enumerate("ab", 1)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    uri, copied = fresh_uri(), fresh_uri()
+    holdfast.import_(tmp_path, uri)
+    assert "model-00002-of-00002.safetensors says '16' of 'ss_network_dim'" in caplog.text
+    assert sorted(holdfast.load(uri)) == ["a", "b"]
+    holdfast.copy(uri, copied)
+    holdfast.export(copied, tmp_path / "x")
+    with safe_open(tmp_path / "x" / PLAIN, "pt") as file:
+        expected = {"format": "pt", "ss_network_dim": "8", "a": "layout\n", "b": "layout\n"}
+        assert file.metadata() == expected
+
+
+def test_metadata_that_is_no_text_is_no_header(tmp_path: Path) -> None:
+    """As safetensors has it."""
+    text = json.dumps({"__metadata__": {"format": 7}}).encode()
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(holdfast.DamagedError, match="no object of texts"):
         holdfast.import_(tmp_path, fresh_uri())
 
 

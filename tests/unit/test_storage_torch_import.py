@@ -8,6 +8,7 @@ import os
 import pickle
 import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from holdfast.storage.format.torch_pickle import StoredTensor, leaves, read_pick
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.complex64,
+    torch.complex64, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
 ]  # fmt: skip
 
 
@@ -191,7 +193,9 @@ def test_the_traces_would_be_seen(tmp_path: Path) -> None:
         ({"t": torch.ones(2, 3).t()}, "tensor 't' is not contiguous"),
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "one path"),
         ({(1, 2): torch.ones(1)}, "a key of type tuple"),
-        ({"z": torch.ones(1, dtype=torch.complex128)}, "torch.ComplexDoubleStorage"),
+        ({"m": torch.empty(2, device="meta")}, "_rebuild_meta_tensor_no_storage"),
+        ({"c": torch.ones(2, dtype=torch.complex64).conj()}, "tensor 'c' .* conjugate bit"),
+        ({"n": torch.ones(1, dtype=torch.complex64).conj().imag}, "tensor 'n' .* negative bit"),
     ],
     ids=str,
 )  # fmt: skip
@@ -202,6 +206,133 @@ def test_what_is_no_plain_tensor_is_refused_by_name(
     torch.save(state, tmp_path / "a.pt")
     with pytest.raises(holdfast.UnsupportedFormatError, match=message):
         holdfast.import_(tmp_path / "a.pt", fresh_uri())
+
+
+class Call:
+    """Pickled as a call of a function."""
+
+    def __init__(self, function: object, *arguments: object) -> None:
+        self.arguments = arguments
+        self.function = function
+
+    def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
+        return self.function, self.arguments
+
+
+def pickled(value: object, storage: tuple[object, ...]) -> bytes:
+    """A pickle, in which ``storage`` stands where a value is an ellipsis."""
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: object) -> object:
+            return storage if value is ... else None
+
+    out = io.BytesIO()
+    Pickler(out, 2).dump(value)
+    return out.getvalue()
+
+
+STORAGE = ("storage", torch.FloatStorage, "0", "cpu", 3)
+BYTES = ("storage", torch.UntypedStorage, "0", "cpu", 12)
+V2 = (torch._utils._rebuild_tensor_v2, ..., 0, (3,), (1,), False, OrderedDict())
+V3 = (torch._utils._rebuild_tensor_v3, ..., 0, (3,), (1,), False, OrderedDict(), torch.float32)
+FROM_TYPE = torch._tensor._rebuild_from_type_v2  # type: ignore[attr-defined]
+HOOKS = OrderedDict({1: 2})
+PARAMETER = torch._utils._rebuild_parameter
+
+
+def changed(call: tuple[Any, ...], at: int, value: object) -> Call:
+    """The same call with another argument."""
+    arguments = list(call)
+    arguments[at : at + 1] = [value]
+    return Call(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("value", "storage"),
+    [
+        (Call(*V2), STORAGE),
+        (Call(*V2, None), STORAGE),
+        (Call(*V2, {}), STORAGE),
+        (Call(*V2, {"conj": False, "neg": False}), STORAGE),
+        (changed(V2, 5, True), STORAGE),
+        (changed(V2, 6, None), STORAGE),
+        (Call(*V2), (*STORAGE[:3], "cuda:7", 3)),
+        (Call(*V3), BYTES),
+        (Call(*V3, {}), BYTES),
+        (Call(PARAMETER, Call(*V2), True, OrderedDict()), STORAGE),
+        (Call(FROM_TYPE, V2[0], torch.Tensor, V2[1:], {"note": 1}), STORAGE),
+    ],
+)
+def test_arguments_that_change_no_value_are_understood(
+    value: object, storage: tuple[object, ...]
+) -> None:
+    """Whatever they are, the tensor is the same."""
+    expected = StoredTensor("0", "float32", 4, 0, (3,), (1,))
+    assert read_pickle(pickled(value, storage)) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "storage", "message"),
+    [
+        (changed(V2, 1, None), STORAGE, "no known dtype"),
+        (changed(V2, 2, -1), STORAGE, "shape that is none"),
+        (changed(V2, 3, [3]), STORAGE, "shape that is none"),
+        (changed(V2, 4, (1, 1)), STORAGE, "shape that is none"),
+        (changed(V2, 5, 1), STORAGE, "requires_grad of a tensor is 1"),
+        (changed(V2, 6, HOOKS), STORAGE, "backward hooks"),
+        (changed(V2, 6, 0), STORAGE, "backward hooks"),
+        (Call(*V2, {"wired": True}), STORAGE, "the metadata 'wired'"),
+        (Call(*V2, {"wired": False}), STORAGE, "the metadata 'wired'"),
+        (Call(*V2, {"conj": 1}), STORAGE, "the metadata 'conj'"),
+        (Call(*V2, True), STORAGE, "metadata of a tensor is no dict"),
+        (Call(*V2, None, None), STORAGE, "malformed"),
+        (Call(*V2), BYTES, "no known dtype"),
+        (Call(*V3[:-1], 7), BYTES, "no known dtype"),
+        (changed(V3, 5, None), BYTES, "requires_grad of a tensor is None"),
+        (changed(V3, 6, HOOKS), BYTES, "backward hooks"),
+        (Call(*V3, {"wired": True}), BYTES, "the metadata 'wired'"),
+        (Call(*V3, {}, None), BYTES, "malformed"),
+        (Call(PARAMETER, 7, True, None), STORAGE, "a parameter is no tensor"),
+        (Call(PARAMETER, Call(*V2), 7, None), STORAGE, "requires_grad of a tensor is 7"),
+        (Call(PARAMETER, Call(*V2), True, HOOKS), STORAGE, "backward hooks"),
+        (Call(PARAMETER, Call(*V2), True, None, {}), STORAGE, "malformed"),
+        (Call(torch._utils._rebuild_tensor, ..., 0, (3,), (1,)), STORAGE, "_utils._rebuild_tensor,"),
+        (Call(torch._utils._rebuild_parameter_with_state), STORAGE, "_parameter_with_state"),
+        (Call(torch._utils._rebuild_qtensor), STORAGE, "_rebuild_qtensor"),
+        (Call(torch._utils._rebuild_wrapper_subclass), STORAGE, "_rebuild_wrapper_subclass"),
+        (Call(FROM_TYPE, V2[0], torch.nn.Parameter, V2[1:], {}), STORAGE, "names torch.nn.param"),
+        (Call(FROM_TYPE, V2[0], torch.Tensor, V2[1:], ({}, {"a": 1})), STORAGE, "in slots"),
+        (Call(FROM_TYPE, OrderedDict, torch.Tensor, (), {}), STORAGE, "made by collections.Ord"),
+        (Call(OrderedDict, [("a", 1)]), STORAGE, "a dict is made of arguments"),
+        (Call(torch.Size, (-1,)), STORAGE, "shape that is none"),
+        (Call(V2[0]), ("view", *STORAGE[1:]), "malformed"),
+        (..., ("view", *STORAGE[1:]), "a storage in an unknown way"),
+        (..., (*STORAGE, None), "a storage in an unknown way"),
+        (..., ("storage", 7, *STORAGE[2:]), "a storage in an unknown way"),
+        (..., ("storage", torch.Tensor, *STORAGE[2:]), "a storage is a torch.Tensor"),
+        (..., (*STORAGE[:2], 0, "cpu", 3), "a storage in an unknown way"),
+        (..., (*STORAGE[:3], None, 3), "a storage in an unknown way"),
+        (..., (*STORAGE[:4], -3), "shape that is none"),
+    ],
+)  # fmt: skip
+def test_an_argument_that_is_not_understood_is_refused(
+    value: object, storage: tuple[object, ...], message: str
+) -> None:
+    """By its name, whichever it is: to ignore it would make another tensor of the file."""
+    with pytest.raises(ValueError, match=message):
+        read_pickle(pickled(value, storage))
+
+
+def test_attributes_of_a_dict_are_the_versions_of_modules_or_refused() -> None:
+    """Nothing else is left out of an OrderedDict, whose type is kept."""
+    versions = OrderedDict(a=1)
+    versions._metadata = OrderedDict()  # type: ignore[attr-defined]
+    read = read_pickle(pickle.dumps(versions, 2))
+    assert type(read) is OrderedDict
+    assert read == {"a": 1}
+    versions.note = "mine"  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="a dict has an attribute 'note'"):
+        read_pickle(pickle.dumps(versions, 2))
 
 
 def test_the_format_before_1_6_is_refused(tmp_path: Path) -> None:
