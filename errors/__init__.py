@@ -203,7 +203,12 @@ class ExistsError(StorageError, FileExistsError):
 
 
 class AccessError(StorageError, PermissionError):
-    """The storage refused, or the key would leave the root it is bound to."""
+    """The storage refused, or the key would leave the root it is bound to. ``unlisted``: folders
+    that a listing could not enter, where it has listed everything else."""
+
+    def __init__(self, message: str, *, unlisted: tuple[str, ...] = (), **where: Any) -> None:
+        super().__init__(message, **where)
+        self.unlisted = unlisted
 
 
 class FullError(StorageError):

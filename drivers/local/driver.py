@@ -21,7 +21,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import ClassVar, Self
 
-from ...errors import DamagedError, UriError
+from ...errors import AccessError, DamagedError, UriError
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from ..options import Option, choice, integer, option_values
 from ..ranges import Ranges
@@ -139,10 +139,19 @@ class LocalDriver(Driver):
         return await self._threads.operate("stat", self._checked(key), self._tree.info, key)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        walk = self._tree.walk(self._checked(prefix) if prefix else "")
+        refused: dict[str, OSError] = {}
+        walk = self._tree.walk(self._checked(prefix) if prefix else "", refused)
         while batch := await self._threads.operate("list", prefix, _batch, walk):
             for info in batch:
                 yield info
+        for key, error in refused.items():
+            raise AccessError(
+                f"list failed: {error.strerror}; everything else was listed",
+                unlisted=tuple(refused),
+                uri=self.uri,
+                key=key,
+                advice="Check owner and mode of the folder.",
+            ) from error
 
     async def delete(self, key: str) -> None:
         """See :meth:`Driver.delete`. Durable on return."""

@@ -27,6 +27,8 @@ __all__ = ["NO_LOCKS", "Tree", "lock", "sync_folder"]
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 """What flock fails with where the file system knows no locks, or none that it can give."""
 
+_NO_ENTRY = (errno.EACCES, errno.EPERM, errno.ELOOP)
+
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -123,9 +125,10 @@ class Tree:
             raise
         return folder, fd
 
-    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Every object at or below ``prefix``. Links, temporary files and whatever vanishes
-        meanwhile are left out."""
+    def walk(self, prefix: str, refused: dict[str, OSError]) -> Iterator[ObjectInfo]:
+        """Yield every object at or below ``prefix``. Links, temporary files and whatever vanishes
+        meanwhile are left out. Folders below it that may not be entered, such as ``lost+found``,
+        go to ``refused``."""
         if prefix:
             with contextlib.suppress(FileNotFoundError):
                 yield self.info(prefix)
@@ -133,7 +136,14 @@ class Tree:
         pending = [prefix]
         while pending:
             folder = pending.pop()
-            for name, status in self._look_into(folder):
+            try:
+                entries = self._look_into(folder)
+            except OSError as error:
+                if folder == prefix or error.errno not in _NO_ENTRY:
+                    raise
+                refused[folder] = error
+                continue
+            for name, status in entries:
                 if folder:
                     key = f"{folder}/{name}"
                 else:

@@ -4,27 +4,35 @@ files."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...core.aio import at_most
-from ...drivers.contract import Driver
+from ...drivers.contract import Driver, ObjectInfo
 from ...drivers.registry import open_driver
-from ...errors import DamagedError, HoldfastError, NotFoundError
+from ...errors import AccessError, DamagedError, HoldfastError, NotFoundError, StorageError
 from ..format.lineage import LINEAGE_KEY, ROOT, Lineage
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.engine import check_may_wait, offload, start
 from .foreign import explains
 
-__all__ = ["ListedCheckpoint", "Listing", "list_checkpoints", "manifest_keys", "read_lineage"]
+__all__ = [
+    "ListedCheckpoint",
+    "Listing",
+    "list_checkpoints",
+    "listed",
+    "manifest_keys",
+    "read_lineage",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
     """One line of a listing.
 
-    ``problem`` says why the checkpoint cannot be opened; then the figures are zero, and ``attempt``
-    empty. ``damage`` says which image is missing, or of another size than it was written with.
+    ``problem`` says why the checkpoint, or the folder, cannot be read; then the figures are zero,
+    and ``attempt`` empty. ``damage`` says which image is missing, or of another size than it was
+    written with.
     ``abandoned``: training went back to an earlier step, and this checkpoint is later, on the
     branch that was left.
     """
@@ -52,7 +60,8 @@ def list_checkpoints(
     uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
 ) -> list[ListedCheckpoint]:
     """The checkpoints at and below ``uri``, by path relative to it (``""``: ``uri`` itself),
-    ordered by step and time; abandoned ones come first, so the last one is what a run goes on from.
+    ordered by step and time. Lines with a problem and abandoned ones come first, so the last one is
+    what a run goes on from.
     ``storage_options`` as in :func:`open`.
 
     Raises StorageError; DamagedError where the record of a run's branches cannot be read.
@@ -60,11 +69,19 @@ def list_checkpoints(
     check_may_wait()
     driver = open_driver(uri, **(storage_options or {}))
     try:
-        listed: list[ListedCheckpoint] = start(_listed(driver)).result()
+        found: list[ListedCheckpoint] = start(_listed(driver)).result()
     finally:
         start(driver.close()).result()
     return sorted(
-        listed, key=lambda c: (not c.abandoned, c.step is None, c.step or 0, c.created_s, c.path)
+        found,
+        key=lambda c: (
+            c.problem is None,
+            not c.abandoned,
+            c.step is None,
+            c.step or 0,
+            c.created_s,
+            c.path,
+        ),
     )
 
 
@@ -91,17 +108,45 @@ async def read_lineage(driver: Driver, folder: str = "") -> Lineage:
         raise
 
 
-class Listing:
-    """What a driver lists: ``files``, by key, with their sizes in bytes."""
+async def listed(driver: Driver, unlisted: list[str]) -> AsyncIterator[ObjectInfo]:
+    """Yield every object of a driver, and add the folders that it may not enter to ``unlisted``.
+    Raises StorageError."""
+    try:
+        async for info in driver.list():
+            yield info
+    except AccessError as error:
+        if not error.unlisted:
+            raise
+        unlisted += error.unlisted
 
-    def __init__(self, driver: Driver, files: Mapping[str, int]) -> None:
+
+class Listing:
+    """The ``files`` that a driver lists, by key, with their sizes in bytes. ``unlisted``: folders
+    that it may not enter."""
+
+    def __init__(
+        self, driver: Driver, files: Mapping[str, int], unlisted: Sequence[str] = ()
+    ) -> None:
         self._driver = driver
         self._files = files
+        self._unlisted = unlisted
 
     @classmethod
     async def of(cls, driver: Driver) -> Listing:
-        """All that is there now."""
-        return cls(driver, {info.key: info.nbytes async for info in driver.list()})
+        """Return all that is there now."""
+        unlisted: list[str] = []
+        files = {info.key: info.nbytes async for info in listed(driver, unlisted)}
+        return cls(driver, files, unlisted)
+
+    def unreadable(self) -> list[ListedCheckpoint]:
+        """Return a line for each folder that may not be entered, unless it belongs to a checkpoint,
+        whose own line says so."""
+        known = tuple(f"{folder}/data".lstrip("/") for folder in self.folders())
+        return [
+            _problem(folder, "the folder cannot be read: access is denied")
+            for folder in self._unlisted
+            if not f"{folder}/".startswith(tuple(f"{data}/" for data in known))
+        ]
 
     def folders(self) -> list[str]:
         """Folders in which a manifest lies."""
@@ -138,7 +183,13 @@ class Listing:
             data = await self._driver.get(f"{folder}/{MANIFEST_KEY}".lstrip("/"))
             m = await offload(Manifest.decode, data)
         except HoldfastError as error:
-            return ListedCheckpoint(folder, None, 0, 0, 0, 0.0, error.message)
+            return _problem(folder, error.message)
+        try:
+            damage = await self._damage(folder, m)
+        except StorageError as error:
+            if error.temporary:
+                raise
+            return _problem(folder, f"an image cannot be looked at: {error.message}")
         return ListedCheckpoint(
             folder,
             m.step,
@@ -148,7 +199,7 @@ class Listing:
             m.created_s,
             attempt=m.attempt,
             branch=m.branch,
-            damage=await self._damage(folder, m),
+            damage=damage,
         )
 
     async def _damage(self, folder: str, m: Manifest) -> str | None:
@@ -168,6 +219,10 @@ class Listing:
         return None
 
 
+def _problem(folder: str, problem: str) -> ListedCheckpoint:
+    return ListedCheckpoint(folder, None, 0, 0, 0, 0.0, problem)
+
+
 async def _size(driver: Driver, key: str) -> int | None:
     try:
         return (await driver.stat(key)).nbytes
@@ -177,4 +232,4 @@ async def _size(driver: Driver, key: str) -> int | None:
 
 async def _listed(driver: Driver) -> list[ListedCheckpoint]:
     listing = await Listing.of(driver)
-    return await listing.checkpoints(listing.folders())
+    return [*await listing.checkpoints(listing.folders()), *listing.unreadable()]

@@ -18,7 +18,7 @@ from functools import partial
 
 from ...core.aio import at_most
 from ...drivers.contract import Driver
-from ...errors import NotACheckpointError, NotFoundError, UsageError
+from ...errors import AccessError, NotACheckpointError, NotFoundError, UsageError
 from ..format.lineage import LINEAGE_KEY
 from ..format.manifest import MANIFEST_KEY
 from ..protocol import limits
@@ -36,7 +36,7 @@ from ..protocol.prune_lock import PRUNING_KEY, delete_manifest, is_lock
 from ..protocol.records import ABORT_RECORD, read_record
 from ..runtime.engine import run
 from .choice import Choice, Rules, chosen_by
-from .listing import ListedCheckpoint, Listing
+from .listing import ListedCheckpoint, Listing, listed
 from .location import Place
 
 __all__ = [
@@ -194,8 +194,10 @@ async def plan_pruning(
         survey = await _survey(driver)
         folders = {path: nbytes for path, nbytes in survey.folders.items() if only(path)}
         with_manifest = [path for path, nbytes in folders.items() if _MANIFEST in nbytes]
-        listed = await Listing(driver, survey.files).checkpoints(with_manifest)
-    choice = await chosen(listed)
+        found = await Listing(driver, survey.files).checkpoints(with_manifest)
+    for path in survey.unreadable():
+        folders.pop(path, None)
+    choice = await chosen([c for c in found if c.path in folders])
     checkpoints = [
         PrunedCheckpoint(
             path=c.path,
@@ -207,7 +209,7 @@ async def plan_pruning(
         )
         for c in choice.gone
     ]
-    current = {c.path: c for c in listed}
+    current = {c.path: c for c in found}
     leftovers = await _all_leftovers(root, folders, current, idle_s)
     kept = sorted(set(current) - {c.path for c in choice.gone})
     report = PruneReport(
@@ -228,11 +230,22 @@ class _Survey:
     under its key, and of each attempt under its id."""
     files: dict[str, int]
     """The size of every file that a listing of checkpoints may ask about."""
+    unlisted: list[str]
+    """Folders that may not be entered."""
+
+    def unreadable(self) -> set[str]:
+        """Return the folders of which some data cannot be read: nothing in them is deleted."""
+        return {
+            path
+            for path in self.folders
+            for unlisted in self.unlisted
+            if f"{unlisted}/".startswith(f"{path}/data/".lstrip("/"))
+        }
 
 
 async def _survey(driver: Driver) -> _Survey:
-    survey = _Survey({}, {})
-    async for info in driver.list():
+    survey = _Survey({}, {}, [])
+    async for info in listed(driver, survey.unlisted):
         match = _OURS.fullmatch(info.key)
         if match or info.key.rpartition("/")[2] == LINEAGE_KEY:
             survey.files[info.key] = info.nbytes
@@ -275,7 +288,10 @@ def _by_path(leftover: Leftover) -> tuple[str, str]:
 async def _leftovers(
     driver: Driver, path: str, current: ListedCheckpoint | None, idle_s: float
 ) -> list[Leftover]:
-    """What :func:`collect` would delete if it ran now, by the clock of this host."""
+    """Return what :func:`collect` would delete if it ran now, by the clock of this host. Nothing,
+    where the manifest may not be read, which may name any of it."""
+    if current is None and await _is_refused(driver, MANIFEST_KEY):
+        return []
     now_s = time.time()
     found: list[Leftover] = []
     for attempt, files in (await list_attempts(driver)).items():
@@ -285,6 +301,16 @@ async def _leftovers(
         if silent_s >= await _spared_s(driver, attempt, files, current, idle_s):
             found.append(Leftover(path, attempt.id, files.nbytes))
     return found
+
+
+async def _is_refused(driver: Driver, key: str) -> bool:
+    try:
+        await driver.stat(key)
+    except AccessError:
+        return True
+    except NotFoundError:
+        pass
+    return False
 
 
 async def _spared_s(
@@ -382,6 +408,9 @@ async def delete_if_empty(driver: Driver, path: str) -> None:
     """Delete the folder of a checkpoint, unless there is an object in it: of other data, or of a
     save that has just begun. A save may also begin now, so the folder is left to the sweep, which
     harms no live saver."""
-    async for _ in driver.list(path):
+    try:
+        async for _ in driver.list(path):
+            return
+    except AccessError:
         return
     await driver.sweep(path)

@@ -1,0 +1,161 @@
+"""A run's folder with entries that cannot be read, or are none of ours: each is one line of a
+listing, and everything else works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+
+NOBODY = 65534
+STATE = {"w": torch.arange(5.0)}
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root enters any folder, so act as somebody else."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def train(folder: Path, steps: int) -> int:
+    """Resume, and go on for so many steps; return where it resumed."""
+    state = {"w": torch.zeros(5)}
+    with holdfast.Checkpointer(folder, every=1, keep=2, grace_s=None, when_busy="wait") as run:
+        began = run.resume(state)
+        for step in range(began + 1, began + steps + 1):
+            run.step(step, STATE)
+        assert run.counters.failed == 0
+    return began
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """The folder of a run that has come to step 3, which belongs to nobody."""
+    root = Path(tempfile.mkdtemp(prefix="holdfast-odd-"))
+    root.chmod(0o755)
+    folder = root / "run"
+    train(folder, 3)
+    holdfast.prune(folder, keep_last=2)
+    if os.geteuid() == 0:
+        for path in [folder, *folder.rglob("*")]:
+            os.chown(path, NOBODY, NOBODY)
+    yield folder
+    shutil.rmtree(root)
+
+
+def unreadable_folder(folder: Path) -> str:
+    """Add the lost+found of an ext4 volume."""
+    (folder / "lost+found").mkdir(mode=0)
+    return "lost+found"
+
+
+def unreadable_step(folder: Path) -> str:
+    """Close an old step."""
+    (folder / "step-00000002").chmod(0)
+    return "step-00000002"
+
+
+def unreadable_data(folder: Path) -> str:
+    """Close the images of an old step."""
+    (folder / "step-00000002/data").chmod(0)
+    return "step-00000002"
+
+
+def unreadable_manifest(folder: Path) -> str:
+    """Close the manifest of an old step."""
+    (folder / "step-00000002/manifest.safetensors").chmod(0)
+    return "step-00000002"
+
+
+def linked_image(folder: Path) -> str:
+    """Put a link in the place of an image."""
+    (image,) = (folder / "step-00000002").rglob("0.safetensors")
+    image.rename(folder / "elsewhere")
+    image.symlink_to(folder / "elsewhere")
+    return "step-00000002"
+
+
+def linked_manifest(folder: Path) -> None:
+    """Put a link in the place of a manifest."""
+    manifest = folder / "step-00000002/manifest.safetensors"
+    manifest.rename(folder / "elsewhere")
+    manifest.symlink_to(folder / "elsewhere")
+
+
+def dangling_link(folder: Path) -> None:
+    """Add a link to nothing."""
+    (folder / "latest").symlink_to("nothing")
+
+
+def circular_link(folder: Path) -> None:
+    """Add a link to itself."""
+    (folder / "circle").symlink_to("circle")
+
+
+def pipe(folder: Path) -> None:
+    """Add a named pipe."""
+    os.mkfifo(folder / "pipe")
+
+
+def listening(folder: Path) -> None:
+    """Add a socket."""
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(folder / "socket"))
+
+
+def folder_for_manifest(folder: Path) -> None:
+    """Add a folder with the name of a manifest."""
+    (folder / "other/manifest.safetensors").mkdir(parents=True)
+    (folder / "other").chmod(0o777)
+
+
+def undecodable(folder: Path) -> None:
+    """Add names that are not UTF-8."""
+    os.makedirs(os.fsencode(folder) + b"/\xff\xfe/x")
+    with open(os.fsencode(folder) + b"/\xff\xfe/x/f\xff", "w"):
+        pass
+
+
+ODD = [
+    unreadable_folder, unreadable_step, unreadable_data, unreadable_manifest, linked_image,
+    linked_manifest, dangling_link, circular_link, pipe, listening, folder_for_manifest,
+    undecodable,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
+def test_one_odd_entry_leaves_everything_else_working(
+    odd: Callable[[Path], str | None], folder: Path
+) -> None:
+    """It is a line with a problem where it may be a checkpoint; the run resumes, saves, and prunes;
+    nothing that could not be read is deleted, or counted as kept."""
+    problem = odd(folder)
+    before = sorted(folder.glob("step-00000002/**/*"))
+    with as_nobody():
+        lines = {c.path: c.problem for c in holdfast.list_checkpoints(folder)}
+        assert lines.pop("step-00000003") is None
+        assert [path for path, what in lines.items() if what] == ([problem] if problem else [])
+        holdfast.save(folder / "step-00000007", STATE, step=7)
+        holdfast.prune(folder, keep_last=1, idle_s=0)
+        assert train(folder, 2) == 7
+        listed = holdfast.list_checkpoints(folder)
+    assert [c.step for c in listed[-2:]] == [8, 9]
+    if problem == "step-00000002" or odd is linked_manifest:
+        (folder / "step-00000002").chmod(0o755)
+        assert sorted(folder.glob("step-00000002/**/*")) == before
