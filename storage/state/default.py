@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..format.values import encode_value
 from .adapters.in_parts import is_in_parts
 from .adapters.shards import Shard
 from .adapters.stateful import has_state
+from .dtypes import is_plain_array
 
 __all__ = ["Default", "converted", "lacks_form"]
 
@@ -20,13 +22,17 @@ Default = Callable[[Any], object]
 """As the ``default`` of Python's ``json.dumps``: called with a value that cannot be stored as it
 is, returns what is stored of it, or raises TypeError."""
 
-_FORMS = (torch.Tensor, Shard, np.ndarray, Mapping, list, tuple)
+_FORMS = (torch.Tensor, Shard, Mapping, list, tuple)
 _DEPTH_MAX = 50
 
 
 def lacks_form(item: object) -> bool:
-    """Whether there is no form in which ``item`` can be stored. Whether a tensor can be is found
-    out later."""
+    """Return whether there is no form in which ``item`` can be stored. Tensors are looked at
+    later."""
+    if isinstance(item, np.ndarray):
+        return not is_plain_array(item)
+    if isinstance(item, ChainMap):
+        return True
     if isinstance(item, tuple) and type(item) is not tuple and not isinstance(item, torch.Size):
         return True  # with names
     if isinstance(item, _FORMS) or has_state(item) or is_in_parts(item):

@@ -10,7 +10,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...errors import StateError, UnsupportedFormatError, UsageError
 
-__all__ = ["dtype_name", "dtype_of", "empty", "numpy_to_torch", "refusal"]
+__all__ = ["dtype_name", "dtype_of", "empty", "is_plain_array", "numpy_to_torch", "refusal"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -72,6 +72,12 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or hasattr(
         tensor, "__tensor_flatten__"
     )
+
+
+def is_plain_array(array: np.ndarray) -> bool:
+    """Return whether a plain array is all that there is to ``array``. A ``memmap`` is one in a
+    file."""
+    return type(array) in (np.ndarray, np.memmap)
 
 
 def numpy_to_torch(array: np.ndarray, path: str) -> torch.Tensor:

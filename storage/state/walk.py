@@ -7,6 +7,8 @@ else goes into the tree, and what cannot be stored is refused by its path.
 from __future__ import annotations
 
 import itertools
+import logging
+from collections import ChainMap
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
@@ -27,12 +29,16 @@ from .adapters.stateful import expand, fills_in_place, has_state, present_state
 from .adapters.tensors import PLAIN_TYPES, Adapters, TensorLike
 from .compat import ShardedTensor
 from .default import Default, converted, lacks_form
-from .dtypes import numpy_to_torch, refusal
+from .dtypes import is_plain_array, numpy_to_torch, refusal
 from .flat_state import DEPTH_MAX, MAPPINGS, FlatState, Subtree
 from .memoryless import cannot_be_filled
 from .tensor_rows import TensorRows
 
 __all__ = ["Walker"]
+
+_log = logging.getLogger(__name__)
+_warned_of = set[str]()
+"""Types of containers of which a warning has said that they are not restored, by name."""
 
 _PLAIN_CONTAINERS = (dict, list, tuple)
 """Containers that are no objects with a state, whatever is in them."""
@@ -147,6 +153,11 @@ class Walker:
             raise StateError(
                 f"{self._here()} is a {type(node).__name__}; save it as a plain tuple or a dict"
             )
+        if isinstance(node, ChainMap) and not self._loading:
+            raise StateError(
+                f"{self._here()} is a {type(node).__name__}, whose dicts would become one",
+                advice="Save a list of its maps, or dict() of it.",
+            )
         if self._loading and isinstance(node, Mapping) and not isinstance(node, MutableMapping):
             raise StateError(
                 f"{self._here()} is a {type(node).__name__}, which cannot be assigned to"
@@ -175,6 +186,20 @@ class Walker:
                     "Return a dict, list or tuple from state_dict(), and make the other type "
                     "in load_state_dict()."
                 ),
+            )
+        elif name is None and type(node) not in (list, tuple, ObjectData):
+            self._warn_of_type(f"{type(node).__module__}.{type(node).__qualname__}", kind)
+
+    def _warn_of_type(self, type_name: str, kind: str) -> None:
+        """Warn, once for each type, that a container of the state comes back as a plain one."""
+        if type_name not in _warned_of:
+            _warned_of.add(type_name)
+            _log.warning(
+                "%s is a %s. A load into a state that has one fills it; a load that builds the "
+                "state makes a plain %s",
+                self._here(),
+                type_name,
+                kind,
             )
 
     def _note_order(self, number: int, emitted: Sequence[_Emitted]) -> None:
@@ -283,8 +308,14 @@ class Walker:
             raise StateError(
                 f"{path} is an array that cannot be filled: it is read-only, or runs backwards"
             )
+        tensor = numpy_to_torch(item, path)
+        if not self._loading and not is_plain_array(item):
+            raise StateError(
+                f"{path} is a {type(item).__name__}, and would come back as a plain array",
+                advice="Save numpy.asarray() of it.",
+            )
         self._tree.arrays.add(f"{prefix}{key}")
-        self._plain_tensor(numpy_to_torch(item, path), number, key, prefix)
+        self._plain_tensor(tensor, number, key, prefix)
 
     def _tensor(self, item: TensorLike, number: int, key: Key, prefix: str) -> None:
         """Add a tensor of any type."""

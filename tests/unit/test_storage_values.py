@@ -4,7 +4,7 @@ test_storage_tensors for tensors."""
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from types import MappingProxyType
 from typing import Any
 
@@ -133,6 +133,73 @@ def test_containers_keep_their_kind() -> None:
     assert difference(state, loaded) is None
     assert type(loaded["ordered"]) is OrderedDict
     assert type(loaded["proxy"]) is dict
+
+
+class Marked(np.ndarray):
+    """An array of a type of its own."""
+
+
+class Keeping:
+    """An object whose state has a value."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, object]:
+        """The value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take another one."""
+        self.value = state["value"]
+
+
+ARRAY = np.arange(2.0)
+MAPS = ChainMap({"a": 1}, {"a": 2, "b": 3})
+TYPES: dict[str, tuple[Any, str]] = {
+    "matrix": (
+        ARRAY.reshape(1, 2).view(np.matrix),
+        "is a matrix, and would come back as a plain array",
+    ),
+    "recarray": (ARRAY.view(np.recarray), "is a recarray, and would come back"),
+    "masked": (np.ma.array(ARRAY, mask=[0, 1]), "masked array, whose mask would be lost"),
+    "subclass": (ARRAY.view(Marked), "is a Marked, and would come back"),
+    "scalar": (np.zeros(()).view(Marked), "is a Marked, and would come back"),
+    "chain": (MAPS, "is a ChainMap, whose dicts would become one"),
+}
+
+
+@pytest.mark.parametrize("name", list(TYPES))
+def test_a_type_that_would_be_lost_is_refused_by_name(name: str) -> None:
+    """Wherever it is; default= says what is stored instead, and a load fills one that is there."""
+    value, message = TYPES[name]
+    for state in ({"v": value}, {"v": [{"w": value}]}, {"v": Keeping(value)}):
+        with pytest.raises(holdfast.StateError, match=rf'"v"\].* {message}'):
+            holdfast.save(fresh_uri(), state)
+    uri = fresh_uri()
+    holdfast.save(uri, {"v": value}, default=lambda _: "instead")
+    assert holdfast.load(uri) == {"v": "instead"}
+
+
+def test_an_array_of_another_type_is_filled() -> None:
+    """It keeps its type, whatever was saved; an array in a file comes back in memory."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"v": np.array([[5.0, 7.0]])})
+    into = {"v": np.zeros((1, 2)).view(np.matrix)}
+    holdfast.load(uri, into)
+    assert into["v"].tolist() == [[5.0, 7.0]]
+    assert type(into["v"]) is np.matrix
+
+
+def test_a_container_of_another_type_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By its type and place, since a load that builds the state makes a plain one."""
+    marked = type("MarkedDict", (dict,), {})
+    for _ in range(2):
+        holdfast.save(fresh_uri(), {"a": {"b": marked(c=1)}, "d": marked()})
+    said = [record.message for record in caplog.records if "MarkedDict" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith('state["a"]["b"] is a ')
+    assert said[0].endswith("makes a plain dict")
 
 
 def test_keys_come_back_in_their_order() -> None:
