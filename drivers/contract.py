@@ -23,7 +23,7 @@ from typing import ClassVar, Literal
 
 from ..core.aio import to_the_end
 from ..core.units import ceil_div
-from ..errors import DamagedError, UriError
+from ..errors import DamagedError, StorageDownError, UriError
 from .pieces import cut
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "TakePiece",
     "Traits",
     "Upload",
+    "UploadLostError",
     "check_key",
     "check_small",
     "segments",
@@ -162,6 +163,12 @@ class Upload(ABC):
         """Drop what was written; nothing stays visible. Safe to call at any time, more than once,
         and after a failed or cancelled :meth:`commit`; after a successful one it does nothing. Does
         not raise a StorageError."""
+
+
+class UploadLostError(StorageDownError):
+    """An upload that cannot go on, where one that begins anew probably can: the credentials were
+    renewed in its middle, say. Raised by :meth:`Upload.write` and :meth:`Upload.commit`; the engine
+    begins the image again where it still has all of it."""
 
 
 class AtMost(int):

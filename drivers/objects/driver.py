@@ -25,6 +25,7 @@ from ...core.aio import side_by_side, to_the_end
 from ...core.pool import Pool
 from ...core.units import ceil_div
 from ...errors import (
+    AccessError,
     DamagedError,
     ExistsError,
     NotFoundError,
@@ -49,7 +50,7 @@ from ..schemes import check_installed
 from ..threads import Threads
 from ..uri import Uri
 from .connections import Connections
-from .errors import failures, missing_container
+from .errors import failures, missing_container, no_store, states_code
 from .known_stores import KNOWN
 from .names import encoded, split_location
 from .options import COMMON_OPTIONS, Requests, settings_of
@@ -68,8 +69,13 @@ _NBYTES_MAX = 1 << 62
 _PIECE_NBYTES = 1 << 20
 _ARRIVING_NBYTES = 256 << 10
 """What obstore joins before it passes it on."""
+_NOBODYS_KEY = ".holdfast-no-such-object"
+"""A key that no object has."""
 _BATCH = 1000
-"""Objects of one listing, and of one bulk delete."""
+"""Objects of one bulk delete."""
+_LISTED = 100
+"""Objects that obstore collects of a listing before it passes them on: as many are listed again
+before a listing that repeats itself is noticed."""
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +88,9 @@ class ObjectDriver(Driver):
     _bulk_delete = False
     """Whether the requests of kind ``ONCE`` delete many objects at a time, where the others delete
     one."""
+
+    _states_codes = True
+    """Whether every server of this kind says in XML why it refuses a request."""
 
     _labels: Mapping[str, Any] = MappingProxyType({})
     """What obstore's ``put`` is told of every object."""
@@ -288,6 +297,8 @@ class ObjectDriver(Driver):
         path = self._path(key)
         response = await self._call("get", key, "get_async", path)
         check_small(response.meta["size"], self.uri, key)
+        if response.attributes.get("Content-Type", "").startswith("text/html"):
+            raise no_store(self.uri, key)  # a page to log in, say, in place of the object
         return bytes(await self._timed("get", key, response.bytes_async()))
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -334,7 +345,20 @@ class ObjectDriver(Driver):
 
     async def _check_container(self, key: str) -> None:
         if not self._container_seen:
-            await self._list_batch(key, await self._listing(self._root or None, 1))
+            await self._check_store(key)
+
+    async def _check_store(self, key: str) -> None:
+        """Check that a store answers, and has the bucket, by asking for an object that nobody has.
+        A web page in place of a listing parses as an empty one, but the refusal of a store says
+        why, in XML. Raises StorageError. ``key`` is for messages."""
+        try:
+            await self._call("look", key, "get_async", self._path(_NOBODYS_KEY))
+        except (NotFoundError, AccessError) as error:
+            if states_code(str(error.__cause__)) or not self._states_codes:
+                self._container_seen = True
+                return
+            raise no_store(self.uri, key) from error
+        raise no_store(self.uri, key)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         if prefix:
@@ -345,21 +369,28 @@ class ObjectDriver(Driver):
             # One after the other: requests that are cancelled together leave connections open.
             with contextlib.suppress(NotFoundError):
                 yield await self.stat(prefix)
-        batches = await self._listing(path or None, _BATCH)
-        while batch := await self._list_batch(prefix, batches):
+        await self._connections.open(Requests.READING)
+        batches = self._connections.ask(Requests.READING, "list", path or None, chunk_size=_LISTED)
+        shown: set[str] = set()
+        while batch := await self._timed("list", prefix, _next(batches)):
             for found in batch:
+                if found["path"] in shown:
+                    raise self._repeated(found["path"])
+                shown.add(found["path"])
                 yield ObjectInfo(
                     self._key(found["path"]), found["size"], found["last_modified"].timestamp()
                 )
-
-    async def _listing(self, path: str | None, batch: int) -> Any:
-        await self._connections.open(Requests.READING)
-        return self._connections.ask(Requests.READING, "list", path, chunk_size=batch)
-
-    async def _list_batch(self, prefix: str, batches: Any) -> Any:
-        batch = await self._timed("list", prefix, _next(batches))
+        if not shown:
+            await self._check_store(prefix)
         self._container_seen = True
-        return batch
+
+    def _repeated(self, path: str) -> StorageError:
+        return StorageError(
+            "the listing shows an object twice, so it may never end: the store repeats itself",
+            uri=self.uri,
+            key=self._key(path),
+            advice="Does the store, or a gateway before it, honour continuation tokens?",
+        )
 
     async def delete(self, key: str) -> None:
         path = self._path(key)

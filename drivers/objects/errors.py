@@ -22,7 +22,15 @@ from ...errors import (
 from ..panics import is_panic
 from .trust import untrusted
 
-__all__ = ["connecting", "failures", "missing_container", "translated"]
+__all__ = [
+    "WRONG_PLACE",
+    "connecting",
+    "failures",
+    "missing_container",
+    "no_store",
+    "states_code",
+    "translated",
+]
 
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
 _STATUS = re.compile(r"status(?:[ _]code)?[:\s]+(\d{3})\b", re.IGNORECASE)
@@ -74,7 +82,19 @@ _DOWN = (
     "deadline",
 )  # fmt: skip
 _NOT_IMPLEMENTED = "This store does not know such requests."
-_INVALID_ANSWER = "Got invalid DeleteObjects response"
+_INVALID_ANSWER = re.compile(r"Got invalid [\w ]+ response")
+_BULK = "Got invalid DeleteObjects response"
+_WEB_PAGE = re.compile(r"<!doctype html|<html[\s>]", re.IGNORECASE)
+_NO_STORE = (
+    "Is the endpoint that of the store itself, and not of its console? Does a proxy, or a page to "
+    "log in, stand in between?"
+)
+_REDIRECTED = "Received redirect without LOCATION"
+WRONG_PLACE = (
+    "The bucket is in another region, or at another endpoint: name it, ?region=… or ?endpoint=…."
+)
+"""Advice where a store sends clients elsewhere."""
+_PLACES = re.compile(r"<(Region|Endpoint)>\s*([\w.:/-]{1,200})\s*</")
 _WHOLE = ("Range request not supported", "Received non-partial response")
 """What obstore says where a range was asked for, and the server has answered with all of the
 object."""
@@ -160,6 +180,10 @@ def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageE
     where: dict[str, Any] = {"uri": uri, "key": key}
     if code in _MISSING:
         return missing_container(uri, key)
+    if code == "NoSuchUpload":
+        return _dropped_upload(doing, **where)
+    if status == 404 and _WEB_PAGE.search(text) and not uri.startswith("http"):
+        return no_store(uri, key)
     if isinstance(error, FileNotFoundError) or name == "NotFoundError":
         return NotFoundError("no such object", **where)
     if name in ("AlreadyExistsError", "PreconditionError") and _is_taken(code, status):
@@ -206,15 +230,37 @@ def missing_container(uri: str, key: str | None = None) -> StorageError:
     return StorageError("the bucket (or container) does not exist", uri=uri, key=key, advice=advice)
 
 
+def states_code(text: str) -> bool:
+    """Return whether an answer states an error code in XML, as only object stores do."""
+    return _CODE.search(text) is not None
+
+
+def no_store(uri: str, key: str | None = None) -> StorageError:
+    """Return the error for a server that answers, but not as an object store does."""
+    message = "the server does not answer as an object store does, but like a web site"
+    return StorageError(message, uri=uri, key=key or None, advice=_NO_STORE)
+
+
+def _dropped_upload(doing: str, **where: Any) -> NotFoundError:
+    return NotFoundError(
+        f"{doing} failed: the store has dropped the unfinished upload",
+        **where,
+        advice="Does a life-cycle rule of the bucket abort uploads too early, or has somebody "
+        "deleted this checkpoint?",
+    )
+
+
 def _refusal(
     message: str, text: str, name: str, code: str, status: int, where: dict[str, Any]
 ) -> StorageError:
     if code in _FULL or status == 507:
         return FullError(message, **where, advice="Raise the quota, or keep fewer checkpoints.")
-    if code in _REGION or status in (301, 307):
-        return StorageError(
-            message, **where, advice="The bucket is in another region: name it, ?region=…."
-        )
+    if code in _REGION or status in (301, 307, 308) or _REDIRECTED in text:
+        stated = "; ".join(f"{name.lower()} {place}" for name, place in _PLACES.findall(text))
+        advice = WRONG_PLACE
+        if stated:
+            advice += f" The store says: {stated}."
+        return StorageError(message, **where, advice=advice)
     if code == "NotImplemented":
         return StorageError(message, **where, advice=_NOT_IMPLEMENTED)
     if code in _BUSY or status in (429, 503):
@@ -240,8 +286,10 @@ def _failure(message: str, text: str, status: int, where: dict[str, Any]) -> Sto
         return refusal
     if status == 501:
         return StorageError(message, **where, advice=_NOT_IMPLEMENTED)
-    if _INVALID_ANSWER in text:
+    if _BULK in text:
         return StorageError(message, **where)
+    if _INVALID_ANSWER.search(text):
+        return StorageError(message, **where, advice=_NO_STORE)
     if any(sign in text for sign in _WHOLE):
         advice = (
             "Use a server, or a gateway, that answers ranges with status 206, also one that "

@@ -31,6 +31,8 @@ class GcsDriver(ObjectDriver):
         "endpoint": Option(url, "", "URL of another server that speaks this protocol"),
     }
 
+    _states_codes = False  # the usual emulator says it in plain text
+
     @property
     def _container(self) -> tuple[str, ...]:
         return "gs", self._values["endpoint"], self._bucket

@@ -13,6 +13,8 @@ class _KnownStores:
     """Containers whose store has refused to delete many objects with one request."""
     no_upload_list: set[tuple[str, str]] = field(default_factory=set)
     """(endpoint, bucket) where the list of unfinished uploads is unknown."""
+    wrong_dates: set[tuple[str, str]] = field(default_factory=set)
+    """(endpoint, bucket) where the dates of unfinished uploads are wrong."""
     regions: dict[str, str] = field(default_factory=dict)
     """The regions of AWS that buckets are in, by the URLs of these."""
     trusted: set[tuple[str, ...]] = field(default_factory=set)
@@ -22,6 +24,7 @@ class _KnownStores:
         """Ask every store anew."""
         self.no_bulk_delete.clear()
         self.no_upload_list.clear()
+        self.wrong_dates.clear()
         self.regions.clear()
         self.trusted.clear()
 

@@ -16,7 +16,7 @@ from urllib.request import getproxies
 
 from ...core.forks.cached import cached_property
 from ...errors import AccessError, ExistsError, NotFoundError, UriError
-from ..contract import Upload
+from ..contract import Upload, UploadLostError
 from ..options import Option, choice, switch, url
 from ..uri import Uri
 from .driver import ObjectDriver
@@ -35,9 +35,18 @@ from .s3_place import (
 )
 from .s3_unfinished import Unfinished
 from .trust import system_certificates
+from .uploads import is_live
 
 __all__ = ["S3Driver"]
 
+_OF_UPLOADS = (
+    "ListMultipartUploads",
+    "ListParts",
+    "CreateMultipartUpload",
+    "UploadPart",
+    "AbortMultipartUpload",
+)
+"""What :class:`Unfinished` asks for."""
 _CHECKSUMS = {"sha256": "SHA256", "crc64nvme": "CRC64NVME"}
 T = TypeVar("T")
 
@@ -45,7 +54,10 @@ _STALE = re.compile(
     r"ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|SignatureDoesNotMatch"
 )
 """What a store says of credentials that may have been replaced."""
-_CREDENTIALS_LAST = timedelta(minutes=15)
+_ALREADY = timedelta(seconds=1)
+"""How long ago credentials have expired, as obstore is told: so it asks for every request, and the
+next part of a long upload is signed with credentials that were renewed meanwhile. To ask costs
+microseconds; botocore renews in time what really expires."""
 
 # What obstore would read from the environment, with the values that mean "not set".
 _UNSET: Mapping[str, Any] = {
@@ -227,8 +239,7 @@ class S3Driver(ObjectDriver):
                 "access_key_id": frozen.access_key,
                 "secret_access_key": frozen.secret_key,
                 "token": frozen.token,
-                "expires_at": datetime.now(UTC)
-                + _CREDENTIALS_LAST,  # botocore renews in time, if asked
+                "expires_at": datetime.now(UTC) - _ALREADY,
             }
 
         return provide
@@ -250,9 +261,19 @@ class S3Driver(ObjectDriver):
 
     async def _put(self, path: str, data: Any, **how: Any) -> Any:
         put = partial(super()._put, path, data, **how)
-        if how.get("use_multipart"):  # parts that were sent are gone
+        if not how.get("use_multipart"):
+            return await self._with_renewal(put)
+        try:
             return await put()
-        return await self._with_renewal(put)
+        except Exception as error:
+            if not await self._threads.run(self._renewed, error):
+                raise
+            # Parts that were sent are gone.
+            raise UploadLostError(
+                "upload failed: its credentials were replaced meanwhile",
+                uri=self.uri,
+                advice="Save again.",
+            ) from error
 
     async def _with_renewal(self, call: Callable[[], Awaitable[T]]) -> T:
         """What ``call`` gives; a second time, with other credentials, where it is refused and there
@@ -286,10 +307,17 @@ class S3Driver(ObjectDriver):
     def _unfinished(self) -> Unfinished:
         client = self._client(self._place, signed=not self._values["anonymous"])
         if self._values["requester_pays"]:
-            for operation in ("ListMultipartUploads", "ListParts", "AbortMultipartUpload"):
+            for operation in _OF_UPLOADS:
                 client.meta.events.register(f"provide-client-params.s3.{operation}", _pay)
         by_folder = is_express(self._bucket, self._values)
-        return Unfinished(client, self._bucket, self.uri, self._settings.limit_s, by_folder)
+        container = self._container
+
+        def is_ours(path: str) -> bool:
+            return is_live((*container, path))
+
+        return Unfinished(
+            client, self._bucket, self.uri, self._settings.limit_s, by_folder, is_ours
+        )
 
     def _client(self, place: Place, *, signed: bool) -> Any:
         """botocore's client, for the same place as obstore's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,6 +35,9 @@ _UNKNOWN = {
 
 _CLOCK_S = 2.0
 """Servers tell their time in whole seconds, and several of one store may differ a little."""
+_CLOCK_KEY = ".holdfast-clock"
+_DATES_S = 300.0
+"""How far the date of an upload may be off for uploads to be judged by their age."""
 
 
 @dataclass
@@ -47,11 +50,14 @@ class Unfinished:
     limit_s: float
     by_folder: bool = False
     """Whether the store lists whole folders only, as directory buckets do."""
+    is_live: Callable[[str], bool] = lambda path: False
+    """Whether this process uploads to a path."""
 
     def drop(self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float) -> int:
         """Drop those to ``path``, or, unless ``whole_key``, also below it: if nothing came for
         ``quiet_s`` and they began in the last ``began_within_s`` seconds, by the store's clock.
-        Gives how many. Raises StorageError."""
+        With a ``quiet_s``, spares what this process uploads, and everything where the store's dates
+        are wrong. Return how many were dropped. Raises StorageError."""
         deadline_s = time.monotonic() + self.limit_s
         dropped = 0
         if self._place in KNOWN.no_upload_list:
@@ -65,10 +71,46 @@ class Unfinished:
                 age_s = now_s - _seconds(upload["Initiated"])
                 if age_s > began_within_s + _CLOCK_S:
                     continue
-                if not quiet_s or (age_s >= quiet_s and self._quiet_s(upload, now_s) >= quiet_s):
-                    self._abort(upload)
-                    dropped += 1
+                if quiet_s and not self._is_dead(upload, now_s, quiet_s, path):
+                    continue
+                self._abort(upload)
+                dropped += 1
         return dropped
+
+    def _is_dead(self, upload: dict[str, Any], now_s: float, quiet_s: float, path: str) -> bool:
+        """Return whether nothing came to ``upload`` for ``quiet_s``, as far as dates can tell."""
+        if self.is_live(upload["Key"]) or self._place in KNOWN.wrong_dates:
+            return False
+        if now_s - _seconds(upload["Initiated"]) < quiet_s:
+            return False
+        if self._quiet_s(upload, now_s) < quiet_s:
+            return False
+        if not self._dates_are_right(path):
+            KNOWN.wrong_dates.add(self._place)
+            _log.warning(
+                "%s gives unfinished uploads wrong dates: they stay until the store drops them",
+                self.uri,
+            )
+            return False
+        return True
+
+    def _dates_are_right(self, path: str) -> bool:
+        """Return whether an upload that begins now, and its part, have dates of now. Some stores
+        give all uploads the same date, and live ones would look dead."""
+        name = {"Bucket": self.bucket, "Key": f"{path}/{_CLOCK_KEY}"}
+        upload = {**name, **self.client.create_multipart_upload(**name)}
+        try:
+            sent = {**name, "UploadId": upload["UploadId"]}
+            self.client.upload_part(**sent, PartNumber=1, Body=b"0")
+            listed = self._all(name["Key"], time.monotonic() + self.limit_s)
+            ages_s = [
+                self._ages_s(found, now_s)
+                for now_s, found in listed
+                if found["UploadId"] == upload["UploadId"]
+            ]
+        finally:
+            self._abort(upload)
+        return bool(ages_s) and all(abs(age_s) < _DATES_S for age_s in ages_s[0])
 
     def _all(self, path: str, deadline_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
         """Every upload whose key begins with ``path``, and the store's time when it was listed, in
@@ -126,14 +168,16 @@ class Unfinished:
         return self.client.meta.endpoint_url, self.bucket
 
     def _quiet_s(self, upload: dict[str, Any], now_s: float) -> float:
-        """For how long no part came."""
+        """Return for how long no part came."""
+        return min(self._ages_s(upload, now_s))
+
+    def _ages_s(self, upload: dict[str, Any], now_s: float) -> list[float]:
+        """Return the ages of an upload and of each of its parts."""
         name = {"Bucket": self.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
-        last_s = _seconds(upload["Initiated"])
+        dates = [upload["Initiated"]]
         for page in self.client.get_paginator("list_parts").paginate(**name):
-            last_s = max(
-                [last_s, *(_seconds(part["LastModified"]) for part in page.get("Parts", ()))]
-            )
-        return now_s - last_s
+            dates += [part["LastModified"] for part in page.get("Parts", ())]
+        return [now_s - _seconds(date) for date in dates]
 
     def _abort(self, upload: dict[str, Any]) -> None:
         from botocore.exceptions import ClientError

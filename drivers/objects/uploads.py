@@ -28,7 +28,7 @@ from ..ranges import Ranges
 from .errors import failures
 from .parts import Cutter, Part, part_nbytes_for
 
-__all__ = ["PartsUpload", "Target", "WholeUpload"]
+__all__ = ["PartsUpload", "Target", "WholeUpload", "is_live"]
 
 _RELEASE_S = 10.0
 """How long obstore may take to let go of the parts of an upload that is over."""
@@ -118,6 +118,11 @@ class _Place:
 
 
 _places: dict[tuple[str, ...], _Place] = {}
+
+
+def is_live(place: tuple[str, ...]) -> bool:
+    """Return whether this process is uploading to an object, in parts."""
+    return place in _places
 
 
 class _Feed:

@@ -3,6 +3,7 @@ all stages at work at once."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.spans import Where, span
-from ...drivers.contract import AtMost, Driver, Traits, Upload
+from ...drivers.contract import AtMost, Driver, Traits, Upload, UploadLostError
 from ...planner.image import DIGEST_NBYTES, ImageLayout
 from ..format.digest import digest, page_of
 from ..format.packed import Compression
@@ -24,6 +25,8 @@ from .packing import Packing
 from .upload import Opening, write_pages, writing_order
 
 __all__ = ["Callbacks", "ImageWriter", "WrittenImage", "chunks_nbytes"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,10 @@ class ImageWriter:
         self._packing = None if compression is None else Packing(layout)
         self._buffers: dict[int, HostBuffer] = {}
         count = chunks_to_write(layout)
+        fits = count * layout.chunk_nbytes <= self._memory_nbytes(count)
+        self._keeps_buffers = driver.remote and self._packing is None and fits
+        """Whether buffers are kept until the image is durable, so that an upload that is lost can
+        be followed by another: where the whole image is in memory anyway. Packing changes them."""
         self._pages = [b""] * count
         self._uncaptured = count
         self._unhashed = count
@@ -90,22 +97,37 @@ class ImageWriter:
             self._end_capture()
             self._callbacks.sealed()
             return WrittenImage(np.empty((0, DIGEST_NBYTES), np.uint8), 0)
-        opening = Opening(self._open(key))
-        order = self._order()
-        sizes = [len(range(*self._layout.chunk_range(chunk))) for chunk in order]
         try:
-            await self._pipeline(opening).run(order, sizes)
-            upload = await opening.upload()
-            with span("upload_commit", Where(self._key)):
-                stored_nbytes = await self._finish(upload)
-        except BaseException:
+            stored_nbytes = await self._write_image(key)
+        except UploadLostError as error:
+            if not self._keeps_buffers:
+                raise
+            _log.warning("an image is written again: %s", error)
+            stored_nbytes = await self._write_image(key)
+        finally:
             self._chunks.close()
-            await opening.drop()
-            raise
+            for buffer in self._buffers.values():
+                self._chunks.pool.give(buffer)
+            self._buffers.clear()
         digests = b"".join(map(digest, self._pages))
         return WrittenImage(
             np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES), stored_nbytes
         )
+
+    async def _write_image(self, key: Callable[[], Awaitable[str]]) -> int:
+        """Write the image by an upload of its own; return the size of its file."""
+        opening = Opening(self._open(key))
+        order = self._order()
+        sizes = [len(range(*self._layout.chunk_range(chunk))) for chunk in order]
+        self._written_nbytes = 0
+        try:
+            await self._pipeline(opening).run(order, sizes)
+            upload = await opening.upload()
+            with span("upload_commit", Where(self._key)):
+                return await self._finish(upload)
+        except BaseException:
+            await opening.drop()
+            raise
 
     async def _open(self, key: Callable[[], Awaitable[str]]) -> Upload:
         nbytes = AtMost(self._packing.nbytes_max) if self._packing else self._layout.nbytes
@@ -144,18 +166,22 @@ class ImageWriter:
         return Where(self._key, start, stop - start)
 
     def _budget(self) -> Budget:
-        chunk_nbytes = self._layout.chunk_nbytes
-        count = len(self._pages)
         reads = self._chunks.reads or 0
-        memory_nbytes = chunks_nbytes(
-            count, chunk_nbytes, self._driver.traits, self._budget_nbytes, reads
-        )
+        memory_nbytes = self._memory_nbytes(len(self._pages))
         if self._budget_nbytes is None:
             self._chunks.pool.keep(memory_nbytes)
         writes = _writes(self._driver.traits)
         return Budget(memory_nbytes, {"cpu": CPU_THREADS, "io": writes, "source": max(1, reads)})
 
+    def _memory_nbytes(self, count: int) -> int:
+        """Return the memory for ``count`` chunks."""
+        traits = self._driver.traits
+        reads = self._chunks.reads or 0
+        return chunks_nbytes(count, self._layout.chunk_nbytes, traits, self._budget_nbytes, reads)
+
     async def _capture(self, chunk: int) -> None:
+        if chunk in self._buffers:
+            return
         self._buffers[chunk] = await self._chunks.take(chunk)
         self._uncaptured -= 1
         self._callbacks.moved()
@@ -163,6 +189,8 @@ class ImageWriter:
             self._end_capture()
 
     async def _hash(self, chunk: int) -> None:
+        if self._pages[chunk]:
+            return
         self._pages[chunk] = await offload(page_of, self._bytes(chunk), self._layout.block_nbytes)
         self._unhashed -= 1
         self._callbacks.moved()
@@ -193,6 +221,8 @@ class ImageWriter:
         return self._buffers[chunk].view[: stop - start]
 
     def _release(self, chunk: int) -> None:
+        if self._keeps_buffers:
+            return
         buffer = self._buffers.pop(chunk, None)
         if buffer is not None:
             self._chunks.pool.give(buffer)

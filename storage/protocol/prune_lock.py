@@ -52,9 +52,11 @@ async def is_lock(driver: Driver, info: ObjectInfo) -> bool:
 
 
 async def locked_since_s(driver: Driver) -> float | None:
-    """When the lock was put, by the storage's clock; None where there is none. Raises
+    """Return when the lock was put, by the storage's clock; None where there is none. Raises
     StorageError."""
     try:
+        # Read first: a page to log in, which answers every request, is no lock.
+        await driver.get(PRUNING_KEY)
         return (await driver.stat(PRUNING_KEY)).modified_s
     except NotFoundError:
         return None

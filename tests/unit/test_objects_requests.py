@@ -383,6 +383,8 @@ def test_a_store_without_a_list_of_unfinished_uploads_has_none(
             return refused
         if asked.method == "HEAD":
             return Answer(404)
+        if "list-type" not in asked.path:
+            return refusal(404, "NoSuchKey")
         return Answer(body=b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
 
     with ScriptedServer(answer) as server:
@@ -421,6 +423,8 @@ class Deleting:
             return NO_UPLOADS
         if asked.method == "HEAD":
             return Answer(404)
+        if "list-type" not in asked.path:
+            return refusal(404, "NoSuchKey")
         one = "<Contents><Key>{}</Key><Size>1</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
         found = "".join(map(one.format, sorted(self.keys)))
         return Answer(

@@ -196,9 +196,12 @@ def refusal(status: int, code: str) -> Answer:
 
 
 def s3_answer(request: Request) -> Answer:
-    """What an S3 server says in which every object exists, has three bytes, and is listed nowhere."""
+    """Answer as an S3 server in which every object but one that no driver stores exists, has three
+    bytes, and is listed nowhere."""
     method, path = request.method, request.path
     xml = {"content-type": "application/xml"}
+    if path.endswith("no-such-object"):
+        return refusal(404, "NoSuchKey")
     if method == "POST" and "uploads" in path:
         text = (
             "<InitiateMultipartUploadResult><UploadId>u1</UploadId></InitiateMultipartUploadResult>"

@@ -1,0 +1,241 @@
+"""Whole saves and loads on stores that answer oddly: they work, or fail with an error that says
+what is wrong; and nothing reads as empty that is not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bits import difference
+from support.servers.odd_store import OddStore, Unfinished, kind_of
+from support.servers.scripted import Answer, Request, ScriptedServer, refusal
+
+import holdfast
+from holdfast.drivers.objects.known_stores import KNOWN
+
+pytestmark = pytest.mark.clocked
+
+pytest.importorskip(
+    "obstore", reason="obstore is not installed: pip install 'holdfast-checkpoint[s3]'"
+)
+pytest.importorskip(
+    "botocore", reason="botocore is not installed: pip install 'holdfast-checkpoint[s3]'"
+)
+
+STATE = {"x": torch.arange(1000.0), "step": 1}
+LARGE = {"x": torch.arange(3_000_000.0)}
+"""Of three parts."""
+PAGE = b"<!DOCTYPE html><html><head><title>Console</title></head><body></body></html>"
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no worth; and nothing remembered of the stores of other tests."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    KNOWN.forget()
+
+
+@pytest.fixture
+def store() -> OddStore:
+    """One that answers as it should, until the test says otherwise."""
+    return OddStore()
+
+
+@pytest.fixture
+def server(store: OddStore) -> Iterator[ScriptedServer]:
+    """The store, behind a URL."""
+    with ScriptedServer(store) as server:
+        yield server
+
+
+@pytest.fixture
+def root(server: ScriptedServer) -> str:
+    """The URI of a folder of runs; nothing is tried for longer than two seconds."""
+    return f"s3://bucket/run?endpoint={server.url}&region=us-east-1&part_size=5MiB&deadline=2s"
+
+
+def below(root: str, name: str) -> str:
+    """The URI of a checkpoint in ``root``."""
+    return root.replace("?", f"/{name}?", 1)
+
+
+def web_site(status: int) -> Any:
+    """A server of pages: it answers everything with the same one, objects with ``status``."""
+
+    def answer(asked: Request) -> Answer:
+        is_object = kind_of(asked) in ("get", "head", "put")
+        return Answer(status if is_object else 200, PAGE, {"content-type": "text/html"})
+
+    return answer
+
+
+def resumed(root: str) -> int:
+    """The step that a run resumes from."""
+    with holdfast.Checkpointer(root) as checkpointer:
+        return checkpointer.resume({"x": torch.zeros(1000), "step": 0})
+
+
+CALLS = {
+    "list_checkpoints": holdfast.list_checkpoints,
+    "resume": resumed,
+    "load": lambda root: holdfast.load(below(root, "step-1")),
+    "save": lambda root: holdfast.save(below(root, "step-1"), STATE),
+    "prune": lambda root: holdfast.prune(root, keep_last=1),
+}
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["from the start", "later"])
+@pytest.mark.parametrize("status", [200, 404])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_web_site_is_no_empty_store(
+    call: str, status: int, before: bool, root: str, store: OddStore
+) -> None:
+    """The port of a console, or a page to log in, whether it stood there from the start or came
+    after a save: every call fails and says so."""
+    if before:
+        holdfast.save(below(root, "step-1"), STATE)
+    store.fault = web_site(status)
+    with pytest.raises(holdfast.StorageError, match=r"web site|console|key is taken"):
+        CALLS[call](root)
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"<a></a>", b"null"])
+def test_answers_of_no_store_at_all_are_no_empty_listing(
+    body: bytes, root: str, store: OddStore
+) -> None:
+    """Whatever it is that answers everything with status 200."""
+    store.fault = lambda asked: Answer(200, body)
+    with pytest.raises(holdfast.HoldfastError):
+        holdfast.list_checkpoints(root)
+
+
+def test_an_empty_store_is_empty(root: str) -> None:
+    """It proves that it is a store by refusing an object that nobody has."""
+    assert list(holdfast.list_checkpoints(root)) == []
+    assert resumed(root) == 0
+
+
+@pytest.mark.parametrize("page", [5])
+def test_a_listing_that_repeats_itself_ends(page: int, root: str, store: OddStore) -> None:
+    """A store that ignores continuation tokens shows its first page for ever."""
+    for n in range(2):
+        holdfast.save(below(root, f"step-{n}"), STATE, step=n)
+    assert len(list(holdfast.list_checkpoints(root))) == 2
+    store.page, store.honours_tokens = page, False
+    for call in ("list_checkpoints", "resume", "prune"):
+        with pytest.raises(holdfast.StorageError, match="shows an object twice"):
+            CALLS[call](root)
+
+
+DATES = {
+    "2010, always": lambda: 1289000000.0,
+    "two hours behind": lambda: time.time() - 7200,
+    "a day ahead": lambda: time.time() + 86400,
+}
+
+
+@pytest.mark.parametrize("dates", DATES)
+def test_no_save_aborts_its_own_upload(dates: str, root: str, store: OddStore) -> None:
+    """Whatever the store says of when an upload began."""
+    store.initiated_s = DATES[dates]
+    for _ in range(3):
+        holdfast.save(below(root, "step-1"), LARGE)
+    assert difference(holdfast.load(below(root, "step-1")), LARGE) is None
+    assert store.aborted == []
+
+
+@pytest.mark.parametrize("dates", DATES)
+@pytest.mark.parametrize("part", [False, True], ids=["no part", "a part"])
+def test_a_sweep_spares_what_another_process_uploads(
+    part: bool, dates: str, root: str, store: OddStore
+) -> None:
+    """Another rank's image, say: where the store's dates are wrong, nothing is taken for dead."""
+    store.initiated_s = DATES[dates]
+    theirs = Unfinished("run/step-1/data/20260101T000000-00000000/1.safetensors", DATES[dates]())
+    if part:
+        theirs.parts[1] = (b"x", DATES[dates]())
+    store.uploads["theirs"] = theirs
+    holdfast.save(below(root, "step-1"), STATE)
+    assert store.aborted in ([], ["run/step-1/data/.holdfast-clock"])
+    assert list(store.uploads) == ["theirs"]
+
+
+def test_a_sweep_drops_what_is_dead(root: str, store: OddStore) -> None:
+    """An upload that began two hours ago by a clock that is right, and nothing else."""
+    for name, began_s in (("dead", time.time() - 7200), ("young", time.time() - 600)):
+        store.uploads[name] = Unfinished(f"run/step-1/data/{name}/0.safetensors", began_s)
+    holdfast.save(below(root, "step-1"), STATE)
+    assert list(store.uploads) == ["young"]
+
+
+def test_credentials_renewed_during_an_upload_sign_its_next_part(
+    root: str, store: OddStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the moment at which the shared file has others, the store takes only these."""
+    file = tmp_path / "credentials"
+    known = "OLD"
+
+    def write(key: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\n")
+
+    def fault(asked: Request) -> Answer | None:
+        nonlocal known
+        if f"Credential={known}/" not in asked.headers["authorization"]:
+            return refusal(403, "ExpiredToken")
+        if kind_of(asked) == "part" and "partNumber=2" in asked.path:
+            known = "NEW"
+            write(known)
+        return None
+
+    write(known)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    store.fault = fault
+    holdfast.save(below(root, "step-1") + "&concurrency=1", LARGE)
+    assert known == "NEW"
+    assert difference(holdfast.load(below(root, "step-1")), LARGE) is None
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_credentials_that_expire_under_a_part_begin_the_image_again(
+    lazy: bool, root: str, store: OddStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that was signed with the old ones is refused, and the parts before it are lost. The
+    image is written from the copies, which the trainer may not change: it is as of the call."""
+    file = tmp_path / "credentials"
+    known = "OLD"
+    state, changed = {"x": torch.arange(3_000_000.0)}, threading.Event()
+
+    def write(key: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\n")
+
+    def fault(asked: Request) -> Answer | None:
+        nonlocal known
+        if kind_of(asked) == "part" and "partNumber=2" in asked.path and known == "OLD":
+            assert changed.wait(30)
+            known = "NEW"
+            write(known)
+        if f"Credential={known}/" not in asked.headers["authorization"]:
+            return refusal(403, "ExpiredToken")
+        return None
+
+    write(known)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    store.fault = fault
+    handle = holdfast.async_save(below(root, "step-1"), state, lazy=lazy)
+    handle.captured.wait(60)
+    state["x"].zero_()
+    changed.set()
+    handle.wait(60)
+    assert known == "NEW"
+    assert difference(holdfast.load(below(root, "step-1")), LARGE) is None
+    assert store.uploads == {}
