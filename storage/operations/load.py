@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from ...core.spans import span
 from ...drivers.contract import Driver
@@ -34,9 +35,10 @@ from ..ranks.hosts import numbered, numbers_in, ranks_with
 from ..ranks.team import Team
 from ..runtime.engine import offload
 from ..state.adapters.stateful import restore
+from ..state.bits import mark_written
 from ..state.flat_state import FlatState, Subtree
 from ..state.memoryless import Given, allocate, give
-from ..state.object_state import build_object_state
+from ..state.object_state import Source, build_object_state
 from ..state.targets import Match, TypedPath, Wanted, match
 from .build_part import build_part
 from .differences import DifferenceCheck, Strict, report_of
@@ -183,6 +185,7 @@ async def _load(
         return None
     job.left = fit.left
     job.touched |= job.match.filled
+    mark_written(_written(job))
     group = _exchange_group(team, f"exchange/{attempt}", fit.peers, job, host_ranks)
     with span("plan"):
         reading = await _plan_reading(driver, job, seen, group)
@@ -191,6 +194,15 @@ async def _load(
     if not complete or not arrived.complete:
         return None
     return reading.manifest, reading.reader
+
+
+def _written(job: LoadJob) -> Iterator[torch.Tensor]:
+    """What a load fills, and the tensors around it, such as DTensors."""
+    yield from job.match.wanted.buffers
+    filled = set(job.match.wanted.names.values())
+    for name, origin in zip(job.flat.names, job.flat.origins, strict=True):
+        if name in filled and isinstance(origin, torch.Tensor):
+            yield origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,13 +363,13 @@ def _matched(
 ) -> tuple[Match, list[tuple[Subtree, object]]]:
     found = match(job.flat, manifest, rank, cast=job.cast)
     built: list[tuple[Subtree, object]] = []
+    stored_dtypes = found.wanted.stored_dtypes(manifest.tensors) if job.cast else None
+    source = Source(manifest, rank, world, found.wanted, stored_dtypes)
     for subtree in job.flat.subtrees:
         if subtree.state is None:
             path = _path_of(job.flat, subtree)
             try:
-                made = build_object_state(
-                    subtree, job.flat.modules, manifest, rank, world, found.wanted, path
-                )
+                made = build_object_state(subtree, job.flat.modules, source, path)
             except KeyError:
                 keys = [key for _, key in path]
                 found.missing[dotted(keys)] = f"{format_path(keys)}: nothing in the checkpoint"

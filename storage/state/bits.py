@@ -14,6 +14,7 @@ __all__ = [
     "address_of",
     "as_bits",
     "copy_memory",
+    "mark_written",
     "pack",
     "typed",
     "typed_storage",
@@ -76,6 +77,13 @@ def copy_memory(to: int, source: int, nbytes: int) -> None:
         _move_with_gil(to, source, nbytes)
     else:
         ctypes.memmove(to, source, nbytes)
+
+
+def mark_written(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell autograd that ``tensors`` are written to, which it cannot see: a backward that needs
+    their old values then fails, as after any operation in place. Inference tensors have no
+    version."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 def writable(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:

@@ -15,6 +15,7 @@ from ..format.tree import Key, Tree, Value, dotted, format_path
 from ..format.values import decode_value
 from .adapters.acceptance import takes
 from .adapters.deepspeed import zero_of
+from .adapters.kept_dtypes import StoredDtypes
 from .adapters.made_of import with_present
 from .adapters.module_names import Walked
 from .adapters.objects import object_allocator
@@ -33,7 +34,7 @@ from .build import build
 from .flat_state import Subtree
 from .targets import TypedPath, Wanted, typed_paths
 
-__all__ = ["ObjectState", "build_object_state"]
+__all__ = ["ObjectState", "Source", "build_object_state"]
 
 
 @dataclass
@@ -53,30 +54,28 @@ class ObjectState:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """A checkpoint, and the rank that loads it."""
+class Source:
+    """A checkpoint, and the rank of ``world`` that loads it. ``wanted``: gets the tensors to be
+    filled. ``stored_dtypes``: with ``cast=True``, see :func:`.adapters.kept_dtypes.kept_entry`."""
 
     manifest: Manifest
     rank: int
     world: int
     wanted: Wanted
+    stored_dtypes: StoredDtypes | None = None
 
 
 def build_object_state(
     subtree: Subtree,
     modules: Sequence[Walked],
-    manifest: Manifest,
-    rank: int,
-    world: int,
-    wanted: Wanted,
+    source: Source,
     path: TypedPath,
 ) -> ObjectState:
-    """The state at ``path`` for the object of ``subtree``, its tensors empty and added to
-    ``wanted``.
+    """Build the state at ``path`` for the object of ``subtree``, its tensors empty and added to
+    those that are wanted.
 
-    ``rank`` of ``world`` loads. Raises KeyError where nothing is stored.
+    Raises KeyError where nothing is stored.
     """
-    source = _Source(manifest, rank, world, wanted)
     restored = _restored(subtree, modules, source, path)
     if not restored.mismatched and not takes(subtree.owner, restored.state):
         keys = [key for _, key in path]
@@ -92,7 +91,7 @@ def _typed(value: object) -> str:
 
 
 def _restored(
-    subtree: Subtree, modules: Sequence[Walked], source: _Source, path: TypedPath
+    subtree: Subtree, modules: Sequence[Walked], source: Source, path: TypedPath
 ) -> ObjectState:
     owner = subtree.owner
     if isinstance(owner, torch.optim.Optimizer) and subtree.present is None:
@@ -105,7 +104,7 @@ def _restored(
         return _per_rank(source, path)
     make = None
     if subtree.present is not None:
-        make = object_allocator(owner, subtree.present, modules)
+        make = object_allocator(owner, subtree.present, modules, source.stored_dtypes)
     state, rows = build(source.manifest, source.rank, source.wanted, path, make)
     restored = ObjectState(like(subtree.present, state), rows)
     if subtree.present is not None:
@@ -117,7 +116,7 @@ def _restored(
 
 
 def _optimizer(
-    optimizer: torch.optim.Optimizer, modules: Sequence[Walked], source: _Source, path: TypedPath
+    optimizer: torch.optim.Optimizer, modules: Sequence[Walked], source: Source, path: TypedPath
 ) -> ObjectState:
     m = source.manifest
     rank = source.rank
@@ -139,7 +138,10 @@ def _optimizer(
     groups_of(rank)  # also those that no parameter of this rank is in
     parameters = optimizer_parameters(optimizer, modules, stored)
     matched = match_groups(parameters.groups, parameters.keys, stored, rank, groups_of)
-    make = optimizer_allocator(optimizer, parameters, matched, stored)
+    misshapen: dict[str, str] = {}
+    make = optimizer_allocator(
+        optimizer, parameters, matched, stored, source.stored_dtypes, misshapen
+    )
     state, rows = build(m, rank, wanted, path, make)
     assert isinstance(state, dict)  # it has groups
     del state["param_groups"]
@@ -149,7 +151,10 @@ def _optimizer(
     if not isinstance(entries, Mapping):
         text = f"{where}: {_typed(entries)} in the checkpoint, in place of the state of parameters"
         return ObjectState(state, rows, mismatched={dotted(keys): text})
-    problems: dict[str, str] = {}
+    problems = {}
+    for below, text in misshapen.items():
+        name = dotted([*keys, below])
+        problems[name] = f"{name}: {text}"
     entries = entries_with_present(optimizer, parameters, matched, entries, keys, problems)
     restored = ObjectState(
         StoredOptimizer(entries, state, stored, matched, parameters),
@@ -214,7 +219,7 @@ def _listed(
             yield number, value
 
 
-def _per_rank(source: _Source, path: TypedPath) -> ObjectState:
+def _per_rank(source: Source, path: TypedPath) -> ObjectState:
     """Of all ranks that saved, or of this one alone where as many load. What was saved without a
     PerRank is what each of them had."""
     m = source.manifest
@@ -239,7 +244,7 @@ def _per_rank(source: _Source, path: TypedPath) -> ObjectState:
     return ObjectState({RANKS: m.world, OF_RANKS: states}, rows)
 
 
-def _own_part(source: _Source, path: TypedPath) -> ObjectState | None:
+def _own_part(source: Source, path: TypedPath) -> ObjectState | None:
     """What this rank has saved in a PerRank; None where it has saved nothing."""
     rank = str(source.rank)
     try:
@@ -258,7 +263,7 @@ def _values_by_path(m: Manifest, paths: Sequence[TypedPath]) -> dict[TypedPath, 
     return {(*paths[v.container], (type(v.key).__name__, v.key)): v for v in m.tree.values}
 
 
-def _dealt(source: _Source, path: TypedPath) -> dict[str, str]:
+def _dealt(source: Source, path: TypedPath) -> dict[str, str]:
     """A warning for an object whose state differs between the ranks that saved, where another
     number of ranks loads it."""
     m = source.manifest

@@ -116,6 +116,13 @@ class Wanted:
         found.update((number, (tensor, layout)) for tensor, layout, number in self._parts)
         return found
 
+    def stored_dtypes(self, tensors: TensorTable) -> dict[int, torch.dtype]:
+        """Return the dtypes in the checkpoint of the tensors that are filled, by address."""
+        return {
+            self.buffers[number].data_ptr(): dtype_of(*tensors.dtypes[tensors.dtype[row]])
+            for number, (row, _) in self.wishes().items()
+        }
+
     def part(self, number: int, buffer: torch.Tensor) -> Wanted:
         """What is wanted in one buffer, in another one instead."""
         tensor, layout = self.wishes()[number]

@@ -26,18 +26,26 @@ from .allocation import (
     value_at,
 )
 from .in_parts import InParts, is_in_parts
+from .kept_dtypes import StoredDtypes, kept_entry
 from .module_names import Walked
 from .shards import Shard
 
 __all__ = ["object_allocator"]
 
 
-def object_allocator(owner: object, present: object, modules: Sequence[Walked]) -> Allocate:
-    """How to make the tensors of the state of ``owner``, whose state is ``present`` now."""
+def object_allocator(
+    owner: object, present: object, modules: Sequence[Walked], stored_dtypes: StoredDtypes | None
+) -> Allocate:
+    """Make the tensors of the state of ``owner``, whose state is ``present`` now.
+
+    ``stored_dtypes``: see :func:`.kept_dtypes.kept_entry`.
+    """
     reach = _Reach(owner, modules)
 
     def make(entry: Entry) -> torch.Tensor | Shard | InParts:
         here = value_at(present, entry.keys)
+        if stored_dtypes is not None:
+            entry = kept_entry(entry, here, reach.stepped_parameter_of(entry), stored_dtypes)
         if isinstance(here, Shard):
             return fitting(here, entry)
         if is_in_parts(here):
@@ -77,6 +85,10 @@ class _Reach:
         )
         self.example = next((p for p in every if isinstance(p, DTensor)), None)
         """Any DTensor among them. Tensors of which nothing else is known are put on its mesh."""
+
+    def stepped_parameter_of(self, entry: Entry) -> torch.Tensor | None:
+        """The parameter of a moment; None where the object has no optimizer."""
+        return self.parameter_of(entry) if self._optimizers else None
 
     def parameter_of(self, entry: Entry) -> torch.Tensor | None:
         """The parameter whose name is a part of the entry's path, the longest such name; or that of

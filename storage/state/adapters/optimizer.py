@@ -9,17 +9,21 @@ each is made like the parameter that it belongs to.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypedDict, TypeGuard, cast
+from weakref import WeakSet
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ....errors import StateError
 from ..compat import plain_state_dict
 from .allocation import Allocate, Entry, empty_for, fits, fitting, value_at
 from .exact_dtypes import exact_values
 from .flat_parts import FlatPart, FlatStates, joined
+from .kept_dtypes import Held, StoredDtypes, kept_entry
 from .made_of import with_present
 from .module_names import Walked
 from .parameter_groups import Matched, ParameterKey, StoredGroup
@@ -54,20 +58,22 @@ class _Packed(TypedDict):
     param_groups: list[_PackedGroup]
 
 
-Held = torch.Tensor | FlatPart
-"""What an optimizer has of one parameter of a checkpoint: all that it has for a parameter of its
-own, or a part of that."""
+_log = logging.getLogger(__name__)
+_warned: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers whose orphans a warning has named."""
 
 
 @dataclass(frozen=True)
 class OptimizerParameters:
     """The parameters of an optimizer, as a checkpoint has them. ``by_owner``: by id of a parameter
     that the optimizer has, those that are in it, where it is not just itself. ``keys``: by id, the
-    keys that each may have in the checkpoint."""
+    keys that each may have in the checkpoint. ``orphans``: where the others have names, the
+    parameters that are in no module of the state, as texts for people."""
 
     groups: list[list[Held]]
     by_owner: Mapping[int, list[FlatPart]]
     keys: Mapping[int, list[ParameterKey]]
+    orphans: Sequence[str] = ()
 
     def held_in(self, owner: torch.Tensor) -> Sequence[Held]:
         """The parameters in one that the optimizer has."""
@@ -93,8 +99,8 @@ class StoredOptimizer:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked], path: str = "the optimizer"
 ) -> dict[str, object]:
-    """State and hyperparameters, by fqn where one of ``modules`` has all parameters, else by
-    torch's numbering.
+    """Return state and hyperparameters, by fqn where one of ``modules`` has all parameters, else by
+    torch's numbering. Parameters that no module has (orphans) keep their numbers, with a warning.
 
     As torch's ``get_optimizer_state_dict`` gives it; but an optimizer that has never stepped has no
     state, and gets none: torch's helper would take a step to make some. What an optimizer keeps
@@ -107,6 +113,9 @@ def optimizer_state(
     packed = plain_state_dict(optimizer)
     if named is None or not _is_usual(packed):
         return packed
+    if named.orphans and optimizer not in _warned:
+        _warned.add(optimizer)
+        _log.warning("%s: %s", type(optimizer).__name__, _said_of_orphans(named.orphans))
     numbered = _by_parameter(packed, optimizer, named, path)
     names = dict(enumerate(named.keys[id(p)][0] for group in named.groups for p in group))
     state: dict[object, object] = {}
@@ -122,6 +131,17 @@ def optimizer_state(
         for group in numbered["param_groups"]
     ]
     return {**packed, "state": state, "param_groups": groups}
+
+
+def _said_of_orphans(orphans: Sequence[str]) -> str:
+    shown = ", ".join(orphans[:5])
+    if len(orphans) > 5:
+        shown += f" and {len(orphans) - 5} more"
+    return (
+        f"{shown}: in no module of the state. Their optimizer state is stored by number, that of "
+        f"all other parameters by name. If a layer was replaced after the optimizer was made, "
+        f"the optimizer does not train the new one: make it anew, and load with strict=False"
+    )
 
 
 def _by_parameter(
@@ -234,9 +254,15 @@ def optimizer_allocator(
     held: OptimizerParameters,
     matched: Matched,
     stored: Iterable[StoredGroup],
+    stored_dtypes: StoredDtypes | None,
+    problems: dict[str, str],
 ) -> Allocate:
-    """How to make the tensors of this optimizer's state: those it has, where they fit, else new
-    ones like the parameter."""
+    """Make the tensors of this optimizer's state: those it has, where they fit, else new ones like
+    the parameter.
+
+    ``stored_dtypes``: see :func:`.kept_dtypes.kept_entry`. Adds to ``problems``, by name, the
+    moments of another shape than their parameter.
+    """
     parameters = _by_key(held, matched)
     of_parameters = {key for group in stored for key in group.ranks}
     state = cast(Mapping[object, object], optimizer.state)  # tensors are not its only keys
@@ -251,24 +277,84 @@ def optimizer_allocator(
         parameter = parameters.get(key)
         if parameter is None and key in of_parameters:
             return None
+        holder: object = parameter
+        if parameter is None:
+            holder = key
+        elif isinstance(parameter, FlatPart):
+            holder = parameter.owner
+        present = value_at(state.get(holder), entry.keys[2:])
+        entry = kept_entry(entry, present, parameter, stored_dtypes)
         if isinstance(parameter, FlatPart):
             return flat.tensor(parameter, entry)
-        holder = key if parameter is None else parameter
-        present = value_at(state.get(holder), entry.keys[2:])
-        if isinstance(present, Shard):
-            return fitting(present, entry)
-        if fits(present, entry):
-            return present.detach()
-        reference = _first_parameter(optimizer) if parameter is None else parameter
-        if isinstance(present, torch.Tensor) and present.ndim:
-            reference = present
-        if reference is None or (
-            entry.keys[-1] == "step" and not entry.shape
-        ):  # torch keeps steps on the CPU
-            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        return empty_for(reference, entry)
+        if parameter is not None and _is_misshapen(optimizer, parameter, present, entry):
+            problems[".".join(map(str, entry.keys))] = (
+                f"shape {list(entry.shape)} in the checkpoint, of a parameter of shape "
+                f"{list(parameter.shape)}"
+            )
+        return _filled(optimizer, parameter, present, entry)
 
     return make
+
+
+def _filled(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor | None,
+    present: object,
+    entry: Entry,
+) -> torch.Tensor | Shard:
+    """The tensor to be filled with ``entry``: ``present`` where it fits, else a new one."""
+    if isinstance(present, Shard):
+        return fitting(present, entry)
+    if fits(present, entry):
+        return present.detach()
+    reference = _first_parameter(optimizer) if parameter is None else parameter
+    if isinstance(present, torch.Tensor) and present.ndim:
+        reference = present
+    if reference is None or (
+        entry.keys[-1] == "step" and not entry.shape
+    ):  # torch keeps steps on the CPU
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    return empty_for(reference, entry)
+
+
+_MOMENTS = frozenset(
+    (
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "sum",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "exp_inf",
+        "ax",
+        "prev",
+        "step_size",
+    )
+)
+"""What optimizers of torch keep in the shape of the parameter."""
+
+
+def _is_misshapen(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, present: object, entry: Entry
+) -> bool:
+    """Whether ``entry`` is a moment of a parameter of another shape: one of an optimizer of torch,
+    or one that the optimizer has in the shape of ``parameter``."""
+    shape = tuple(parameter.shape)
+    shapes = [shape, ()]
+    if isinstance(parameter, DTensor):
+        shapes.append(tuple(parameter.to_local().shape))
+    if entry.own or len(entry.keys) != 3 or entry.shape in shapes:
+        return False
+    kind = type(optimizer)
+    usual = torch.optim.Optimizer
+    if kind.load_state_dict is not usual.load_state_dict or kind.state_dict is not usual.state_dict:
+        return False  # its code may shape them as it likes
+    if isinstance(present, torch.Tensor):
+        return tuple(present.shape) == shape
+    source = str(getattr(kind.step, "__module__", ""))
+    return entry.keys[-1] in _MOMENTS and source.startswith("torch.optim.")
 
 
 def _by_key(held: OptimizerParameters, matched: Matched) -> dict[ParameterKey, Held]:
@@ -367,10 +453,12 @@ def _load_stepped(
 def optimizer_parameters(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked], stored: Iterable[StoredGroup]
 ) -> OptimizerParameters:
-    """The parameters of ``optimizer``, and the keys that each may have in a stored state: its fqns;
-    or torch's number, unless torch's ``param_names``, on both sides, says which number it had."""
+    """Return the parameters of ``optimizer``, and the keys that each may have in a stored state:
+    its fqns; or torch's number, unless torch's ``param_names``, on both sides, says which number it
+    had."""
+    stored = list(stored)
     named = _named_by_module(optimizer, modules)
-    if named is not None:
+    if named is not None and not (named.orphans and _are_numbered(stored)):
         return named
     number_of = {name: number for group in stored for number, name in group.names.items()}
     keys: dict[int, list[ParameterKey]] = {}
@@ -388,26 +476,65 @@ def optimizer_parameters(
     )
 
 
+def _are_numbered(stored: Iterable[StoredGroup]) -> bool:
+    return all(type(key) is int for group in stored for key in group.ranks)
+
+
 def _named_by_module(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked]
 ) -> OptimizerParameters | None:
-    """The parameters of ``optimizer``, with their fqns in the module that has all of them; None
-    where no single one has."""
+    """The parameters of ``optimizer``, with their fqns in the module that has all of them, but for
+    those that no module has; None where no single one has."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    every = []
     for walked in modules:
-        keys: dict[int, list[ParameterKey]] = {}
-        by_owner: dict[int, list[FlatPart]] = {}
-        for part in walked.flat:
-            by_owner.setdefault(id(part.owner), []).append(part)
-            keys[id(part)] = list(part.names)
-        names = walked.names
-        for name, p in walked.parameters:
-            if id(p) not in by_owner:
-                keys.setdefault(id(p), []).append(names[name])
-        if wanted - by_owner.keys() <= keys.keys():
-            groups = [
-                [held for p in group["params"] for held in by_owner.get(id(p), [p])]
-                for group in optimizer.param_groups
-            ]
-            return OptimizerParameters(groups, by_owner, keys)
+        named = _names_in(walked)
+        if wanted <= named.ids:
+            return _grouped(optimizer, named)
+        every.append(named)
+    present = wanted.intersection(*[set[int]().union(*(named.ids for named in every))])
+    for named in every:
+        if present and present <= named.ids:
+            return _grouped(optimizer, named)
     return None
+
+
+@dataclass(frozen=True)
+class _ModuleNames:
+    """What :class:`OptimizerParameters` takes from one module. ``ids``: of its parameters, and of
+    what an optimizer has in their place."""
+
+    by_owner: Mapping[int, list[FlatPart]]
+    keys: dict[int, list[ParameterKey]]
+    ids: Set[int]
+
+
+def _names_in(walked: Walked) -> _ModuleNames:
+    keys: dict[int, list[ParameterKey]] = {}
+    by_owner: dict[int, list[FlatPart]] = {}
+    for part in walked.flat:
+        by_owner.setdefault(id(part.owner), []).append(part)
+        keys[id(part)] = list(part.names)
+    names = walked.names
+    for name, p in walked.parameters:
+        if id(p) not in by_owner:
+            keys.setdefault(id(p), []).append(names[name])
+    return _ModuleNames(by_owner, keys, by_owner.keys() | keys.keys())
+
+
+def _grouped(optimizer: torch.optim.Optimizer, named: _ModuleNames) -> OptimizerParameters:
+    """The parameters of ``optimizer`` by name; orphans by their numbers."""
+    orphans = []
+    count = itertools.count()
+    for number, group in enumerate(optimizer.param_groups):
+        for position, p in enumerate(group["params"]):
+            key = next(count)
+            if id(p) not in named.ids:
+                named.keys[id(p)] = [key]
+                shape = list(p.shape)
+                orphans.append(f"parameter {position} of group {number} (shape {shape})")
+    groups = [
+        [held for p in group["params"] for held in named.by_owner.get(id(p), [p])]
+        for group in optimizer.param_groups
+    ]
+    return OptimizerParameters(groups, named.by_owner, named.keys, orphans)

@@ -1,0 +1,69 @@
+"""The dtypes of an object's state after a load with ``cast=True``.
+
+Scope: decides; the copy itself converts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from .allocation import Entry
+from .flat_parts import FlatPart
+from .made_of import is_made_of
+from .shards import Shard
+from .tensors import local_of
+
+__all__ = ["Held", "StoredDtypes", "kept_entry"]
+
+Held = torch.Tensor | FlatPart
+"""An optimizer's parameter, or the part of one that has a name of its own in the checkpoint."""
+
+StoredDtypes = Mapping[int, torch.dtype]
+"""By address of a tensor that the load fills, the dtype that it has in the checkpoint."""
+
+_KINDS = (
+    (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    (torch.complex32, torch.complex64, torch.complex128),
+)
+"""Dtypes that convert into each other. Narrower floats mean nothing without their scales."""
+
+
+def kept_entry(
+    entry: Entry, present: object, parameter: Held | None, stored: StoredDtypes | None
+) -> Entry:
+    """Return ``entry`` in the dtype in which the object that loads it keeps it; ``stored``: None
+    without ``cast``, which leaves it as it is.
+
+    A tensor that the object has, ``present``, says so. A state that does not exist yet follows its
+    ``parameter``, as in torch's ``Optimizer.load_state_dict``: but not steps and other numbers,
+    and not what was stored in another dtype than its parameter, such as fp32 moments of bf16
+    weights.
+    """
+    if stored is None:
+        return entry
+    if isinstance(present, Shard):
+        present = present.tensor
+    if isinstance(present, torch.Tensor):
+        return _converted(entry, present.dtype)
+    if parameter is None or entry.keys[-1] == "step":
+        return entry
+    if not entry.shape and parameter.shape:
+        return entry
+    if isinstance(parameter, FlatPart):
+        held = parameter.shard().tensor
+    elif is_made_of(parameter):
+        return entry
+    else:
+        held = local_of(parameter)
+    if stored.get(held.data_ptr(), entry.dtype) != entry.dtype:
+        return entry
+    return _converted(entry, held.dtype)
+
+
+def _converted(entry: Entry, dtype: torch.dtype) -> Entry:
+    if any(dtype in kind and entry.dtype in kind for kind in _KINDS):
+        return replace(entry, dtype=dtype)
+    return entry
