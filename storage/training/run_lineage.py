@@ -18,6 +18,7 @@ from ..format.lineage import LINEAGE_KEY, Lineage
 from ..operations.listing import ListedCheckpoint, Listing, read_lineage
 from ..operations.location import Place
 from .naming import checkpoint_name, step_of
+from .run_folder import RunFolder
 
 __all__ = ["RunLineage", "Survey", "below", "is_own"]
 
@@ -44,6 +45,7 @@ class RunLineage:
 
     def __init__(self, root: Place) -> None:
         self._root = root
+        self._folder = RunFolder(root)
         self._lineage: Lineage | None = None
         self._recorded = True
         self._admits = False
@@ -51,6 +53,7 @@ class RunLineage:
 
     async def survey(self) -> Survey:
         """Look at the run's folder. Raises StorageError, DamagedError."""
+        await self._folder.check()
         async with self._root.opened() as driver:
             listing = await Listing.of(driver)
             folders = listing.folders()
@@ -61,6 +64,8 @@ class RunLineage:
             self._lineage = await read_lineage(driver)
         self._recorded = True
         known = [c for c in listed if c.problem is None and c.step is not None]
+        for c in known:
+            self._folder.note(c.path)
         known.sort(key=lambda c: (_step(c), is_own(c), c.created_s, c.path), reverse=True)
         broken = [c for c in listed if c.problem is not None and step_of(c.path) is not None]
         taken = {c.path for c in (*known, *broken)}
@@ -90,6 +95,7 @@ class RunLineage:
         """The branch of a checkpoint that is to be saved at ``step``. Raises UsageError where the
         run has come further, and did not go back; StorageError, DamagedError."""
         async with self._turn:
+            await self._folder.check()
             if not self._admits:
                 newest = (await self.survey()).newest()
                 if newest is not None and step < _step(newest):
@@ -97,6 +103,7 @@ class RunLineage:
                 self._admits = True
             if not self._recorded:
                 await self._record()
+            self._folder.note(checkpoint_name(step))
             assert self._lineage is not None
             return self._lineage.current
 
