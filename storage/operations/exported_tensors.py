@@ -91,10 +91,11 @@ class ExportedTensors:
         stored_dtype, itemsize = kind
         dtype = stored_dtype
         if self._dtype is not None and "float" in stored_dtype:
-            from ..state.conversion import is_convertible
+            from ..state.conversion import FLOATS, is_convertible
+            from ..state.dtypes import dtype_of
 
             dtype = self._dtype
-            if not is_convertible(kind, dtype):
+            if not is_convertible(dtype_of(*kind), dtype_of(dtype, FLOATS[dtype])):
                 raise UsageError(
                     f"tensor {name!r} is of dtype {stored_dtype}, which torch does not convert to "
                     f"{dtype}",

@@ -20,13 +20,12 @@ FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @functools.cache
-def is_convertible(kind: tuple[str, int], dtype: str) -> bool:
-    """Return whether this torch converts elements of a dtype, given by name and itemsize, to
-    ``dtype``, one of ``FLOATS``."""
-    ours = torch.zeros(kind[1], dtype=torch.uint8).view(dtype_of(*kind))
+def is_convertible(source: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether this torch copies elements of one dtype to another, by trying it."""
+    ours = torch.zeros(source.itemsize, dtype=torch.uint8).view(source)
     try:
-        ours.to(dtype_of(dtype, FLOATS[dtype]))
-    except (NotImplementedError, RuntimeError):
+        torch.empty(1, dtype=wanted).copy_(ours)
+    except RuntimeError:  # a NotImplementedError is one
         return False
     return True
 

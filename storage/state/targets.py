@@ -21,6 +21,7 @@ from .adapters.in_parts import InParts, is_in_parts, parts_of
 from .adapters.made_of import agrees
 from .adapters.megatron import KeyedShard
 from .adapters.tensors import TensorLike, layout_of
+from .conversion import is_convertible
 from .dtypes import dtype_name, dtype_of
 from .flat_state import FlatState, Subtree
 from .memory_table import MemoryTable
@@ -274,8 +275,10 @@ def _problem(
         return (
             f"shape {list(stored.shape_of(source))} in the checkpoint, {list(shape)} in the state"
         )
-    castable = torch.can_cast(dtype, wanted)
-    if dtype == wanted or (cast and castable):
+    if dtype == wanted:
+        return None
+    castable = torch.can_cast(dtype, wanted) and is_convertible(dtype, wanted)
+    if cast and castable:
         return None
     text = f"dtype {dtype_name(dtype)} in the checkpoint, {dtype_name(wanted)} in the state"
     return text + _CASTABLE if castable else text

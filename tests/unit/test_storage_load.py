@@ -265,6 +265,20 @@ def test_cast_does_not_make_complex_numbers_real() -> None:
         holdfast.load(uri, into={"x": torch.zeros(2)}, cast=True)
 
 
+@pytest.mark.parametrize("stored", [torch.float4_e2m1fn_x2, torch.float32])
+def test_cast_refuses_what_torch_cannot_convert(stored: torch.dtype) -> None:
+    """With the path, before anything is filled, though torch says that such a cast is safe."""
+    wanted = {torch.float32: torch.float4_e2m1fn_x2, torch.float4_e2m1fn_x2: torch.float32}[stored]
+    assert torch.can_cast(stored, wanted)
+    uri = fresh_uri()
+    holdfast.save(uri, {"x": torch.zeros(8, dtype=torch.uint8).view(stored), "y": torch.ones(2)})
+    into = {"x": torch.empty(8 // stored.itemsize, dtype=wanted), "y": torch.zeros(2)}
+    with pytest.raises(holdfast.MismatchError, match=r'"x"\]: dtype \w+ in the check') as caught:
+        holdfast.load(uri, into=into, cast=True)
+    assert "cast=True" not in str(caught.value)
+    assert into["y"].tolist() == [0.0, 0.0]
+
+
 def test_cast_leaves_equal_dtypes_bit_for_bit(rng: np.random.Generator) -> None:
     """A NaN is not made another one on the way, whether or not conversion is allowed."""
     stored = torch.from_numpy(rng.integers(0, 256, 64, np.uint8)).view(torch.float32)
