@@ -17,7 +17,7 @@ from ..errors import DamagedError, ExistsError, NotFoundError, StorageError
 from .contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from .options import Option
 from .ranges import Ranges
-from .uri import Uri
+from .uri import Uri, root_key
 
 __all__ = ["STORES", "MemoryDriver"]
 
@@ -49,10 +49,8 @@ class MemoryDriver(Driver):
             exclusive_is_atomic=True,
             shared=False,
         )
-        if prefix.strip("/"):
-            self._prefix = prefix.rstrip("/") + "/"
-        else:
-            self._prefix = ""
+        root = root_key(prefix, Uri("memory", location))
+        self._prefix = f"{root}/" if root else ""
         if name:
             self.objects: _Store = STORES.setdefault(name, {})
         else:

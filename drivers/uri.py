@@ -6,6 +6,9 @@ it is the home folder. What merely looks like a URI (``s3:/bucket``, or
 ``pathlib.Path("s3://bucket")``, which is the same) is an error, and never a local folder named
 "s3:". So is a bare path with options (``/a?threads=3``): it would be a folder of that name.
 
+Empty parts of a location and single dots mean nothing: ``s3://bucket//run/`` is
+``s3://bucket/run``, for every scheme.
+
 Scope: of schemes this module knows only those whose location is a path of this host. Which schemes
 and options exist is the registry's business.
 """
@@ -31,6 +34,7 @@ __all__ = [
     "join",
     "parse",
     "redact",
+    "root_key",
 ]
 
 _URI = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
@@ -65,8 +69,8 @@ _VALUE_SAFE = "/:@,;$!*'()~"
 class Uri:
     """A parsed URI. ``str()`` gives text that parses to an equal one; ``repr()`` is redacted.
 
-    ``location`` is what lies between ``scheme://`` and ``?``, verbatim; for ``file`` and
-    ``lustre`` it is the absolute path, decoded.
+    ``location`` is what lies between ``scheme://`` and ``?``, without empty parts and single dots,
+    else verbatim; for ``file`` and ``lustre`` it is the absolute path, decoded.
     Option values are decoded. Raises UriError where the parts make no URI.
     """
 
@@ -82,6 +86,8 @@ class Uri:
             raise UriError(
                 "'?' and '#' in a location are written as %3F and %23", uri=self.redacted
             )
+        else:
+            object.__setattr__(self, "location", _cleaned(self))
 
     @property
     def redacted(self) -> str:
@@ -184,6 +190,15 @@ def divided(uri: Uri) -> tuple[Uri, str]:
     return Uri(uri.scheme, folder or "/", dict(uri.options)), key
 
 
+def root_key(path: str, uri: Uri) -> str:
+    """Return the key that ``path``, a part of the location of ``uri``, decodes to; empty for none.
+    Raises UriError for an unsafe one."""
+    key = _unquoted(path.strip("/"))
+    if key:
+        check_key(key, uri=uri.redacted)
+    return key
+
+
 def _text_of(given: object) -> str:
     """Raises UriError for what is no text."""
     if isinstance(given, os.PathLike):
@@ -269,7 +284,28 @@ def _absolute(path: str) -> str:
     means after a link."""
     if not path:
         raise UriError("an empty path names no folder")
-    return "/" + str(PurePosixPath(os.getcwd(), path)).lstrip("/")
+    folder = "/"
+    if not os.path.isabs(path):
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError as error:
+            raise UriError(
+                f"{redact(path)!r} is a relative path, and the working directory was deleted",
+                advice="Give the absolute path.",
+            ) from error
+    return "/" + str(PurePosixPath(folder, path)).lstrip("/")
+
+
+def _cleaned(uri: Uri) -> str:
+    """The location without empty parts and single dots. Raises UriError for two dots: storages
+    without folders know no folder above."""
+    first, *parts = uri.location.split("/")
+    if ".." in parts:
+        raise UriError("'..' is no part of a location", uri=uri.redacted)
+    kept = [part for part in parts if part not in ("", ".")]
+    if parts and not first and not kept:
+        return "/"
+    return "/".join([first, *kept])
 
 
 def _options(query: str, text: str) -> dict[str, str]:

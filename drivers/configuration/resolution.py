@@ -10,13 +10,15 @@
    (:mod:`.tuned`)
 6. the option's default
 
-An unknown option is an error wherever it stands, and the error says where. Everything is
+An unknown option is an error wherever it stands, and the error says where; but an unknown variable
+that is no near miss of a known one may be another program's, and is logged once. Everything is
 read when a driver is opened, and nothing is kept. A secret may come from anywhere but the URI,
 which is printed, logged and remembered by shells.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -33,7 +35,15 @@ __all__ = ["PREFIX", "Resolved", "Setting", "resolve"]
 
 PREFIX = "HOLDFAST_"
 _PROFILE_VARIABLE = "HOLDFAST_CONFIG_PROFILE"
-_NOT_OPTIONS = re.compile(r"HOLDFAST_(CONFIG|CONFIG_PROFILE|KEEPER_.*|TEST_.*)")
+_OTHERS = ("config", "config_profile", "keeper_dir")
+"""What variables name beside options, in small letters."""
+_NOT_OPTIONS = re.compile(rf"HOLDFAST_({'|'.join(_OTHERS).upper()}|TEST_.*)")
+_NEAR = 0.85
+"""How alike two names are, at least, if one may be a misspelling of the other: difflib's ratio."""
+
+_log = logging.getLogger(__name__)
+_ignored: set[str] = set()
+"""Variables that a warning was logged about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +139,35 @@ def _environment_settings(
                 key=len,
                 default="",
             )
-            if owner == uri.scheme:
-                raise _unknown(uri, option, variable, own, common)
-            if not owner:  # of another scheme options are that one's business
-                raise UriError(
-                    f"the environment variable {variable} means nothing",
-                    advice=(
-                        f"For every scheme there are: {_listed(common, PREFIX)}; for one, "
-                        f"{PREFIX}<SCHEME>_<OPTION>."
-                    ),
-                )
+            if owner in ("", uri.scheme):  # of another scheme options are that one's business
+                _judge(uri, variable, own, common)
     return for_all | for_scheme
+
+
+def _judge(
+    uri: Uri, variable: str, own: Mapping[str, Option], common: Mapping[str, Option]
+) -> None:
+    """Raise UriError for an unknown variable that looks like a misspelling of a known one. Log a
+    warning, once, about any other: platforms make variables, such as Kubernetes for a service of
+    the name holdfast."""
+    import difflib  # only here: most have no such variable
+
+    prefix = _as_variable(uri.scheme)
+    known = [*common, *_OTHERS, *(f"{prefix}{name}" for name in (*own, *common))]
+    name = variable.removeprefix(PREFIX).lower()
+    near = difflib.get_close_matches(name, known, 1, _NEAR)
+    if near and near[0].startswith(prefix):
+        raise _unknown(uri, name.removeprefix(prefix), variable, own, common)
+    advice = (
+        f"For every scheme there are: {_listed(common, PREFIX)}; for one, "
+        f"{PREFIX}<SCHEME>_<OPTION>."
+    )
+    text = f"the environment variable {variable} means nothing"
+    if near:
+        raise UriError(text, advice=f"Did you mean {PREFIX}{near[0].upper()}? {advice}")
+    if variable not in _ignored:
+        _ignored.add(variable)
+        _log.warning("%s, and is ignored. %s", text, advice)
 
 
 def _as_variable(scheme: str) -> str:

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 from ...errors import UriError
 from .. import memory
 from ..schemes import SCHEMES
-from ..uri import Uri
+from ..uri import Uri, root_key
 
 __all__ = ["FolderProbe", "MemoryProbe", "Probe", "ProbeClass", "probe_class"]
 
@@ -67,7 +67,7 @@ class MemoryProbe:
     def __init__(self, uri: Uri) -> None:
         name, _, prefix = uri.location.partition("/")
         self._objects = memory.STORES.setdefault(name, {})
-        self._prefix = prefix + "/"
+        self._prefix = root_key(prefix, uri) + "/"
 
     def write(self, key: str, data: bytes) -> None:
         self._objects[self._prefix + key] = (data, time.time())

@@ -26,7 +26,7 @@ from ..local.names import is_temporary
 from ..options import Option, integer, option_values, size
 from ..ranges import Ranges
 from ..threads import OperationThreads
-from ..uri import Uri, redact
+from ..uri import Uri, redact, root_key
 from .errors import fsspec_errors
 from .kinds import kind_of, modified_s
 from .options import check_no_secrets, options_of
@@ -85,6 +85,7 @@ class FsspecDriver(Driver):
         protocol = uri.scheme.removeprefix(_PREFIX)
         plain = f"{protocol}://{unquote(uri.location)}"
         self.uri = uri.root
+        root_key(uri.location.partition("/")[2], uri)  # refuses a root that has two spellings
         kind = kind_of(protocol, self.fs_class)
         self._tree = Tree(
             self.fs_class,

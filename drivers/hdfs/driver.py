@@ -41,7 +41,7 @@ from ..contract import (
 from ..options import Option, duration, integer, option_values, size, switch
 from ..pieces import PieceJoiner, Rooms
 from ..schemes import check_installed
-from ..uri import Uri
+from ..uri import Uri, root_key
 from .client import Client, pieces, whole_reader
 from .config import Served, name_service, rpc_addresses, served, site, web_addresses
 from .names import Names
@@ -159,6 +159,7 @@ class HdfsDriver(Driver):
                 uri=uri.redacted,
                 advice="Set HADOOP_USER_NAME, or use Kerberos.",
             )
+        root_key(path, uri)  # refuses a root that has two spellings
         check_installed(uri.scheme, uri.redacted)
         return cls(
             authority,

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from http.client import HTTPResponse
 from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
-from urllib.parse import quote_from_bytes, unquote_to_bytes, urlsplit
+from urllib.parse import quote_from_bytes, urlsplit
 
 from ...core.aio import wait_out
 from ...errors import DamagedError, HoldfastError, StorageDownError, StorageError, UriError
@@ -28,7 +28,7 @@ from ..options import Option, duration, integer, option_values, switch
 from ..pieces import Rooms, piece_ends
 from ..read_only import ReadOnly
 from ..threads import OperationThreads
-from ..uri import Uri
+from ..uri import Uri, root_key
 from .connections import Connections, Request
 from .errors import failures, refusal
 
@@ -74,7 +74,7 @@ class PeerDriver(ReadOnly, Driver):
         self.uri = uri.root
         authority, _, path = uri.location.partition("/")
         host, port = _address(authority, uri)
-        self._prefix = _root(path, uri)
+        self._prefix = root_key(path, uri)
         self.traits = Traits(
             part_nbytes=16 << 20,
             part_min_nbytes=1,
@@ -332,14 +332,6 @@ def _address(authority: str, uri: Uri) -> tuple[str, int]:
     if not host or not port:
         raise UriError("a keeper has a host and a port", uri=uri.redacted, advice=advice)
     return host, port
-
-
-def _root(path: str, uri: Uri) -> str:
-    """The key of the root."""
-    root = os.fsdecode(unquote_to_bytes(os.fsencode(path.strip("/"))))
-    if root:
-        check_key(root, uri=uri.redacted)
-    return root
 
 
 def _seconds(text: str | None) -> float:

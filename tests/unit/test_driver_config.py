@@ -266,6 +266,9 @@ def test_an_unknown_option_is_an_error_wherever_it_stands(
         ({}, "['my://b?x=1']\nlevel = 1", UsageError, "with options in its URI"),
         ({}, "['my://b#x']\nlevel = 1", UsageError, "which is no URI"),
         ({"HOLDFAST_RETIRES": "3"}, "", UriError, ("HOLDFAST_RETIRES means " "nothing.*HOLDFAST_RETRIES")),
+        ({"HOLDFAST_CONFG": "/a.toml"}, "", UriError, "HOLDFAST_CONFG means nothing.*mean HOLDFAST_CONFIG[?]"),
+        ({"HOLDFAST_KEEPER_DRI": "/a"}, "", UriError, "HOLDFAST_KEEPER_DRI means nothing.*mean HOLDFAST_KEEPER_DIR[?]"),
+        ({"HOLDFAST_MY_RETIRES": "3"}, "", UriError, "no option 'retires', which HOLDFAST_MY_RETIRES sets"),
         ({"HOLDFAST_CONFIG": "/gone.toml"}, "", UsageError, ("HOLDFAST_CONFIG names " "'/gone.toml', " "and no " "such file")),
         ({"HOLDFAST_CONFIG": "gone.toml"}, "", UsageError, ("HOLDFAST_CONFIG names " "'gone.toml', " "which is a " "relative path")),
     ],
@@ -293,6 +296,19 @@ def test_a_wrong_value_names_who_said_it(file: Path, source: str) -> None:
     ) as caught:
         found(uri, environment, **keywords)
     assert "hush" not in caught.value.message
+
+
+def test_variables_of_other_programs_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """Kubernetes makes such variables for services called holdfast and holdfast-my. Each is named
+    in one warning."""
+    kubernetes = ["HOLDFAST_PORT", "HOLDFAST_SERVICE_HOST", "HOLDFAST_PORT_80_TCP_ADDR"]
+    others = [*kubernetes, *(v.replace("HOLDFAST", "HOLDFAST_MY") for v in kubernetes)]
+    environment = dict.fromkeys(others, "x") | {"HOLDFAST_MY_LEVEL": "2"}
+    for _ in range(2):
+        assert found("my://b", environment) == {"level": (2, "HOLDFAST_MY_LEVEL")}
+    named = [variable for variable in others for m in caplog.messages if f" {variable} " in m]
+    assert named == others
+    assert len(caplog.messages) == len(others)
 
 
 def test_variables_of_other_schemes_are_theirs() -> None:

@@ -27,6 +27,13 @@ from holdfast.errors import UriError
         ("file:///a/../b", "file", "/a/../b", {}),
         ("FILE:///a", "file", "/a", {}),
         ("s3://bucket/run%201?endpoint=http://host:9000/x%3Fy", "s3", "bucket/run%201", {"endpoint": "http://host:9000/x?y"}),
+        ("s3://bucket//a///b/./c//", "s3", "bucket/a/b/c", {}),
+        ("s3://bucket/", "s3", "bucket", {}),
+        ("hdfs:///a//b/", "hdfs", "/a/b", {}),
+        ("hdfs://", "hdfs", "", {}),
+        ("hdfs:////", "hdfs", "/", {}),
+        ("fsspec+file:////a//b", "fsspec+file", "/a/b", {}),
+        ("az://c/./x?endpoint=http://h//a", "az", "c/x", {"endpoint": "http://h//a"}),
         ("memory://", "memory", "", {}),
         ("fsspec+sftp://host/x", "fsspec+sftp", "host/x", {}),
         ("/a/b", "file", "/a/b", {}),
@@ -63,6 +70,8 @@ def test_text_means_one_uri(
         "file:///a#part",
         "s3://b/k#part",
         "file:///a%00b",
+        "s3://bucket/a/../b",
+        "memory://m/..",
         "/a\0b",
         "file:///a?direct",
         "file:///a?=1",
@@ -100,6 +109,19 @@ def test_the_home_of_nobody_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
         parse("~nobody-of-this-name/run")
     (tmp_path / "~nobody-of-this-name").mkdir()
     assert parse("~nobody-of-this-name").location == str(tmp_path / "~nobody-of-this-name")
+
+
+def test_only_relative_paths_need_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been deleted, as scratch folders are."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert parse("/a//b").location == parse("file:///a/b").location == "/a/b"
+    with pytest.raises(UriError, match="'run' is a relative path, and the working directory was"):
+        parse("run")
 
 
 @pytest.mark.parametrize(
