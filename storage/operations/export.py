@@ -174,7 +174,8 @@ class _Request:
             files = [torch_file(key, tensors, exported.tied)]
         else:
             _check_form(tensors)
-            metadata = {"format": "pt", **m.metadata, **exported.tied}
+            form = m.metadata.get("format", "pt")
+            metadata = {**m.metadata, **exported.tied, "format": form}
             files = _model_files(tensors, self.file_nbytes, metadata)
             if len(files) > 1:
                 last = LastFile(INDEX_KEY, partial(index_text, files))

@@ -200,6 +200,9 @@ def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
     assert sorted(model_in(tmp_path / "a")) == ["embed", "other"]
     with safe_open(tmp_path / "a" / "model.safetensors", "pt") as f:
         assert f.metadata() == {"format": "pt", "head": "embed"}
+    holdfast.export(uri, tmp_path / "c", rename={"head": "format"})
+    with safe_open(tmp_path / "c" / "model.safetensors", "pt") as f:
+        assert f.metadata() == {"format": "pt"}
     report = holdfast.export(uri, tmp_path / "b", only=["head"])
     assert difference({"head": tensor}, model_in(tmp_path / "b")) is None
     assert report.tied == {}
