@@ -171,7 +171,8 @@ class InvisibleFilesError(SaveError):
 
 
 class SupersededError(SaveError):
-    """Another save to the same URI began later and took over, or committed first."""
+    """Another save to the same URI began later and took over, or committed first; or the files of
+    this save were deleted while it was under way."""
 
 
 class CoordinationError(HoldfastError):

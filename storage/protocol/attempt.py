@@ -122,7 +122,7 @@ async def check_marker(driver: Driver, attempt: Attempt) -> ObjectInfo:
     try:
         info = await driver.stat(attempt.marker_key)
     except NotFoundError as error:
-        raise superseded(driver) from error
+        raise await lost(driver, attempt) from error
     if info.nbytes == TRIAL_NBYTES:
         raise superseded(driver)
     return info
@@ -148,6 +148,21 @@ def superseded(driver: Driver) -> HoldfastError:
         uri=driver.uri,
         advice="Give every job, and every save in flight, a URI of its own.",
     )
+
+
+async def lost(driver: Driver, attempt: Attempt) -> HoldfastError:
+    """Return the error of an attempt whose files are gone: :func:`superseded`, unless nothing is
+    left that another save could have put there."""
+    with contextlib.suppress(StorageError):
+        async for info in driver.list():
+            if not info.key.startswith(f"{attempt.prefix}/"):
+                return superseded(driver)
+        return SupersededError(
+            "the files of this save were deleted while it was under way, and no other save is here",
+            uri=driver.uri,
+            advice="Did somebody remove the folder, or did a pruning take the save for dead?",
+        )
+    return superseded(driver)
 
 
 @contextlib.asynccontextmanager

@@ -90,8 +90,8 @@ from .attempt import (
     check_marker,
     delete_attempt,
     list_attempts,
+    lost,
     probe,
-    superseded,
     time_of_marker_s,
 )
 from .collect import abort_and_delete, collect_others, give_up, survey_attempts, sweep
@@ -237,7 +237,7 @@ async def commit(
         record = await put_commit_record(driver, attempt.record_key)
     except (ExistsError, NotFoundError) as error:
         # Not found: the attempt is being deleted, folder and all.
-        raise superseded(driver) from error
+        raise await lost(driver, attempt) from error
 
     async def now_s() -> float:
         return (await driver.stat(attempt.record_key)).modified_s

@@ -3,6 +3,7 @@ a checkpoint."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from support.inside import clean_up_within
 
 import holdfast
 from holdfast.drivers.contract import ObjectInfo
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations import location
@@ -236,6 +238,22 @@ def test_a_save_under_way_is_spared() -> None:
     with pytest.raises(holdfast.SupersededError):
         run(save(HookedDriver(storage, before=prune_meanwhile), state(2)))
     assert difference(state(1), holdfast.load("memory://prune-live")) is None
+
+
+@pytest.mark.parametrize("moment", ["create", "commit", "stat"])
+def test_a_save_whose_folder_is_removed_says_so(tmp_path: Path, moment: str) -> None:
+    """Rather than that another save took over: there is none."""
+    folder = tmp_path / "c"
+    removed: list[str] = []
+
+    async def remove(operation: str, key: str) -> None:
+        if operation == moment and not removed and "data/" in key:
+            removed.append(key)
+            shutil.rmtree(folder)
+
+    with pytest.raises(holdfast.SaveError, match="deleted while it was under way"):
+        run(save(HookedDriver(LocalDriver(str(folder)), before=remove), state(1)))
+    assert removed
 
 
 def test_temporary_files_of_the_dead_are_swept(tmp_path: Path) -> None:
