@@ -335,12 +335,15 @@ class ObjectDriver(Driver):
 
     async def stat(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        try:
+        found = None
+        with contextlib.suppress(NotFoundError):
             found = await self._call("stat", key, "head_async", path)
-        except NotFoundError as error:
+        # Not while that error is handled: it would become the context of obstore's next one, which
+        # lives until it is collected as garbage, and with it whatever the callers hold.
+        if found is None:
             # The answer to HEAD has no body that would say which of the two is missing.
             await self._check_container(key)
-            raise error from error.__cause__
+            raise NotFoundError("no such object", uri=self.uri, key=key)
         return ObjectInfo(key, found["size"], found["last_modified"].timestamp())
 
     async def _check_container(self, key: str) -> None:
