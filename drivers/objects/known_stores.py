@@ -15,6 +15,8 @@ class _KnownStores:
     """(endpoint, bucket) where the list of unfinished uploads is unknown."""
     wrong_dates: set[tuple[str, str]] = field(default_factory=set)
     """(endpoint, bucket) where the dates of unfinished uploads are wrong."""
+    wants_checksum: set[tuple[str, ...]] = field(default_factory=set)
+    """Containers that take no object without a checksum, as those with Object Lock."""
     regions: dict[str, str] = field(default_factory=dict)
     """The regions of AWS that buckets are in, by the URLs of these."""
     trusted: set[tuple[str, ...]] = field(default_factory=set)
@@ -25,6 +27,7 @@ class _KnownStores:
         self.no_bulk_delete.clear()
         self.no_upload_list.clear()
         self.wrong_dates.clear()
+        self.wants_checksum.clear()
         self.regions.clear()
         self.trusted.clear()
 

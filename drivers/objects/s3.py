@@ -21,6 +21,7 @@ from ..options import Option, choice, switch, url
 from ..uri import Uri
 from .driver import ObjectDriver
 from .environment import made_without
+from .known_stores import KNOWN
 from .options import COMMON_OPTIONS, Requests
 from .s3_options import STORING_OPTIONS, check_storing, is_express, labels, store_config
 from .s3_place import (
@@ -97,7 +98,7 @@ class S3Driver(ObjectDriver):
             choice("auto", "signed", "sha256", "crc64nvme", "none"),
             "auto",
             "of what is sent, for the store to check; auto: crc64nvme at AWS, "
-            "TLS alone elsewhere, signed over http://",
+            "TLS alone elsewhere, signed over http://, sha256 where a bucket has Object Lock",
         ),
         **STORING_OPTIONS,
         "bulk_delete": Option(
@@ -209,6 +210,8 @@ class S3Driver(ObjectDriver):
 
     def _checksum(self) -> dict[str, Any]:
         chosen = self._values["checksum"]
+        if chosen == "auto" and self._container in KNOWN.wants_checksum:
+            return {"checksum_algorithm": "SHA256", "unsigned_payload": False}
         if chosen == "auto":
             if self._place.clear:
                 chosen = "signed"
@@ -286,12 +289,16 @@ class S3Driver(ObjectDriver):
         return await call()
 
     def _renewed(self, error: Exception) -> bool:
-        """Whether there may be other credentials than those that ``error`` came of; then later
-        requests use them.
+        """Return whether later requests differ from the one that ``error`` came of: they have other
+        credentials, or the checksum that buckets with Object Lock ask for.
 
         There are where the shared files were written since, and there may be, once, where the store
         does not know what was found.
         """
+        if self._wants_checksum(error):
+            KNOWN.wants_checksum.add(self._container)
+            self._connections.renew()
+            return True
         if self._session_used is None or isinstance(error, NotFoundError | ExistsError):
             return False  # no credentials were used, or they were good
         if self._session_used is self._session:
@@ -302,6 +309,12 @@ class S3Driver(ObjectDriver):
         self._disconnect()
         self._connections.renew()
         return True
+
+    def _wants_checksum(self, error: Exception) -> bool:
+        """Return whether ``error`` asks for a checksum that was not sent, and may be."""
+        if self._values["checksum"] != "auto" or self._container in KNOWN.wants_checksum:
+            return False
+        return "Content-MD5" in f"{error} {error.__cause__}"
 
     @cached_property
     def _unfinished(self) -> Unfinished:

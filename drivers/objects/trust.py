@@ -28,7 +28,7 @@ _SYSTEM = (
 )
 """Where distributions keep the certificates that programs trust; obstore looks there by itself."""
 
-_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)")
 _NO_TLS = "InvalidMessage(\n"
 _ALERT = re.compile(r"AlertReceived\(\s*(\w+)")
 
@@ -40,8 +40,9 @@ TRUST = (
 _ADVICE = {
     "UnknownIssuer": TRUST,
     "CaUsedAsEndEntity": (
-        "The server shows an authority's certificate as its own. It needs one that "
-        "the authority signed."
+        "The server shows an authority's certificate (CA:TRUE) as its own, as openssl req -x509 "
+        "makes them. Make one with -addext basicConstraints=critical,CA:FALSE and -addext "
+        "subjectAltName=DNS:HOST, or have an authority sign one, and name it by ?ca=…."
     ),
     "Expired": "Renew it; or is the clock of this host wrong?",
     "NotValidYet": "Is the clock of this host wrong?",

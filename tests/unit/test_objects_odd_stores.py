@@ -239,3 +239,33 @@ def test_credentials_that_expire_under_a_part_begin_the_image_again(
     assert known == "NEW"
     assert difference(holdfast.load(below(root, "step-1")), LARGE) is None
     assert store.uploads == {}
+
+
+@pytest.mark.parametrize("state", [STATE, LARGE], ids=["small", "large"])
+def test_a_bucket_with_object_lock_gets_its_checksums(
+    state: Any, root: str, store: OddStore
+) -> None:
+    """It refuses objects and parts without one. It is asked once in a process, and from then on all
+    requests have one."""
+    refused = []
+
+    def fault(asked: Request) -> Answer | None:
+        has_one = any(
+            name.startswith("x-amz-checksum-") or name == "content-md5" for name in asked.headers
+        )
+        if kind_of(asked) not in ("put", "part") or has_one:
+            return None
+        refused.append(asked)
+        message = (
+            "Content-MD5 OR x-amz-checksum- HTTP header is required with Object Lock parameters"
+        )
+        body = f"<Error><Code>InvalidRequest</Code><Message>{message}</Message></Error>"
+        return Answer(400, body.encode(), {"content-type": "application/xml"})
+
+    store.fault = fault
+    for _ in range(2):
+        holdfast.save(below(root, "step-1"), state)
+    assert difference(holdfast.load(below(root, "step-1")), state) is None
+    assert len(refused) == 1
+    with pytest.raises(holdfast.StorageError, match="Content-MD5"):
+        holdfast.save(below(root, "step-1") + "&checksum=signed", state)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -301,4 +305,45 @@ def test_a_home_folder_is_expanded_for_both_clients(
     monkeypatch.setenv("HOME", str(tmp_path))
     with ScriptedServer(s3_answer, authority, tls=True) as server:
         run(f"s3://bucket/run?endpoint={server.url}&retries=0&deadline=1s&ca=~/ca.pem")
+        assert asked(server) == ["PUT", "GET"]
+
+
+def self_signed(folder: Path, *options: str) -> ssl.SSLContext:
+    """A server's certificate as ``openssl req -x509`` makes it, in ``folder``/cert.pem."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "2", "-subj", "/CN=localhost", "-keyout", "key.pem"]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-out", "cert.pem", *options]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    return context
+
+
+class SelfSigned:
+    """An authority that hands out one certificate for every host."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._context = context
+
+    def issue_cert(self, host: str) -> Any:
+        """The certificate, as trustme hands it out."""
+        return self
+
+    def configure_cert(self, context: ssl.SSLContext) -> None:
+        """Have a server show it instead of its own."""
+        context.sni_callback = lambda tls, host, _: setattr(tls, "context", self._context)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+def test_a_certificate_of_openssl_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    """By default it is an authority's; with the extension that the error names, it is trusted."""
+    context = self_signed(tmp_path)
+    with ScriptedServer(s3_answer, SelfSigned(context), tls=True) as server:
+        root = f"s3://bucket/run?endpoint={server.url}&retries=0&deadline=1s&ca={tmp_path}/cert.pem"
+        with pytest.raises(StorageError, match="CaUsedAsEndEntity") as caught:
+            run(root)
+        assert "basicConstraints=critical,CA:FALSE" in str(caught.value)
+    context = self_signed(tmp_path, "-addext", "basicConstraints=critical,CA:FALSE")
+    with ScriptedServer(s3_answer, SelfSigned(context), tls=True) as server:
+        run(f"s3://bucket/run?endpoint={server.url}&retries=0&deadline=1s&ca={tmp_path}/cert.pem")
         assert asked(server) == ["PUT", "GET"]
