@@ -12,7 +12,7 @@ from pathlib import Path
 
 from support.servers.ports import listens
 
-__all__ = ["INSTALLED", "Daemon"]
+__all__ = ["DIES_WITH_US", "INSTALLED", "Daemon"]
 
 INSTALLED = Path(os.environ.get("HOLDFAST_TEST_SERVERS", Path(__file__).parents[3] / ".servers"))
 """Where ``make test-servers`` puts servers."""
@@ -20,13 +20,13 @@ START_S = 60.0
 # Some servers take their own users' keys from a client's variables: SeaweedFS makes an
 # administrator of them.
 _CLIENTS_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")
-# The kernel ends the program when a test run is killed. setpriv runs the program in its own
-# process.
-_DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
+DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
+"""Before a command: the kernel ends the program when a test run is killed. setpriv runs the program
+in its own process."""
 
 
 class Daemon:
-    """One process that listens on ``port``. What it prints goes to the file ``log``.
+    """A process that listens on ``port`` of ``host``. Its output goes to the file ``log``.
 
     It inherits this process's environment without the credentials of clients.
     """
@@ -37,10 +37,12 @@ class Daemon:
         *,
         port: int,
         log: Path,
+        host: str = "127.0.0.1",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.port = port
-        self._command = [*_DIES_WITH_US, *map(str, command)]
+        self._host = host
+        self._command = [*DIES_WITH_US, *map(str, command)]
         self._log = log
         inherited = {
             name: value
@@ -64,7 +66,7 @@ class Daemon:
                 start_new_session=True,
             )
         deadline_s = time.monotonic() + START_S
-        while not listens(self.port):
+        while not listens(self.port, self._host):
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 self.stop()
                 raise RuntimeError(
