@@ -97,6 +97,12 @@ def _add_ls(commands: Parsers) -> None:
     parser.add_argument(
         "uri", metavar="URI", help="a checkpoint, or a folder with checkpoints below it"
     )
+    parser.add_argument(
+        "--last",
+        type=_count,
+        metavar="N",
+        help="only the N that were stored last; the manifests of others are not read",
+    )
     _with_json(parser)
 
 

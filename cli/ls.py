@@ -20,10 +20,10 @@ _TITLES = ("step", "saved", "age", "ranks", "tensors", "size", "path")
 _TO_THE_LEFT = {"saved", "path"}
 
 
-def run(uri: str, *, json_output: bool) -> int:
-    """Print them; 0 if there is one, 1 if there is none."""
+def run(uri: str, *, last: int | None, json_output: bool) -> int:
+    """Print them, or the ``last`` of them; return 0 if there is one, 1 if there is none."""
     root = parse(uri)
-    found = list_checkpoints(uri)
+    found = list_checkpoints(uri, last=last)
     if json_output:
         print_json({"uri": root.redacted, "checkpoints": [_entry(c, root) for c in found]})
     elif found:

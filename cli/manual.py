@@ -34,6 +34,7 @@ MANUAL: Mapping[str, Manual] = {
     "ls": Manual(
         (
             ("holdfast ls s3://bucket/run", "all checkpoints of a run"),
+            ("holdfast ls s3://bucket/run --last 5", "the five that were stored last"),
             ("holdfast ls /checkpoints --json", "the same for a program, as one document"),
         ),
         {0: "there are checkpoints", 1: "there are none"},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...errors import UsageError
@@ -25,10 +27,15 @@ def run(
     json_output: bool,
     **asked: Any,
 ) -> int:
-    """Measure, tune, simulate, or compare; the exit status. ``asked``: the other arguments, by
-    name."""
+    """Measure, tune, simulate, or compare; return the exit status. ``asked``: the other arguments,
+    by name."""
+    with _interrupted_by_sigterm():
+        return _run(targets, asked, slower, Output(csv, html, json_output))
+
+
+def _run(targets: Sequence[str], asked: Mapping[str, Any], slower: str, output: Output) -> int:
     if targets[0] == COMPARE:
-        return run_comparison(targets[1:], slower, json_output=json_output)
+        return run_comparison(targets[1:], slower, json_output=output.json)
     if len(targets) > 1:
         raise UsageError(
             f"{len(targets)} storages cannot be measured at a time",
@@ -36,7 +43,6 @@ def run(
             "holdfast bench compare A.json B.json.",
         )
     uri = targets[0]
-    output = Output(csv, html, json_output)
     if asked["ranks"] is not None and _is_for_one(asked):
         raise UsageError("this is done by one process", advice="Leave --ranks out.")
     if asked["tune"] or asked["forget"]:
@@ -45,10 +51,25 @@ def run(
     if asked["workload"] in DRIVER_WORKLOADS:
         return run_driver_workload(asked["workload"], uri, asked, output)
     if asked["simulate"]:
-        return run_simulation(uri, chosen_workload(asked), asked, json_output=json_output)
+        return run_simulation(uri, chosen_workload(asked), asked, json_output=output.json)
     if asked["dry_run"]:
-        return run_dry(uri, asked, json_output=json_output)
+        return run_dry(uri, asked, json_output=output.json)
     return run_measurement(uri, asked, output)
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Take SIGTERM, by which launchers and schedulers end a process, for a Ctrl-C, after which
+    nothing is left behind."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_for_one(asked: Mapping[str, Any]) -> bool:

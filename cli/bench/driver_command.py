@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...core.units import parse_size
 from ...errors import UsageError
-from ..commands import write_text
+from ..commands import complain, write_text
 from ..text import printable
 from .workload import DEFAULT_SIZE
 
 if TYPE_CHECKING:
     from ...bench.alone.result import DriverMeasurement
 
-__all__ = ["DRIVER_WORKLOADS", "Output", "run_driver_workload", "runs_of", "say", "size_of"]
+__all__ = [
+    "DRIVER_WORKLOADS",
+    "Output",
+    "run_driver_workload",
+    "runs_of",
+    "say",
+    "size_of",
+    "status_of",
+]
 
 DRIVER_WORKLOADS = ("raw", "meta")
 DEFAULT_RUNS = 5
@@ -101,7 +109,16 @@ def _end(found: DriverMeasurement, output: Output) -> int:
         document=lambda: encoded(found),
         print_tables=lambda: print_driver(found),
     )
-    return int(bool(found.invalid))
+    return status_of(found.invalid, output)
+
+
+def status_of(invalid: Mapping[str, Sequence[str]], output: Output) -> int:
+    """Return the exit status of a result; where stdout has a document, say on stderr why it is
+    INVALID, which the tables say themselves."""
+    if output.json:
+        for name, reasons in invalid.items():
+            complain(f"INVALID: {name}: {'; '.join(reasons)}")
+    return int(bool(invalid))
 
 
 def runs_of(given: Mapping[str, Any]) -> int:

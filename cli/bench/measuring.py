@@ -3,15 +3,13 @@ by the ranks of a job that a launcher has started."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...core.units import parse_duration
 from ...errors import HoldfastError, UsageError
 from ..progress import last_line
-from .driver_command import Output
+from .driver_command import Output, status_of
 from .workload import chosen_content, chosen_workload, planned_nbytes, prices_of
 
 if TYPE_CHECKING:
@@ -93,7 +91,7 @@ def _by_a_job(plan: Plan) -> Measurement | None:
     from ...bench.measured.run import measured
     from ...drivers.uri import parse
 
-    with joined() as ranks, _interrupted_by_sigterm(), last_line() as say:
+    with joined() as ranks, last_line() as say:
         place = parse(ranks.agree(str(plan.new_place())))
         error = None
         try:
@@ -108,20 +106,6 @@ def _by_a_job(plan: Plan) -> Measurement | None:
     return found
 
 
-@contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Launchers end ranks by SIGTERM: it is a Ctrl-C, then, after which nothing is left behind."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _say(found: Measurement, output: Output) -> int:
     from ...bench.measured.result import encoded
     from .page import measurement_page
@@ -133,7 +117,7 @@ def _say(found: Measurement, output: Output) -> int:
         document=lambda: encoded(found),
         print_tables=lambda: print_measurement(found),
     )
-    return int(bool(found.invalid))
+    return status_of(found.invalid, output)
 
 
 def _seconds(text: str | None) -> float | None:

@@ -58,7 +58,8 @@ def _of_run(saves: Sequence[RecordedSave], against: Against | None) -> Iterator[
 
 
 def _curves(known: Sequence[SaveTelemetry]) -> Iterator[Element]:
-    """Figures of each save, by step; by when it was saved where steps are not known."""
+    """Draw figures of each save, by step; by when it was saved where steps are not known. A figure
+    that is always zero is left out."""
     by_step = all(save.step is not None for save in known)
     figures = {
         "How long a save took": ([save.seconds for save in known], "s"),
@@ -73,6 +74,8 @@ def _curves(known: Sequence[SaveTelemetry]) -> Iterator[Element]:
         ),
     }
     for title, (values, unit) in figures.items():
+        if not any(values):
+            continue
         points = [
             (
                 float(save.step) if by_step and save.step is not None else float(number),
@@ -127,10 +130,12 @@ def _pictures(save: SaveTelemetry, found: Sequence[Straggler]) -> Iterator[Eleme
     yield legend(COLOURS)
     yield over_time
     yield element("h2", "How long each rank was busy with each stage")
-    yield element("p", "The darker, the longer. What stands out is framed.", class_="soft")
+    yield element(
+        "p", "The darker, the longer, but for waiting. What stands out is framed.", class_="soft"
+    )
     yield heat(save, found)
-    if len(save.ranks) > 1:
-        images = [record.nbytes for record in save.ranks.values()]
+    images = [record.nbytes for record in save.ranks.values()]
+    if len(images) > 1 and any(images):
         yield element("h2", "Bytes by rank")
         balance = f"From {size_text(min(images))} to {size_text(max(images))}."
         yield element("p", balance, class_="soft")

@@ -39,6 +39,7 @@ _COLOUR_OF = {
     "wait": "prepare",
 }
 _WAITING = 0.1
+_WAITING_COLOURS = ("ranks", "prepare")
 _LANES = 24
 _HEAT_ROWS = 64
 _LEAST_PART = 0.002
@@ -110,14 +111,16 @@ def _tip(what: str, stage: StageReport) -> str:
 
 
 def heat(save: SaveTelemetry, found: Sequence[Straggler]) -> Element:
-    """Ranks by stages. Of many ranks, several share a row, which shows the slowest of them."""
+    """Draw ranks by stages. Of many ranks, several share a row, which shows the slowest of them.
+    Stages in which a rank waits have figures, but no heat."""
     busy_s = {
         name: {r: rec.stages[name].busy_s for r, rec in save.ranks.items() if name in rec.stages}
         for name in stage_names(save)
     }
     least_s = _LEAST_PART * save.seconds
     names = [name for name, by_rank in busy_s.items() if max(by_rank.values()) >= least_s]
-    hottest_s = max((max(busy_s[name].values()) for name in names), default=0.0)
+    working = [name for name in names if _colour(name) not in _WAITING_COLOURS]
+    hottest_s = max((max(busy_s[name].values()) for name in working), default=0.0)
     marked = {(slow.rank, stage) for slow in found for stage in (slow.stage, *slow.also)}
     rows = []
     for group in in_groups_of_ranks(list(save.ranks), _HEAT_ROWS):
@@ -138,7 +141,7 @@ def _cell(
         return Cell(0.0, "", f"rank {slowest}: no {name}")
     seconds = busy_s[slowest]
     return Cell(
-        heat=seconds / hottest_s if hottest_s else 0.0,
+        heat=seconds / hottest_s if hottest_s and _colour(name) not in _WAITING_COLOURS else 0.0,
         text=f"{seconds:.2f}",
         tip=f"rank {slowest}, {name}: {seconds:.3f} s",
         marked=any((rank, name) in marked for rank in group),

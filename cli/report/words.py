@@ -5,7 +5,6 @@ Scope: pure.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from ...core.units import size_text
@@ -17,7 +16,7 @@ __all__ = ["NONE", "facts", "nbytes_of", "rate_text", "recurring", "words"]
 
 NONE = "-"
 """Where there is no figure."""
-_RECURRING_SHOWN = 8
+_RECURRING_SHOWN = 3
 
 
 def words(slow: Straggler) -> str:
@@ -37,12 +36,15 @@ def words(slow: Straggler) -> str:
 
 
 def recurring(found: Sequence[Sequence[Straggler]], saves: int) -> list[str]:
-    """Which rank stood out in how many of ``saves``, the most frequent first. ``found``: the
-    stragglers of each save."""
-    often = Counter(f"rank {slow.rank}: {slow.cause}" for each in found for slow in each)
+    """Say which ranks cost the run the most time, and why: three at most, the worst first.
+    ``found``: the stragglers of each of ``saves``."""
+    lost_s: dict[str, list[float]] = {}
+    for slow in (slow for each in found for slow in each):
+        lost_s.setdefault(f"rank {slow.rank}: {slow.cause}", []).append(slow.excess_s)
+    worst = sorted(lost_s.items(), key=lambda item: -sum(item[1]))[:_RECURRING_SHOWN]
     return [
-        f"{name}, in {count} of {one_of(saves, 'save')}"
-        for name, count in often.most_common(_RECURRING_SHOWN)
+        f"{name}, {sum(each):.2f} s lost in {len(each)} of {one_of(saves, 'save')}"
+        for name, each in worst
     ]
 
 

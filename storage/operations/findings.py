@@ -48,6 +48,7 @@ class Cause(StrEnum):
     SLOW_REQUESTS = "a few slow requests"
     SLOW_COPIES = "slow copies"
     PROCESSOR = "busy processor"
+    NOT_RUNNING = "was not running"
     WAITED = "waited before it began"
 
 
@@ -60,6 +61,11 @@ _OF_STAGE = {
     "upload_commit": Cause.SLOW_STORAGE,
 }
 """Of a stage without other signs; of all others, the processor."""
+
+
+_COMPUTING = {Cause.SLOW_COPIES, Cause.PROCESSOR}
+"""Of stages that keep the processor busy, but for copies off a device: who was late there without
+processor time was stopped, or others had the processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +185,8 @@ def _cause(telemetry: SaveTelemetry, record: RankTelemetry, name: str) -> tuple[
     cause = _OF_STAGE.get(name, Cause.PROCESSOR)
     if cause is Cause.SLOW_STORAGE and stage.count > 1 and stage.histogram:
         return _of_requests(telemetry, name, stage)
+    if cause in _COMPUTING and name != "device_copy" and record.cpu_s < excess_s * _HALF:
+        return Cause.NOT_RUNNING, f"its process had the processor for {record.cpu_s:.2f} s in all"
     return cause, _slowest_words(record, name)
 
 

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from ...core.aio import at_most
 from ...drivers.contract import Driver, ObjectInfo
 from ...drivers.registry import open_driver
-from ...errors import AccessError, DamagedError, HoldfastError, NotFoundError, StorageError
+from ...errors import (
+    AccessError,
+    DamagedError,
+    HoldfastError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
 from ..format.lineage import LINEAGE_KEY, ROOT, Lineage
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.engine import check_may_wait, offload, start
@@ -57,19 +64,25 @@ class ListedCheckpoint:
 
 @explains("uri", "storage_options")
 def list_checkpoints(
-    uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
+    uri: str | os.PathLike[str],
+    *,
+    last: int | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> list[ListedCheckpoint]:
-    """The checkpoints at and below ``uri``, by path relative to it (``""``: ``uri`` itself),
-    ordered by step and time. Lines with a problem and abandoned ones come first, so the last one is
-    what a run goes on from.
-    ``storage_options`` as in :func:`open`.
+    """List the checkpoints at and below ``uri``, by path relative to it (``""``: ``uri`` itself),
+    ordered by step and time. Lines with a problem and abandoned ones come first, so a run goes on
+    from the last one. ``last``: only so many, whose manifests are the newest by the storage's
+    clock; no other manifest is read. ``storage_options`` as in :func:`open`.
 
-    Raises StorageError; DamagedError where the record of a run's branches cannot be read.
+    Raises StorageError; DamagedError where the record of a run's branches cannot be read;
+    UsageError where ``last`` is less than 1.
     """
+    if last is not None and last < 1:
+        raise UsageError(f"the last {last} checkpoints are none", advice="Give 1 or more.")
     check_may_wait()
     driver = open_driver(uri, **(storage_options or {}))
     try:
-        found: list[ListedCheckpoint] = start(_listed(driver)).result()
+        found: list[ListedCheckpoint] = start(_listed(driver, last)).result()
     finally:
         start(driver.close()).result()
     return sorted(
@@ -87,7 +100,7 @@ def list_checkpoints(
 
 async def manifest_keys(driver: Driver) -> list[str]:
     """Where the manifests are that this driver sees, in no order."""
-    return [info.key async for info in driver.list() if info.key.rpartition("/")[2] == MANIFEST_KEY]
+    return [info.key async for info in driver.list() if _is_manifest(info)]
 
 
 async def read_lineage(driver: Driver, folder: str = "") -> Lineage:
@@ -230,6 +243,16 @@ async def _size(driver: Driver, key: str) -> int | None:
         return None
 
 
-async def _listed(driver: Driver) -> list[ListedCheckpoint]:
-    listing = await Listing.of(driver)
-    return [*await listing.checkpoints(listing.folders()), *listing.unreadable()]
+async def _listed(driver: Driver, last: int | None) -> list[ListedCheckpoint]:
+    unlisted: list[str] = []
+    infos = [info async for info in listed(driver, unlisted)]
+    listing = Listing(driver, {info.key: info.nbytes for info in infos}, unlisted)
+    if last is None:
+        return [*await listing.checkpoints(listing.folders()), *listing.unreadable()]
+    stored_s = {info.key: info.modified_s for info in infos if _is_manifest(info)}
+    newest = sorted(stored_s, key=stored_s.__getitem__)[-last:]
+    return await listing.checkpoints([key.rpartition("/")[0] for key in newest])
+
+
+def _is_manifest(info: ObjectInfo) -> bool:
+    return info.key.rpartition("/")[2] == MANIFEST_KEY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,8 @@ def test_a_rank_that_fails_ends_all_of_them(tmp_path: Path) -> None:
 
 
 def test_interrupted_ranks_leave_nothing(tmp_path: Path) -> None:
-    """Neither files nor processes, after a Ctrl-C in the middle of a round."""
-    assert_interrupted_cleanly(tmp_path, "--ranks", "2")
+    """Neither files nor processes, after a SIGTERM in the middle of a round."""
+    assert_interrupted_cleanly(tmp_path, "--ranks", "2", how=signal.SIGTERM)
     assert str(tmp_path) not in _commands()
 
 

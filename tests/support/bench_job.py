@@ -40,14 +40,16 @@ def bench_by_torchrun(uri: str, ranks: int) -> Any:
     return json.loads(done.stdout)
 
 
-def assert_interrupted_cleanly(folder: Path, *options: str) -> None:
-    """Measure in ``folder``, and send a Ctrl-C in the middle of a round. It ends as interrupted, and
+def assert_interrupted_cleanly(
+    folder: Path, *options: str, how: signal.Signals = signal.SIGINT
+) -> None:
+    """Measure in ``folder``, and send a signal in the middle of a round. It ends as interrupted, and
     nothing is left."""
     command = [*HOLDFAST, "bench", folder, "--size", "16MiB", "--runs", "1000", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert any("round 1" in line for line in process.stderr)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(how)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "Traceback" not in said

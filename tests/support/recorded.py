@@ -39,7 +39,7 @@ def record(rank: int, **stages: StageReport) -> RankTelemetry:
         "write": stage(2.0, NBYTES),
         "upload_commit": stage(0.1),
     }
-    return RankTelemetry(rank, NBYTES, NBYTES, 5.0, 0.0, 1.0, 1 << 24, {**usual, **stages})
+    return RankTelemetry(rank, NBYTES, NBYTES, 5.0, 0.0, 2.5, 1 << 24, {**usual, **stages})
 
 
 def save_of(changed: Mapping[int, Mapping[str, StageReport]], world: int = 8) -> SaveTelemetry:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.bench_job import assert_interrupted_cleanly
 
+from holdfast.bench.measured import plan as plan_module
 from holdfast.bench.measured.comparability import mlperf_notes
 from holdfast.bench.measured.comparison import compare
 from holdfast.bench.measured.observed import Operations
@@ -23,9 +26,10 @@ from holdfast.bench.measured.run import measured
 from holdfast.bench.measured.validity import reasons_against
 from holdfast.bench.workloads.mlperf import mlperf
 from holdfast.cli import app
+from holdfast.cli.bench.driver_command import Output, status_of
 from holdfast.cli.bench.page import measurement_page
 from holdfast.cli.bench.tables import csv_text, print_measurement
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import HoldfastError, StorageDownError, UsageError
 
 GB = 10**9
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
@@ -226,6 +230,27 @@ def test_a_storage_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
     rows = list(csv.DictReader(lines.read_text().splitlines()))
     assert [row["phase"] for row in rows] == [phase.name for phase in found.phases]
     assert float(rows[1]["seconds"]) == found.by_name["save"].seconds[0]
+
+
+def test_a_storage_that_does_not_answer_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that takes connections and says nothing: neither the request, nor its end, nor the
+    driver's is waited for any longer."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setattr(plan_module, "ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"s3://bucket/x?endpoint=http://127.0.0.1:{silent.getsockname()[1]}"
+        began_s = time.monotonic()
+        with pytest.raises(StorageDownError):
+            check(Plan(uri, 1 << 20, 1))
+    assert time.monotonic() - began_s < 15
+
+
+def test_programs_are_told_why_a_result_is_invalid(capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr: stdout has the document."""
+    assert status_of({}, Output(None, None, True)) == 0
+    assert status_of({"save": ("it drifts", "too short")}, Output(None, None, True)) == 1
+    assert capsys.readouterr().err == "holdfast: INVALID: save: it drifts; too short\n"
 
 
 @pytest.mark.drill  # two ranks that are interrupted are in every run

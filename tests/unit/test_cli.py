@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.cli import app, text
+from holdfast.drivers.layers.metrics import snapshots
 from holdfast.drivers.registry import open_driver
 from holdfast.storage.operations.save import SaveJob, run_save
 from holdfast.storage.ranks.store_team import StoreTeam
@@ -118,6 +119,13 @@ def change(uri: str, key: str, at: int) -> None:
     asyncio.run(flip())
 
 
+def test_the_package_runs_as_the_command() -> None:
+    """As where scripts are not on the path."""
+    command = [sys.executable, "-m", "holdfast", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("holdfast ")
+
+
 def test_ls_lists_checkpoints_by_step(root: str) -> None:
     """One line each, the oldest step first, with what it holds."""
     for step in (20, 3):
@@ -130,6 +138,17 @@ def test_ls_lists_checkpoints_by_step(root: str) -> None:
     ]
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ", lines[1])
     assert "1.00 KiB" in lines[1]
+
+
+def test_ls_of_the_last_reads_no_other(root: str) -> None:
+    """Those that were stored last, whatever their steps, are listed by step."""
+    for step in (30, 10, 40, 20):
+        holdfast.save(f"{root}/step-{step}", {"step": step})
+    entries = run_json("ls", "--last", "2", f"{root}?metrics=on")["checkpoints"]
+    assert [entry["path"] for entry in entries] == ["step-20", "step-40"]
+    (seen,) = [seen for uri, seen in snapshots().items() if uri == root]
+    assert seen.operations["get"].count == 2
+    assert run("ls", "--last", "0", root).exit_code == 2
 
 
 def test_ls_tells_programs_the_same(root: str, uri: str) -> None:

@@ -90,7 +90,7 @@ def test_a_run_is_shown_save_by_save(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "nothing was recorded of its save" in out
     assert "cannot be read" in out
     assert "rank 2, write: slow device or network" in out
-    assert "rank 2: slow device or network, in 1 of 2 saves" in out
+    assert "rank 2: slow device or network, 5.00 s lost in 1 of 2 saves" in out
     saves = document(capsys, str(tmp_path))["saves"]
     assert [(save["step"], save["telemetry"] is None) for save in saves] == [
         (1, False),

@@ -53,6 +53,24 @@ def test_a_rank_that_is_slow_is_named_with_its_cause(
     assert straggler.excess_s == pytest.approx(slow.busy_s - record(0).stages[name].busy_s)
 
 
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("capture", Cause.NOT_RUNNING),
+        ("hash", Cause.NOT_RUNNING),
+        ("device_copy", Cause.SLOW_COPIES),  # by the device: it takes no processor
+        ("write", Cause.SLOW_STORAGE),
+    ],
+)
+def test_who_had_no_processor_was_not_running(name: str, cause: Cause) -> None:
+    """A stopped process is late with what keeps a processor busy, and had none."""
+    others = {rank: {"device_copy": stage(0.5, NBYTES)} for rank in range(8)}
+    save = save_of({**others, 5: {**others[5], name: stage(9.0, NBYTES)}})
+    stopped = replace(save.ranks[5], cpu_s=0.5)
+    (straggler,) = stragglers(replace(save, ranks={**save.ranks, 5: stopped}))
+    assert (straggler.rank, straggler.stage, straggler.cause) == (5, name, cause)
+
+
 def test_a_rank_that_calls_late_is_named() -> None:
     """It learns the verdict of the first round sooner after its call."""
     (late,) = stragglers(save_of({3: {"round agree": stage(0.1, last_s=0.2)}}))
