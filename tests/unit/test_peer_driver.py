@@ -119,7 +119,7 @@ def http(status: int, body: bytes = b"", *headers: str, length: int | None = Non
 
 @pytest.mark.parametrize(
     "uri",
-    ["peer://", "peer://host", "peer://host/run", "peer://:80/run", "peer://host:0/run", "peer://host:x/run", "peer://host:99999/run", "peer://user@host:80/run", "peer://[::1/run", "peer://host:80/run/../other", "peer://host:80/a//b"],
+    ["peer://", "peer://host", "peer://host/run", "peer://:80/run", "peer://host:0/run", "peer://host:x/run", "peer://host:99999/run", "peer://user@host:80/run", "peer://[::1/run", "peer://host:80/run/../other", "peer://host:80/a%2F%2Fb"],
 )  # fmt: skip
 def test_uris_that_name_no_keeper(uri: str) -> None:
     """They are refused before any connection."""
