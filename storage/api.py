@@ -143,6 +143,10 @@ def async_save(
     :func:`save`; what fails later is raised by the handle's ``wait()``, and logged. A save to a URI
     to which this process is still saving waits for that one first.
 
+    Host memory that another thread or process writes to, or frees, while it is copied fails the
+    save with a SaveError that names the tensor. On an accelerator the copy follows the work of the
+    caller's current streams; an eager save does not notice writes by other streams.
+
     ``lazy``: return at once, and copy while training goes on. The next step of any torch optimizer
     waits for what is left of that. A write that came too early, by whatever means, fails the save
     with a SaveError, and that tensor is copied at the call in later saves; :func:`fence` before it

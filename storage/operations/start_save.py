@@ -192,9 +192,7 @@ def _prepared(call: _Call, state: object, world: int) -> _RunningSave:
         flat.placeholders = {}
     elif world == 1:
         refuse_placeholders([reported_placeholders(flat)])
-    lazy = None
-    if options.lazy:
-        lazy = LazyCapture(flat, prove=options.lazy == "prove")
+    lazy = LazyCapture(flat, prove=options.lazy == "prove", eager=not options.lazy)
     reporter = ProgressReporter(options.progress)
     devices = devices_of(flat.locals)
     stages = _Stages(_handle(call.uri, lazy, call.by), call.began_s, lazy, call.recorder)
@@ -352,7 +350,7 @@ class _RunningSave:
 
     def wait_in_call(self) -> None:
         """Return when the call of the save may return."""
-        if self._lazy is not None and self._lazy.waits:
+        if self._lazy is not None and self._lazy.waits and not self._lazy.eager:
             self._lazy.wait_in_call()
 
     async def until_kept(self, rank: int) -> Durable | None:
@@ -382,7 +380,8 @@ class _RunningSave:
 
     def fail(self, error: BaseException) -> None:
         """The save has failed."""
-        caller_went_on = self._lazy is not None or self.handle.captured.done()
+        is_lazy = self._lazy is not None and not self._lazy.eager
+        caller_went_on = is_lazy or self.handle.captured.done()
         try:
             if self.logs_failure and caller_went_on:
                 _log.error("the save to %s failed: %s", self.handle.uri, error)

@@ -3,14 +3,11 @@
 At that moment the sums are computed on the trainer's stream, where they come after all that was
 queued before, and ahead of all that follows. Later, bytes are copied on the device first, on a
 stream of our own. What was copied is summed again, and then goes to host memory.
-
-Nothing here is of CUDA alone: ``lazy="prove"`` does the same with tensors in host memory, which are
-read with care.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,20 +52,13 @@ class DeviceSnapshot:
     def __contains__(self, row: int) -> bool:
         return row in self._held
 
-    def staged(
-        self, row: int, start: int, stop: int, read: Callable[[int, int, int], None] | None = None
-    ) -> tuple[torch.Tensor, Doubt]:
+    def staged(self, row: int, start: int, stop: int) -> tuple[torch.Tensor, Doubt]:
         """A copy of bytes [start, stop) of ``row`` on its device, and whether they are what they
-        were.
-
-        ``read(start, stop, to)`` copies bytes of the row to an address, for tensors in host memory.
-        """
+        were."""
         held = self._held[row]
         first, last = held.sums.span(start, stop)
         copied = torch.empty(last - first, dtype=torch.uint8, device=held.data.device)
-        if read is not None:
-            read(first, last, copied.data_ptr())
-        elif self._is_there(held):
+        if self._is_there(held):
             copied.copy_(held.data[first:last], non_blocking=True)
         else:
             return copied[start - first : stop - first], Doubt(

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from .compat import neg_view
-from .process_memory import GoneError, read
+from .memory_digests import digests_of
+from .process_memory import GoneError
 
 __all__ = ["HostClone"]
 
@@ -22,23 +23,18 @@ class HostClone:
     def __init__(self, tensor: torch.Tensor) -> None:
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         elements = 1 + sum((length - 1) * stride for length, stride in steps)
-        self._address = tensor.data_ptr()
-        self._span = torch.empty(elements, dtype=tensor.dtype, device="cpu")
-        self._read(self._span)
-        self.copy = _laid_out_like(tensor, self._span)
+        span = torch.empty(elements, dtype=tensor.dtype, device="cpu")
+        self._memory = [(tensor.data_ptr(), span.nbytes)]
+        self._digests = digests_of(self._memory, span.data_ptr())
+        self.copy = _laid_out_like(tensor, span)
         """The elements in row-major order, without lazy bits."""
 
     def is_still(self) -> bool:
         """Whether the memory holds the same as when it was copied."""
-        again = torch.empty_like(self._span)
         try:
-            self._read(again)
+            return digests_of(self._memory) == self._digests
         except GoneError:
             return False
-        return torch.equal(again.view(torch.uint8), self._span.view(torch.uint8))
-
-    def _read(self, to: torch.Tensor) -> None:
-        read(self._address, to.data_ptr(), to.nbytes)
 
 
 def _laid_out_like(tensor: torch.Tensor, span: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,13 @@ bytes of large ones, which share their pages with other memory. Later, :meth:`Ho
 reads, and then asks whether the pages that it read are still clean. If they are, what was read is
 what was there at that moment. If they are not, it raises: there is no way to get it back.
 
+Memory that others may write to unseen is not armed: files, shared memory, memory of devices, or
+all of it where the kernel tracks no writes. Its digests are taken at that moment, and later reads
+are compared with them (:mod:`.memory_digests`).
+
+What is copied at that moment is read twice. If both reads are equal, and nothing that is armed was
+written to, there was one moment at which all of the state was as it is stored.
+
 Memory that was read is disarmed at once, so the trainer does not pay for marks that are no longer
 needed. This is done in units of huge pages, and what lies between them is disarmed when
 all is copied.
@@ -13,7 +20,9 @@ all is copied.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +30,9 @@ import numpy.typing as npt
 
 from ...core.units import round_up
 from ..runtime.buffers import HostBuffer, host_pool
-from .process_memory import GoneError, gather, gather_segments
+from .bits import copy_memory
+from .memory_digests import BLOCK_NBYTES, block_of, copy_digest, digests_of
+from .process_memory import GoneError, gather, gather_segments, read
 from .write_tracking import PAGE_NBYTES, Range, WriteTracker, merged, touches, without
 
 __all__ = ["SMALL_NBYTES", "ChangedError", "HostSnapshot", "Region"]
@@ -34,7 +45,11 @@ HUGE_NBYTES = 2 << 20
 SMALL_NBYTES = 16 << 10
 """So much is copied rather than tracked."""
 TRIES = 3
-"""So often small tensors are copied at the call, where another thread writes to them meanwhile."""
+"""So often memory is copied at the call, where another thread or process writes to it meanwhile."""
+
+PAUSE_S = 0.005
+"""How long to wait between the reads of memory that nobody tracks. A writer in the middle of its
+work that has to wait for a processor would look as if it did not write."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -52,7 +67,7 @@ class Region:
     """Where the bytes of a tensor lie.
 
     ``at_once``: they are copied at the call. ``watch``: they stay armed after they are copied, to
-    see later writes.
+    see later writes. ``untracked``: the kernel does not see all writes to them.
     """
 
     row: int
@@ -60,6 +75,7 @@ class Region:
     nbytes: int
     at_once: bool = False
     watch: bool = False
+    untracked: bool = False
 
 
 class HostSnapshot:
@@ -70,34 +86,51 @@ class HostSnapshot:
     """
 
     def __init__(
-        self, regions: Sequence[Region], tracker: WriteTracker, *, check_files: Collection[int] = ()
+        self, regions: Sequence[Region], tracker: WriteTracker | None, *, prove: bool = False
     ) -> None:
-        """``check_files``: rows whose memory has not been looked at yet. What cannot be tracked is
-        copied at once.
+        """``tracker``: None where the system has none. ``prove``: take digests of tracked memory,
+        too.
 
-        Raises ChangedError where another thread writes to what is to be copied at once.
+        Raises ChangedError where memory is gone. To be followed by :meth:`confirm`.
         """
         self._tracker = tracker
         self._regions = regions
         self._at = {region.row: i for i, region in enumerate(regions)}
         self._lay_out()
-        self.untrackable = set[int]()
-        """Rows in memory of a kind that cannot be tracked."""
+        large = [i for i, region in enumerate(regions) if region.nbytes > SMALL_NBYTES]
+        self._untracked = self._find_foreign(large)
         self._armed = self._arm()
-        self._untracked = self._find_untracked(set(check_files))
+        self._untracked |= self._find_unarmed()
         self._disarmed: list[Range] = []
         self._whole: dict[int, HostBuffer] = {}
+        self._digests: dict[int, list[bytes]] = {}
         self._arena: HostBuffer | None = None
         try:
-            # What is tracked shows that it was not written to while the rest was copied.
             self._copy_edges()
-            at_once = {i for i, region in enumerate(regions) if region.at_once} | self._untracked
-            for i in sorted(at_once):
-                if regions[i].nbytes > SMALL_NBYTES:
-                    self._copy_whole(i)
+            self._digest([i for i in large if prove or i in self._untracked])
         except BaseException:
             self.close()
             raise
+
+    def confirm(self) -> None:
+        """Read what was copied again, and copy what is tracked and was to be copied at once.
+
+        Raises ChangedError where another thread or process keeps writing to what is copied.
+        """
+        if self._untracked:
+            time.sleep(PAUSE_S)
+        changed = set[int]()
+        for _ in range(TRIES):
+            changed = self._changed_edges() | self._changed_wholes()
+            if not changed:
+                break
+        else:
+            raise ChangedError(min(changed))
+        for i, region in enumerate(self._regions):
+            if region.at_once and region.nbytes > SMALL_NBYTES and i not in self._whole:
+                whole = HostBuffer.allocate(region.nbytes)
+                self.copy(region.row, 0, region.nbytes, whole.address)
+                self._whole[i] = whole
 
     def __contains__(self, row: int) -> bool:
         return row in self._at
@@ -108,11 +141,18 @@ class HostSnapshot:
 
         ``disarm``: these bytes are not asked for again.
         """
-        try:
-            gather_segments(self.segments(row, start, stop), to)
-        except GoneError:
-            raise ChangedError(row) from None
+        with _changed(row):
+            if self.compares(row):
+                self._copy_blocks(row, start, stop, to)
+            else:
+                gather_segments(self.segments(row, start, stop), to)
         self.check([(row, start, stop)], disarm=disarm)
+
+    def compares(self, row: int) -> bool:
+        """Whether what is read of ``row`` is compared with digests, so that only :meth:`copy` may
+        read it."""
+        i = self._at[row]
+        return i in self._digests and i not in self._whole
 
     def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Where bytes [start, stop) of the tensor in ``row`` are to be read from, in order, as
@@ -140,9 +180,9 @@ class HostSnapshot:
         pages = {part: self._pages(*part) for part in read}
         tracked = [range_ for range_ in pages.values() if range_[0] < range_[1]]
         # Neighbours are asked for at once. What lies between them may have been written to.
-        if not all(self._tracker.is_clean(*range_) for range_ in merged(tracked, GAP_NBYTES)):
+        if not all(self._is_clean(range_) for range_ in merged(tracked, GAP_NBYTES)):
             for part, range_ in pages.items():
-                if range_[0] < range_[1] and not self._tracker.is_clean(*range_):
+                if range_[0] < range_[1] and not self._is_clean(range_):
                     raise ChangedError(part[0])
         if disarm:
             for part in read:
@@ -154,7 +194,7 @@ class HostSnapshot:
         i = self._at[row]
         first = max(start, self._head[i])
         last = min(stop, self._tail[i])
-        if first >= last or i in self._whole:
+        if first >= last or i in self._whole or i in self._untracked:
             return 0, 0
         address = self._regions[i].address
         return (
@@ -165,24 +205,36 @@ class HostSnapshot:
     def _disarm_read(self, row: int, start: int, stop: int) -> None:
         i = self._at[row]
         region = self._regions[i]
-        if stop - start < HUGE_NBYTES or not self._alone[i] or region.watch or i in self._whole:
+        if stop - start < HUGE_NBYTES or not self._alone[i] or region.watch:
+            return
+        if i in self._whole or i in self._untracked:
             return
         first = region.address + max(start, self._head[i])
         last = region.address + min(stop, self._tail[i])
         self._disarm(round_up(first, HUGE_NBYTES), last // HUGE_NBYTES * HUGE_NBYTES)
 
-    def tracks(self, row: int) -> bool:
-        """Whether writes to ``row`` are seen, but for its first and last bytes."""
+    def sees_writes(self, row: int) -> bool:
+        """Whether :meth:`written` is for ``row``."""
         i = self._at.get(row)
-        return i is not None and self._head[i] < self._tail[i] and i not in self._untracked
+        if i is None or self._regions[i].nbytes <= SMALL_NBYTES:
+            return False
+        return i in self._digests or i not in self._untracked
 
     def written(self, row: int) -> bool:
-        """Whether ``row``, which is tracked, and was not disarmed, is not as it was."""
-        return not self._tracker.is_clean(*self._tracked(self._at[row]))
+        """Whether ``row`` is not as it was, but for the first and last bytes of one that is tracked
+        alone, and was not disarmed."""
+        i = self._at[row]
+        if i not in self._digests:
+            return not self._is_clean(self._tracked(i))
+        try:
+            return self._digests_of([i]) != [self._digests[i]]
+        except ChangedError:
+            return True
 
     def watch_again(self) -> None:
         """Arm anew what was disarmed, to see later writes. What was written to stays dirty."""
-        self._tracker.arm_all(merged(self._disarmed))
+        if self._tracker is not None:
+            self._tracker.arm_all(merged(self._disarmed))
         self._disarmed.clear()
         self._drop_copies()
 
@@ -191,16 +243,16 @@ class HostSnapshot:
         watched = [self._tracked(i) for i, region in enumerate(self._regions) if region.watch]
         keep = merged(range_ for range_ in watched if range_[0] < range_[1])
         for start, stop in without(self._armed, [*self._disarmed, *keep]):
-            self._tracker.disarm(start, stop)
-            self._disarmed.append((start, stop))
+            self._disarm(start, stop)
         self._drop_copies()
 
     def close(self) -> None:
         """Disarm what is left, and forget all."""
         for start, stop in without(self._armed, self._disarmed):
-            self._tracker.disarm(start, stop)
+            self._disarm(start, stop)
         self._armed = []
-        self._tracker.forgo(self)
+        if self._tracker is not None:
+            self._tracker.forgo(self)
         self._drop_copies()
 
     def _drop_copies(self) -> None:
@@ -231,8 +283,23 @@ class HostSnapshot:
         self._alone = _alone(address, address + nbytes).tolist()
         self._exact = merged(zip(first[~small].tolist(), last[~small].tolist(), strict=True))
 
+    def _find_foreign(self, large: Sequence[int]) -> set[int]:
+        """Return the regions that are not to be armed, and leave them out of what is."""
+        if self._tracker is None:
+            self._exact = []
+            return set(large)
+        foreign = self._tracker.foreign(self._exact)
+        found = {i for i in large if self._regions[i].untracked}
+        if foreign:
+            found |= {i for i in large if touches(foreign, self._tracked(i))}
+        if found:
+            self._exact = merged(self._tracked(i) for i in large if i not in found)
+        return found
+
     def _arm(self) -> list[Range]:
         """Arm what is to be tracked. Returns what was armed."""
+        if self._tracker is None or not self._exact:
+            return []
         for ranges in (merged(self._exact, GAP_NBYTES), self._exact):
             if not self._tracker.claim(self, ranges):
                 continue
@@ -241,80 +308,108 @@ class HostSnapshot:
             for start, stop in ranges:
                 self._tracker.disarm(start, stop)
             self._tracker.forgo(self)
-        return self._arm_one_by_one(self._exact)
+        return self._arm_one_by_one(self._tracker, self._exact)
 
-    def _arm_one_by_one(self, ranges: Sequence[Range]) -> list[Range]:
+    def _arm_one_by_one(self, tracker: WriteTracker, ranges: Sequence[Range]) -> list[Range]:
         """Arm each of ``ranges`` that no other snapshot tracks, and that can be armed."""
-        theirs = self._tracker.claimed_by_others(self)
+        theirs = tracker.claimed_by_others(self)
         ours = [range_ for range_ in ranges if not touches(theirs, range_)]
-        if not self._tracker.claim(self, ours):
+        if not tracker.claim(self, ours):
             return []
-        failed = set(self._tracker.arm_all(ours))
+        failed = set(tracker.arm_all(ours))
         for start, stop in failed:
-            self._tracker.disarm(start, stop)
+            tracker.disarm(start, stop)
         return [range_ for range_ in ours if range_ not in failed]
 
-    def _find_untracked(self, check_files: set[int]) -> set[int]:
-        """Those that were to be armed, and are not, or must not be."""
+    def _find_unarmed(self) -> set[int]:
+        """Return the regions that were to be armed, and could not be."""
         missing = without(self._exact, self._armed)
-        files = []
-        if check_files:
-            files = [range_ for range_ in self._armed if self._tracker.has_file_pages(*range_)]
-        if not missing and not files:
+        if not missing:
             return set()
-        theirs = self._tracker.claimed_by_others(self)
-        found = set()
-        for i, region in enumerate(self._regions):
-            pages = self._tracked(i)
-            if pages[0] == pages[1]:
-                continue
-            armed = not touches(missing, pages)
-            suspect = region.row in check_files and touches(files, pages)
-            if not armed or (suspect and self._tracker.has_file_pages(*pages)):
-                found.add(i)
-                if not touches(theirs, pages):
-                    self.untrackable.add(region.row)
-        return found
+        return {
+            i
+            for i, region in enumerate(self._regions)
+            if region.nbytes > SMALL_NBYTES and touches(missing, self._tracked(i))
+        }
 
     def _copy_edges(self) -> None:
-        """Copy heads and tails to the arena, twice: if the copies are the same, there was a moment
-        at which the memory was so."""
+        """Copy heads and tails to the arena."""
         addresses, sizes = self._edges
         nbytes = int(sizes.sum())
-        if not nbytes:
-            return
-        arena = _memory(nbytes)
-        again = _memory(nbytes)
+        if nbytes:
+            self._arena = _memory(nbytes)
+            self._gather(addresses, sizes, self._arena.address)
+
+    def _changed_edges(self) -> set[int]:
+        """Copy heads and tails again. Returns a row of which they have changed, if any has."""
+        if self._arena is None:
+            return set()
+        addresses, sizes = self._edges
+        again = _memory(int(sizes.sum()))
+        self._arena, before = again, self._arena
         try:
-            self._gather(addresses, sizes, arena.address)
-            differs: int | None = None
-            for _ in range(TRIES):
-                self._gather(addresses, sizes, again.address)
-                differs = _first_difference(arena, again, nbytes)
-                if differs is None:
-                    return
-                arena, again = again, arena
-            assert differs is not None
-            raise ChangedError(self._row_at(differs))
+            self._gather(addresses, sizes, again.address)
+            differs = _first_difference(before, again, int(sizes.sum()))
         finally:
-            self._arena = arena
-            host_pool(len(again.view)).give(again)
+            host_pool(len(before.view)).give(before)
+        return set() if differs is None else {self._row_at(differs)}
+
+    def _digest(self, which: Sequence[int]) -> None:
+        """Take digests of regions, and copy those that are to be copied at once."""
+        some = [i for i in which if not self._regions[i].at_once]
+        found = self._digests_of(some)
+        self._digests = dict(zip(some, found, strict=True))
+        for i in which:
+            if self._regions[i].at_once:
+                self._whole[i] = HostBuffer.allocate(self._regions[i].nbytes)
+                self._digests[i] = self._digests_of([i], self._whole[i].address)[0]
+
+    def _changed_wholes(self) -> set[int]:
+        """Read again what was copied whole, and copy what has changed once more. Returns the rows
+        of the latter."""
+        copied = list(self._whole)
+        again = self._digests_of(copied)
+        changed = [i for i, found in zip(copied, again, strict=True) if found != self._digests[i]]
+        for i in changed:
+            self._digests[i] = self._digests_of([i], self._whole[i].address)[0]
+        return {self._regions[i].row for i in changed}
+
+    def _digests_of(self, which: Sequence[int], to: int | None = None) -> list[list[bytes]]:
+        memory = [(self._regions[i].address, self._regions[i].nbytes) for i in which]
+        try:
+            return digests_of(memory, to)
+        except GoneError:
+            found = []
+            for i, part in zip(which, memory, strict=True):
+                with _changed(self._regions[i].row):
+                    found += digests_of([part], to)
+            return found
+
+    def _copy_blocks(self, row: int, start: int, stop: int, to: int) -> None:
+        """Copy bytes of a region, and compare the blocks that they are of with their digests."""
+        i = self._at[row]
+        region = self._regions[i]
+        spare = np.empty(BLOCK_NBYTES, np.uint8)
+        for number in range(start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
+            address, nbytes = block_of(region.address, region.nbytes, number)
+            first = address - region.address
+            low = max(start, first)
+            high = min(stop, first + nbytes)
+            is_whole = high - low == nbytes
+            at = to + low - start if is_whole else spare.ctypes.data
+            if copy_digest(address, at, nbytes) != self._digests[i][number]:
+                raise ChangedError(row)
+            if not is_whole:
+                copy_memory(to + low - start, at + low - first, high - low)
 
     def _gather(self, addresses: Ints, sizes: Ints, to: int) -> None:
+        """Copy heads and tails. Raises ChangedError where one is not there any more."""
         try:
             gather(addresses, sizes, to)
         except GoneError:
-            raise ChangedError(self._regions[0].row) from None
-
-    def _copy_whole(self, i: int) -> None:
-        """Copy a large region, and disarm it."""
-        region = self._regions[i]
-        whole = HostBuffer.allocate(region.nbytes)
-        if i not in self._untracked:
-            self.copy(region.row, 0, region.nbytes, whole.address)
-        else:
-            self._gather(np.array([region.address]), np.array([region.nbytes]), whole.address)
-        self._whole[i] = whole
+            for address, size, place in zip(addresses, sizes, sizes.cumsum() - sizes, strict=True):
+                with _changed(self._row_at(int(place))):
+                    read(int(address), to, int(size))
 
     def _row_at(self, position: int) -> int:
         """Which row a byte of the arena belongs to."""
@@ -328,10 +423,22 @@ class HostSnapshot:
         address = self._regions[i].address
         return address + self._head[i], address + self._tail[i]
 
+    def _is_clean(self, pages: Range) -> bool:
+        return self._tracker is not None and self._tracker.is_clean(*pages)
+
     def _disarm(self, start: int, stop: int) -> None:
-        if start < stop:
+        if self._tracker is not None and start < stop:
             self._tracker.disarm(start, stop)
             self._disarmed.append((start, stop))
+
+
+@contextlib.contextmanager
+def _changed(row: int) -> Iterator[None]:
+    """Say of which row it is that memory is gone."""
+    try:
+        yield
+    except GoneError:
+        raise ChangedError(row) from None
 
 
 def _alone(start: Ints, stop: Ints) -> npt.NDArray[np.bool_]:

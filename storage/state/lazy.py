@@ -7,8 +7,12 @@ waits for what is left to copy. The interpreter switches threads more often mean
 
 Correctness does not depend on that rule. Each byte that is copied later is checked against the
 call, by means that no writer can get around: the kernel reports which pages of host memory were
-written to (:mod:`.host_snapshot`), and sums show it for tensors on an accelerator
-(:mod:`.device_snapshot`). Memory for which neither works is copied at the call.
+written to, and digests show it for host memory that others may write to unseen
+(:mod:`.host_snapshot`), as sums do for tensors on an accelerator (:mod:`.device_snapshot`).
+
+Eager saves differ in one way: their call returns when all is copied. It is checked likewise, for
+other threads and processes may write meanwhile. Accelerators are left out: there, copies are
+ordered by the streams.
 
 What was written to before it was copied is lost, so later saves avoid it. A tensor that is seen for
 the first time is copied at the call, and watched until the next fence (:mod:`.write_watch`). If it
@@ -31,17 +35,16 @@ from ...errors import SaveError
 from ..runtime.engine import check_may_wait
 from .adapters.made_of import memories_of
 from .adapters.tensors import local_of
-from .bits import copy_memory
 from .compat import buffers_of, never_compiled
 from .device import Queued, devices_of
 from .device_snapshot import DeviceSnapshot, Doubt
 from .flat_state import FlatState
 from .host_clone import HostClone
 from .host_snapshot import SMALL_NBYTES, ChangedError, HostSnapshot, Region
-from .process_memory import GoneError, can_read
+from .process_memory import GoneError
 from .switch_interval import switch_interval
 from .write_history import Tensor, write_history
-from .write_tracking import WriteTracker, write_tracker
+from .write_tracking import write_tracker
 from .write_watch import Watch, Watched
 
 __all__ = ["LazyCapture", "fence", "hook_optimizers"]
@@ -49,6 +52,16 @@ __all__ = ["LazyCapture", "fence", "hook_optimizers"]
 CLONED_NBYTES = 32 << 20
 """So much is copied at the call in any case. Where there is more, and it is most of the state, the
 call waits until all of the image is copied, rather than copy it twice."""
+
+_ADVICE = (
+    "From now on it is copied at the call. To have it copied in the background, call fence() "
+    "before anything but an optimizer's step writes to the state. Other threads and processes may "
+    "not write to it during a save."
+)
+_ADVICE_EAGER = (
+    "Another thread or process wrote to it. Let it write before or after the call of the save, "
+    "or save a copy of the tensor."
+)
 
 _under_way: dict[int, LazyCapture] = {}
 _watches: dict[int, Watch] = {}
@@ -69,30 +82,32 @@ def fence() -> None:
 
 
 class LazyCapture:
-    """What one save copies while training goes on. Made in the trainer's thread, at the call of the
-    save.
+    """What one save copies, beside the trainer or other threads. Made in the trainer's thread, at
+    the call of the save.
 
-    ``waits``: the call of the save returns when all is copied.
+    ``waits``: the call of the save returns when all is copied. ``eager``: so it was asked for.
     """
 
-    def __init__(self, flat: FlatState, *, prove: bool) -> None:
-        """Raises SaveError where another thread keeps writing to what is to be copied at once."""
+    def __init__(self, flat: FlatState, *, prove: bool = False, eager: bool = False) -> None:
+        """Raises SaveError where another thread or process keeps writing to what is to be copied at
+        once."""
         _end_watches()
-        hook_optimizers()
+        if not eager:
+            hook_optimizers()
+        self.eager = eager
         self._flat: FlatState | None = flat
         self._captured = threading.Event()
         self._changed: int | None = None
         self.waited_s = 0.0
         """How long fences have waited for this."""
-        tracker = write_tracker()
-        rows = _sorted(flat, tracker)
-        self.waits = _most_at_once(flat, rows)
+        rows = _sorted_eagerly(flat) if eager else _sorted(flat)
+        self.waits = eager or _most_at_once(flat, rows)
         self._watched: dict[int, Watched] = {}
         self._cloned = set[int]()
         self._host: HostSnapshot | None = None
         self._device = DeviceSnapshot({})
         try:
-            self._take(flat, rows, tracker, prove)
+            self._take(flat, rows, prove)
         except ChangedError as error:
             if self._host is not None:
                 self._host.close()
@@ -100,9 +115,7 @@ class LazyCapture:
         _under_way[id(self)] = self
         switch_interval.shorten(self)
 
-    def _take(
-        self, flat: FlatState, rows: _Rows, tracker: WriteTracker | None, prove: bool
-    ) -> None:
+    def _take(self, flat: FlatState, rows: _Rows, prove: bool) -> None:
         """From here on, a write is noticed, or does not matter."""
         for row in [*rows.host, *rows.device]:
             # If the trainer gives a tensor other memory, or another shape, this one stays as it is.
@@ -110,22 +123,14 @@ class LazyCapture:
                 flat.locals[row] = flat.locals[row].detach()
         if rows.pinned:
             Queued.now(devices_of(flat.locals)).wait()  # a device may not have filled them yet
-        summed = {row: flat.locals[row] for row in rows.device}
-        if prove:
-            summed |= {
-                row: flat.locals[row] for row in rows.host if flat.locals[row].nbytes > SMALL_NBYTES
-            }
-        self._device = DeviceSnapshot(summed)
-        at_once = self._to_clone(rows, tracker)
+        self._device = DeviceSnapshot({row: flat.locals[row] for row in rows.device})
+        at_once = self._to_clone(rows)
         originals = {row: flat.locals[row] for row in at_once}
         clones = _clone(flat, at_once)
         self._cloned.update(at_once)
-        if tracker is not None:
-            regions = [self._region(flat, row, rows) for row in rows.host]
-            self._host = HostSnapshot(regions, tracker, check_files=rows.new)
-            write_history.learn(
-                [_known_as(flat, row) for row in self._host.untrackable], early=True
-            )
+        regions = [self._region(flat, row, rows) for row in rows.host]
+        self._host = HostSnapshot(regions, write_tracker(), prove=prove)
+        self._host.confirm()
         watched = [row for row in rows.new if self._can_watch(row)]
         self._watched = {
             row: self._watch(row, originals.get(row, flat.locals[row])) for row in watched
@@ -134,20 +139,19 @@ class LazyCapture:
             if not clone.is_still():
                 raise ChangedError(row)
 
-    def _to_clone(self, rows: _Rows, tracker: WriteTracker | None) -> list[int]:
+    def _to_clone(self, rows: _Rows) -> list[int]:
         """Rows of which a copy takes the place, since they can be copied in no other way."""
         at_once = list(rows.clone)
         if not self.waits:
             at_once += [row for row in rows.device if row in rows.new or row in rows.soon]
-            if tracker is None:
-                at_once += rows.host
         return at_once
 
     def _region(self, flat: FlatState, row: int, rows: _Rows) -> Region:
         local = flat.locals[row]
         new = row in rows.new
         at_once = not self.waits and (new or row in rows.soon)
-        return Region(row, local.data_ptr(), local.nbytes, at_once, watch=new)
+        pinned = row in rows.pinned
+        return Region(row, local.data_ptr(), local.nbytes, at_once, watch=new, untracked=pinned)
 
     def copy(self, row: int, start: int, stop: int, to: torch.Tensor) -> Doubt | None:
         """Copy bytes [start, stop) of the local tensor in ``row`` to ``to``, uint8 in host memory.
@@ -157,7 +161,7 @@ class LazyCapture:
         settled.
         """
         if row in self._device:
-            staged, doubt = self._staged(row, start, stop)
+            staged, doubt = self._device.staged(row, start, stop)
             to.copy_(staged, non_blocking=True)
             return doubt
         self._read(row, start, stop, to.data_ptr())
@@ -165,7 +169,7 @@ class LazyCapture:
 
     def is_tracked_only(self, row: int) -> bool:
         """Whether :meth:`copy_tracked` is for ``row``."""
-        return row not in self._device and self.has_in_host_memory(row)
+        return self._host is not None and row in self._host and not self._host.compares(row)
 
     def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
         """For a row that is tracked only: where bytes [start, stop) of it are to be read from, in
@@ -190,7 +194,7 @@ class LazyCapture:
     def staged(self, row: int, start: int, stop: int) -> tuple[torch.Tensor, Doubt | None]:
         """As :meth:`copy`, to memory of the device that the tensor is on."""
         if row in self._device:
-            return self._staged(row, start, stop)
+            return self._device.staged(row, start, stop)
         data = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
         self._read(row, start, stop, data.data_ptr())
         return data, None
@@ -255,34 +259,22 @@ class LazyCapture:
         if self._captured.is_set():
             _end_watch(id(self))
 
-    def _staged(self, row: int, start: int, stop: int) -> tuple[torch.Tensor, Doubt]:
-        def read(first: int, last: int, to: int) -> None:
-            self._read(row, first, last, to, disarm=False)
-
-        assert self._flat is not None
-        return self._device.staged(
-            row, start, stop, read if self._flat.locals[row].is_cpu else None
-        )
-
     def _read(self, row: int, start: int, stop: int, to: int, *, disarm: bool = True) -> None:
         """From host memory."""
+        assert self._host is not None
         try:
-            if self._host is not None:
-                self._host.copy(row, start, stop, to, disarm=disarm)
-            else:
-                assert self._flat is not None
-                copy_memory(to, self._flat.locals[row].data_ptr() + start, stop - start)
-        except (ChangedError, GoneError):
+            self._host.copy(row, start, stop, to, disarm=disarm)
+        except ChangedError:
             raise self._error(row) from None
 
     def _can_watch(self, row: int) -> bool:
-        return row in self._device or (self._host is not None and self._host.tracks(row))
+        return row in self._device or (self._host is not None and self._host.sees_writes(row))
 
     def _watch(self, row: int, local: torch.Tensor) -> Watched:
         """For what can be watched."""
         assert self._flat is not None
         sums = None
-        if self._host is None or not self._host.tracks(row):
+        if row in self._device:
             sums = self._device.sums(row)
         return Watched(_known_as(self._flat, row), local, sums)
 
@@ -307,9 +299,7 @@ class LazyCapture:
         write_history.learn([_known_as(self._flat, row)], early=True)
         return SaveError(
             f"{self._flat.path(row)} changed while it was being copied",
-            advice="From now on it is copied at the call. To have it copied in the background, "
-            "call fence() before"
-            " anything but an optimizer's step writes to the state.",
+            advice=_ADVICE_EAGER if self.eager else _ADVICE,
         )
 
 
@@ -323,14 +313,24 @@ class _Rows:
     """Large, contiguous, on an accelerator."""
     clone: list[int] = field(default_factory=list)
     """Small ones on an accelerator, and all that is laid out otherwise."""
-    pinned: list[int] = field(default_factory=list)
+    pinned: set[int] = field(default_factory=set)
+    """Devices may write to these unseen."""
     soon: set[int] = field(default_factory=set)
     """Written to before an optimizer steps, or cannot be tracked."""
     new: set[int] = field(default_factory=set)
     """Large ones that were not seen before."""
 
 
-def _sorted(flat: FlatState, tracker: WriteTracker | None) -> _Rows:
+def _sorted_eagerly(flat: FlatState) -> _Rows:
+    """Return the rows in host memory. Nothing is watched, and accelerators copy in order."""
+    rows = _sorted(flat)
+    rows.device.clear()
+    rows.new.clear()
+    rows.clone = [row for row in rows.clone if flat.locals[row].is_cpu]
+    return rows
+
+
+def _sorted(flat: FlatState) -> _Rows:
     rows = _Rows(soon=_buffers_and_arrays(flat))
     nbytes = _nbytes(flat)
     pins = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -346,11 +346,8 @@ def _sorted(flat: FlatState, tracker: WriteTracker | None) -> _Rows:
             rows.soon.add(row)
         if local.is_cpu and plain:
             rows.host.append(row)
-            pinned = pins and local.is_pinned()
-            if pinned:
-                rows.pinned.append(row)
-            if pinned or tracker is None:
-                rows.soon.add(row)
+            if pins and local.is_pinned():
+                rows.pinned.add(row)
         elif local.is_cuda and plain and not small:
             rows.device.append(row)
         else:
@@ -382,7 +379,7 @@ def _clone(flat: FlatState, rows: Sequence[int]) -> dict[int, HostClone]:
     found = {}
     for row in rows:
         local = flat.locals[row]
-        if local.is_cpu and can_read():
+        if local.is_cpu:
             try:
                 clone = HostClone(local)
             except GoneError:

@@ -1,7 +1,8 @@
 """Reads this process's memory without a crash where it is no longer mapped.
 
 While training goes on, a tensor's memory may be freed. A plain copy from there ends the
-process with a segmentation fault. ``process_vm_readv`` on the own process id reports it instead.
+process with a segmentation fault. ``process_vm_readv`` on the own process id reports it instead,
+and so does ``/proc/self/mem``, which is read where a sandbox refuses the former.
 
 Scope: knows addresses and sizes, and nothing of tensors.
 """
@@ -9,7 +10,7 @@ Scope: knows addresses and sizes, and nothing of tensors.
 from __future__ import annotations
 
 import ctypes
-import functools
+import errno
 import os
 import struct
 from collections.abc import Sequence
@@ -17,13 +18,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GoneError", "can_read", "gather", "gather_segments", "read"]
+__all__ = ["GoneError", "gather", "gather_segments", "read"]
 
 Ints = npt.NDArray[np.int64]
 
 _SEGMENTS_MAX = 1024
 """IOV_MAX of Linux."""
 
+_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 _PAIR = struct.Struct("=QQ")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -31,20 +33,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class GoneError(Exception):
     """Memory that was to be read is not mapped any more. Not seen outside of this package."""
-
-
-@functools.cache
-def can_read() -> bool:
-    """Whether the system lets this process read itself so; a sandbox may refuse."""
-    if not hasattr(_libc, "process_vm_readv"):
-        return False
-    source = np.arange(8, dtype=np.uint8)
-    to = np.zeros(8, np.uint8)
-    try:
-        read(source.ctypes.data, to.ctypes.data, 8)
-    except (GoneError, OSError):
-        return False
-    return bool((source == to).all())
 
 
 def read(address: int, to: int, nbytes: int) -> None:
@@ -81,18 +69,42 @@ def gather_segments(segments: Sequence[tuple[int, int]], to: int) -> None:
 
 
 def _readv(local: bytes, remote: bytes, segments: int) -> int:
-    """One call of process_vm_readv; the number of bytes that were copied, at least one."""
-    done = int(_process_vm_readv(os.getpid(), local, 1, remote, segments, 0))
+    """Copy by one system call. Returns the number of bytes that were copied, at least one: it may
+    stop at the end of any segment."""
+    done = -1
+    error = errno.ENOSYS
+    if _process_vm_readv is not None:
+        done = int(_process_vm_readv(os.getpid(), local, 1, remote, segments, 0))
+        error = ctypes.get_errno()
     if done > 0:
         return done
-    error = ctypes.get_errno()
-    if done == 0 or error == 14:  # EFAULT
+    if done < 0 and error in _REFUSED:
+        return _read_file(local, remote)
+    if done == 0 or error == errno.EFAULT:
         raise GoneError
     raise OSError(error, os.strerror(error))
 
 
-if hasattr(_libc, "process_vm_readv"):
-    _process_vm_readv = _libc.process_vm_readv
+def _read_file(local: bytes, remote: bytes) -> int:
+    """Copy the first segment, or its beginning, from the file of this process's memory.
+
+    The file is opened each time: a descriptor that a forked child inherits shows its parent."""
+    to, _ = _PAIR.unpack(local)
+    address, nbytes = _PAIR.unpack_from(remote)
+    with open("/proc/self/mem", "rb", buffering=0) as file:
+        try:
+            done = os.preadv(file.fileno(), [(ctypes.c_char * nbytes).from_address(to)], address)
+        except OSError as error:
+            if error.errno in (errno.EIO, errno.EFAULT):
+                raise GoneError from None
+            raise
+    if not done:
+        raise GoneError
+    return done
+
+
+_process_vm_readv = getattr(_libc, "process_vm_readv", None)
+if _process_vm_readv is not None:
     _process_vm_readv.argtypes = [
         ctypes.c_int,
         ctypes.c_void_p,

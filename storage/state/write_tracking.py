@@ -7,8 +7,8 @@ stopped or notified; a first write to a marked page costs the writer about a mic
 *Disarming* clears marks.
 
 What is not seen: writes of a device to memory that it was given access to before the page was armed
-(RDMA, pinned host memory), and writes by another process to memory that it shares. Such memory must
-not be tracked.
+(RDMA, pinned host memory), and writes by another process to memory that it shares, or to a file
+that is mapped. Such memory must not be tracked: see :meth:`WriteTracker.foreign`.
 
 Scope: addresses and pages. Which tensors lie there, others know.
 """
@@ -28,7 +28,7 @@ import struct
 from collections.abc import Iterable, Sequence
 
 from ...core.forks.renewal import in_child, new_lock
-from .process_memory import can_read
+from .mappings import mapped_files
 
 __all__ = ["PAGE_NBYTES", "Range", "WriteTracker", "merged", "touches", "without", "write_tracker"]
 
@@ -106,7 +106,7 @@ class WriteTracker:
         self.arm(start, stop)
         clean = self.is_clean(start, stop)
         page[0] = 2
-        if not clean or self.is_clean(start, stop) or not can_read():
+        if not clean or self.is_clean(start, stop):
             raise OSError("write tracking does not work here")
 
     def close(self) -> None:
@@ -183,9 +183,14 @@ class WriteTracker:
             stop,
         )
 
-    def has_file_pages(self, start: int, stop: int) -> bool:
-        """Whether some page belongs to a file or is shared: others may write to it unseen."""
-        return self._first(start, stop, 0, _FILE, 0) is not None
+    def foreign(self, ranges: Sequence[Range]) -> list[Range]:
+        """Return the parts of ``ranges``, which are sorted and disjoint, to which others may write
+        unseen: mappings of a file, shared memory, and huge pages of hugetlbfs. A private mapping
+        does not count where each page of it was replaced by a copy of this process's own."""
+        return [part for part in mapped_files(ranges) if not self._is_own(*part)]
+
+    def _is_own(self, start: int, stop: int) -> bool:
+        return self._first(start, stop, _FILE, _FILE, _PRESENT | _SWAPPED) == (start, stop)
 
     def _first(self, start: int, stop: int, inverted: int, mask: int, any_of: int) -> Range | None:
         """The first run of pages of these categories."""
@@ -272,7 +277,7 @@ def write_tracker() -> WriteTracker | None:
                 _tracker = WriteTracker.open()
             except OSError as error:
                 _log.info(
-                    "lazy saves copy tensors in host memory at the call, for writes cannot be "
+                    "saves compare tensors in host memory by digests, for writes cannot be "
                     "tracked here: %s",
                     error,
                 )

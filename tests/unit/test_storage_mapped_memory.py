@@ -1,0 +1,296 @@
+"""Saves of memory that others may write to unseen: an unchanged state saves each time, and a changing
+one is stored as of the call, or fails by name."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import fresh_uri
+from support.inside import around_copies
+
+import holdfast
+from holdfast.storage.state import host_snapshot, lazy, process_memory
+from holdfast.storage.state.host_snapshot import ChangedError, HostSnapshot, Region
+from holdfast.storage.state.mappings import listed_files, mapped_files
+from holdfast.storage.state.write_tracking import write_tracker
+
+pytestmark = pytest.mark.usefixtures("no_write_history")
+NUMEL = 40_000
+needs_tracking = pytest.mark.skipif(
+    write_tracker() is None, reason="writes cannot be tracked on this machine"
+)
+
+
+def in_memory(memory: Any, numel: int = NUMEL, offset: int = 0) -> torch.Tensor:
+    """Return a tensor in it."""
+    return torch.frombuffer(memory, dtype=torch.float32, count=numel, offset=offset)
+
+
+def private(path: Path) -> torch.Tensor:
+    """Ordinary memory."""
+    return torch.ones(NUMEL)
+
+
+def shared(path: Path) -> torch.Tensor:
+    """A file in /dev/shm."""
+    return torch.ones(NUMEL).share_memory_()
+
+
+def anonymous_shared(path: Path) -> torch.Tensor:
+    """Shared with children."""
+    return in_memory(mmap.mmap(-1, 4 * NUMEL))
+
+
+def of_a_file(path: Path, access: int = mmap.ACCESS_COPY) -> torch.Tensor:
+    """A mapping, private by default, of a file of ones."""
+    np.ones(NUMEL, np.float32).tofile(path)
+    with open(path, "r+b") as file:
+        return in_memory(mmap.mmap(file.fileno(), 0, access=access))
+
+
+def of_a_file_shared(path: Path) -> torch.Tensor:
+    """Writes go to the file."""
+    return of_a_file(path, mmap.ACCESS_WRITE)
+
+
+def half_written(path: Path) -> torch.Tensor:
+    """Half of its pages are still the file's."""
+    tensor = of_a_file(path)
+    tensor[: NUMEL // 2] = 2
+    return tensor
+
+
+def at_an_odd_offset(path: Path) -> torch.Tensor:
+    """A view that begins and ends within pages."""
+    np.ones(NUMEL + 64, np.float32).tofile(path)
+    with open(path, "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return in_memory(memory, offset=4 * 13)
+
+
+def across_mappings(path: Path) -> torch.Tensor:
+    """Its middle is mapped anew, from nothing."""
+    tensor = of_a_file(path)
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) + 5
+    libc_mmap = process_memory._libc.mmap
+    libc_mmap.restype = process_memory.ctypes.c_void_p
+    libc_mmap.argtypes = (
+        [process_memory.ctypes.c_void_p, process_memory.ctypes.c_size_t]
+        + [process_memory.ctypes.c_int] * 3
+        + [process_memory.ctypes.c_long]
+    )
+    fixed = 0x10 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = first * mmap.PAGESIZE
+    got = libc_mmap(address, 4 * mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, fixed, -1, 0)
+    assert got == address
+    return tensor
+
+
+KINDS: list[Callable[[Path], torch.Tensor]] = [
+    private,
+    shared,
+    anonymous_shared,
+    of_a_file,
+    of_a_file_shared,
+    half_written,
+    at_an_odd_offset,
+    across_mappings,
+]
+LAZY: list[Any] = [True, False, "prove"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", LAZY)
+def test_what_nobody_writes_to_is_saved_each_time(
+    kind: Callable[[Path], torch.Tensor], how: Any, tmp_path: Path
+) -> None:
+    """Among other memory, which is most of the state, so the save copies in the background."""
+    state = {"x": kind(tmp_path / "file"), "rest": torch.ones(4 * NUMEL)}
+    expected = state["x"].clone()
+    for _ in range(3):
+        holdfast.async_save(uri := fresh_uri(), state, lazy=how).wait(60)
+        holdfast.fence()
+        assert torch.equal(holdfast.load(uri)["x"], expected)
+
+
+@pytest.fixture
+def write_before_copy(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What is in the list happens before a save copies its first chunk."""
+    acts: list[Callable[[], None]] = []
+
+    def writing(copy: Callable[[], None], start: int) -> None:
+        while acts:
+            acts.pop()()
+        copy()
+
+    around_copies(monkeypatch, writing)
+    return acts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", LAZY)
+def test_a_write_during_a_save_fails_it_once(
+    kind: Callable[[Path], torch.Tensor],
+    how: Any,
+    tmp_path: Path,
+    write_before_copy: list[Callable[[], None]],
+) -> None:
+    """By name; from then on a lazy save copies the tensor at the call, whatever is written later."""
+    state = {"x": kind(tmp_path / "file"), "rest": torch.ones(4 * NUMEL)}
+    holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
+    holdfast.fence()
+    write_before_copy.append(lambda: state["x"][20_000:20_010].add_(1))
+    with pytest.raises(holdfast.SaveError, match=r"state\[.x.\] changed while"):
+        holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
+    holdfast.fence()
+    if how:
+        expected = state["x"].clone()
+        write_before_copy.append(lambda: state["x"][20_000:20_010].add_(1))
+        holdfast.async_save(uri := fresh_uri(), state, lazy=how).wait(60)
+        assert torch.equal(holdfast.load(uri)["x"], expected)
+
+
+@pytest.mark.parametrize("how", LAZY)
+def test_memory_that_becomes_shared_between_saves(how: Any) -> None:
+    """At other addresses, under the same name, which is known as private memory."""
+    state = {"x": torch.ones(NUMEL), "rest": torch.ones(4 * NUMEL)}
+    for step in range(4):
+        if step == 2:
+            state["x"].share_memory_()
+        holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
+        holdfast.fence()
+
+
+@pytest.mark.parametrize("how", LAZY)
+def test_a_file_that_is_cut_off_under_its_mapping_fails_the_save(
+    how: Any, tmp_path: Path, write_before_copy: list[Callable[[], None]]
+) -> None:
+    """Where a plain read would end the process with SIGBUS."""
+    path = tmp_path / "file"
+    state = {"x": of_a_file_shared(path), "rest": torch.ones(4 * NUMEL)}
+    holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
+    holdfast.fence()
+    write_before_copy.append(lambda: os.truncate(path, 0))
+    with pytest.raises(holdfast.SaveError, match=r"state\[.x.\] changed while"):
+        holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
+    with pytest.raises(holdfast.SaveError, match=r"state\[.x.\] changed while"):
+        holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
+
+
+def test_an_eager_save_survives_a_thread_that_frees_the_memory(
+    write_before_copy: list[Callable[[], None]],
+) -> None:
+    """Where a plain read would be a segmentation fault."""
+    state = {"x": torch.ones(4 << 20)}
+    write_before_copy.append(lambda: state["x"].untyped_storage().resize_(0) and None)
+    with pytest.raises(holdfast.SaveError, match=r"state\[.x.\] changed while"):
+        holdfast.save(fresh_uri(), state)
+
+
+@pytest.mark.parametrize("how", LAZY)
+def test_without_tracking_a_write_is_found_as_well(
+    how: Any, monkeypatch: pytest.MonkeyPatch, write_before_copy: list[Callable[[], None]]
+) -> None:
+    """On older kernels, and in sandboxes that refuse userfaultfd."""
+    monkeypatch.setattr(lazy, "write_tracker", lambda: None)
+    state = {"x": torch.ones(NUMEL), "y": torch.ones(NUMEL)}
+    for _ in range(2):
+        holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
+        holdfast.fence()
+    write_before_copy.append(lambda: state["y"][7:8].add_(1))
+    with pytest.raises(holdfast.SaveError, match=r"state\[.y.\] changed while"):
+        holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
+    if how:
+        write_before_copy.append(lambda: state["y"][7:8].add_(1))
+        holdfast.async_save(uri := fresh_uri(), state, lazy=how).wait(60)
+        assert holdfast.load(uri)["y"][7] == 2
+
+
+def test_where_memory_cannot_be_read_by_a_system_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox refuses process_vm_readv: the file of the process's memory is read instead, and
+    says as well that memory is gone."""
+    monkeypatch.setattr(process_memory, "_process_vm_readv", None)
+    source = np.arange(100_000, dtype=np.uint8)
+    to = np.zeros_like(source)
+    ends = np.array([10, 90_010])
+    process_memory.gather(source.ctypes.data + ends, np.array([5, 9_000]), to.ctypes.data)
+    assert (to[:9_005] == np.concatenate([source[10:15], source[90_010:99_010]])).all()
+    with pytest.raises(process_memory.GoneError):
+        process_memory.read(4096, to.ctypes.data, 8)
+
+
+def test_what_changes_between_both_reads_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few times; then it raises. What is stored is what two reads have found."""
+    tensor = torch.zeros(NUMEL)
+    monkeypatch.setattr(host_snapshot, "PAUSE_S", 0)
+    region = Region(3, tensor.data_ptr(), tensor.nbytes, at_once=True, untracked=True)
+    taken = HostSnapshot([region], None)
+    tensor.fill_(1)
+    taken.confirm()
+    tensor.fill_(2)
+    found = torch.empty(NUMEL)
+    taken.copy(3, 0, tensor.nbytes, found.data_ptr())
+    assert found.eq(1).all()
+    taken.close()
+    plain = host_snapshot.digests_of
+
+    def written(memory: Any, to: int | None = None) -> list[list[bytes]]:
+        tensor.add_(1)
+        return plain(memory, to)
+
+    monkeypatch.setattr(host_snapshot, "digests_of", written)
+    restless = HostSnapshot([region], None)
+    with pytest.raises(ChangedError):
+        restless.confirm()
+    restless.close()
+
+
+def test_the_kernels_list_of_mappings_says_the_same_as_its_answers(tmp_path: Path) -> None:
+    """Older kernels have the list alone."""
+    kept = [kind(tmp_path / kind.__name__) for kind in KINDS]
+    places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in kept)
+    maps = Path("/proc/self/maps").read_bytes()
+    assert listed_files(places, maps) == mapped_files(places)
+    assert len(mapped_files(places)) == len(KINDS)  # one is private, one is in two parts
+
+
+@needs_tracking
+def test_a_mapping_whose_pages_were_all_replaced_is_tracked(tmp_path: Path) -> None:
+    """As weights of a file that an optimizer has trained: the file does not matter any more."""
+    tensor = of_a_file(tmp_path / "file")
+    region = Region(0, tensor.data_ptr(), tensor.nbytes)
+    before = HostSnapshot([region], write_tracker())
+    assert before.compares(0)
+    before.close()
+    tensor.add_(1)
+    after = HostSnapshot([region], write_tracker())
+    assert not after.compares(0)
+    after.close()
+
+
+def test_threads_read_what_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one thread does where the interpreter starts no other one."""
+    from holdfast.storage.state import memory_digests
+
+    data = torch.arange(10 << 20, dtype=torch.int32)
+    memory = [(data.data_ptr(), data.nbytes - 5), (data.data_ptr(), 3)]
+    threaded = memory_digests.digests_of(memory)
+    monkeypatch.setattr(memory_digests, "ALONE", 1 << 30)
+    assert memory_digests.digests_of(memory) == threaded
+    assert [len(part) for part in threaded] == [40, 1]
+
+
+def test_an_eager_save_makes_no_optimizer_wait() -> None:
+    """Its call returns when all is copied."""
+    state = {"x": torch.ones(NUMEL)}
+    handle = holdfast.async_save(fresh_uri(), state)
+    assert handle.captured.done()
+    state["x"].add_(1)
+    handle.wait(60)
