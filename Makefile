@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-keeper unit test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server soak torch-old frameworks docs docs-serve clean
+.PHONY: help setup demo demo-keeper unit test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server gpu gpu-wheels soak torch-old frameworks docs docs-serve clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -135,6 +135,18 @@ docs: $(READY)  ## the documentation as a site, in build/docs/html; a link that 
 
 docs-serve: docs  ## the same, served on this host: make docs-serve [PORT=8000]
 	@$(BIN)/python -m http.server $(or $(PORT),8000) --bind 127.0.0.1 --directory build/docs/html
+
+# Needs no .venv and no network. The interpreter of .venv where it is there, else the system's.
+gpu:  ## prove it on a GPU: tests/gpu and a benchmark, in ten minutes; without one it says so: make gpu [OUT=folder] [GPU_ARGS=--tiny]
+	@if test -x $(BIN)/python; then python=$(BIN)/python; else python=$(PYTHON); fi; \
+		$$python tests/gpu/run.py --out $(or $(OUT),gpu-results) $(GPU_ARGS)
+
+# Holdfast needs xxhash; obstore and lz4 are for those of its parts that can do without. All for a machine as `make gpu` expects it.
+gpu-wheels:  ## fetch what a bare machine with a GPU may lack into wheels/ (x86-64, Python 3.12)
+	@$(or $(PYTHON),python3) -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+		-c constraints.txt -d wheels xxhash obstore lz4
+	@du -sh wheels
 
 bench:  ## how to run the benchmarks
 	@echo "All of them, as one table:   $(BIN)/python -m holdfast.bench --markdown FILE"

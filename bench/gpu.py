@@ -1,0 +1,274 @@
+"""Saves and loads of a state on a GPU, beside the rate of its link: plain copies between the device
+and pinned memory, measured in the same run.
+
+The state is trained by real steps: a stack of linear layers in bf16 and a fused AdamW. It is stored
+in memory, so that no disk is measured. Without a GPU nothing is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import holdfast
+
+from ..storage.arenas.control import stop
+from ..storage.arenas.folder import KEEPER_DIR_VARIABLE, keeper_folders
+from .machine import PeakMemory, describe
+from .options import GIB, TINY_GIB, bare_parser, work_folder
+from .report import Report, Series
+
+__all__: list[str] = []
+
+WAIT_S = 100.0
+BATCH = 4096
+HIDDEN = 4096
+TINY_HIDDEN = 256
+BYTES_A_PARAMETER = 2 + 2 + 2
+"""bf16 weights, and two moments in bf16."""
+HEADER = ["", "median ms", "GB/s", "of the link", "host memory", "device memory"]
+
+
+@dataclass
+class _Bench:
+    """A model and its optimizer on ``device``, and the figures so far."""
+
+    device: torch.device
+    gib: float
+    runs: int
+    hidden: int
+    link: dict[str, float] = field(default_factory=dict)
+    """Bytes per second to the host, and to the device."""
+    rows: list[list[str]] = field(default_factory=list)
+    series: list[Series] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        layers = max(1, int(self.gib * GIB / (self.hidden**2 * BYTES_A_PARAMETER)))
+        self.net = torch.nn.Sequential(
+            *(
+                torch.nn.Linear(self.hidden, self.hidden, device=self.device, dtype=torch.bfloat16)
+                for _ in range(layers)
+            )
+        )
+        self.optim = torch.optim.AdamW(self.net.parameters(), lr=1e-4, fused=True)
+        self.batch = torch.randn(
+            min(BATCH, self.hidden), self.hidden, device=self.device, dtype=torch.bfloat16
+        )
+        self.state: dict[str, Any] = {"net": self.net, "optim": self.optim}
+        self.step()
+        moments = [s[n] for s in self.optim.state.values() for n in ("exp_avg", "exp_avg_sq")]
+        self.tensors = [*(p.detach() for p in self.net.parameters()), *moments]
+        self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
+
+    def step(self) -> None:
+        """Train one step, and return when the device has done it."""
+        self.net(self.batch).float().square().mean().backward()
+        self.optim.step()
+        self.optim.zero_grad()
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def measure(
+        self,
+        name: str,
+        run: Callable[[], Any],
+        *,
+        nbytes: int = 0,
+        link: str = "",
+        after: Callable[[Any], None] = lambda _: None,
+    ) -> float:
+        """Time ``run`` and add a row; return the median of the seconds. ``after`` gets what ``run``
+        returned, and is not timed. The first run is not counted."""
+        series = Series(name)
+        device_nbytes = 0
+        after(run())
+        for _ in range(self.runs):
+            self.synchronize()
+            with PeakMemory() as host, self._peak() as peak:
+                began_s = time.perf_counter()
+                found = run()
+                self.synchronize()
+                series.seconds.append(time.perf_counter() - began_s)
+                after(found)
+            series.peak_nbytes.append(host.nbytes)
+            device_nbytes = max(device_nbytes, peak[0])
+        self.series.append(series)
+        rate = nbytes / series.median
+        of_link = f"{rate / self.link[link]:.0%}" if link in self.link else "–"
+        self.rows.append(
+            [
+                name,
+                f"{series.median * 1000:.2f}",
+                f"{rate / 1e9:.2f}" if nbytes else "–",
+                of_link,
+                f"{(series.peak or 0) / GIB:.2f} GiB",
+                f"{device_nbytes / GIB:.2f} GiB",
+            ]
+        )
+        return series.median
+
+    @contextmanager
+    def _peak(self) -> Iterator[list[int]]:
+        """Yield a list that gets the bytes by which device memory rises within the block."""
+        found = [0]
+        if self.device.type != "cuda":
+            yield found
+            return
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield found
+        found[0] = torch.cuda.max_memory_allocated() - before
+
+
+def _links(bench: _Bench) -> None:
+    """Measure plain copies of up to 1 GiB, both ways."""
+    pinned = bench.device.type == "cuda"
+    nbytes = min(bench.nbytes, GIB)
+    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    device = torch.zeros(nbytes, dtype=torch.uint8, device=bench.device)
+    for name, to, of in (("to the host", host, device), ("to the device", device, host)):
+        seconds = bench.measure(
+            f"link, {name}", lambda to=to, of=of: to.copy_(of, non_blocking=True), nbytes=nbytes
+        )
+        bench.link[name] = nbytes / seconds
+
+
+def _captures(bench: _Bench) -> None:
+    """Measure how long it takes until a save has copied the state, and what the call takes."""
+
+    def begin(**options: Any) -> holdfast.SaveHandle:
+        return holdfast.async_save("memory://gpu-bench/c", bench.state, **options)
+
+    def captured(**options: Any) -> holdfast.SaveHandle:
+        handle = begin(**options)
+        handle.captured.wait(WAIT_S)
+        return handle
+
+    def finish(handle: holdfast.SaveHandle) -> None:
+        handle.wait(WAIT_S)
+        holdfast.fence()
+
+    for name, options in (
+        ("copied before the call returns", {"lazy": False}),
+        ("copied lazily, with digests on the device", {"lazy": True}),
+        ("copied lazily, and proved", {"lazy": "prove"}),
+    ):
+        bench.measure(
+            f"save: {name}: the call", lambda options=options: begin(**options), after=finish
+        )
+        bench.measure(
+            f"save: {name}: captured",
+            lambda options=options: captured(**options),
+            nbytes=bench.nbytes,
+            link="to the host",
+            after=finish,
+        )
+
+
+def _stalls(bench: _Bench) -> None:
+    """Measure training steps alone, and with a lazy save in each."""
+    handles: list[holdfast.SaveHandle] = []
+
+    def saved() -> None:
+        handles.append(holdfast.async_save("memory://gpu-bench/s", bench.state, lazy=True))
+        bench.step()
+
+    def finish(_: object) -> None:
+        handles.pop().wait(WAIT_S)
+
+    bench.measure("a training step", bench.step)
+    bench.measure("a training step beside a lazy save", saved, after=finish)
+
+
+def _restore(bench: _Bench) -> None:
+    """Measure loads to the device, and check every byte."""
+    expected = [tensor.clone() for tensor in bench.tensors]
+    holdfast.save("memory://gpu-bench/r", bench.state)
+    for tensor in bench.tensors:
+        tensor.zero_()
+    bench.measure(
+        "load to the device",
+        lambda: holdfast.load("memory://gpu-bench/r", into=bench.state),
+        nbytes=bench.nbytes,
+        link="to the device",
+    )
+    if not all(map(torch.equal, bench.tensors, expected)):
+        raise AssertionError("what was loaded is not what was saved")
+
+
+def _keeper(bench: _Bench) -> None:
+    """Measure steps that a keeper holds in memory, which is registered with CUDA."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[KEEPER_DIR_VARIABLE] = folder
+        try:
+            with holdfast.Checkpointer(Path(folder) / "run", keeper="auto", grace_s=None) as run:
+                _kept_steps(bench, run)
+        finally:
+            for keeper in keeper_folders(Path(folder)):
+                stop(keeper)
+            del os.environ[KEEPER_DIR_VARIABLE]
+
+
+def _kept_steps(bench: _Bench, run: holdfast.Checkpointer) -> None:
+    number = 0
+
+    def keep() -> holdfast.SaveHandle:
+        nonlocal number
+        number += 1
+        handle = run.step(number, bench.state)
+        if handle is None:
+            raise AssertionError(f"step {number} was not kept: {run.counters}")
+        handle.agreed.wait(WAIT_S)
+        return handle
+
+    for _ in range(2):  # all slots have memory then
+        keep()
+    bench.measure(
+        "a step is kept in a keeper's memory", keep, nbytes=bench.nbytes, link="to the host"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 0 where there is no GPU. Raises AssertionError where a load is wrong."""
+    parser = bare_parser("gpu", __doc__, tiny="a run of seconds that checks results, not speed")
+    parser.add_argument("--gib", type=float, default=4.0, help="size of the state (default: 4)")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each (default: 5)")
+    parser.add_argument(
+        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: only to try this program"
+    )
+    given = parser.parse_args(argv)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("gpu: there is no GPU here; nothing was measured")
+        return 0
+    gib, runs, hidden = given.gib, given.runs, HIDDEN
+    if given.tiny:
+        gib, runs, hidden = TINY_GIB, 1, TINY_HIDDEN
+    bench = _Bench(torch.device(given.device), gib, runs, hidden)
+    for part in (_links, _captures, _stalls, _keeper, _restore):
+        part(bench)
+    with work_folder(given.dir) as folder:
+        machine = describe(folder)
+    if given.device == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name()
+    title = f"A state of {bench.nbytes / 1e9:.2f} GB on {given.device}, {runs} runs"
+    Report("gpu", title, machine, HEADER, bench.rows, series=bench.series).emit(
+        given.json, given.svg
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
