@@ -1,5 +1,5 @@
-"""Saves and loads of a state on a GPU, beside the rate of its link: plain copies between the device
-and pinned memory, measured in the same run.
+"""Saves and loads of a state on a GPU, next to the rate of its link: plain copies between the
+device and pinned memory, measured in the same run.
 
 The state is trained by real steps: a stack of linear layers in bf16 and a fused AdamW. It is stored
 in memory, so that no disk is measured. Without a GPU nothing is measured.
@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -141,19 +142,19 @@ def _links(bench: _Bench) -> None:
     device = torch.zeros(nbytes, dtype=torch.uint8, device=bench.device)
     for name, to, of in (("to the host", host, device), ("to the device", device, host)):
         seconds = bench.measure(
-            f"link, {name}", lambda to=to, of=of: to.copy_(of, non_blocking=True), nbytes=nbytes
+            f"link, {name}", partial(to.copy_, of, non_blocking=True), nbytes=nbytes
         )
         bench.link[name] = nbytes / seconds
 
 
 def _captures(bench: _Bench) -> None:
-    """Measure how long it takes until a save has copied the state, and what the call takes."""
+    """Measure the time until a save has copied the state, and the time that the call takes."""
 
-    def begin(**options: Any) -> holdfast.SaveHandle:
-        return holdfast.async_save("memory://gpu-bench/c", bench.state, **options)
+    def begin(lazy: bool | Literal["prove"]) -> holdfast.SaveHandle:
+        return holdfast.async_save("memory://gpu-bench/c", bench.state, lazy=lazy)
 
-    def captured(**options: Any) -> holdfast.SaveHandle:
-        handle = begin(**options)
+    def captured(lazy: bool | Literal["prove"]) -> holdfast.SaveHandle:
+        handle = begin(lazy)
         handle.captured.wait(WAIT_S)
         return handle
 
@@ -161,17 +162,16 @@ def _captures(bench: _Bench) -> None:
         handle.wait(WAIT_S)
         holdfast.fence()
 
-    for name, options in (
-        ("copied before the call returns", {"lazy": False}),
-        ("copied lazily, with digests on the device", {"lazy": True}),
-        ("copied lazily, and proved", {"lazy": "prove"}),
-    ):
-        bench.measure(
-            f"save: {name}: the call", lambda options=options: begin(**options), after=finish
-        )
+    kinds: list[tuple[str, bool | Literal["prove"]]] = [
+        ("copied before the call returns", False),
+        ("copied lazily, with digests on the device", True),
+        ("copied lazily, and proved", "prove"),
+    ]
+    for name, lazy in kinds:
+        bench.measure(f"save: {name}: the call", partial(begin, lazy), after=finish)
         bench.measure(
             f"save: {name}: captured",
-            lambda options=options: captured(**options),
+            partial(captured, lazy),
             nbytes=bench.nbytes,
             link="to the host",
             after=finish,
