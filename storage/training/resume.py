@@ -231,6 +231,18 @@ class _Taken:
         return "memory" if self.step is not None and self.chosen is None else "storage"
 
 
+@dataclass(slots=True)
+class _Target:
+    """What is loaded into. ``touched``: the names that failed loads have begun to fill on this
+    rank. ``failed``: the steps in memory of which a load has begun, and failed on any rank; the
+    same on all ranks."""
+
+    state: object
+    options: LoadOptions
+    touched: set[str] = field(default_factory=set)
+    failed: list[int] = field(default_factory=list)
+
+
 def resumed(
     lineage: RunLineage,
     root: Place,
@@ -245,10 +257,10 @@ def resumed(
     another one. What is damaged, on any rank, is passed over by all, with a warning, unless it was
     asked for by its step. So is a checkpoint that does not fit, if it was not this run's
     Checkpointer that named it. What is later than what was loaded is abandoned from here on. Raises
-    UsageError where there is no checkpoint that was asked for; DamagedError where none is whole:
-    then ``state`` may be partly filled. So it may be at a MismatchError, where the next one has no
-    values for what the load of a damaged one began to fill. What else :func:`load` raises, it
-    raises: the next one would fit no better.
+    UsageError where there is no checkpoint that was asked for; DamagedError where none is whole,
+    in storage or in memory: then ``state`` may be partly filled, and no epoch begins. So it may be
+    at a MismatchError, where the next one has no values for what the load of a damaged one began to
+    fill. What else :func:`load` raises, it raises: the next one would fit no better.
     """
     began_s = time.perf_counter()
     leader = _Leader(lineage, root, back, None if memory is None else memory.guards)
@@ -264,8 +276,8 @@ def resumed(
     if candidates.refused is not None:
         raise UsageError(candidates.refused, uri=root.uri.redacted, advice=candidates.advice)
     reports: list[LoadReport] = []
-    options = replace(options, on_report=reports.append)
-    taken = _load_best(leader, root, candidates, state, options, back, memory)
+    target = _Target(state, replace(options, on_report=reports.append))
+    taken = _load_best(leader, root, candidates, target, back, memory)
 
     async def take_up(_: Sequence[Nothing]) -> Nothing:
         await leader.take_up(taken)
@@ -289,19 +301,30 @@ def _load_best(
     leader: _Leader,
     root: Place,
     candidates: Candidates,
-    state: object,
-    options: LoadOptions,
+    target: _Target,
     back: Back,
     memory: MemoryLevel | None,
 ) -> _Taken:
-    """Load the best that is whole: out of memory, else out of storage."""
-    touched: set[str] = set()
+    """Load the best that is whole: out of memory, else out of storage. Raises DamagedError where
+    none is, though there was something to load."""
     if memory is not None:
-        kept = _load_kept(leader, root, candidates, state, options, memory, touched)
+        kept = _load_kept(leader, root, candidates, target, memory)
         if kept is not None:
             step, loaded = kept
             return _Taken(candidates.epoch, step, loaded=loaded)
-    chosen = _load_first(root, candidates, state, options, back, touched)
+    chosen = _load_first(root, candidates, target, back)
+    if chosen is None and target.failed:
+        # All ranks have tried the same, so all raise, whatever each of them has read by then.
+        raise DamagedError(
+            f"the steps of this run are in memory alone, and none of them can be read: "
+            f"{', '.join(map(str, target.failed[:_NAMED]))}. The state may hold values of them",
+            uri=root.uri.redacted,
+            advice=(
+                "Build the state again before you use it. What is in memory stays there: the log "
+                "says what is wrong with each step. To start anew, end the keepers of this run "
+                "(`holdfast keeper stop`), or use another folder."
+            ),
+        )
     if chosen is None:
         return _Taken(candidates.epoch)
     return _Taken(candidates.epoch, candidates.tried[chosen].step, chosen)
@@ -372,10 +395,8 @@ def _load_kept(
     leader: _Leader,
     root: Place,
     candidates: Candidates,
-    state: object,
-    options: LoadOptions,
+    target: _Target,
     memory: MemoryLevel,
-    touched: set[str],
 ) -> tuple[int, LoadedBytes] | None:
     """Load the newest generation in memory that is whole; return its step, and how much of it was
     where. None where there is none.
@@ -385,6 +406,7 @@ def _load_kept(
     """
     choices = Choices(candidates.kept, candidates.peers)
     made: set[Choice] = set()
+    options = target.options
     while True:
         choice = next((one for one in choices.kept if one not in made), None)
         if choice is None:
@@ -393,14 +415,17 @@ def _load_kept(
         step = choice.generation.step
         call = Call("resume", root.uri.redacted, step)
         rebuild = partial(memory.rebuild, choice, choices.peers)
-        load = partial(memory.load, choice, choices.peers, state, options, touched)
+        load = partial(memory.load, choice, choices.peers, target.state, options, target.touched)
         outcome, error = Outcome.WHOLE, None
         if choice.rebuilt:
             outcome, error = tried_at_length(call, options.deadline_s, rebuild)
-        if outcome is Outcome.WHOLE:
+        loads = outcome is Outcome.WHOLE
+        if loads:
             outcome, error = tried(call, options.deadline_s, load)
         if outcome is Outcome.WHOLE:
             return step, memory.loaded
+        if loads and step not in target.failed:
+            target.failed.append(step)
         _log.warning(
             "step %d in memory is damaged, looking for what else there is: %s", step, error
         )
@@ -410,10 +435,8 @@ def _load_kept(
 def _load_first(
     root: Place,
     candidates: Candidates,
-    state: object,
-    options: LoadOptions,
+    target: _Target,
     back: Back,
-    touched: set[str],
 ) -> int | None:
     """Load the first of ``tried`` that is whole and fits; return its place among them. None where
     there is nothing to try."""
@@ -423,9 +446,10 @@ def _load_first(
     for place, candidate in enumerate(candidates.tried):
         may_misfit = not candidate.own and back.step is None
         uri = str(join(root.uri, candidate.path))
-        load = partial(load_state, uri, state, options, touched)
+        load = partial(load_state, uri, target.state, target.options, target.touched)
         call = Call("resume", root.uri.redacted, candidate.step)
-        outcome, error = tried(call, options.deadline_s, load, may_misfit=may_misfit)
+        deadline_s = target.options.deadline_s
+        outcome, error = tried(call, deadline_s, load, may_misfit=may_misfit)
         if outcome is Outcome.WHOLE:
             return place
         if outcome is Outcome.MISFIT:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from support.kept_runs import keepers_below_a_folder
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.arenas.control import stop
+from holdfast.storage.arenas.control import status_of, stop
 from holdfast.storage.arenas.folder import (
     KEEPER_DIR_VARIABLE,
     KeeperFolder,
@@ -269,6 +272,51 @@ def test_a_state_that_cannot_be_kept_is_left_out_and_said(tmp_path: Path) -> Non
             assert (run_.counters.kept, run_.counters.not_kept) == (1, 1)
         for folder in keeper_folders():
             stop(folder)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_run_whose_memory_is_damaged_does_not_begin_anew(tmp_path: Path, stored: bool) -> None:
+    """The state has values of a step that was rejected. It goes on from what is in storage, or all
+    stays as it is."""
+
+    def state(step: int) -> dict[str, object]:
+        return {"a": torch.full((1000,), float(step)), "b": torch.full((1 << 20,), float(step))}
+
+    with keepers_below_a_folder():
+        with holdfast.Checkpointer(tmp_path, keeper="auto", grace_s=None) as run_:
+            for step in (1, 2, 3):
+                if stored and step == 1:
+                    run_.save(step, state(step))
+                    continue
+                handle = run_.step(step, state(step))
+                assert handle is not None
+                handle.agreed.wait(20)
+        (folder,) = keeper_folders()
+        before = status_of(folder)
+        assert before is not None
+        pid = before["pid"]
+        images = [
+            path
+            for path in Path(f"/proc/{pid}/fd").iterdir()
+            if os.readlink(path).startswith("/memfd:") and path.stat().st_size > 1 << 22
+        ]
+        assert len(images) >= 2
+        for path in images:
+            with path.open("r+b") as file:
+                file.seek(3 << 20)
+                file.write(b"\xff\xfe")
+        into = state(0)
+        with holdfast.Checkpointer(tmp_path, keeper="auto", grace_s=None) as run_:
+            if stored:
+                assert run_.resume(into) == 1
+                assert all(torch.equal(into[name], state(1)[name]) for name in into)  # type: ignore[arg-type]
+                return
+            with pytest.raises(holdfast.DamagedError, match="in memory alone") as raised:
+                run_.resume(into)
+            assert ": 3, 2, 1" in str(raised.value)
+            after = status_of(folder)
+        assert after is not None
+        assert (after["epoch"], after["generations"]) == (before["epoch"], before["generations"])
 
 
 def test_memory_of_a_host_that_is_gone_counts_as_damaged() -> None:
