@@ -107,6 +107,10 @@ class Traits:
     """The most memory that an upload holds until it is committed, besides the data being written.
     Memory budgets include it."""
 
+    object_max_nbytes: int | None = None
+    """The largest object that the storage takes; None: as large as there is space for. A save whose
+    image would be larger fails before it writes any of it."""
+
     @property
     def read_copies(self) -> int:
         """How many copies of the data a read holds until it returns: one in the caller's buffer,

@@ -31,6 +31,7 @@ class AzureDriver(ObjectDriver):
     """Objects of one container of Azure Blob Storage. The account is an option, or
     AZURE_STORAGE_ACCOUNT_NAME."""
 
+    _object_max_nbytes = 50_000 * (4000 << 20)
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
         "endpoint": Option(url, "", "URL of another server that speaks this protocol"),

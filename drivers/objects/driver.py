@@ -92,6 +92,9 @@ class ObjectDriver(Driver):
     _states_codes = True
     """Whether every server of this kind says in XML why it refuses a request."""
 
+    _object_max_nbytes: int | None = None
+    """The largest object of this kind of store."""
+
     _labels: Mapping[str, Any] = MappingProxyType({})
     """What obstore's ``put`` is told of every object."""
 
@@ -114,6 +117,7 @@ class ObjectDriver(Driver):
             piece_nbytes=_PIECE_NBYTES,
             bounded=False,
             upload_nbytes=self._settings.part_nbytes,
+            object_max_nbytes=self._object_max_nbytes,
         )
         self._threads = Threads(4, uri=self.uri)
         # Not daemons: the interpreter must not end while a thread is within obstore.

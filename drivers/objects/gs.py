@@ -26,6 +26,7 @@ __all__ = ["GcsDriver"]
 class GcsDriver(ObjectDriver):
     """Objects of one bucket of Google Cloud Storage."""
 
+    _object_max_nbytes = 5 << 40
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
         "endpoint": Option(url, "", "URL of another server that speaks this protocol"),

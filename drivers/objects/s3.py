@@ -80,6 +80,7 @@ _NEVER_SET = (
 class S3Driver(ObjectDriver):
     """Objects of one S3 bucket."""
 
+    _object_max_nbytes = 5 << 40
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
         "endpoint": Option(

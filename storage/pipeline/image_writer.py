@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ...core.spans import Where, span
 from ...drivers.contract import AtMost, Driver, Traits, Upload, UploadLostError
+from ...errors import StorageError
 from ...planner.image import DIGEST_NBYTES, ImageLayout
 from ..format.digest import digest, page_of
 from ..format.packed import Compression
@@ -75,6 +76,7 @@ class ImageWriter:
         self._budget_nbytes = budget_nbytes
         self._callbacks = callbacks
         self._packing = None if compression is None else Packing(layout)
+        _check_size(driver, layout.nbytes)
         self._buffers: dict[int, HostBuffer] = {}
         count = chunks_to_write(layout)
         fits = count * layout.chunk_nbytes <= self._memory_nbytes(count)
@@ -249,6 +251,18 @@ class ImageWriter:
             self._chunks.pool.give(buffer)
         await upload.commit(final_nbytes)
         return start + len(trailer)
+
+
+def _check_size(driver: Driver, nbytes: int) -> None:
+    """Raise StorageError where the storage takes no object as large as an image of ``nbytes``."""
+    limit_nbytes = driver.traits.object_max_nbytes
+    if limit_nbytes is not None and nbytes > limit_nbytes:
+        raise StorageError(
+            f"the image of this rank would have {nbytes:,} bytes, and the storage takes objects of "
+            f"{limit_nbytes:,} at most",
+            uri=driver.uri,
+            advice="Spread the state over more ranks, or save to other storage.",
+        )
 
 
 def chunks_nbytes(

@@ -307,3 +307,22 @@ def test_a_commit_record_that_is_not_kept_fails_the_save() -> None:
     with pytest.raises(holdfast.StorageError, match="acknowledged the commit record"):
         run(save(storage, OLD))
     assert MANIFEST_KEY not in run(contents(storage))
+
+
+@pytest.mark.parametrize("spare_nbytes", [-1, 0])
+def test_an_image_that_is_larger_than_an_object_may_be_fails_before_it_is_written(
+    spare_nbytes: int,
+) -> None:
+    """The error states both sizes, and nothing is left; an image of exactly that size is stored."""
+    sizes = MemoryDriver()
+    run(save(sizes, OLD))
+    (image,) = images(sizes)
+    storage = MemoryDriver()
+    limit_nbytes = run(sizes.stat(image)).nbytes + spare_nbytes
+    storage.traits = replace(storage.traits, object_max_nbytes=limit_nbytes)
+    if spare_nbytes < 0:
+        with pytest.raises(holdfast.StorageError, match="would have"):
+            run(save(storage, OLD))
+        assert run(contents(storage)) == {}
+    else:
+        run(save(storage, OLD))
