@@ -313,9 +313,9 @@ class S3Driver(ObjectDriver):
 
     def _wants_checksum(self, error: Exception) -> bool:
         """Return whether ``error`` asks for a checksum that was not sent, and may be."""
-        if self._values["checksum"] != "auto" or self._container in KNOWN.wants_checksum:
+        if self._values["checksum"] != "auto" or "Content-MD5" not in f"{error} {error.__cause__}":
             return False
-        return "Content-MD5" in f"{error} {error.__cause__}"
+        return self._container not in KNOWN.wants_checksum
 
     @cached_property
     def _unfinished(self) -> Unfinished:
