@@ -31,7 +31,7 @@ from ..ranks.process_group import current_rank, current_team, current_world
 from ..ranks.team import Solo, Team
 from ..runtime.engine import finish_before_exit, offload, start
 from ..runtime.progress import ProgressReporter
-from ..state.device import Queued, beside, devices_of
+from ..state.device import Queued, beside, devices_of, refuse_capture
 from ..state.fingerprint import fingerprints
 from ..state.flat_state import FlatState
 from ..state.flatten import flatten
@@ -186,6 +186,8 @@ def _prepared(call: _Call, state: object, world: int) -> _RunningSave:
     deadline = Deadline.of(options.timeout_s)
     if step is not None:
         step = _checked_step(step)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        refuse_capture()
     with span("flatten"):
         flat = flatten(state, default=options.default)
     if options.allow_empty:

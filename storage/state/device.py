@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ...core.forks.renewal import new_lock
+from ...errors import UsageError
 from ..runtime.buffers import HostBuffer
 
-__all__ = ["Queued", "allocate_pinned", "beside", "devices_of"]
+__all__ = ["Queued", "allocate_pinned", "beside", "devices_of", "refuse_capture"]
 
 _log = logging.getLogger(__name__)
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -28,6 +29,16 @@ _lock = new_lock()
 def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
     """The accelerators that any of ``tensors`` is on."""
     return tuple(dict.fromkeys(t.device for t in tensors if t.is_cuda))
+
+
+def refuse_capture(is_capturing: Callable[[], bool] | None = None) -> None:
+    """Raise UsageError while this thread captures a CUDA graph: what it queues does not run yet, so
+    the state has no values, and to wait for an event would break the capture."""
+    if (is_capturing or torch.cuda.is_current_stream_capturing)():
+        raise UsageError(
+            "a save was begun within the capture of a CUDA graph",
+            advice="Save before the capture begins, or after it has ended.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
