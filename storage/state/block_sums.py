@@ -44,7 +44,10 @@ class BlockSums:
     def of(cls, data: torch.Tensor) -> BlockSums:
         """Of a contiguous uint8 tensor, on its device, by its current stream. Allocates about 0.4 %
         of it."""
-        word_nbytes = next(n for n in _WORDS if data.storage_offset() % n == 0)
+        # A storage made by another library may begin anywhere: a misaligned read is an error of
+        # CUDA that ends the process's use of the device.
+        begins = data.storage_offset() | data.data_ptr()
+        word_nbytes = next(n for n in _WORDS if begins % n == 0)
         return cls(
             len(data),
             word_nbytes,
@@ -58,15 +61,16 @@ class BlockSums:
 
     def same(self, start: int, copied: torch.Tensor) -> torch.Tensor:
         """Whether ``copied`` is what the tensor held from byte ``start`` on: a scalar on the
-        device. ``copied`` are whole blocks, see :meth:`span`, and begin at a multiple of eight
-        bytes."""
+        device of ``copied``, which are whole blocks, see :meth:`span`, and begin at a multiple of
+        eight bytes."""
         rows, columns = _sums(copied, self.word_nbytes)
         first = start // ROW_NBYTES
         block = start // BLOCK_NBYTES
-        same = (rows == self.rows[first : first + len(rows)]).all()
-        same &= (columns == self.columns[block : block + len(columns)]).all()
+        at = copied.device
+        same = (rows == self.rows[first : first + len(rows)].to(at)).all()
+        same &= (columns == self.columns[block : block + len(columns)].to(at)).all()
         if start + len(copied) == self.nbytes:
-            same &= (copied[len(copied) - len(self.end) :] == self.end).all()
+            same &= (copied[len(copied) - len(self.end) :] == self.end.to(at)).all()
         return same
 
     def equals(self, other: BlockSums) -> bool:

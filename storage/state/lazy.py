@@ -124,7 +124,9 @@ class LazyCapture:
         if rows.pinned:
             Queued.now(devices_of(flat.locals)).wait()  # a device may not have filled them yet
         self._device = DeviceSnapshot({row: flat.locals[row] for row in rows.device})
-        at_once = self._to_clone(rows)
+        full = self._device.without_room
+        at_once = list(dict.fromkeys([*self._to_clone(rows), *full]))
+        rows.new.difference_update(full)
         originals = {row: flat.locals[row] for row in at_once}
         clones = _clone(flat, at_once)
         self._cloned.update(at_once)
@@ -387,8 +389,16 @@ def _clone(flat: FlatState, rows: Sequence[int]) -> dict[int, HostClone]:
             found[row] = clone
             flat.locals[row] = clone.copy
         else:
-            flat.locals[row] = local.clone()
+            flat.locals[row] = _clone_on_device(local)
     return found
+
+
+def _clone_on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the device of ``tensor``, or in host memory where the device is full."""
+    try:
+        return tensor.clone()
+    except torch.OutOfMemoryError:
+        return tensor.cpu()
 
 
 def _buffers_and_arrays(flat: FlatState) -> set[int]:
