@@ -1,0 +1,312 @@
+"""The states that jobs on a GPU have. What needs no CUDA of its own runs on the host as well."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import holdfast
+
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device on this machine"
+)
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
+LAZY = [False, True, "prove"]
+NUMEL = 1 << 18
+"""In fp32 1 MiB: large enough to be summed on the device."""
+
+
+def save(path, state, lazy) -> None:
+    """Save, twice if lazily: tensors that were not seen before are copied at the call."""
+    for _ in range(2 if lazy else 1):
+        holdfast.async_save(path, state, lazy=lazy).wait(60)
+        holdfast.fence()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of ``tensor`` as bytes in host memory, in row-major order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def layouts(device: str) -> dict[str, torch.Tensor]:
+    """Tensors that are laid out in unusual ways."""
+    base = torch.randn(NUMEL, device=device)
+    square = base.view(512, 512)
+    image = torch.randn(4, 8, 32, 32, device=device)
+    return {
+        "plain": base,
+        "same storage": base[: NUMEL // 2],
+        "transposed": square.t(),
+        "strided": square[::2, ::3],
+        "expanded": base[:512].expand(300, 512),
+        "offset": base[1:],
+        "channels last": image.to(memory_format=torch.channels_last),
+        "conjugated": torch.randn(700, 300, dtype=torch.complex64, device=device).conj(),
+        "negated": torch.randn(700, dtype=torch.complex64, device=device).conj().imag,
+        "empty": torch.empty(0, 3, device=device),
+        "scalar": torch.tensor(2.5, device=device),
+        "bf16": base.bfloat16(),
+        "bool": base > 0,
+    }
+
+
+@pytest.mark.parametrize("lazy", LAZY)
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_layout_comes_back_bit_for_bit(device, lazy, tmp_path):
+    """Into tensors on the device, and into tensors of the host."""
+    state = layouts(device)
+    save(tmp_path / "c", state, lazy)
+    for where in {device, "cpu"}:
+        into = {
+            name: torch.zeros(t.shape, dtype=t.dtype, device=where) for name, t in state.items()
+        }
+        holdfast.load(tmp_path / "c", into=into)
+        differing = [name for name in state if not torch.equal(bits(into[name]), bits(state[name]))]
+        assert differing == []
+
+
+@pytest.mark.parametrize("lazy", LAZY)
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_elements_of_eight_bits_come_back(device, name, lazy, tmp_path):
+    """All 256 patterns of bits, NaN included."""
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        pytest.skip(f"this torch has no {name}")
+    tensor = (torch.arange(NUMEL, device=device) % 256).to(torch.uint8).view(dtype)
+    save(tmp_path / "c", {"w": tensor}, lazy)
+    into = {"w": torch.zeros(NUMEL, dtype=torch.uint8, device=device).view(dtype)}
+    holdfast.load(tmp_path / "c", into=into)
+    assert torch.equal(bits(into["w"]), bits(tensor))
+
+
+@pytest.mark.parametrize("kind", [{"fused": True}, {"capturable": True}, {"foreach": True}])
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_optimizer_goes_on_as_if_nothing_had_happened(device, kind, tmp_path):
+    """The steps after a load are those that came after the save."""
+    if device == "cpu" and "capturable" in kind:
+        pytest.skip("capturable optimizers are for accelerators")
+    net = torch.nn.Linear(64, 64, device=device)
+    optim = torch.optim.AdamW(net.parameters(), **kind)
+
+    def train() -> None:
+        for _ in range(2):
+            net(torch.ones(8, 64, device=device)).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+
+    train()
+    holdfast.save(tmp_path / "c", {"net": net, "optim": optim})
+    train()
+    expected = net.weight.detach().clone()
+    holdfast.load(tmp_path / "c", into={"net": net, "optim": optim})
+    train()
+    assert torch.equal(net.weight, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_generator_goes_on_where_it_was(device, tmp_path):
+    """A torch.Generator of the device, as part of the state."""
+    generator = torch.Generator(device).manual_seed(7)
+    holdfast.save(tmp_path / "c", {"g": generator.get_state()})
+    expected = torch.rand(5, device=device, generator=generator)
+    found = holdfast.load(tmp_path / "c")["g"]
+    again = torch.Generator(device)
+    again.set_state(found)
+    assert torch.equal(torch.rand(5, device=device, generator=again), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_scaler_comes_back(device, tmp_path):
+    """Its scale and the steps that it has grown for."""
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
+    scaler.scale(torch.ones(1, device=device))
+    expected = scaler.state_dict()
+    holdfast.save(tmp_path / "c", {"scaler": scaler})
+    again = torch.amp.GradScaler(device)
+    holdfast.load(tmp_path / "c", into={"scaler": again})
+    assert again.state_dict() == expected
+
+
+@needs_cuda
+@pytest.mark.parametrize("lazy", LAZY)
+def test_a_side_stream_that_the_caller_waits_for_is_in_the_save(lazy, tmp_path):
+    """The trainer's stream waits for the other, as for any use of its tensors; the host does
+    not."""
+    tensor = torch.zeros(NUMEL, device="cuda")
+    save(tmp_path / "warm", {"w": tensor}, lazy)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        tensor.add_(1)
+    torch.cuda.current_stream().wait_stream(side)
+    holdfast.async_save(tmp_path / "c", {"w": tensor}, lazy=lazy).wait(60)
+    assert holdfast.load(tmp_path / "c")["w"].eq(1).all()
+
+
+def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """``work``, captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+@needs_cuda
+@pytest.mark.parametrize("lazy", LAZY)
+def test_replays_of_a_graph_are_saved_and_loads_reach_the_graph(lazy, tmp_path):
+    """A save between capture and replay, and after replays; a replay goes on from what a load has
+    filled in place."""
+    tensor = torch.zeros(NUMEL, device="cuda")
+    graph = graph_of(lambda: tensor.add_(1))
+    tensor.zero_()
+    save(tmp_path / "before", {"w": tensor}, lazy)
+    for _ in range(3):
+        graph.replay()
+    save(tmp_path / "after", {"w": tensor}, lazy)
+    graph.replay()
+    assert holdfast.load(tmp_path / "before")["w"].eq(0).all()
+    assert holdfast.load(tmp_path / "after")["w"].eq(3).all()
+    holdfast.load(tmp_path / "after", into={"w": tensor})
+    graph.replay()
+    assert tensor.eq(4).all()
+
+
+@needs_cuda
+@pytest.mark.parametrize("lazy", LAZY)
+def test_a_save_within_a_capture_is_refused_and_the_capture_goes_on(lazy, tmp_path):
+    """The error says when to save; the graph is whole."""
+    tensor = torch.zeros(NUMEL, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor.add_(1)
+        with pytest.raises(holdfast.UsageError, match="capture of a CUDA graph"):
+            holdfast.async_save(tmp_path / "c", {"w": tensor}, lazy=lazy)
+    graph.replay()
+    assert tensor.eq(1).all()
+
+
+@needs_cuda
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_module_is_saved_under_the_names_of_its_own(mode, tmp_path):
+    """And trains on, after a load, as the plain module does."""
+    net = torch.nn.Linear(128, 128, device="cuda")
+    compiled = torch.compile(net, mode=mode)
+    for _ in range(3):
+        compiled(torch.ones(4, 128, device="cuda")).sum().backward()
+    save(tmp_path / "c", {"net": compiled}, True)
+    expected = net.weight.detach().clone()
+    plain = torch.nn.Linear(128, 128, device="cuda")
+    holdfast.load(tmp_path / "c", into={"net": plain})
+    assert torch.equal(plain.weight, expected)
+
+
+@needs_cuda
+@pytest.mark.parametrize("lazy", LAZY)
+def test_pinned_host_memory_that_the_device_fills_is_saved_as_filled(lazy, tmp_path):
+    """As offloaded optimizers have it: the copy to the host is still queued at the call."""
+    device = torch.ones(NUMEL, device="cuda")
+    pinned = torch.zeros(NUMEL, pin_memory=True)
+    save(tmp_path / "warm", {"w": pinned}, lazy)
+    torch.cuda._sleep(200_000_000)
+    pinned.copy_(device, non_blocking=True)
+    holdfast.async_save(tmp_path / "c", {"w": pinned}, lazy=lazy).wait(60)
+    assert holdfast.load(tmp_path / "c")["w"].eq(1).all()
+
+
+@pytest.fixture
+def filled():
+    """The device without memory: whatever is free is taken, down to the last kilobytes."""
+    hoard = []
+
+    def fill() -> None:
+        nbytes = 1 << 34
+        while nbytes >= 512:
+            try:
+                hoard.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                nbytes //= 2
+
+    yield fill
+    hoard.clear()
+    torch.cuda.empty_cache()
+
+
+@needs_cuda
+@pytest.mark.parametrize("lazy", LAZY)
+@pytest.mark.parametrize("when", ["before the call", "after the call"])
+def test_a_save_succeeds_on_a_device_without_memory(when, lazy, filled, tmp_path):
+    """Sums and copies on the device give way to copies in host memory."""
+    tensor = torch.arange(NUMEL * 64, device="cuda", dtype=torch.int32)
+    save(tmp_path / "warm", {"w": tensor}, lazy)
+    torch.cuda.empty_cache()
+    if when == "before the call":
+        filled()
+    handle = holdfast.async_save(tmp_path / "c", {"w": tensor}, lazy=lazy)
+    if when == "after the call":
+        filled()
+    handle.wait(60)
+    assert torch.equal(holdfast.load(tmp_path / "c")["w"], tensor.cpu())
+    tensor.add_(1)
+    torch.cuda.synchronize()
+
+
+@needs_cuda
+def test_segments_that_expand_are_read(tmp_path):
+    """By the allocator of a process that asks for them."""
+    code = (
+        "import sys, torch, holdfast\n"
+        "t = torch.arange(1 << 22, device='cuda')\n"
+        "for n in range(2):\n"
+        "    holdfast.async_save(sys.argv[1], {'w': t}, lazy=True).wait(60)\n"
+        "    holdfast.fence()\n"
+        "assert torch.equal(holdfast.load(sys.argv[1])['w'], t.cpu())\n"
+    )
+    conf = "expandable_segments:True"
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": conf, "PYTORCH_ALLOC_CONF": conf}
+    subprocess.run([sys.executable, "-c", code, tmp_path / "c"], env=environment, check=True)
+
+
+@needs_cuda
+def test_a_child_that_was_forked_after_cuda_began_saves_host_memory(tmp_path):
+    """As workers of data loaders may: CUDA is out of their reach, and is not asked for."""
+    torch.zeros(1, device="cuda")
+    child = os.fork()
+    if child == 0:
+        try:
+            holdfast.save(tmp_path / "c", {"w": torch.ones(NUMEL)})
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert holdfast.load(tmp_path / "c")["w"].eq(1).all()
+
+
+@needs_cuda
+def test_saves_while_an_optimizer_steps_are_of_their_calls(tmp_path):
+    """One lazy save after the other, with steps queued on the device all the while."""
+    net = torch.nn.Linear(1024, 1024, device="cuda")
+    optim = torch.optim.AdamW(net.parameters(), fused=True)
+    expected, handles = [], []
+    for step in range(6):
+        net(torch.randn(64, 1024, device="cuda")).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        expected.append(net.weight.detach().clone())
+        handles.append(holdfast.async_save(tmp_path / str(step), {"net": net}, lazy=True))
+    for step, handle in enumerate(handles):
+        handle.wait(60)
+        found = holdfast.load(tmp_path / str(step))["net"]["weight"]
+        assert torch.equal(found, expected[step].cpu()), step
