@@ -43,7 +43,7 @@ class DeviceSnapshot:
         tensors: Mapping[int, torch.Tensor],
         empty: Callable[..., torch.Tensor] = torch.empty,
     ) -> None:
-        """``tensors``: contiguous ones, by row."""
+        """``tensors``: contiguous ones, by row. ``empty`` allocates the copies."""
         self._held: dict[int, _Held] = {}
         self._empty = empty
         self.without_room: list[int] = []

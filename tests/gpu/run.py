@@ -44,7 +44,10 @@ def main() -> int:
         if missing:
             for name in missing:
                 print(f"make gpu: {name} is missing, which {NEEDED[name]}", file=sys.stderr)
-            print("`make gpu-wheels`, on a machine with a network, puts it in wheels/.")
+                print(
+                    "`make gpu-wheels`, with a network, fetches xxhash into wheels/.",
+                    file=sys.stderr,
+                )
             return 2
         (Path(folder) / "holdfast").symlink_to(ROOT)
         return _run(given, paths)

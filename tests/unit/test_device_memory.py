@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.storage.state.bits import copy_memory
 from holdfast.storage.state.block_sums import BlockSums
 from holdfast.storage.state.device import refuse_capture
 from holdfast.storage.state.device_snapshot import DeviceSnapshot
@@ -37,18 +36,18 @@ def test_a_save_within_a_capture_is_refused():
 def test_a_chunk_that_the_device_has_no_room_for_is_copied_to_the_host():
     """And is compared there with the sums of the call."""
     tensor = torch.arange(5_000_000)
-    snapshot = DeviceSnapshot({0: tensor})
     refused = []
 
-    def read(start: int, stop: int, to: int) -> None:
+    def empty(nbytes: int, **options: object) -> torch.Tensor:
         if not refused:
-            refused.append(start)
+            refused.append(nbytes)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        copy_memory(to, tensor.data_ptr() + start, stop - start)
+        return torch.empty(nbytes, **options)
 
-    copied, doubt = snapshot.staged(0, 4096, 9_000_000, read)
+    snapshot = DeviceSnapshot({0: tensor}, empty)
+    copied, doubt = snapshot.staged(0, 4096, 9_000_000)
     assert refused
     assert bool(doubt.same)
     assert torch.equal(copied, tensor.view(torch.uint8)[4096:9_000_000])
     tensor[1000] += 1
-    assert not bool(snapshot.staged(0, 4096, 9_000_000, read)[1].same)
+    assert not bool(snapshot.staged(0, 4096, 9_000_000)[1].same)
