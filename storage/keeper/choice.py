@@ -54,11 +54,12 @@ def choices(
     is_of_use: Callable[[GenerationId], bool],
     struck: Collection[tuple[GenerationId, int, str]] = (),
 ) -> tuple[list[Choice], list[str]]:
-    """The generations to go on from, the best first; and why those newer than these are not among
-    them.
+    """Return the generations that a resume can use, best first, and the reasons why newer ones
+    cannot be used.
 
-    ``rebuilders``: the keepers that may make images again. ``is_of_use``: whether a generation is
-    worth it. ``struck``: images, by generation, rank and keeper, that were found to be damaged.
+    ``rebuilders``: the keepers that may rebuild images; one whose own copy is damaged does so only
+    where no other can. ``is_of_use``: whether a generation is worth it. ``struck``: damaged images,
+    by generation, rank and keeper.
     """
     worlds: dict[GenerationId, int] = {}
     for stock in stocks:
@@ -111,7 +112,8 @@ def _choice(
             return outcome
         if not rebuilders:
             return "no keeper is there that could make images again"
-        at = min(rebuilders, key=lambda name: (load[name], rebuilders.index(name)))
+        intact = [name for name in rebuilders if (generation, rank, name) not in struck]
+        at = min(intact or rebuilders, key=lambda name: (load[name], rebuilders.index(name)))
         load[at] += 1
         rebuilt.append(Lost(rank, at, *outcome))
     for lost in rebuilt:

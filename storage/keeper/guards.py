@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
 from ...errors import DamagedError, HoldfastError
-from ...planner.parity import DataBlock
+from ...planner.parity import DataBlock, parity_of
 from ..arenas.hosts import GuardedGroup, KeeperHost
 from ..arenas.label import GenerationId, Label
 from ..arenas.memory import Memory
@@ -201,35 +202,70 @@ async def rebuilt(
     certificate: str,
     moved: Callable[[], Awaitable[None]] = _unseen,
 ) -> tuple[Label, Memory]:
-    """An image that is lost, made again and verified. ``moved()`` is called whenever more of it is
-    there. Raises DamagedError, StorageError, OSError where there is no memory for it."""
+    """Rebuild a lost image, and verify it. ``moved()`` is called on progress. A member whose blocks
+    are damaged or cannot be read is left out, if parity allows. Raises DamagedError, StorageError,
+    OSError where there is no memory for the image."""
     group, id = request.group, request.generation
-    left = [name for member, name in enumerate(group.names) if member not in request.lost]
+    lost = {group.names[member] for member in request.lost}
+    # A label has a checksum of its own, so a member whose image is damaged may have a good one.
+    names = sorted(group.names, key=lambda name: name in lost)
     async with peers_of(id, request.hosts, certificate) as peers:
-        labels = await _labels_of_group(peers, left, group, run)
+        labels = await _labels_of_group(peers, names, group, run)
         memory = await offload(spared_memory, labels[request.rank].nbytes)
         try:
             encoded = {rank: label.encode() for rank, label in labels.items()}
             pull = _Pull(peers, group, moved)
-            label = await rebuild(group, request.rank, request.lost, encoded, pull, memory)
+            make = partial(rebuild, group, request.rank, labels=encoded, pull=pull, memory=memory)
+            label = await _made_without(request, make)
         except BaseException:
             memory.close()
             raise
     return label, memory
 
 
+async def _made_without(
+    request: Rebuild, make: Callable[[Collection[int]], Awaitable[Label]]
+) -> Label:
+    """Rebuild an image without the lost members. If that fails, leave out each other member in
+    turn: blocks have no checksums of their own, so only the result shows which one is damaged."""
+    group, lost = request.group, set(request.lost)
+    lost.add(group.member_of(request.rank))
+    try:
+        return await make(lost)
+    except HoldfastError as error:
+        problem = error
+    if len(lost) < parity_of(group.mode):
+        for member, name in enumerate(group.names):
+            if member in lost:
+                continue
+            with suppress(HoldfastError):  # the first problem is the one to report
+                label = await make({*lost, member})
+                _log.warning(
+                    "the image of rank %d of step %d was rebuilt without the keeper %s: %s",
+                    *(request.rank, request.generation.step, name, problem),
+                )
+                return label
+    raise problem
+
+
 async def _labels_of_group(
     peers: Peers, names: Sequence[str], group: GuardedGroup, run: str
 ) -> dict[int, Label]:
-    """Of all ranks of a group, of which each member that is left has copies."""
+    """Read the labels of all ranks of a group, of which each member has copies."""
+    ranks = [rank for ranks in group.ranks for rank in ranks]
+    found = await asyncio.gather(*(_label_of_any(peers, names, rank, run) for rank in ranks))
+    return dict(zip(ranks, found, strict=True))
+
+
+async def _label_of_any(peers: Peers, names: Sequence[str], rank: int, run: str) -> Label:
+    """Read the label of a rank from the first of these keepers that has an intact one."""
     problem: HoldfastError | None = None
     for name in names:
         try:
-            ranks = [rank for ranks in group.ranks for rank in ranks]
-            found = await asyncio.gather(*(peers.label(name, rank, run) for rank in ranks))
-            return dict(zip(ranks, found, strict=True))
+            return await peers.label(name, rank, run)
         except HoldfastError as error:
             problem = error
     raise DamagedError(
-        f"no keeper of the group has the labels of step {peers.generation.step}"
+        f"no keeper of the group has the label of rank {rank} of step {peers.generation.step}",
+        rank=rank,
     ) from problem

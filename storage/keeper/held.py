@@ -8,11 +8,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..arenas.label import GenerationId, Label
-from ..arenas.memory import Memory, reserved_memory
+from ...errors import DamagedError
+from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label
+from ..arenas.memory import Memory, read_sealed, reserved_memory
 from ..arenas.room import available_nbytes
 from ..runtime.engine import offload
 from .generations import Generations
+from .sealing import is_sealed
 from .slots import Refusal
 from .tiers import HeldImage
 
@@ -29,6 +31,30 @@ class HeldSlot:
     memory: Memory
     label: Label | None = None
     label_fd: int = -1
+
+    async def is_whole(self) -> bool:
+        """Check the image and its label against their checksums. Reads the whole image, in
+        threads."""
+        try:
+            label = Label.decode(read_sealed(self.label_fd, LABEL_NBYTES_MAX))
+        except (DamagedError, OSError):
+            return False
+        return label == self.label and await is_sealed(self.memory, label)
+
+    async def mend(self, intact: HeldSlot) -> None:
+        """Repair the image in place from ``intact``, and close that. Concurrent readers are safe:
+        only damaged bytes change."""
+        try:
+            await offload(self._copy, intact.memory)
+        except BaseException:
+            intact.close()
+            raise
+        self.unlabel()
+        self.label, self.label_fd = intact.label, intact.label_fd
+        intact.memory.close()
+
+    def _copy(self, memory: Memory) -> None:
+        self.memory.view[:] = memory.view
 
     def unlabel(self) -> None:
         """What is in it is no image any more."""
@@ -96,6 +122,14 @@ class Held:
             if slot.label is not None and self.generations.holds(number, generation)
         ]
         return sorted(found, key=lambda image: image.label.rank)
+
+    def slot_of(self, generation: GenerationId, rank: int) -> HeldSlot | None:
+        """Find the slot that holds the image of a rank."""
+        for number, slot in self.slots.items():
+            is_of_rank = slot.label is not None and slot.label.rank == rank
+            if is_of_rank and self.generations.holds(number, generation):
+                return slot
+        return None
 
     def close_unheld(self) -> list[int]:
         """Give back the memory of slots that the state machine has given up; their numbers."""

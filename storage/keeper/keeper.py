@@ -443,24 +443,35 @@ class Keeper:
         return Opened(slot.memory.nbytes), [slot.memory.fd, slot.label_fd]
 
     async def _rebuild(self, trainer: Trainer, message: Rebuild, fds: Sequence[int]) -> _Reply:
-        if any(image.label.rank == message.rank for image in self.held.images(message.generation)):
-            return Done(), []
+        self._generations.flushing(message.generation)  # no slot of it is filled meanwhile
+        try:
+            return await self._make_again(trainer, message), []
+        finally:
+            self._generations.flushed(message.generation)
+
+    async def _make_again(self, trainer: Trainer, message: Rebuild) -> Answer:
+        struck = self.held.slot_of(message.generation, message.rank)
+        if struck is not None and await struck.is_whole():
+            return Done()
         options = self.options
         moved = self._trainers.under_way(trainer)
         try:
             label, memory = await rebuilt(message, options.run, options.certificate, moved)
         except HoldfastError as error:
             text = f"the image of rank {message.rank} cannot be made again: {error}"
-            return Refused("lost", text), []
+            return Refused("lost", text)
         image = HeldSlot(memory, label, sealed_bytes(await offload(label.encode)))
-        # From here to where it is held there is no await: what is said to be here can be read.
-        number = self._generations.recall(
-            label.generation, label.rank, label.world, label.nbytes, epoch=False
-        )
-        if isinstance(number, Refusal):
-            image.close()
-            return Refused(number.reason.value, number.text), []
-        self.held.slots[number] = image
+        if struck is not None:
+            await struck.mend(image)
+        else:
+            # From here to where it is held there is no await: what is said to be here can be read.
+            number = self._generations.recall(
+                label.generation, label.rank, label.world, label.nbytes, epoch=False
+            )
+            if isinstance(number, Refusal):
+                image.close()
+                return Refused(number.reason.value, number.text)
+            self.held.slots[number] = image
         self._generations.agreed(label.generation)
         if trainer in self._trainers:  # else nobody would ever release it
             self._generations.offer(trainer.number)
@@ -468,7 +479,7 @@ class Keeper:
         _log.info(
             "the image of rank %d of step %d is here again", label.rank, label.generation.step
         )
-        return Done(), []
+        return Done()
 
     async def _adopt(self, trainer: Trainer, message: Adopt, fds: Sequence[int]) -> _Reply:
         if len(fds) != 2:

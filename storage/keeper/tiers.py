@@ -93,7 +93,12 @@ class TiersDriver(ReadOnly, Driver):
         content = self._content(key)
         _check_range(content, start, len(into), self.uri, key)
         if isinstance(content, PeerImage):
-            await content.driver.read(image_file(content.label.rank), start, into)
+            try:
+                await content.driver.read(image_file(content.label.rank), start, into)
+            except (DamagedError, StorageError) as error:
+                # Under the key of the image, so that the caller knows which one to strike.
+                text = f"the keeper {content.name} cannot provide it: {error}"
+                raise DamagedError(text, uri=self.uri, key=key) from error
             self.peer_nbytes += len(into)
         else:
             into[:] = content[start : start + len(into)]

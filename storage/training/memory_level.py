@@ -193,32 +193,45 @@ class MemoryLevel:
     def _strike(
         self, choice: Choice, images: Sequence[HeldImage | PeerImage], error: HoldfastError
     ) -> None:
-        """Remember which image is damaged: others may have it, or it can be made again."""
-        for image in images:
+        """Record which image is damaged: another keeper may hold it, or parity can rebuild it."""
+        for image, names in zip(images, choice.holders, strict=True):
             if error.key == image.label.key:
-                own = self.arena.host
-                name = own.name if own is not None else ""
-                if isinstance(image, PeerImage):
-                    name = image.name
-                self._struck.append(Struck(choice.generation, image.label.rank, name))
+                rank = image.label.rank
+                self._struck.append(Struck(choice.generation, rank, self._source(names)))
+
+    def _source(self, names: Sequence[str]) -> str:
+        """Choose the keeper from which this rank reads an image, by the names of its holders."""
+        own = self.arena.host
+        return own.name if own is not None and own.name in names else names[0]
 
     async def _images(self, choice: Choice, peers: Peers) -> list[HeldImage | PeerImage]:
-        """Of all ranks, in order; those of this host as they lie."""
-        own = self.arena.host
-        images: list[HeldImage | PeerImage | None] = [None] * choice.world
-        others: list[int] = []
-        for rank, names in enumerate(choice.holders):
-            if own is not None and own.name in names:
-                images[rank] = HeldImage(*await self.arena.image(choice.generation, rank))
+        """Open the images of all ranks, in order. Strike each one that cannot be opened or whose
+        label is damaged; then raise the first error."""
+        sources = [self._source(names) for names in choice.holders]
+        opened = (self._image(choice, rank, name, peers) for rank, name in enumerate(sources))
+        images: list[HeldImage | PeerImage] = []
+        problems: list[HoldfastError] = []
+        for rank, one in enumerate(await asyncio.gather(*opened)):
+            if isinstance(one, HoldfastError):
+                self._struck.append(Struck(choice.generation, rank, sources[rank]))
+                problems.append(one)
             else:
-                others.append(rank)
-        labels = await asyncio.gather(
-            *(peers.label(choice.holders[rank][0], rank, self._run) for rank in others)
-        )
-        for rank, label in zip(others, labels, strict=True):
-            name = choice.holders[rank][0]
-            images[rank] = PeerImage(label, peers.driver(name), name)
-        return [image for image in images if image is not None]
+                images.append(one)
+        if problems:
+            raise problems[0]
+        return images
+
+    async def _image(
+        self, choice: Choice, rank: int, name: str, peers: Peers
+    ) -> HeldImage | PeerImage | DamagedError | StorageError:
+        """Open the image of a rank on the keeper ``name``, or return the error."""
+        own = self.arena.host
+        try:
+            if own is not None and own.name == name:
+                return HeldImage(*await self.arena.image(choice.generation, rank))
+            return PeerImage(await peers.label(name, rank, self._run), peers.driver(name), name)
+        except (DamagedError, StorageError) as error:
+            return error
 
     def due(self, step: int) -> bool:
         """Whether ``step`` is to be kept. Asked once per step, in the order of steps."""

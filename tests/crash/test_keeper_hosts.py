@@ -15,7 +15,14 @@ from pathlib import Path
 
 import pytest
 from support.kept_job import Accident, Job
-from support.kept_runs import Found, KeptRun, expected_losses, kept_run, wait_until
+from support.kept_runs import (
+    Found,
+    KeptRun,
+    expected_losses,
+    flip_image,
+    kept_run,
+    wait_until,
+)
 
 import holdfast
 
@@ -58,6 +65,20 @@ def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
     assert run.status_of("a")["protected_step"] == 8
     with holdfast.open(run.uri / "step-00000008") as checkpoint:
         checkpoint.verify()
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(("protect", "struck"), [("copy", "b"), ("xor", "a"), ("pq", "c")])
+def test_a_bit_that_flips_on_a_host_that_lives_is_made_good(
+    run: KeptRun, protect: str, struck: str
+) -> None:
+    """The image is made again out of parity, though its keeper holds it still."""
+    hosts = HOSTS[: {"copy": 2, "xor": 3, "pq": 4}[protect]]
+    run.train(killed_at(5, hosts=hosts, protect=protect), len(hosts))
+    flip_image(run.status_of(struck)["pid"], 5)
+    found = run.train(Job(7, hosts=hosts, protect=protect, guards=True), len(hosts))
+    check(found, 5, "memory", 7)
+    assert sum(run.status_of(host)["counters"]["rebuilt"] for host in hosts) == 1
 
 
 def test_trainers_and_keepers_are_told_to_end_at_once(run: KeptRun) -> None:

@@ -6,17 +6,21 @@ nothing has happened to.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import signal
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.kept_job import POINTS, Accident, Job
-from support.kept_runs import Found, KeptRun, expected_losses, kept_run, wait_until
+from support.kept_runs import (
+    Found,
+    KeptRun,
+    expected_losses,
+    flip_image,
+    kept_run,
+    wait_until,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -175,7 +179,7 @@ def test_too_little_memory_is_said_with_the_sum_and_saves_go_on(run: KeptRun) ->
 def test_a_bit_that_flips_in_memory_is_found(run: KeptRun) -> None:
     """The job goes on from the step before it. (Nobody can write to a label.)"""
     run.train(Job(5, accident=Accident(5, "kill")))
-    flip(run, 5)
+    flip_image(run.status()["pid"], 5)
     found = run.train(Job(8))
     assert found.resumed == {"step": 4, "tier": "memory"}
     check_losses(found, 8)
@@ -191,7 +195,7 @@ def test_a_run_in_memory_alone_that_cannot_be_read_does_not_begin_anew(
     run.train(Job(4, accident=Accident(4, "kill")), world)
     before = run.status()
     for held in before["generations"]:
-        flip(run, held["step"])
+        flip_image(run.status()["pid"], held["step"])
     found = run.train(Job(6), world)
     assert found.code != 0
     assert found.resumed == {}
@@ -247,38 +251,7 @@ def test_a_step_that_was_left_behind_does_not_come_back(run: KeptRun) -> None:
     """A job goes on from step 4, because step 5 is damaged, and is killed at once. What a later job
     goes on from is not the former step 5."""
     run.train(Job(5, accident=Accident(5, "kill")))
-    flip(run, 5)
+    flip_image(run.status()["pid"], 5)
     run.train(Job(9, accident=Accident(5, "kill before slot")))
     found = run.train(Job(9))
     assert found.resumed == {"step": 4, "tier": "memory"}
-
-
-def flip(run: KeptRun, step: int) -> None:
-    """Flip a bit of the image of a step, through the keeper's own descriptor of it."""
-    pid = run.status()["pid"]
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        path = f"/proc/{pid}/fd/{fd}"
-        if not os.readlink(path).startswith("/memfd:holdfast"):
-            continue
-        data = Path(path).read_bytes()
-        if is_image_of(data, step):
-            at = len(data) // 2
-            with open(path, "r+b") as file:
-                file.seek(at)
-                file.write(bytes([data[at] ^ 4]))
-            return
-    raise AssertionError(f"the keeper holds no image of step {step}")
-
-
-def is_image_of(data: bytes, step: int) -> bool:
-    """Whether it is an image of that step, by its first weight."""
-    size = int.from_bytes(data[:8], "little")
-    if size > len(data) or b"__holdfast_blocks__" not in data[: 8 + size]:
-        return False
-    tensors = json.loads(data[8 : 8 + size])
-    shard = next((name for name in tensors if name.startswith("w")), None)
-    if shard is None:
-        return False
-    begin, _ = tensors[shard]["data_offsets"]
-    (weight,) = struct.unpack_from("<f", data, 8 + size + begin)
-    return math.isclose(weight, expected_losses(step)[step], rel_tol=1e-6)

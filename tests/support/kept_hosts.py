@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +16,12 @@ from holdfast.storage.keeper.keeper import Keeper
 from holdfast.storage.keeper.serve import serve
 from holdfast.storage.keeper.serve_options import ServeOptions
 from holdfast.storage.training.epochs import Epochs
-from holdfast.storage.training.memory_survey import GuardOption, kept_in_memory, meeting
+from holdfast.storage.training.memory_survey import (
+    GuardOption,
+    Struck,
+    kept_in_memory,
+    meeting,
+)
 
 from .kept_memory import Told, capture, kept, trainer
 
@@ -104,9 +109,9 @@ class KeptHosts:
             await asyncio.gather(*(one.until((kind, Voided)) for one in told))
         return told
 
-    def choices(self) -> tuple[list[Choice], list[str]]:
-        """What a restart could go on from."""
-        return kept_in_memory(self.stocks(), [], self.world, -1, Epochs())
+    def choices(self, struck: Collection[Struck] = ()) -> tuple[list[Choice], list[str]]:
+        """What a restart could go on from, but for these images."""
+        return kept_in_memory(self.stocks(), [], self.world, -1, Epochs(), struck)
 
     async def rebuild(self, choice: Choice) -> list[str]:
         """Have the lost images of a choice made again; why that failed, if it did."""

@@ -159,11 +159,12 @@ def test_a_host_that_is_lost_while_a_step_is_being_protected() -> None:
     run(body)
 
 
-def test_a_host_that_is_lost_during_a_rebuild() -> None:
-    """The rebuild ends with what went wrong; the next choice does without that host."""
+@pytest.mark.parametrize(("mode", "count"), [("pq", 4), ("xor", 3)])
+def test_a_host_that_is_lost_during_a_rebuild(mode: str, count: int) -> None:
+    """The rebuild leaves that host out if parity allows, or else ends with the reason."""
 
     async def body() -> None:
-        async with kept_hosts("pq", [0], [1], [2], [3]) as job:
+        async with kept_hosts(mode, *([rank] for rank in range(count))) as job:
             await job.step(1, Protected)
             await job.lose("a")
             (choice,), _ = job.choices()
@@ -173,11 +174,15 @@ def test_a_host_that_is_lost_during_a_rebuild() -> None:
                 keeper = job.hosts[gone].keeper
                 keeper.serves_at(proxy.endpoint.removeprefix("http://"), TOKEN)
                 proxy.faults = Faults(refuse=True)
-                (problem,) = await job.rebuild(choice)
-            assert "cannot be made again" in problem
+                problems = await job.rebuild(choice)
             await job.lose(gone)
+            if mode == "xor":
+                assert "cannot be made again" in problems[0]
+                assert job.choices()[0] == []
+                return
+            assert problems == []
             (choice,), _ = job.choices()
-            assert len(choice.rebuilt) == 2
+            assert [one.rank for one in choice.rebuilt] == ["abcd".index(gone)]
             assert await job.rebuild(choice) == []
 
     run(body)

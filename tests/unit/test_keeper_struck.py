@@ -1,0 +1,228 @@
+"""Bit flips in the memory of a live keeper: in an image, a label or a parity block. The keepers of
+several hosts and the steps of a resume run in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from support.kept_hosts import KeptHosts, kept_hosts
+from support.kept_memory import RUN, state_of
+
+import holdfast
+from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.memory import sealed_bytes
+from holdfast.storage.arenas.messages import Protected, Rebuild
+from holdfast.storage.keeper.choice import Choice
+from holdfast.storage.keeper.held import HeldSlot
+from holdfast.storage.keeper.tiers import PeerImage, TiersDriver
+from holdfast.storage.operations.options import LoadOptions
+from holdfast.storage.runtime import engine
+from holdfast.storage.training.memory_level import memory_level_of
+from holdfast.storage.training.memory_survey import Struck
+
+HOSTS = "abcd"
+NEWEST = GenerationId(0, 2)
+
+
+def slot_of(job: KeptHosts, name: str, rank: int) -> HeldSlot:
+    """Find the slot with the newest image of a rank."""
+    slots = job.hosts[name].keeper.held.slots.values()
+    labels = [(slot, slot.label) for slot in slots if slot.label is not None]
+    (slot,) = (s for s, label in labels if (label.generation, label.rank) == (NEWEST, rank))
+    return slot
+
+
+def flip_image(job: KeptHosts, name: str) -> None:
+    """Flip a bit in the newest image of the host's own rank."""
+    slot_of(job, name, HOSTS.index(name)).memory.view[4096] ^= 1
+
+
+def flip_label(job: KeptHosts, name: str) -> None:
+    """Flip a bit in the label of that image, as trainers of this host read it."""
+    slot = slot_of(job, name, HOSTS.index(name))
+    assert slot.label is not None
+    data = bytearray(slot.label.encode())
+    data[len(data) // 2] ^= 1
+    slot.label_fd = sealed_bytes(bytes(data))
+
+
+def flip_parity(job: KeptHosts, name: str) -> None:
+    """Flip a bit in each parity block of the newest step on the host."""
+    for parity in job.hosts[name].keeper._guards._held[NEWEST].parities:
+        if parity.memory is not None:
+            parity.memory.view[17] ^= 1
+
+
+def resumed(
+    mode: str, damage: Callable[[KeptHosts], None], readers: Sequence[str]
+) -> tuple[int | None, list[str]]:
+    """Protect two steps, damage the newer one, and resume on the hosts ``readers``. Return the step
+    and the problems met. The loaded values are checked."""
+    problems: list[str] = []
+    count = GROUPS[mode]
+
+    async def body() -> int | None:
+        async with kept_hosts(mode, *([rank] for rank in range(count))) as job:
+            await job.step(1, Protected)
+            await job.step(2, Protected)
+            damage(job)
+            made: list[Choice] = []
+            struck: set[Struck] = set()
+            while True:
+                choices, lost = job.choices(struck)
+                problems.extend(lost)
+                choice = next((one for one in choices if one not in made), None)
+                if choice is None:
+                    return None
+                made.append(choice)
+                found = await job.rebuild(choice)
+                problems.extend(found)
+                results = [] if found else [await loaded(job, choice, name) for name in readers]
+                struck.update(*results)
+                if not found and not any(results):
+                    return choice.generation.step
+
+    async def loaded(job: KeptHosts, choice: Choice, name: str) -> set[Struck]:
+        """Load on one host, and return the images it strikes."""
+        level = memory_level_of(holdfast.Keeper(starts=False), "memory://run/")
+        assert level is not None
+        level._run = RUN
+        level._arena = next(iter(job.hosts[name].arenas.values()))
+        into = {
+            key: torch.zeros_like(x)
+            for rank in range(count)
+            for key, x in state_of(0, rank).items()
+        }
+        hosts = [stock.host for stock in job.stocks()]
+        try:
+            await asyncio.to_thread(level.load, choice, hosts, into, LoadOptions(), set())
+        except holdfast.DamagedError as error:
+            problems.append(str(error))
+            assert level._struck
+            return set(level._struck)
+        for rank in range(count):
+            for key, wanted in state_of(choice.generation.step, rank).items():
+                assert torch.equal(into[key], wanted)
+        return set()
+
+    return engine.run(asyncio.wait_for(body(), 60)), problems
+
+
+GROUPS = {"copy": 2, "xor": 3, "pq": 4}
+OFTEN = [("copy", "b"), ("xor", "b"), ("pq", "d")]
+HOLDERS = [
+    pytest.param(mode, name, marks=[pytest.mark.drill] * ((mode, name) not in OFTEN))
+    for mode, count in GROUPS.items()
+    for name in HOSTS[:count]
+]
+
+
+@pytest.mark.parametrize(("mode", "name"), HOLDERS)
+@pytest.mark.parametrize("flip", [flip_image, flip_label])
+def test_a_bit_flip_on_one_host_is_repaired_from_parity(
+    mode: str, name: str, flip: Callable[[KeptHosts, str], None]
+) -> None:
+    """The keeper is alive and still holds the rank, and does not count as a holder."""
+    step, problems = resumed(mode, lambda job: flip(job, name), [name, HOSTS[0]])
+    assert step == 2
+    assert problems != []
+
+
+@pytest.mark.parametrize(("mode", "name"), HOLDERS)
+def test_damaged_parity_is_left_out_or_an_older_step_is_taken(mode: str, name: str) -> None:
+    """P+Q repairs both. The other modes take the older step, and say why."""
+
+    def damage(job: KeptHosts) -> None:
+        flip_image(job, "a")
+        flip_parity(job, name)
+
+    step, problems = resumed(mode, damage, ["a"])
+    if mode == "pq" or name == "a":  # a member that is struck counts as lost, with its parity
+        assert step == 2
+    else:
+        assert step == 1
+        assert any("does not match its label" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(("mode", "struck"), [("copy", "b"), ("xor", "b"), ("xor", "bc")])
+def test_a_label_is_read_from_any_member_that_has_an_intact_copy(mode: str, struck: str) -> None:
+    """Even from the host whose image is damaged."""
+
+    def damage(job: KeptHosts) -> None:
+        flip_image(job, "a")
+        for name in struck:
+            labels = job.hosts[name].keeper._guards._held[NEWEST].labels
+            labels[0] = labels[0][:-1] + bytes([labels[0][-1] ^ 1])
+
+    step, _ = resumed(mode, damage, ["a"])
+    assert step == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "flipped", "step"),
+    [("copy", "ab", 1), ("xor", "ab", 1), ("pq", "ac", 2), ("pq", "bd", 2), ("pq", "abc", 1)],
+)
+def test_parity_repairs_as_many_images_as_it_can(mode: str, flipped: str, step: int) -> None:
+    """With more damage than that, the resume takes the older step."""
+
+    def damage(job: KeptHosts) -> None:
+        for name in flipped:
+            flip_image(job, name)
+
+    found, problems = resumed(mode, damage, ["a"])
+    assert found == step
+    assert problems != []
+
+
+def test_a_keeper_repairs_its_own_damaged_image() -> None:
+    """It repairs in place, so that existing mappings are right again. A whole image stays, and a
+    failed rebuild changes nothing."""
+
+    async def body() -> None:
+        async with kept_hosts("xor", [0], [1], [2]) as job:
+            await job.step(1, Protected)
+            await job.step(2, Protected)
+            image = await job.image(NEWEST, 0, "a")
+            request = Rebuild(NEWEST, 0, job.group(), (0,), tuple(s.host for s in job.stocks()))
+            arena, keeper = job.hosts["a"].arenas[0], job.hosts["a"].keeper
+            assert await arena.rebuild(request)
+            assert keeper.status().counters.rebuilt == 0
+            held = slot_of(job, "a", 0)
+            mapped = held.memory.view
+            flip_image(job, "a")
+            flip_label(job, "a")
+            assert await arena.rebuild(request)
+            assert keeper.status().counters.rebuilt == 1
+            assert await job.image(NEWEST, 0, "a") == image == bytes(mapped)
+            assert not any(slot.flushes for slot in keeper.held.generations._slots.values())
+            flip_image(job, "a")
+            flip_parity(job, "b")
+            flip_parity(job, "c")
+            assert not await arena.rebuild(request)
+            assert "does not match its label" in arena.problem
+            assert await job.image(NEWEST, 0, "a") != image
+
+    engine.run(asyncio.wait_for(body(), 60))
+
+
+def test_an_image_that_a_peer_cannot_provide_is_named_by_its_own_key() -> None:
+    """So that the resume can strike it, if it is missing there or truncated."""
+
+    async def body() -> None:
+        async with kept_hosts("xor", [0], [1], [2]) as job:
+            await job.step(1, Protected)
+            await job.step(2, Protected)
+            label = slot_of(job, "b", 1).label
+            assert label is not None
+            nowhere = holdfast.drivers.memory.MemoryDriver("memory://nowhere")
+            driver = TiersDriver("memory://run/", b"{}", [PeerImage(label, nowhere, "b")])
+            with pytest.raises(
+                holdfast.DamagedError, match="the keeper b cannot provide it"
+            ) as raised:
+                await driver.read(label.key, 0, memoryview(bytearray(16)))
+            assert raised.value.key == label.key
+
+    engine.run(asyncio.wait_for(body(), 60))
