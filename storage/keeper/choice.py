@@ -124,14 +124,17 @@ def _choice(
 def _rebuilt(
     rank: int, holders: Sequence[Sequence[str]], guards: Mapping[str, HeldGuard]
 ) -> tuple[GuardedGroup, tuple[int, ...]] | str:
-    """The group that can make an image again, and which members it has lost."""
+    """Find the group that can rebuild an image, and the members that it has lost in the lane of
+    that image: lanes have nothing in common."""
     groups = dict.fromkeys(guard.group for guard in guards.values() if _has(guard.group, rank))
     problem = f"the image of rank {rank} is in no memory, and there is no parity of it"
     for group in groups:
+        number = group.ranks[group.member_of(rank)].index(rank)
         lost = tuple(
             member
             for member, name in enumerate(group.names)
-            if name not in guards or any(name not in holders[of] for of in group.ranks[member])
+            if name not in guards
+            or any(name not in holders[of] for of in group.ranks[member][number : number + 1])
         )
         if len(lost) <= parity_of(group.mode):
             return group, lost

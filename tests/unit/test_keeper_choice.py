@@ -139,6 +139,21 @@ def test_an_image_that_was_struck_out_is_made_again() -> None:
     assert found == []
 
 
+def test_damage_in_two_lanes_is_one_loss_in_each() -> None:
+    """Each lane has parity of its own. In one lane, two are too many."""
+    of = GuardedGroup("xor", ("a", "b", "c"), ((0, 1), (2, 3), (4,)))
+    stocks = [
+        stock(name, held(5, *ranks, world=5), HeldGuard(id(5), 5, of, member))
+        for member, (name, ranks) in enumerate(zip(of.names, of.ranks, strict=True))
+    ]
+    (choice,), _ = chosen(stocks, "abc", struck=[(id(5), 0, "a"), (id(5), 3, "b")])
+    assert [(lost.rank, lost.lost) for lost in choice.rebuilt] == [(0, (0,)), (3, (1,))]
+    for struck in ([0, 2], [1, 3], [2, 4]):
+        holders = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c"}
+        found, _ = chosen(stocks, "abc", struck=[(id(5), rank, holders[rank]) for rank in struck])
+        assert found == []
+
+
 def test_the_step_that_was_protected_before_follows_where_the_newest_is_lost() -> None:
     """With what is wrong with that one."""
     stocks = [
