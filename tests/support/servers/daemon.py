@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from support.servers.ports import listens
@@ -26,7 +26,8 @@ in its own process."""
 
 
 class Daemon:
-    """A process that listens on ``port`` of ``host``. Its output goes to the file ``log``.
+    """A process that listens on ``port`` of ``host``, as ``listens`` tells. Its output goes to the
+    file ``log``.
 
     It inherits this process's environment without the credentials of clients.
     """
@@ -39,8 +40,10 @@ class Daemon:
         log: Path,
         host: str = "127.0.0.1",
         environment: Mapping[str, str] | None = None,
+        listens: Callable[[int, str], bool] = listens,
     ) -> None:
         self.port = port
+        self._listens = listens
         self._host = host
         self._command = [*DIES_WITH_US, *map(str, command)]
         self._log = log
@@ -66,7 +69,7 @@ class Daemon:
                 start_new_session=True,
             )
         deadline_s = time.monotonic() + START_S
-        while not listens(self.port, self._host):
+        while not self._listens(self.port, self._host):
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 self.stop()
                 raise RuntimeError(

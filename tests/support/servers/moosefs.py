@@ -1,7 +1,7 @@
 """MooseFS, mounted twice by FUSE: two clients, each with a cache of its own, as on two hosts.
 
-One master and one chunk server, with free ports of an address of this host: a chunk server accepts
-no master on the loopback.
+One master and one chunk server, in a network of their own: a chunk server accepts no master on the
+loopback, and nothing outside this host shall reach them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import grp
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from support.servers.daemon import DIES_WITH_US, INSTALLED, Daemon
 from support.servers.mounts import await_mount, unmount
-from support.servers.ports import free_port
+from support.servers.own_network import ADDRESS, OwnNetwork
 
-__all__ = ["Moosefs", "address", "find_moosefs"]
+__all__ = ["Moosefs", "find_moosefs"]
+
+PORTS = {"control": 9419, "chunks": 9420, "clients": 9421, "data": 9422}
 
 MASTER = """
 WORKING_USER = {user}
@@ -58,24 +59,13 @@ def find_moosefs() -> Path | None:
     return folder if (folder / "usr/bin/mfsmount").exists() else None
 
 
-def address() -> str | None:
-    """Return an address of this host that is not the loopback's; None if it has none. Nothing is
-    sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:  # without a route
-            return None
-        found: str = probe.getsockname()[0]
-    return None if found.startswith("127.") else found
-
-
 class Moosefs:
     """A file system below ``folder``. ``start`` it, ``stop`` it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mounts = folder / "first", folder / "second"
+        self._network = OwnNetwork()
         self._programs: list[Daemon] = []
         self._clients: list[subprocess.Popen[bytes]] = []
 
@@ -89,21 +79,21 @@ class Moosefs:
             raise
 
     def _boot(self) -> None:
-        root, host = find_moosefs(), address()
-        if root is None or host is None:
-            raise RuntimeError("MooseFS is not installed, or this host has no address")
-        ports = {name: free_port() for name in ("control", "chunks", "clients", "data")}
+        root = find_moosefs()
+        if root is None:
+            raise RuntimeError("MooseFS is not installed")
+        self._network.start()
         values: dict[str, object] = {
             "folder": self.folder,
-            "address": host,
+            "address": ADDRESS,
             "user": pwd.getpwuid(os.geteuid()).pw_name,
             "group": grp.getgrgid(os.getegid()).gr_name,
-            **ports,
+            **PORTS,
         }
         for name in ("master", "chunks", "disk"):
             (self.folder / name).mkdir(parents=True)
         shutil.copy(root / "var/lib/mfs/metadata.mfs.empty", self.folder / "master/metadata.mfs")
-        self._write("exports.cfg", f"{host} / rw,alldirs,maproot=0:0\n")
+        self._write("exports.cfg", f"{ADDRESS} / rw,alldirs,maproot=0:0\n")
         self._write("disks.cfg", f"{self.folder / 'disk'}\n")
         self._write("master.cfg", MASTER.format_map(values))
         self._write("chunks.cfg", CHUNKS.format_map(values))
@@ -114,15 +104,20 @@ class Moosefs:
             ("mfschunkserver", "chunks", "data"),
         ):
             daemon = Daemon(
-                [root / "usr/sbin" / program, "-f", "-c", self.folder / f"{name}.cfg", "start"],
-                host=host,
-                port=ports[port],
+                [
+                    *self._network.enter,
+                    *(root / "usr/sbin" / program, "-f"),
+                    *("-c", self.folder / f"{name}.cfg", "start"),
+                ],
+                host=ADDRESS,
+                port=PORTS[port],
+                listens=self._network.listens,
                 log=self.folder / f"{name}.log",
                 environment=libraries,
             )
             self._programs.append(daemon)
             daemon.start()
-        options = f"mfsmaster={host},mfsport={ports['clients']},mfsnice=0,mfsallowoomkiller"
+        options = f"mfsmaster={ADDRESS},mfsport={PORTS['clients']},mfsnice=0,mfsallowoomkiller"
         for folder in self.mounts:
             self._mount([root / "usr/bin/mfsmount", "-f", folder, "-o", options], folder, libraries)
 
@@ -133,7 +128,7 @@ class Moosefs:
         log = self.folder / f"{folder.name}.log"
         with open(log, "wb") as out:
             client = subprocess.Popen(
-                [*DIES_WITH_US, *command],
+                [*DIES_WITH_US, *self._network.enter, *command],
                 env=os.environ | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -156,6 +151,7 @@ class Moosefs:
                 client.wait(10)
         for daemon in reversed(self._programs):
             daemon.stop()
+        self._network.stop()
 
     def _write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)
