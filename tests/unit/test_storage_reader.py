@@ -216,7 +216,7 @@ def test_listing_finds_checkpoints_below(tmp_path: Path) -> None:
         "run/step-3": (3, 1, 12, True), "run/step-20": (20, 1, 80, True), "run/step-100": (100, 1, 400, True),
         "final": (None, 1, 4, True), "broken": (None, 0, 0, False),
     }  # fmt: skip
-    assert list(listed)[:3] == ["run/step-3", "run/step-20", "run/step-100"]
+    assert list(listed)[:4] == ["broken", "run/step-3", "run/step-20", "run/step-100"]
     assert [c.path for c in holdfast.list_checkpoints(tmp_path / "final")] == [""]
     assert holdfast.list_checkpoints(tmp_path / "nowhere") == []
 
