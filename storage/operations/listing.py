@@ -72,7 +72,8 @@ def list_checkpoints(
     """List the checkpoints at and below ``uri``, by path relative to it (``""``: ``uri`` itself),
     ordered by step and time. Lines with a problem and abandoned ones come first, so a run goes on
     from the last one. ``last``: only so many, whose manifests are the newest by the storage's
-    clock; no other manifest is read. ``storage_options`` as in :func:`open`.
+    clock; no other manifest is read. Folders that cannot be entered are listed besides.
+    ``storage_options`` as in :func:`open`.
 
     Raises StorageError; DamagedError where the record of a run's branches cannot be read;
     UsageError where ``last`` is less than 1.
@@ -247,11 +248,12 @@ async def _listed(driver: Driver, last: int | None) -> list[ListedCheckpoint]:
     unlisted: list[str] = []
     infos = [info async for info in listed(driver, unlisted)]
     listing = Listing(driver, {info.key: info.nbytes for info in infos}, unlisted)
-    if last is None:
-        return [*await listing.checkpoints(listing.folders()), *listing.unreadable()]
-    stored_s = {info.key: info.modified_s for info in infos if _is_manifest(info)}
-    newest = sorted(stored_s, key=stored_s.__getitem__)[-last:]
-    return await listing.checkpoints([key.rpartition("/")[0] for key in newest])
+    folders = listing.folders()
+    if last is not None:
+        stored_s = {info.key: info.modified_s for info in infos if _is_manifest(info)}
+        newest = sorted(stored_s, key=stored_s.__getitem__)[-last:]
+        folders = [key.rpartition("/")[0] for key in newest]
+    return [*await listing.checkpoints(folders), *listing.unreadable()]
 
 
 def _is_manifest(info: ObjectInfo) -> bool:

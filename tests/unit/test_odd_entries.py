@@ -159,3 +159,15 @@ def test_one_odd_entry_leaves_everything_else_working(
     if problem == "step-00000002" or odd is linked_manifest:
         (folder / "step-00000002").chmod(0o755)
         assert sorted(folder.glob("step-00000002/**/*")) == before
+
+
+@pytest.mark.parametrize("add", [unreadable_folder, unreadable_step])
+def test_the_last_ones_are_listed_with_folders_that_cannot_be_read(
+    folder: Path, add: Callable[[Path], str]
+) -> None:
+    """Ask for one checkpoint: the newest is listed, and so is the folder that may hold another."""
+    name = add(folder)
+    with as_nobody():
+        problem, newest = holdfast.list_checkpoints(folder, last=1)
+    assert (problem.path, newest.path) == (name, "step-00000003")
+    assert problem.problem is not None

@@ -21,8 +21,8 @@ HOLD = f"ip link set lo up && ip addr add {ADDRESS}/32 dev lo && echo ready && e
 
 
 class OwnNetwork:
-    """A network namespace, in which ``ADDRESS`` is the only address but the loopback's. ``start``
-    it, ``stop`` it."""
+    """A network namespace with two addresses: the loopback's, and ``ADDRESS``. ``start`` it, ``stop``
+    it."""
 
     def __init__(self) -> None:
         self._holder: subprocess.Popen[bytes] | None = None
