@@ -59,7 +59,7 @@ class ZipRecord:
     start: int
     nbytes: int
     is_stored: bool
-    """Whether its bytes are in the file as they are: not compressed, and not encrypted."""
+    """True if the bytes are in the file as they are: not compressed, and not encrypted."""
     checksum_start: int = field(default=0, compare=False)
     """Where in the file the directory has a checksum of its bytes, which nobody looks at."""
 
@@ -126,7 +126,9 @@ def _entries(tail: bytes, tail_start: int, start: int, stop: int) -> dict[str, Z
         if _FULL in (nbytes, packed, begin):
             extra = tail[name_end : name_end + extra_nbytes]
             nbytes, packed, begin = _in_64_bits(extra, (nbytes, packed, begin))
-        is_stored = method == 0 and not flags & _IS_ENCRYPTED and packed == nbytes
+        is_stored = method == 0 and not flags & _IS_ENCRYPTED
+        if is_stored and packed != nbytes:
+            raise ZipError("its directory states two sizes of one entry")
         found[name.partition(b"/")[2].decode("latin-1")] = ZipRecord(
             begin, nbytes, is_stored, checksum_start
         )

@@ -79,11 +79,12 @@ class _Archive:
             raise self.damaged(f"there is no record {name!r}") from error
 
     def _begin(self, name: str, header: bytes | memoryview, end: int) -> int:
-        """Where the bytes of a record begin, which end at ``end`` at the latest. Raises
-        DamagedError where they are not there as they are."""
+        """Return where the bytes of a record begin, which end at ``end`` at the latest. Raises
+        DamagedError where they are not in the file, UnsupportedFormatError where they are
+        compressed or encrypted."""
         record = self._record(name)
         if not record.is_stored:
-            raise self.damaged(f"record {name!r} is not stored as it is")
+            raise self.refused(f"record {name!r} is compressed or encrypted")
         try:
             begin = content_start(header, record)
         except ZipError as error:
