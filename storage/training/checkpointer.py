@@ -15,6 +15,7 @@ import math
 import os
 import reprlib
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from functools import partial
@@ -49,7 +50,7 @@ from .resume import Back, Resumed, begin_run, resumed
 from .retention import Keep, Retention
 from .run_lineage import RunLineage, below
 from .schedule import schedule_of
-from .stats import Counters, Stats
+from .stats import Counters, Stats, log_if_unsaved
 
 __all__ = ["GRACE_S", "Checkpointer"]
 
@@ -77,11 +78,12 @@ class Checkpointer:
 
     ``on_error``: a save that fails is logged and counted (``warn``), or raised by the next call as
     well (``raise``). As long as no save has succeeded, it is raised in either case: a run that
-    cannot be saved at all is not to find out at its end. ``grace_s``: after SIGTERM, how long to
-    try to save the step at hand, and to finish what is under way, before the signal does what it
-    did before; None leaves the signal alone. ``lazy``, ``deadline_s``, ``timeout_s``,
-    ``budget_nbytes``, ``storage_options``, ``compression``, ``allow_empty``, ``default``,
-    ``process_group`` and ``telemetry`` as in :func:`async_save`, but lazy unless switched off.
+    cannot be saved at all is not to find out at its end; :meth:`close` raises it again. Where that
+    is never called, an error is logged. ``grace_s``: after SIGTERM, how long to try to save the
+    step at hand, and to finish what is under way, before the signal does what it did before; None
+    leaves the signal alone. ``lazy``, ``deadline_s``, ``timeout_s``, ``budget_nbytes``,
+    ``storage_options``, ``compression``, ``allow_empty``, ``default``, ``process_group`` and
+    ``telemetry`` as in :func:`async_save`, but lazy unless switched off.
 
     ``keeper``: a :class:`Keeper`, or ``"auto"`` for one as it is by default. Steps are then kept in
     host memory besides, outside of the trainer; saves to storage go by way of it where all ranks
@@ -164,13 +166,14 @@ class Checkpointer:
         self._stop_at: int | None = None
         self._closed = False
         self._pid = os.getpid()
+        self._unclosed = weakref.finalize(
+            self, log_if_unsaved, self._pid, self._stats, on_error, self._printed
+        )
         if lazy:
             hook_optimizers()
-        if grace_s is None or is_exiting():
-            self._preemption = None
-        else:
+        self._preemption: Preemption | None = None
+        if grace_s is not None and not is_exiting():
             self._preemption = Preemption(grace_s)
-        if self._preemption is not None:
             self._preemption.install()
 
     @property
@@ -313,12 +316,15 @@ class Checkpointer:
 
     def close(self) -> None:
         """Finish what is under way, and handle SIGTERM no more. Safe to call twice. Raises as
-        :meth:`step` does. In a forked child it does nothing: what is under way is its parent's."""
+        :meth:`step` does, and whenever saves have failed and none has succeeded. In a forked child
+        it does nothing: what is under way is its parent's."""
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
+        self._unclosed.detach()
         try:
-            self.wait()
+            self._settle()
+            self._stats.raise_at_end(self._on_error)
         finally:
             if self._memory is not None:
                 self._memory.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 
 from ...core.forks.renewal import new_lock
 from ..operations.prune import PruneReport
 from ..operations.report import SaveReport
 
-__all__ = ["Counters", "Stats"]
+__all__ = ["Counters", "Stats", "log_if_unsaved"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class Stats:
         """The newest step that is in storage."""
         self._error: BaseException | None = None
         self._first_error: BaseException | None = None
+        self._unsaved: BaseException | None = None
+        """What the first save failed with, if it was the first to end."""
         self._lock = new_lock()
 
     def due(self, step: int) -> None:
@@ -111,8 +114,9 @@ class Stats:
         with self._lock:
             if self._error is None:
                 self._error = error
-            if is_save and self.counters.saved == 0 and self._first_error is None:
-                self._first_error = error
+            if is_save and self.counters.saved == 0:
+                self._first_error = self._first_error or error
+                self._unsaved = self._unsaved or error
         self._add(failed=1)
         _log.warning("step %d: not saved (%d failed so far): %s", step, self.counters.failed, error)
 
@@ -121,6 +125,15 @@ class Stats:
         self._add(pruned=len(report.checkpoints))
         if report.checkpoints:
             _log.info("deleted %s", ", ".join(c.path for c in report.checkpoints))
+
+    def raise_at_end(self, on_error: str) -> None:
+        """Raise as :meth:`raise_first` does; where no save has ever succeeded, also an error that
+        was raised before, and caught."""
+        self.raise_first(on_error)
+        with self._lock:
+            error = self._unsaved
+        if error is not None and self.counters.saved == 0:
+            raise error
 
     def raise_first(self, on_error: str) -> None:
         """Raise what a save has failed with, once: with ``raise``; and as long as none was ever
@@ -142,3 +155,21 @@ class Stats:
             self.counters = replace(
                 now, **{name: getattr(now, name) + value for name, value in more.items()}
             )
+
+
+def log_if_unsaved(pid: int, stats: Stats, on_error: str, uri: str) -> None:
+    """Log, in the process ``pid``, what closing a Checkpointer would have raised: it was collected
+    without, or the process ends."""
+    if os.getpid() != pid:
+        return
+    try:
+        stats.raise_at_end(on_error)
+    except BaseException as error:
+        _log.error(
+            "the Checkpointer of %s was never closed, which would have raised an error (%d saved, "
+            "%d failed): %s. Use it in a with statement, or call close() at the end",
+            uri,
+            stats.counters.saved,
+            stats.counters.failed,
+            error,
+        )

@@ -4,6 +4,7 @@ counted, and waited for."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -297,7 +298,7 @@ def test_nothing_is_deleted_after_a_save_that_failed(storage: Breakable) -> None
         ckpt.resume(state(0))
         ckpt.save(4, state(4))
         with pytest.raises(holdfast.StorageDownError):
-            ckpt.wait()
+            ckpt.close()
     assert steps(storage.uri) == [1, 2, 3]
 
 
@@ -339,6 +340,38 @@ def test_a_first_save_that_fails_is_raised(
     assert steps(tmp_path) == [2]
 
 
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_a_run_that_was_never_saved_fails_at_its_end(on_error: Any, tmp_path: Path) -> None:
+    """Also where the loop has caught what was raised before; with one save, it does not."""
+    (tmp_path / "step-00000001").write_text("in the way")
+    for saved in (False, True):
+        ckpt = holdfast.Checkpointer(tmp_path, every=1, on_error=on_error, grace_s=None)
+        ckpt.save(1, state(1))
+        with pytest.raises(holdfast.StorageError):
+            ckpt.wait()
+        if saved:
+            ckpt.save(2, state(2))
+        with contextlib.nullcontext() if saved else pytest.raises(holdfast.StorageError):
+            ckpt.close()
+
+
+def test_a_run_that_was_never_saved_nor_closed_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When its Checkpointer is collected, which is at exit at the latest."""
+    (tmp_path / "step-00000001").write_text("in the way")
+    ckpt = holdfast.Checkpointer(tmp_path, every=1, grace_s=None)
+    ckpt.step(1, state(1))
+    with pytest.raises(holdfast.StorageError):
+        ckpt.wait()
+    finish = ckpt._unclosed
+    assert finish.atexit
+    finish()
+    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert "never closed" in said
+    assert "0 saved, 1 failed" in said
+
+
 @pytest.mark.parametrize("end", ["step", "wait", "close"])
 def test_a_first_save_that_fails_is_raised_by_whatever_comes_next(end: str, tmp_path: Path) -> None:
     """The next step after it has failed, or the end of the loop."""
@@ -352,12 +385,14 @@ def test_a_first_save_that_fails_is_raised_by_whatever_comes_next(end: str, tmp_
         threading.Event().wait(0.01)
     with pytest.raises(holdfast.StorageError):
         ckpt.step(2, state(2)) if end == "step" else getattr(ckpt, end)()
-    ckpt.close()
+    if end != "close":
+        with pytest.raises(holdfast.StorageError):
+            ckpt.close()
 
 
 def test_a_first_save_of_a_state_that_cannot_be_saved_is_raised_at_the_call() -> None:
     """It would not be saved later either."""
-    with holdfast.Checkpointer(fresh_uri(), every=1) as ckpt, pytest.raises(holdfast.StateError):
+    with pytest.raises(holdfast.StateError), holdfast.Checkpointer(fresh_uri(), every=1) as ckpt:
         ckpt.step(1, {"f": print})
 
 
