@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from ...errors import (
 )
 from ..format.lineage import LINEAGE_KEY, ROOT, Lineage
 from ..format.manifest import MANIFEST_KEY, Manifest
+from ..protocol.attempt import ATTEMPT_KEY_PATTERN
 from ..runtime.engine import check_may_wait, offload, start
 from .foreign import explains
 
@@ -31,6 +33,8 @@ __all__ = [
     "manifest_keys",
     "read_lineage",
 ]
+
+_OF_ATTEMPT = re.compile(rf"(?:(?P<folder>.+)/)?{ATTEMPT_KEY_PATTERN}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +156,34 @@ class Listing:
         files = {info.key: info.nbytes async for info in listed(driver, unlisted)}
         return cls(driver, files, unlisted)
 
-    def unreadable(self) -> list[ListedCheckpoint]:
+    async def unreadable(self) -> list[ListedCheckpoint]:
         """Return a line for each folder that may not be entered, unless it belongs to a checkpoint,
-        whose own line says so."""
-        known = tuple(f"{folder}/data".lstrip("/") for folder in self.folders())
-        return [
+        whose own line says so; and for each whose manifest is not listed, but is there: a link."""
+        hidden = await self._hidden()
+        folders = [*self.folders(), *(c.path for c in hidden)]
+        known = tuple(f"{folder}/data".lstrip("/") for folder in folders)
+        return hidden + [
             _problem(folder, "the folder cannot be read: access is denied")
             for folder in self._unlisted
             if not f"{folder}/".startswith(tuple(f"{data}/" for data in known))
         ]
+
+    async def _hidden(self) -> list[ListedCheckpoint]:
+        """Return a line for each folder with files of an attempt whose manifest may not be looked
+        at."""
+        found: list[ListedCheckpoint] = []
+
+        async def look(folder: str) -> None:
+            try:
+                await _size(self._driver, f"{folder}/{MANIFEST_KEY}".lstrip("/"))
+            except AccessError as error:
+                found.append(_problem(folder, f"the manifest cannot be read: {error.message}"))
+
+        matches = filter(None, map(_OF_ATTEMPT.fullmatch, self._files))
+        with_attempts = {match["folder"] or "" for match in matches}
+        suspects = with_attempts.difference(self.folders())
+        await at_most(self._driver.traits.concurrency, map(look, sorted(suspects)))
+        return found
 
     def folders(self) -> list[str]:
         """Folders in which a manifest lies."""
@@ -253,7 +276,7 @@ async def _listed(driver: Driver, last: int | None) -> list[ListedCheckpoint]:
         stored_s = {info.key: info.modified_s for info in infos if _is_manifest(info)}
         newest = sorted(stored_s, key=stored_s.__getitem__)[-last:]
         folders = [key.rpartition("/")[0] for key in newest]
-    return [*await listing.checkpoints(folders), *listing.unreadable()]
+    return [*await listing.checkpoints(folders), *await listing.unreadable()]
 
 
 def _is_manifest(info: ObjectInfo) -> bool:

@@ -60,7 +60,7 @@ class RunLineage:
             listed = await listing.checkpoints(
                 [path for path in folders if path and "/" not in path]
             )
-            listed += [c for c in listing.unreadable() if "/" not in c.path]
+            listed += [c for c in await listing.unreadable() if "/" not in c.path]
             self._lineage = await read_lineage(driver)
         self._recorded = True
         known = [c for c in listed if c.problem is None and c.step is not None]
