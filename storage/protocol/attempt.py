@@ -15,7 +15,14 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 from ...drivers.contract import Driver, ObjectInfo
-from ...errors import ExistsError, HoldfastError, NotFoundError, StorageError, SupersededError
+from ...errors import (
+    AccessError,
+    ExistsError,
+    HoldfastError,
+    NotFoundError,
+    StorageError,
+    SupersededError,
+)
 from ..format.manifest import ATTEMPT_PATTERN
 from .preflight import TRIAL_NBYTES, refuses_taken
 
@@ -80,17 +87,23 @@ class AttemptFiles:
 
 
 async def list_attempts(driver: Driver) -> Mapping[Attempt, AttemptFiles]:
-    """Every attempt that has at least one file."""
+    """Return every attempt that has at least one file, and whose folders can all be entered."""
     found: dict[Attempt, AttemptFiles] = {}
-    async for info in driver.list("data"):
-        match = _ATTEMPT_KEY.fullmatch(info.key)
-        if match is None:
-            continue
-        attempt = Attempt(match["attempt"])
-        files = found.setdefault(attempt, AttemptFiles())
-        files.has_record |= info.key == attempt.record_key
-        files.written_s = max(files.written_s, info.modified_s)
-        files.nbytes += info.nbytes
+    try:
+        async for info in driver.list("data"):
+            match = _ATTEMPT_KEY.fullmatch(info.key)
+            if match is None:
+                continue
+            attempt = Attempt(match["attempt"])
+            files = found.setdefault(attempt, AttemptFiles())
+            files.has_record |= info.key == attempt.record_key
+            files.written_s = max(files.written_s, info.modified_s)
+            files.nbytes += info.nbytes
+    except AccessError as error:
+        if not error.unlisted:
+            raise
+        for folder in error.unlisted:
+            found.pop(Attempt(folder.split("/")[1]), None)
     return found
 
 

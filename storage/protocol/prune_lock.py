@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 
 from ...drivers.contract import Driver, ObjectInfo
-from ...errors import ExistsError, NotFoundError, StorageDownError
+from ...errors import AccessError, ExistsError, NotFoundError, StorageDownError
 from ..format.manifest import MANIFEST_KEY
 from . import limits
 from .attempt import Attempt, storage_time_s
@@ -41,12 +41,15 @@ def new_lock() -> bytes:
 
 
 async def is_lock(driver: Driver, info: ObjectInfo) -> bool:
-    """Whether that object is a lock. Below a folder of other data may be a file of the same name
-    and of any size, which is not read to find out. Raises StorageError."""
+    """Whether that object is a lock, or one of its size that may not be read. Below a folder of
+    other data may be a file of the same name and of any size, which is not read to find out. Raises
+    StorageError."""
     if info.nbytes != _LOCK_NBYTES:
         return False
     try:
         return _LOCK.fullmatch(await driver.get(info.key)) is not None
+    except AccessError:
+        return True
     except NotFoundError:
         return False
 
@@ -55,11 +58,13 @@ async def locked_since_s(driver: Driver) -> float | None:
     """Return when the lock was put, by the storage's clock; None where there is none. Raises
     StorageError."""
     try:
-        # Read first: a page to log in, which answers every request, is no lock.
-        await driver.get(PRUNING_KEY)
-        return (await driver.stat(PRUNING_KEY)).modified_s
+        info = await driver.stat(PRUNING_KEY)
     except NotFoundError:
         return None
+    # Its contents decide: a page to log in, which answers every request, is no lock.
+    if await is_lock(driver, info):
+        return info.modified_s
+    return None
 
 
 async def wait_for_prunings(driver: Driver, now_s: Callable[[], Awaitable[float]]) -> None:

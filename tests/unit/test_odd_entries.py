@@ -182,3 +182,38 @@ def test_the_last_ones_are_listed_with_folders_that_cannot_be_read(
         problem, newest = holdfast.list_checkpoints(folder, last=1)
     assert (problem.path, newest.path) == (name, "step-00000003")
     assert problem.problem is not None
+
+
+def unreadable_attempt(data: Path) -> None:
+    """Add an attempt that may not be entered."""
+    (data / "20200101T000000-00000000").mkdir(mode=0)
+
+
+def unreadable_part(data: Path) -> None:
+    """Add a folder that may not be entered to the attempt that is the checkpoint."""
+    (next(data.iterdir()) / "sub").mkdir(mode=0)
+
+
+def no_lock(data: Path) -> None:
+    """Add a file of other contents with the name of a prune lock."""
+    (data / "pruning").write_bytes(b"junk")
+
+
+@pytest.mark.parametrize("odd", [unreadable_attempt, unreadable_part, no_lock])
+def test_a_step_is_saved_again_beside_odd_data(odd: Callable[[Path], None], folder: Path) -> None:
+    """What cannot be read, or is not ours, is left alone."""
+    odd(folder / "step-00000003/data")
+    with as_nobody():
+        holdfast.save(folder / "step-00000003", {"w": torch.ones(5)}, step=3)
+        assert torch.equal(holdfast.load(folder / "step-00000003")["w"], torch.ones(5))
+
+
+def test_a_lock_that_may_not_be_read_counts_by_its_age(folder: Path) -> None:
+    """It is as old as its file: an hour later, the step is saved again."""
+    lock = folder / "step-00000003/data/pruning"
+    lock.write_bytes(b"0" * 16)
+    lock.chmod(0)
+    os.utime(lock, (0, 0))
+    with as_nobody():
+        holdfast.save(folder / "step-00000003", STATE, step=3)
+        holdfast.prune(folder, keep_last=1, idle_s=0)
