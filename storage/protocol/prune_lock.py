@@ -9,6 +9,7 @@ Therefore a process that puts a manifest waits while the lock is there;
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 from collections.abc import Awaitable, Callable
@@ -55,16 +56,16 @@ async def is_lock(driver: Driver, info: ObjectInfo) -> bool:
 
 
 async def locked_since_s(driver: Driver) -> float | None:
-    """Return when the lock was put, by the storage's clock; None where there is none. Raises
-    StorageError."""
+    """Return when the lock was put, by the storage's clock; None where there is none. One that may
+    not be read counts. Raises StorageError."""
     try:
-        info = await driver.stat(PRUNING_KEY)
+        with contextlib.suppress(AccessError):
+            # Read first: a page to log in, which answers every request, is no lock.
+            if _LOCK.fullmatch(await driver.get(PRUNING_KEY)) is None:
+                return None
+        return (await driver.stat(PRUNING_KEY)).modified_s
     except NotFoundError:
         return None
-    # Its contents decide: a page to log in, which answers every request, is no lock.
-    if await is_lock(driver, info):
-        return info.modified_s
-    return None
 
 
 async def wait_for_prunings(driver: Driver, now_s: Callable[[], Awaitable[float]]) -> None:

@@ -352,7 +352,7 @@ def test_a_save_beside_a_pruning_that_died_is_refused_at_once(
     sign, it goes on."""
     root = saved(fresh_uri(), 1)
     there = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
-    run(there.put("data/pruning", b"by the dead"))
+    run(there.put("data/pruning", b"0" * 16))
     before = run(contents(there))
     with monkeypatch.context() as patch:
         clean_up_within(patch, 0.05)
