@@ -1,0 +1,54 @@
+"""``make gpu`` fails where a part of it fails, however that part ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+
+import pytest
+from gpu import run
+
+KILLED = "import os; os.kill(os.getpid(), 9)"
+ABORTED = "import os; os.abort()"
+
+
+def part(code: str, limit_s: float = 30.0) -> bool:
+    """Whether a process of Python that runs ``code`` counts as a success."""
+    return run.run_part("a part", [sys.executable, "-S", "-c", code], os.environ, limit_s)
+
+
+@pytest.mark.parametrize("code", [KILLED, ABORTED, "exit(1)", "exit(5)"])
+def test_a_part_that_fails_or_is_killed_is_no_success(code):
+    """A process that dies from a signal has a negative code."""
+    assert not part(code)
+    assert part("")
+
+
+def test_a_part_that_hangs_ends_with_all_its_processes(tmp_path, monkeypatch):
+    """Even if it ignores the interruption. Its child holds a lock for as long as it lives."""
+    monkeypatch.setattr(run, "INTERRUPTED_S", 0.1)
+    path = tmp_path / "lock"
+    code = (
+        "import fcntl, os, signal\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"lock = open({str(path)!r}, 'w')\n"
+        "fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "os.fork()\n"
+        "signal.pause()\n"
+    )
+    assert not part(code, 0.7)
+    with path.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def test_a_part_that_is_interrupted_writes_its_results(tmp_path):
+    """As pytest does on SIGINT."""
+    result = tmp_path / "result"
+    code = (
+        "import time\n"
+        "try:\n    time.sleep(60)\n"
+        f"except KeyboardInterrupt:\n    open({str(result)!r}, 'w').write('whole')\n"
+    )
+    assert not part(code, 0.7)
+    assert result.read_text() == "whole"
