@@ -145,7 +145,8 @@ def async_save(
 
     Host memory that another thread or process writes to, or frees, while it is copied fails the
     save with a SaveError that names the tensor. On an accelerator the copy follows the work of the
-    caller's current streams; an eager save does not notice writes by other streams.
+    caller's current streams; an eager save does not notice writes by other streams, nor to host
+    tensors that are not contiguous.
 
     ``lazy``: return at once, and copy while training goes on. The next step of any torch optimizer
     waits for what is left of that. A write that came too early, by whatever means, fails the save

@@ -208,7 +208,7 @@ def _prepared(call: _Call, state: object, world: int) -> _RunningSave:
     job = SaveJob(
         flat,
         step,
-        options.budget_nbytes,
+        _left(options.budget_nbytes, lazy.arena_nbytes),
         lazy=lazy,
         callbacks=Callbacks(stages.captured, stages.sealed, wrote=reporter.report),
         digests=partial(_digests, flat, lazy, devices),
@@ -218,6 +218,11 @@ def _prepared(call: _Call, state: object, world: int) -> _RunningSave:
         keeping=keeping,
     )
     return _RunningSave(job, stages, Queued.now(devices), reporter)
+
+
+def _left(budget_nbytes: int | None, used_nbytes: int) -> int | None:
+    """Return what is left of a budget, if there is one; never nothing."""
+    return None if budget_nbytes is None else max(1, budget_nbytes - used_nbytes)
 
 
 def _open(uri: UriLike | Uri, below: str, world: int, options: Mapping[str, object]) -> Driver:

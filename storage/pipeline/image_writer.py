@@ -273,9 +273,10 @@ def chunks_nbytes(
     upload holds itself comes on top (``traits.upload_nbytes``)."""
     if budget_nbytes is None:
         return count * chunk_nbytes
-    ours_nbytes = max(chunk_nbytes, budget_nbytes - traits.upload_nbytes)
+    # In whole buffers: a short chunk takes one, too.
+    ours = max(1, (budget_nbytes - traits.upload_nbytes) // chunk_nbytes)
     # More than keeps every lane busy gains nothing: copying is faster than any storage.
-    return min(ours_nbytes, (_writes(traits) + reads + CPU_THREADS) * chunk_nbytes)
+    return min(ours, _writes(traits) + reads + CPU_THREADS) * chunk_nbytes
 
 
 def _writes(traits: Traits) -> int:

@@ -23,10 +23,12 @@ class HostClone:
     def __init__(self, tensor: torch.Tensor) -> None:
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         elements = 1 + sum((length - 1) * stride for length, stride in steps)
-        span = torch.empty(elements, dtype=tensor.dtype, device="cpu")
+        dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
+        span = torch.empty(elements, dtype=dtype, device="cpu")
         self._memory = [(tensor.data_ptr(), span.nbytes)]
         self._digests = digests_of(self._memory, span.data_ptr())
-        self.copy = _laid_out_like(tensor, span)
+        # A copy of bools would make any byte but 0 a 1.
+        self.copy = _laid_out_like(tensor, span).view(tensor.dtype)
         """The elements in row-major order, without lazy bits."""
 
     def is_still(self) -> bool:

@@ -132,6 +132,11 @@ class HostSnapshot:
                 self.copy(region.row, 0, region.nbytes, whole.address)
                 self._whole[i] = whole
 
+    @property
+    def arena_nbytes(self) -> int:
+        """Memory that copies of small tensors and of edges take, at most, in both reads."""
+        return 0 if self._arena is None else 2 * len(self._arena.view)
+
     def __contains__(self, row: int) -> bool:
         return row in self._at
 

@@ -141,6 +141,11 @@ class LazyCapture:
             if not clone.is_still():
                 raise ChangedError(row)
 
+    @property
+    def arena_nbytes(self) -> int:
+        """Host memory that copies of small tensors take."""
+        return 0 if self._host is None else self._host.arena_nbytes
+
     def _to_clone(self, rows: _Rows) -> list[int]:
         """Rows of which a copy takes the place, since they can be copied in no other way."""
         at_once = list(rows.clone)
@@ -324,11 +329,12 @@ class _Rows:
 
 
 def _sorted_eagerly(flat: FlatState) -> _Rows:
-    """Return the rows in host memory. Nothing is watched, and accelerators copy in order."""
+    """Return the contiguous rows in host memory. Nothing is watched, accelerators copy in order,
+    and a copy of what is not contiguous would need more memory than the budget."""
     rows = _sorted(flat)
     rows.device.clear()
     rows.new.clear()
-    rows.clone = [row for row in rows.clone if flat.locals[row].is_cpu]
+    rows.clone.clear()
     return rows
 
 

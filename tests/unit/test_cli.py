@@ -453,7 +453,7 @@ def test_a_fault_of_ours_is_not_taken_for_an_answer() -> None:
     """An error outside of the tree ends with 3, for 1 would mean damage; its traceback is shown."""
     code = (
         "import sys, holdfast.cli, holdfast.storage.operations.listing as listing\n"
-        "def broken(uri): raise RuntimeError('broken')\n"
+        "def broken(uri, **_): raise RuntimeError('broken')\n"
         "listing.list_checkpoints = broken\n"
         "sys.argv = ['holdfast', 'ls', 'memory://x']; holdfast.cli.main()"
     )

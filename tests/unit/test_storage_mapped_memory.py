@@ -187,8 +187,8 @@ def test_a_file_that_is_cut_off_under_its_mapping_fails_the_save(
 def test_an_eager_save_survives_a_thread_that_frees_the_memory(
     write_before_copy: list[Callable[[], None]],
 ) -> None:
-    """Where a plain read would be a segmentation fault."""
-    state = {"x": torch.ones(4 << 20)}
+    """Where a plain read would be a segmentation fault: the allocator unmaps so much at once."""
+    state = {"x": torch.ones(16 << 20)}
     write_before_copy.append(lambda: state["x"].untyped_storage().resize_(0) and None)
     with pytest.raises(holdfast.SaveError, match=r"state\[.x.\] changed while"):
         holdfast.save(fresh_uri(), state)
@@ -294,3 +294,12 @@ def test_an_eager_save_makes_no_optimizer_wait() -> None:
     assert handle.captured.done()
     state["x"].add_(1)
     handle.wait(60)
+
+
+@pytest.mark.parametrize("how", LAZY)
+def test_bools_that_are_not_contiguous_keep_their_bits(how: Any) -> None:
+    """Any byte but 0 is true; a copy by torch would make it a 1."""
+    stored = torch.tensor([[0, 2], [3, 1]], dtype=torch.uint8).view(torch.bool).t()
+    holdfast.async_save(uri := fresh_uri(), {"x": stored}, lazy=how).wait(60)
+    loaded = holdfast.load(uri)["x"].contiguous().view(torch.uint8)
+    assert loaded.tolist() == [[0, 3], [2, 1]]

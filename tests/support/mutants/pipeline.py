@@ -59,8 +59,8 @@ MUTANTS = [
     Mutant(
         says="what an upload holds is not counted",
         file="storage/pipeline/image_writer.py",
-        old="    ours_nbytes = max(chunk_nbytes, budget_nbytes - traits.upload_nbytes)\n",
-        new="    ours_nbytes = max(chunk_nbytes, budget_nbytes)\n",
+        old="    ours = max(1, (budget_nbytes - traits.upload_nbytes) // chunk_nbytes)\n",
+        new="    ours = max(1, budget_nbytes // chunk_nbytes)\n",
         tests="tests/unit/test_storage_hands_over.py::test_what_an_upload_holds_is_within_the_budget",
     ),
     Mutant(
