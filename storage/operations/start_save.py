@@ -31,7 +31,7 @@ from ..ranks.process_group import current_rank, current_team, current_world
 from ..ranks.team import Solo, Team
 from ..runtime.engine import finish_before_exit, offload, start
 from ..runtime.progress import ProgressReporter
-from ..state.device import Queued, beside, devices_of, refuse_capture
+from ..state.device import Queued, beside, devices_of, refuse_capture, refuse_forked_child
 from ..state.fingerprint import fingerprints
 from ..state.flat_state import FlatState
 from ..state.flatten import flatten
@@ -186,17 +186,18 @@ def _prepared(call: _Call, state: object, world: int) -> _RunningSave:
     deadline = Deadline.of(options.timeout_s)
     if step is not None:
         step = _checked_step(step)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        refuse_capture()
+    refuse_capture()
     with span("flatten"):
         flat = flatten(state, default=options.default)
     if options.allow_empty:
         flat.placeholders = {}
     elif world == 1:
         refuse_placeholders([reported_placeholders(flat)])
+    devices = devices_of(flat.locals)
+    if devices:
+        refuse_forked_child()
     lazy = LazyCapture(flat, prove=options.lazy == "prove", eager=not options.lazy)
     reporter = ProgressReporter(options.progress)
-    devices = devices_of(flat.locals)
     stages = _Stages(_handle(call.uri, lazy, call.by), call.began_s, lazy, call.recorder)
     keeping = None
     if call.by is not None:

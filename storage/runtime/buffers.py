@@ -131,6 +131,15 @@ def memory_for(what: str) -> Iterator[None]:
         ) from error
 
 
-# A child drops its parent's buffers: a page that both processes hold is copied when either writes
-# to it.
-in_child(_pools.clear)
+_of_parents: list[HostPool] = []
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: drop the buffers, since a page that both processes hold is copied when
+    either writes to it. But do not free pinned memory: torch would ask CUDA whether it is still in
+    use, and the error that CUDA returns in a forked child ends the process."""
+    _of_parents.extend(pool for pool in _pools.values() if pool.allocate is not None)
+    _pools.clear()
+
+
+in_child(_leave_to_parent)

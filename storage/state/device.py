@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,19 @@ import torch
 from ...core.forks.renewal import new_lock
 from ...errors import UsageError
 from ..runtime.buffers import HostBuffer
+from .bits import as_bits, pack
 
-__all__ = ["Queued", "allocate_pinned", "beside", "devices_of", "refuse_capture"]
+__all__ = [
+    "Queued",
+    "allocate_pinned",
+    "beside",
+    "copied_to_host",
+    "devices_of",
+    "is_capturing",
+    "pack_windows",
+    "refuse_capture",
+    "refuse_forked_child",
+]
 
 _log = logging.getLogger(__name__)
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -31,14 +42,60 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys(t.device for t in tensors if t.is_cuda))
 
 
-def refuse_capture(is_capturing: Callable[[], bool] | None = None) -> None:
+def is_capturing() -> bool:
+    """Whether this thread captures a CUDA graph. A child that was forked after CUDA began may not
+    even ask CUDA that, and captures nothing."""
+    began = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return began and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(capturing: Callable[[], bool] = is_capturing) -> None:
     """Raise UsageError while this thread captures a CUDA graph: what it queues does not run yet, so
     the state has no values, and to wait for an event would break the capture."""
-    if (is_capturing or torch.cuda.is_current_stream_capturing)():
+    if capturing():
         raise UsageError(
             "a save was begun within the capture of a CUDA graph",
             advice="Save before the capture begins, or after it has ended.",
         )
+
+
+def refuse_forked_child() -> None:
+    """Raise UsageError where CUDA cannot be used because this process was forked after CUDA had
+    begun in its parent. For a state that needs CUDA."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise UsageError(
+            f"the state needs CUDA, which does not work in this process: {error}",
+            advice="Start the process by spawn rather than fork, or leave the tensors on a device "
+            "and RNGState out of what it saves and loads.",
+        ) from error
+
+
+def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory, for which a full device needs no memory: torch packs a strided
+    tensor on its device first, and resolves conjugation there. So this copies the whole run of
+    memory that the tensor spans."""
+    shape, strides = tensor.shape, tensor.stride()
+    if not tensor.numel():
+        return torch.empty(shape, dtype=tensor.dtype, device="cpu")
+    span = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+    host = torch.empty(span, dtype=tensor.dtype, device="cpu")
+    host.copy_(tensor.detach().as_strided((span,), (1,)))
+    return host.as_strided(shape, strides)
+
+
+def pack_windows(
+    windows: Sequence[torch.Tensor],
+    to: torch.Tensor,
+    pack: Callable[[Iterable[torch.Tensor], torch.Tensor], None] = pack,
+) -> None:
+    """Copy the bits of ``windows`` to ``to``, see :func:`.bits.pack`; by way of host memory if
+    their device is full."""
+    try:
+        pack(map(as_bits, windows), to)
+    except torch.OutOfMemoryError:
+        pack(map(as_bits, map(copied_to_host, windows)), to)
 
 
 @dataclass(frozen=True, slots=True)

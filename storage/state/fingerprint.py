@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from .bits import address_of, as_bits
+from .device import copied_to_host
 from .flat_state import FlatState
 from .lazy import LazyCapture
 
@@ -75,7 +76,10 @@ def fingerprint(flat: FlatState, row: int, lazy: LazyCapture | None = None) -> b
     if address_of(tensor) is not None:
         hasher.update(_bytes_of(as_bits(tensor)))
         return hasher.digest()
-    flat_bits = as_bits(tensor).reshape(-1)
+    try:
+        flat_bits = as_bits(tensor).reshape(-1)
+    except torch.OutOfMemoryError:  # its device is full
+        flat_bits = as_bits(copied_to_host(tensor)).reshape(-1)
     for start in range(0, len(flat_bits), _PIECE_NUMEL):
         piece = flat_bits[start : start + _PIECE_NUMEL]
         hasher.update(_bytes_of(piece.cpu().contiguous()))

@@ -36,7 +36,7 @@ from ..runtime.engine import check_may_wait
 from .adapters.made_of import memories_of
 from .adapters.tensors import local_of
 from .compat import buffers_of, never_compiled
-from .device import Queued, devices_of
+from .device import Queued, copied_to_host, devices_of, is_capturing
 from .device_snapshot import DeviceSnapshot, Doubt
 from .flat_state import FlatState
 from .host_clone import HostClone
@@ -71,11 +71,14 @@ _hooked = False
 
 def fence() -> None:
     """Return when lazy saves of this process have copied all that they have to. Then the state may
-    be written to.
+    be written to. Does nothing while this thread captures a CUDA graph: nothing is written then,
+    and to ask the device would break the capture.
 
     Optimizers call it before each step, by themselves. It does not raise: the handle of a save
     reports its outcome.
     """
+    if is_capturing():
+        return
     for capture in list(_under_way.values()):
         capture.wait()
     _end_watches()
@@ -404,7 +407,7 @@ def _clone_on_device(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.clone()
     except torch.OutOfMemoryError:
-        return tensor.cpu()
+        return copied_to_host(tensor)
 
 
 def _buffers_and_arrays(flat: FlatState) -> set[int]:

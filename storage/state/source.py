@@ -13,8 +13,8 @@ from ...planner.columns import contiguous
 from ...planner.image import ImageLayout
 from ...planner.saving import Holdings
 from ..runtime.buffers import HostBuffer
-from .bits import address_of, as_bits, copy_memory, pack, typed
-from .device import allocate_pinned, beside, devices_of
+from .bits import address_of, copy_memory, pack, typed
+from .device import allocate_pinned, beside, devices_of, pack_windows
 from .device_snapshot import Doubt
 from .lazy import LazyCapture
 from .process_memory import GoneError, gather, gather_segments
@@ -214,11 +214,12 @@ class ImageSource:
         tensor = self._tensors[i]
         if first is not None:
             run = tensor.view(-1)[first + begin // itemsize : first + end // itemsize]
-            pack([as_bits(run)], to)
+            windows = [run]
         else:
             place = self._place(i)
             boxes = self._boxes(i, begin, end)
-            pack((as_bits(place.window(tensor, box.offsets, box.lengths)) for box in boxes), to)
+            windows = [place.window(tensor, box.offsets, box.lengths) for box in boxes]
+        pack_windows(windows, to)
 
     def _copy_lazily(self, i: int, begin: int, end: int, to: torch.Tensor) -> Doubt | None:
         """The same, of a contiguous tensor that may be written to meanwhile."""

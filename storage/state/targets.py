@@ -22,6 +22,7 @@ from .adapters.made_of import agrees
 from .adapters.megatron import KeyedShard
 from .adapters.tensors import TensorLike, layout_of
 from .conversion import is_convertible
+from .device import devices_of, refuse_forked_child
 from .dtypes import dtype_name, dtype_of
 from .flat_state import FlatState, Subtree
 from .memory_table import MemoryTable
@@ -100,9 +101,12 @@ class Wanted:
         return self._names
 
     def memory(self) -> MemoryTable:
-        """Where the buffers lie. All have been added."""
+        """Where the buffers lie. All have been added. Raises UsageError in a child that was forked
+        after CUDA began, where it could not fill them."""
         if self._memory is None:
             self._memory = MemoryTable.of(self.buffers)
+            if not self._memory.on_host.all() and devices_of(self.buffers):
+                refuse_forked_child()
         return self._memory
 
     def numbers(self) -> Ints:

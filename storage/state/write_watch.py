@@ -66,14 +66,16 @@ class Watch:
 
     def end(self) -> None:
         """Learn what was written to, and watch no more."""
-        early = {
-            row
-            for row, watched in self.rows.items()
-            if not watched.gone and self._written(row, watched)
-        }
+        early, unknown = set[int](), set[int]()
+        for row, watched in self.rows.items():
+            try:
+                if not watched.gone and self._written(row, watched):
+                    early.add(row)
+            except torch.OutOfMemoryError:  # no room for sums: the next save watches it anew
+                unknown.add(row)
         if self.host is not None:
             self.host.close()
-        calm = [watched.known_as for row, watched in self.rows.items() if row not in early]
+        calm = [w.known_as for row, w in self.rows.items() if row not in early | unknown]
         self.write_history.learn(calm, early=False)
         news = self.write_history.learn([self.rows[row].known_as for row in early], early=True)
         if news:

@@ -3,13 +3,22 @@ behaves as CUDA does."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+
+import numpy as np
 import pytest
 import torch
+from support.forked import in_a_fork
 
 import holdfast
+from holdfast.storage.runtime.buffers import HostBuffer, host_pool
+from holdfast.storage.state.bits import as_bits, pack
 from holdfast.storage.state.block_sums import BlockSums
-from holdfast.storage.state.device import refuse_capture
+from holdfast.storage.state.device import copied_to_host, pack_windows, refuse_capture
 from holdfast.storage.state.device_snapshot import DeviceSnapshot
+from holdfast.storage.state.write_history import WriteHistory
+from holdfast.storage.state.write_watch import Watch, Watched
 
 
 @pytest.mark.parametrize("begin", range(8))
@@ -51,3 +60,121 @@ def test_a_chunk_that_the_device_has_no_room_for_is_copied_to_the_host():
     assert torch.equal(copied, tensor.view(torch.uint8)[4096:9_000_000])
     tensor[1000] += 1
     assert not bool(snapshot.staged(0, 4096, 9_000_000)[1].same)
+
+
+def test_cuda_is_not_asked_about_captures_where_it_does_not_run(monkeypatch, tmp_path):
+    """In a forked child the question itself is an error."""
+
+    def ask() -> bool:
+        raise AssertionError("CUDA was asked")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", ask)
+    refuse_capture()
+    holdfast.fence()
+    holdfast.save(tmp_path / "c", {"w": torch.ones(3)})
+
+
+BASE = torch.randn(40, 30)
+LAYOUTS = {
+    "plain": BASE,
+    "transposed": BASE.t(),
+    "strided": BASE[1::3, ::7],
+    "expanded": BASE[0].expand(5, 30),
+    "one element": BASE[3:4, 2:3],
+    "scalar": BASE[1, 1],
+    "empty": BASE[:0].t(),
+    "conjugated": torch.randn(4, 6, dtype=torch.complex64).t().conj(),
+    "negated": torch.randn(7, dtype=torch.complex64).conj().imag,
+    "eight bits": torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).view(16, 16).t(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_of_memory_is_copied_where_a_device_has_no_room_to_pack(name):
+    """The copy has the bits of every layout, whether they are resolved or not."""
+    tensor = LAYOUTS[name]
+    copied = copied_to_host(tensor)
+    assert not copied.is_conj()
+    assert not copied.is_neg()
+    assert torch.equal(as_bits(copied), as_bits(tensor.contiguous()))
+
+
+def test_windows_of_a_full_device_are_packed_on_the_host():
+    """Also if the device has run out of memory between two of them."""
+    windows = [BASE[:20].t(), BASE[20:, ::2]]
+    refused = []
+
+    def pack_once(parts: Iterable[torch.Tensor], to: torch.Tensor) -> None:
+        if not refused:
+            pack([next(iter(parts))], to[: windows[0].nbytes])
+            refused.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        pack(parts, to)
+
+    into = torch.zeros(sum(window.nbytes for window in windows), dtype=torch.uint8)
+    pack_windows(windows, into, pack_once)
+    expected = torch.cat([window.flatten() for window in windows])
+    assert torch.equal(into.view(torch.float32), expected)
+
+
+def test_a_watch_that_finds_no_room_for_sums_learns_nothing():
+    """An optimizer's step ends it, and is not to fail for that."""
+
+    class Full(Watched):
+        def bytes(self) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    history = WriteHistory()
+    known_as = ("w", BASE.nbytes)
+    full = Full(known_as, BASE, BlockSums.of(BASE.view(torch.uint8).flatten()))
+    Watch({0: full}, None, history).end()
+    assert history.is_early(known_as) is None
+
+
+@pytest.fixture
+def forked_after_cuda(monkeypatch):
+    """What torch says in a child that was forked after CUDA began."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+
+
+@pytest.mark.usefixtures("forked_after_cuda")
+def test_random_generators_of_a_device_are_refused_in_a_forked_child(tmp_path):
+    """By an error of ours, and before any generator is set."""
+    stored = holdfast.RNGState()
+    with pytest.raises(holdfast.UsageError, match=r"the state needs CUDA.*forked subprocess"):
+        holdfast.save(tmp_path / "c", {"rng": stored})
+    before = torch.get_rng_state()
+    other = {"torch": torch.zeros_like(before), "cuda": [before]}
+    with pytest.raises(holdfast.UsageError, match="rather than fork"):
+        stored.load_state_dict(other)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.usefixtures("forked_after_cuda")
+def test_host_memory_is_saved_in_a_forked_child(tmp_path):
+    """And loaded: nothing of it needs CUDA."""
+    holdfast.save(tmp_path / "c", {"w": torch.ones(3)})
+    into = {"w": torch.zeros(3)}
+    holdfast.load(tmp_path / "c", into=into)
+    assert into["w"].eq(1).all()
+
+
+def test_a_forked_child_does_not_free_its_parents_pinned_buffers():
+    """To free one may ask CUDA, and end the child."""
+    freed = []
+
+    def allocate(nbytes: int) -> HostBuffer:
+        memory = np.zeros(nbytes, np.uint8)
+        weakref.finalize(memory, freed.append, nbytes)
+        return HostBuffer(memory.data, memory.ctypes.data)
+
+    pool = host_pool(4096, allocate)
+    pool.give(pool.take())
+    del pool
+
+    def child() -> None:
+        assert host_pool(4096, allocate).free_nbytes == 0
+        assert not freed
+
+    assert in_a_fork(child) == ""

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.utils.data import DataLoader
 
 from ....errors import StateError
+from ..device import refuse_forked_child
 from .deepspeed import zero_of
 from .exact_dtypes import exact_values
 from .flat_parts import sharded_state
@@ -70,12 +71,15 @@ class RNGState:
 
     def state_dict(self) -> dict[str, object]:
         """States of all generators, as they are now."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        cuda: list[torch.Tensor] = []
+        if torch.cuda.is_available():
+            refuse_forked_child()
+            cuda = torch.cuda.get_rng_state_all()
         name, keys, position, has_gauss, cached = np.random.get_state()
         version, words, gauss = random.getstate()
         return {
             "torch": torch.get_rng_state(),
-            "cuda": list(cuda),
+            "cuda": cuda,
             "numpy": [name, np.asarray(keys), int(position), int(has_gauss), float(cached)],
             "python": [
                 version,
@@ -86,8 +90,11 @@ class RNGState:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set all generators. CUDA states beyond the devices of this process are left out."""
+        on_device = bool(state_dict["cuda"]) and torch.cuda.is_available()
+        if on_device:
+            refuse_forked_child()
         torch.set_rng_state(state_dict["torch"])
-        if state_dict["cuda"] and torch.cuda.is_available():
+        if on_device:
             for device, state in zip(
                 range(torch.cuda.device_count()), state_dict["cuda"], strict=False
             ):
