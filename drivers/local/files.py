@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import stat
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,7 +32,9 @@ CreateFile = Callable[[int, str, int], int]
 """Creates a file that is to have so many bytes: (folder, name, size) → a descriptor for writing.
 Raises OSError, EEXIST among them, and then leaves nothing."""
 
-_TRIES = 100
+_SWEPT_S = 5.0
+"""How long a file is created again in a folder that is gone. Clients of network file systems
+believe their caches for about a second."""
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -74,12 +77,14 @@ class NewFile:
     def open(self, *, exclusive: bool = False) -> None:
         """Create the temporary file, and the folders above it. ``exclusive``: EEXIST where the key
         is taken. ENOSPC where there is no room, and that can be told now."""
-        for _ in range(_TRIES):
-            plain = self._create(exclusive)
-            if plain is not None:
-                break
-        else:
-            raise OSError(errno.EAGAIN, "its folder was swept away again and again", self._name)
+        end_s = time.monotonic() + _SWEPT_S
+        pause_s = 0.001
+        while (plain := self._create(exclusive)) is None:
+            if time.monotonic() > end_s:
+                raise OSError(errno.EAGAIN, "its folder was swept away again and again", self._name)
+            self._tree.doubt(self._above)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
         self._file = OpenFile(plain, self._folder)
         try:
             if self._take_room is not None and self._take_room(plain, self._nbytes):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import stat
@@ -90,6 +91,12 @@ class Tree:
             os.close(fd)
             raise
         return fd
+
+    def doubt(self, key: str) -> None:
+        """Make the folder ``key`` and those above it anew at the next :meth:`open_folder`: a client
+        of a network file system may open a folder that another host has removed, from its cache.
+        Only making it asks the server."""
+        self._durable -= set(itertools.accumulate(key.split("/"), "{}/{}".format))
 
     def folder(self, key: str) -> _Folder:
         """:meth:`open_folder` of one that exists, for the length of a ``with`` block."""

@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -371,3 +372,35 @@ def test_a_young_upload_on_an_unknown_file_system_is_not_swept(root: Path) -> No
 
     run(work())
     assert left.exists()
+
+
+# Folders
+
+
+@pytest.mark.parametrize("believed_s", [0.0, 0.2])
+def test_a_folder_that_another_host_has_removed_is_made_again(
+    driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch, believed_s: float
+) -> None:
+    """As on FUSE: the client opens from its cache a folder that is gone. It asks the server when a
+    folder is to be made, or only after some time."""
+    run(driver.put("data/attempt/a", b"first"))
+    gone = os.open(root / "data/attempt", os.O_RDONLY)
+    shutil.rmtree(root / "data/attempt")
+    until_s = time.monotonic() + believed_s
+    cached = {"attempt"}
+    really_open, really_mkdir = os.open, os.mkdir
+
+    def open_from_cache(name: Any, *options: Any, **named: Any) -> int:
+        return os.dup(gone) if name in cached else really_open(name, *options, **named)
+
+    def mkdir(name: Any, *options: Any, **named: Any) -> None:
+        if name in cached and time.monotonic() < until_s:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+        cached.discard(name)
+        really_mkdir(name, *options, **named)
+
+    monkeypatch.setattr(os, "open", open_from_cache)
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    run(driver.put("data/attempt/b", b"second"))
+    os.close(gone)
+    assert (root / "data/attempt/b").read_bytes() == b"second"
