@@ -322,8 +322,10 @@ def test_a_state_that_holds_less_than_it_seems_is_refused(name: str, tmp_path: P
 def test_a_checkpointer_saves_nothing_that_is_hollow_unless_asked(tmp_path: Path) -> None:
     """Its saves fail; with ``allow_empty`` they do not."""
     ckpt = holdfast.Checkpointer(tmp_path / "a", every=1, on_error="raise")
-    with ckpt, pytest.raises(holdfast.StateError, match="allow_empty"):
+    with pytest.raises(holdfast.StateError, match="allow_empty"):
         ckpt.step(1, {"model": without_weights()})
+    with pytest.raises(holdfast.StateError, match="allow_empty"):
+        ckpt.close()
     assert ckpt.counters.saved == 0
     with holdfast.Checkpointer(tmp_path / "b", every=1, on_error="raise", allow_empty=True) as ckpt:
         ckpt.step(1, {"model": without_weights()})

@@ -50,5 +50,5 @@ def test_a_part_that_is_interrupted_writes_its_results(tmp_path):
         "try:\n    time.sleep(60)\n"
         f"except KeyboardInterrupt:\n    open({str(result)!r}, 'w').write('whole')\n"
     )
-    assert not part(code, 0.7)
+    assert not part(code, 3.0)  # an interpreter begins within that on a busy machine, too
     assert result.read_text() == "whole"

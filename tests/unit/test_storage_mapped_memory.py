@@ -3,6 +3,7 @@ one is stored as of the call, or fails by name."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable
@@ -79,18 +80,22 @@ def across_mappings(path: Path) -> torch.Tensor:
     """Its middle is mapped anew, from nothing."""
     tensor = of_a_file(path)
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) + 5
-    libc_mmap = process_memory._libc.mmap
-    libc_mmap.restype = process_memory.ctypes.c_void_p
-    libc_mmap.argtypes = (
-        [process_memory.ctypes.c_void_p, process_memory.ctypes.c_size_t]
-        + [process_memory.ctypes.c_int] * 3
-        + [process_memory.ctypes.c_long]
-    )
-    fixed = 0x10 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    address = first * mmap.PAGESIZE
-    got = libc_mmap(address, 4 * mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, fixed, -1, 0)
-    assert got == address
+    map_memory(4 * mmap.PAGESIZE, first * mmap.PAGESIZE)
     return tensor
+
+
+def map_memory(nbytes: int, address: int = 0) -> int:
+    """Map private memory, at ``address`` if given, which nobody but munmap ends."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_size_t),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+    ]
+    flags = (0x10 if address else 0) | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    got = libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    assert got == (address or got)
+    return int(got)
 
 
 KINDS: list[Callable[[Path], torch.Tensor]] = [
@@ -187,9 +192,12 @@ def test_a_file_that_is_cut_off_under_its_mapping_fails_the_save(
 def test_an_eager_save_survives_a_thread_that_frees_the_memory(
     write_before_copy: list[Callable[[], None]],
 ) -> None:
-    """Where a plain read would be a segmentation fault: the allocator unmaps so much at once."""
-    state = {"x": torch.ones(16 << 20)}
-    write_before_copy.append(lambda: state["x"].untyped_storage().resize_(0) and None)
+    """Where a plain read would be a segmentation fault."""
+    address = map_memory(4 * NUMEL)
+    state = {"x": in_memory((ctypes.c_char * (4 * NUMEL)).from_address(address)).fill_(1)}
+    libc = ctypes.CDLL(None)
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    write_before_copy.append(lambda: libc.munmap(address, 4 * NUMEL) and None)
     with pytest.raises(holdfast.SaveError, match=r"state\[.x.\] changed while"):
         holdfast.save(fresh_uri(), state)
 
