@@ -16,6 +16,7 @@ from holdfast.storage.keeper.guards import Guards
 from holdfast.storage.keeper.lead import Lead
 from holdfast.storage.keeper.reporting import Reporting
 from holdfast.storage.keeper.standing import Report, Standing
+from holdfast.storage.training import memory_survey
 from holdfast.storage.training.epochs import Epochs
 
 from . import keeper_peers
@@ -223,3 +224,26 @@ def _nobody_waits() -> Iterator[Patch]:
 @broken("the next epoch is counted from what storage knows alone")
 def _epochs_anew() -> Iterator[Patch]:
     yield Epochs, "newest", property(lambda self: -1)
+
+
+@broken("a struck image counts as held")
+def _struck_holder() -> Iterator[Patch]:
+    real = memory_survey.kept_in_memory
+
+    def kept(*given: Any) -> Any:
+        *stocks, _ = given
+        return real(*stocks)
+
+    yield memory_survey, "kept_in_memory", kept
+
+
+@broken("a keeper that holds a struck image says that it has rebuilt it")
+def _struck_is_whole() -> Iterator[Patch]:
+    real = choice.choices
+
+    def anywhere(stocks: Any, rebuilders: Sequence[str], is_of_use: Any, struck: Any = ()) -> Any:
+        names = [name for _, _, name in struck if name in rebuilders]
+        return real(stocks, names[:1] or rebuilders, is_of_use, struck)
+
+    yield memory_survey, "choices", anywhere
+    yield HostKeeper, "is_whole", lambda self, held: True

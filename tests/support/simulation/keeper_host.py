@@ -281,27 +281,51 @@ class HostKeeper(SimulatedKeeper):
         return replace(super().inventory(), guards=self.guards.inventory(), hosts=hosts)
 
     async def rebuild(self, reader: int, request: Rebuild) -> str:
-        """Make an image again; why not."""
-        if any(image.label.rank == request.rank for image in self.images(request.generation)):
+        """Rebuild an image; return why it cannot be. See the real keeper."""
+        self.generations.flushing(request.generation)  # no slot of it is filled meanwhile
+        try:
+            return await self._make_again(reader, request)
+        finally:
+            self.generations.flushed(request.generation)
+
+    async def _make_again(self, reader: int, request: Rebuild) -> str:
+        id = request.generation
+        struck = self.slot_of(id, request.rank)
+        if struck is not None and self.is_whole(struck):
             return ""
         try:
             label, memory = await rebuilt(request, RUN, "")
         except (HoldfastError, OSError) as error:
             return str(error)
-        number = self.generations.recall(
-            label.generation, label.rank, label.world, label.nbytes, epoch=False
-        )
-        self.forget_unheld()
-        if isinstance(number, Refusal):
-            return number.reason.value
-        memory.generation = label.generation
-        self.slots[number] = Held(memory, label, label.encode())
-        self.generations.agreed(label.generation)
+        if struck is not None:
+            struck.memory.pieces[:], struck.memory.pages = memory.pieces, memory.pages
+            struck.label, struck.encoded = label, label.encode()
+            self.world.mended(self, id)
+        else:
+            number = self.generations.recall(id, label.rank, label.world, label.nbytes, epoch=False)
+            self.forget_unheld()
+            if isinstance(number, Refusal):
+                return number.reason.value
+            memory.generation = id
+            self.slots[number] = Held(memory, label, label.encode())
+        self.generations.agreed(id)
         if reader not in self.gone:
             self.offer(reader)
-        self.world.count("rebuilt", f"{label.generation} rank {label.rank} at {self}")
+        self.world.count("rebuilt", f"{id} rank {label.rank} at {self}")
         self.world.check_budget(self)
         return ""
+
+    def slot_of(self, id: GenerationId, rank: int) -> Held | None:
+        """Find the slot that holds the image of a rank."""
+        for slot, held in self.slots.items():
+            is_of_rank = held.label is not None and held.label.rank == rank
+            if is_of_rank and self.generations.holds(slot, id):
+                return held
+        return None
+
+    def is_whole(self, held: Held) -> bool:
+        """Check an image and its label against their checksums."""
+        return self.world.intact(held, held.memory.pieces)
 
     def die(self) -> None:
         """Nothing of it happens any more, and whoever waits for an answer learns of it."""

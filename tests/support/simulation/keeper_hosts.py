@@ -14,7 +14,6 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
 
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId
@@ -27,6 +26,7 @@ from holdfast.storage.training.memory_survey import GuardOption, InMemory, Struc
 from .keeper_host import STATE_NBYTES, Host, HostJob, HostKeeper, HostTrainer
 from .keeper_peers import KeeperProcess, installed
 from .keeper_promises import Promise, Promises
+from .keeper_strikes import flip, strike
 from .keepers import PIECES, State, Task, Violation, step_of
 from .loop import PROCESS, Deadlock, SimLoop
 
@@ -68,6 +68,8 @@ class Hosts(Promises):
         self.doubles = draw.choice([0.0, 0.1])
         self.slow_memory = 0.3 * (seed % 2 == 0)
         self.rests_at_end = seed % 3 == 0
+        self.is_struck = seed % 4 == 1
+        """Whether bits of the protected step flip again and again."""
         self.fault_rate = draw.choice([0.002, 0.005, 0.01])
         self.seal_weight = draw.choice([1.0, 3.0])
         self.work_weight = draw.choice([1.0, 3.0])
@@ -362,35 +364,11 @@ class Hosts(Promises):
             self.placed.insert(place, self.add_host())
         self.kill_all()
 
-    def flip(self) -> None:
-        """A bit, in an image that is sealed, in its label, or in parity."""
-        keeper = self.random.choice(self.placed).keeper
-        sealed = [held for held in keeper.slots.values() if held.label is not None]
-        kind = self.random.choice(["image", "label", "parity"])
-        parities = list(keeper.guards._held.values())
-        if kind == "parity" and parities:
-            parity: Any = self.random.choice(parities)
-            piece = self.random.choice(parity.pieces)
-            piece[self.random.choice(sorted(piece))] = None
-            id = parity.generation
-        elif kind != "parity" and sealed:
-            held = self.random.choice(sealed)
-            assert held.label is not None
-            id = held.label.generation
-            if kind == "image":
-                held.memory.pieces[self.random.randrange(PIECES)] = None
-            else:
-                held.encoded = held.encoded[:-1] + bytes([held.encoded[-1] ^ 1])
-        else:
-            return
-        self.damaged.add((keeper.host.name, id))
-        self.count("flipped", f"{kind} of {id} at {keeper}")
-
     def fault(self) -> None:
         """One of them."""
         draw = self.random
         kinds = "one all keeper lead host cut heal pause wake sleep flip full"
-        kind = draw.choice(kinds.split())
+        kind = draw.choice(kinds.split() + ["strike", "strike"] * self.is_struck)
         self.count(f"fault: {kind}")
         living = [trainer for trainer in self.trainers if trainer.alive and not trainer.paused]
         host = draw.choice(self.placed)
@@ -415,7 +393,9 @@ class Hosts(Promises):
         elif kind == "sleep":
             host.keeper.process.paused_until_s = self.loop.now_s + draw.choice([1.0, 10.0, 90.0])
         elif kind == "flip":
-            self.flip()
+            flip(self, draw.choice(self.placed).keeper)
+        elif kind == "strike" and strike(self):
+            self.kill_all()
         elif kind == "full":
             self.full = self.impeded = True
 

@@ -14,6 +14,7 @@ from holdfast.planner.parity import parity_of
 from holdfast.storage.arenas.label import GenerationId, Label
 
 from .keeper_host import HostJob, HostKeeper, HostTrainer
+from .keeper_strikes import is_struck
 from .keepers import Held, Memory, Record, SimulatedKeeper, State, Trainer, Violation
 
 __all__ = ["Promise", "Promises"]
@@ -161,6 +162,11 @@ class Promises(Record):
         if not self.is_on_line(id):
             raise Violation(f"{id} was dropped, and may be gone on from")
 
+    def mended(self, keeper: HostKeeper, id: GenerationId) -> None:
+        """Count a keeper as undamaged again, if nothing that it holds of a generation is."""
+        if not is_struck(keeper, id):
+            self.damaged.discard((keeper.host.name, id))
+
     def has_flipped(self, id: GenerationId) -> bool:
         """Whether any bit of it has, anywhere."""
         return any(other == id for _, other in self.damaged)
@@ -179,10 +185,8 @@ class Promises(Record):
             return True
         if not promise.groups:
             return False
-        if self.has_flipped(promise.id):  # one cannot tell which one is damaged by its parity
-            return False
         return all(
-            sum(not is_there(of) for of in each) + promise.others_lost <= may
+            sum(of is None or not is_well(of) for of in each) + promise.others_lost <= may
             for may, each in promise.groups
         )
 
