@@ -28,10 +28,11 @@ def _nothing() -> None:
 @dataclass(frozen=True)
 class Contestant:
     """``run`` is timed; ``before`` and ``after`` are not. ``after`` checks the result and raises if
-    it is wrong."""
+    it is wrong. ``run`` of a contestant that is another program returns the seconds that this has
+    measured; its memory and processor time are not known."""
 
     name: str
-    run: Callable[[], None]
+    run: Callable[[], float | None]
     before: Callable[[], None] = _nothing
     after: Callable[[], None] = _nothing
 
@@ -59,7 +60,7 @@ def contest(
             contestant.before()
             flush()
             time.sleep(settle_s)
-            series.peak_nbytes.append(_timed(contestant, series, meet))
+            _time(contestant, series, meet)
             contestant.after()
             say(f"round {number + 1}: {contestant.name}: {series.seconds[-1]:.3f} s")
         if not may_go_on():
@@ -67,16 +68,20 @@ def contest(
     return found
 
 
-def _timed(contestant: Contestant, series: Series, meet: Callable[[], None]) -> int:
+def _time(contestant: Contestant, series: Series, meet: Callable[[], None]) -> None:
     with PeakMemory() as memory:
         meet()
         (own_s, all_s), began_s = processor_s(), time.perf_counter()
-        contestant.run()
-        series.seconds.append(time.perf_counter() - began_s)
+        measured_s = contestant.run()
+        taken_s = time.perf_counter() - began_s
         own_stop_s, all_stop_s = processor_s()
-        series.own_processor_s.append(own_stop_s - own_s)
-        series.all_processor_s.append(all_stop_s - all_s)
-    return memory.nbytes
+    if measured_s is not None:
+        series.seconds.append(measured_s)
+        return
+    series.seconds.append(taken_s)
+    series.own_processor_s.append(own_stop_s - own_s)
+    series.all_processor_s.append(all_stop_s - all_s)
+    series.peak_nbytes.append(memory.nbytes)
 
 
 def busy(found: Sequence[Series], nbytes: int) -> list[str]:

@@ -1,21 +1,24 @@
 """What is measured beside our own phases, in the same contest: the limit of the storage, our driver
-alone where that is asked for, and peers."""
+alone and fio where they are asked for, and peers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...drivers.uri import Uri, join
 from ..contest import Contestant
 from ..limit.alone import Alone
+from ..limit.fio import Fio
 from ..limit.of import limit_of
-from ..peers.choice import chosen
+from ..limit.raw_file import RawFile
+from ..peers.choice import asks_for_fio, chosen
 from ..states import State
 from .peers import PeerContest
 from .plan import Plan, local_folder
 from .ranks import Ranks
-from .result import READ_ALONE, READ_LIMIT, WRITE_ALONE, WRITE_LIMIT
+from .result import FIO_READ, FIO_WRITE, READ_ALONE, READ_LIMIT, WRITE_ALONE, WRITE_LIMIT
 
 __all__ = ["Beside"]
 
@@ -29,8 +32,8 @@ class Beside:
     def __init__(
         self, plan: Plan, place: Uri, state: State, nbytes: int, ranks: Ranks, say: Say
     ) -> None:
-        """Sweeps the settings of the client, on all ranks at once, and has each peer save and load
-        something small. ``nbytes``: what this rank holds of the state."""
+        """Sweep the settings of the client, on all ranks at once, and have fio and each peer save
+        and load something small. ``nbytes``: what this rank holds of the state."""
         own = join(place, f"rank-{ranks.rank}")
         folder = local_folder(own)
         if folder is not None:
@@ -47,11 +50,25 @@ class Beside:
         self.nbytes = dict.fromkeys((WRITE_LIMIT, READ_LIMIT), self._limit.nbytes)
         if self._alone is not None:
             self.nbytes |= dict.fromkeys((WRITE_ALONE, READ_ALONE), self._alone.nbytes)
+        self._fio: dict[str, Fio] = {}
+        self.invalid = self._peers.invalid
+        """Why figures of fio and of peers are not to be believed, by phase."""
+        if asks_for_fio(plan.peers, plan.parsed):
+            self._try_fio(say)
 
-    @property
-    def invalid(self) -> dict[str, tuple[str, ...]]:
-        """By phase, what was found to be wrong with peers."""
-        return self._peers.invalid
+    def _try_fio(self, say: Say) -> None:
+        for name, client in ((FIO_WRITE, self._limit.writing), (FIO_READ, self._limit.reading)):
+            assert isinstance(client, RawFile)  # so it is on a file system
+            fio = Fio(replace(client, path=client.path.with_name(name.replace(" ", "-"))))
+            try:
+                fio.try_out()
+            except OSError as error:
+                say(f"fio is left out: {error}")
+                self.invalid[name] = (f"left out, since it failed: {error}",)
+            else:
+                self._fio[name] = fio
+                self.limits[name] = fio.name
+                self.nbytes[name] = fio.nbytes
 
     def writing(self, ours: Sequence[Contestant]) -> list[Contestant]:
         """Our phases that write, with all that is held against them."""
@@ -59,7 +76,9 @@ class Beside:
         alone = []
         if self._alone is not None:
             alone.append(Contestant(WRITE_ALONE, self._alone.write, after=self._alone.remove))
-        return [limit, *alone, *ours, *self._peers.saving()]
+        fio = self._fio.get(FIO_WRITE)
+        also = [Contestant(FIO_WRITE, fio.write, after=fio.remove)] if fio else []
+        return [limit, *also, *alone, *ours, *self._peers.saving()]
 
     def reading(self, ours: Sequence[Contestant]) -> list[Contestant]:
         """Our phases that read, with all that is held against them, whose objects are written
@@ -70,8 +89,13 @@ class Beside:
         if self._alone is not None:
             self._alone.write()
             alone.append(Contestant(READ_ALONE, self._alone.read))
+        also = []
+        fio = self._fio.get(FIO_READ)
+        if fio is not None:
+            fio.write()
+            also.append(Contestant(FIO_READ, fio.read))
         self._peers.prepare()
-        return [limit, *alone, *ours, *self._peers.loading()]
+        return [limit, *also, *alone, *ours, *self._peers.loading()]
 
 
 def _say_nothing(line: str) -> None:

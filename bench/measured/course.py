@@ -88,10 +88,11 @@ class Course:
     def _counted(self, contestant: Contestant) -> Contestant:
         """The same, which also counts what it asks of the storage."""
 
-        def run() -> None:
+        def run() -> float | None:
             before = count_now()
-            contestant.run()
+            measured_s = contestant.run()
             self.note(contestant.name).counts.append(since(before, count_now()))
+            return measured_s
 
         return replace(contestant, run=run)
 

@@ -15,7 +15,7 @@ from ...drivers.registry import driver_class, open_driver, serving
 from ...drivers.uri import Uri, join, parse
 from ...errors import UsageError
 from ..machine import available_nbytes
-from ..peers.choice import chosen
+from ..peers.choice import asks_for_fio, chosen
 from ..prices import Prices
 from ..workloads.content import NORMAL, Content
 from ..workloads.mlperf import Mlperf
@@ -83,10 +83,10 @@ class Plan:
 
     @property
     def stored_nbytes(self) -> int:
-        """The most that is in storage at a time, about: our own, what our driver alone reads, and a
-        checkpoint of each peer, to be loaded."""
-        copies = COPIES_STORED + self.driver_alone + len(chosen(self.peers, self.parsed))
-        return copies * self.nbytes
+        """About the most that is in storage at a time: our own, a file each for fio and for our
+        driver alone, and a checkpoint of each peer."""
+        others = len(chosen(self.peers, self.parsed)) + asks_for_fio(self.peers, self.parsed)
+        return (COPIES_STORED + self.driver_alone + others) * self.nbytes
 
     @property
     def settle_s(self) -> float:
@@ -140,6 +140,7 @@ def check_here(plan: Plan, ranks: int = 1, hosts: int = 1) -> None:
             f"peers are measured by one process, not by {ranks}", advice="Leave --peer out."
         )
     chosen(plan.peers, plan.parsed)
+    asks_for_fio(plan.peers, plan.parsed)
     if plan.runs < 1:
         raise UsageError(f"{plan.runs} rounds measure nothing", advice="Give --runs 5.")
     if plan.warm_ups < 0:

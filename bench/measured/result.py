@@ -20,6 +20,8 @@ from .observed import Operations
 __all__ = [
     "BY_ONE_RANK",
     "DELETING",
+    "FIO_READ",
+    "FIO_WRITE",
     "LIMITS",
     "PERCENTS",
     "PHASES",
@@ -41,6 +43,9 @@ READ_LIMIT = "read limit"
 WRITE_ALONE = "write alone"
 READ_ALONE = "read alone"
 """What our driver does without the engine."""
+FIO_WRITE = "fio write"
+FIO_READ = "fio read"
+"""What fio does, where it is asked for."""
 LIMITS = {
     "save": WRITE_LIMIT,
     "async save": WRITE_LIMIT,
@@ -70,14 +75,19 @@ BY_ONE_RANK = ("verify", "prune", "delete")
 DELETING = ("prune", "delete")
 """Phases that move no bytes, and are measured once: their times are all that they have."""
 _GETS = ("read", "get", "stat")
-_OF_ALONE = {WRITE_ALONE: WRITE_LIMIT, READ_ALONE: READ_LIMIT}
+_OF_OTHERS = {
+    WRITE_ALONE: WRITE_LIMIT,
+    READ_ALONE: READ_LIMIT,
+    FIO_WRITE: WRITE_LIMIT,
+    FIO_READ: READ_LIMIT,
+}
 
 
 def limit_of_phase(name: str) -> str | None:
-    """The phase that ``name`` is held against: also that of a peer, as "save: DCP", and of our
-    driver alone. None where there is none."""
+    """The phase that ``name`` is held against: also that of a peer, as "save: DCP", of fio, and
+    of our driver alone. None where there is none."""
     verb = name.partition(": ")[0]
-    return LIMITS.get(verb) or _OF_ALONE.get(name)
+    return LIMITS.get(verb) or _OF_OTHERS.get(name)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Scope: imports none of them, nor torch, so that what cannot be is said at once.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 
 import holdfast
@@ -16,9 +17,11 @@ from .on_files import ON_FILES
 from .peer import Peer, State
 from .through_dcp import HOLDFAST_THROUGH_DCP, THROUGH_DCP
 
-__all__ = ["ALL", "OURS", "PEERS", "beside_ours", "chosen", "through_dcp"]
+__all__ = ["ALL", "FIO", "OURS", "PEERS", "asks_for_fio", "beside_ours", "chosen", "through_dcp"]
 
 ALL = "all"
+FIO = "fio"
+"""Named like a peer, though it moves no state: it is measured beside the limit."""
 PEERS = (*THROUGH_DCP, *ON_FILES)
 
 
@@ -48,23 +51,45 @@ def through_dcp() -> list[Peer]:
 
 def chosen(text: str, uri: Uri) -> list[Peer]:
     """The peers that a list of names, separated by commas, stands for on the storage of ``uri``, or
-    all that can be if it is "all". Empty for an empty text.
+    all that can be if it is "all". Empty for an empty text. :data:`FIO` is none of them.
 
     Raises UsageError for a name that is not known, and for a peer that is not installed or cannot
     do this storage: it says which can."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = _names(text)
     if names == [ALL]:
         found = _able(uri)
         if not found:
             raise UsageError(f"no peer can be measured on {uri.scheme}://", advice=_advice(uri))
         return found
-    return [_named(name, uri) for name in dict.fromkeys(names)]
+    return [_named(name, uri) for name in names if name != FIO]
+
+
+def asks_for_fio(text: str, uri: Uri) -> bool:
+    """Return whether a list of names, as :func:`chosen` takes it, names fio, or all and fio can be
+    measured. Raises UsageError where fio is named, and cannot be measured on ``uri``."""
+    names = _names(text)
+    able = uri.scheme in ("file", "lustre")
+    installed = shutil.which(FIO) is not None
+    if FIO not in names:
+        return names == [ALL] and able and installed
+    if not able:
+        raise UsageError(f"fio cannot be measured on {uri.scheme}://", advice=_advice(uri))
+    if not installed:
+        raise UsageError(
+            "fio is not installed",
+            advice="Install the package fio, such as by `apt install fio`.",
+        )
+    return True
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def _named(name: str, uri: Uri) -> Peer:
     known = [peer for peer in PEERS if peer.key == name]
     if not known:
-        keys = ", ".join(dict.fromkeys(peer.key for peer in PEERS))
+        keys = ", ".join(dict.fromkeys([*(peer.key for peer in PEERS), FIO]))
         raise UsageError(f"no peer is called {name!r}", advice=f"There are {keys}, and {ALL}.")
     serving = [peer for peer in known if peer.serves(uri)]
     if not serving:

@@ -73,8 +73,8 @@ def _add_beside(group: argparse._ArgumentGroup) -> None:
         default="",
         metavar="NAMES",
         help="save and load with these libraries, too: dcp, dcp4, torchsave, safetensors, "
-        "torchsnapshot, tensorizer, runai, fastsafetensors, s3torchconnector, with commas between "
-        "them; or all that are installed and can do this storage: all",
+        "torchsnapshot, tensorizer, runai, fastsafetensors, s3torchconnector, fio, with commas "
+        "between them; or all that are installed and can do this storage: all",
     )
     group.add_argument(
         "--driver-alone",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,19 +125,25 @@ def test_a_peer_that_fails_is_left_out_and_named(tmp_path: Path) -> None:
 
 
 def test_peers_stand_beside_our_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With their share of the limit, as our driver alone; and nothing is left."""
+    """Measure them, fio and our driver alone, with their share of the limit, and leave nothing."""
     arguments = ["bench", str(tmp_path / "s"), "--size", "4MiB", "--runs", "1", "--json"]
-    app.run([*arguments, "--peer", "dcp,torchsave", "--driver-alone"])
+    fio = shutil.which("fio") is not None
+    peers = "dcp,torchsave,fio" if fio else "dcp,torchsave"
+    app.run([*arguments, "--peer", peers, "--driver-alone"])
     found = json.loads(capsys.readouterr().out)
     names = [phase["name"] for phase in found["phases"]]
     assert names == [
-        *("write limit", "write alone", "save", "async save", "overwrite"),
+        *(["write limit", "fio write"] if fio else ["write limit"]),
+        *("write alone", "save", "async save", "overwrite"),
         *("save: DCP", "save: torch.save"),
-        *("read limit", "read alone", "load", "verify", "load: DCP", "load: torch.save"),
+        *(["read limit", "fio read"] if fio else ["read limit"]),
+        *("read alone", "load", "verify", "load: DCP", "load: torch.save"),
         *("prune", "delete"),
     ]
     without = {phase["name"] for phase in found["phases"] if phase["share"] is None}
     assert without == {"write limit", "read limit", "prune", "delete"}
-    assert found["config"]["peers"] == "dcp,torchsave"
-    assert set(found["limits"]) == {"write limit", "read limit"}
+    assert found["config"]["peers"] == peers
+    assert set(found["limits"]) == {
+        name for name in names if name.endswith("limit") or "fio" in name
+    }
     assert list((tmp_path / "s").iterdir()) == []
