@@ -69,6 +69,7 @@ _FIELDS = {
     _METADATA + "ChunkStorageMetadata": ("offsets", "sizes"),
     _METADATA + "Metadata": (
         "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version",
+        "all_local_plans",  # Megatron's, which repeats what the others say
     ),
     _METADATA + "MetadataIndex": ("fqn", "offset", "index"),
     _METADATA + "TensorStorageMetadata": ("properties", "size", "chunks"),

@@ -25,6 +25,7 @@ from support.given import Serve
 from support.importing import imported
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan
 
 import holdfast
 from holdfast.drivers.contract import Buffer
@@ -328,6 +329,15 @@ def test_metadata_that_cannot_be_is_refused(
         file.unlink()
     with pytest.raises(holdfast.UnsupportedFormatError, match=message):
         imported(tmp_path)
+
+
+def test_the_plans_that_megatron_keeps_in_the_metadata_change_nothing(tmp_path: Path) -> None:
+    """They repeat what the other fields say."""
+    saved({"w": torch.ones(3, 5)}, tmp_path)
+    metadata = metadata_of(tmp_path)
+    metadata.all_local_plans = [SavePlan([])]  # type: ignore[attr-defined]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert torch.equal(imported(tmp_path)["w"], torch.ones(3, 5))
 
 
 @pytest.mark.parametrize(
