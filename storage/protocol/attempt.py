@@ -5,6 +5,7 @@ The keys below a checkpoint's root are listed in :mod:`.commit`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -44,6 +45,7 @@ __all__ = [
 ATTEMPT_KEY_PATTERN = rf"data/(?P<attempt>{ATTEMPT_PATTERN})/.+"
 """A regular expression of every key that belongs to an attempt."""
 _ATTEMPT_KEY = re.compile(ATTEMPT_KEY_PATTERN)
+_SECOND_LOOK_S = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -128,17 +130,27 @@ async def _put_marker(driver: Driver, data: bytes) -> Attempt:
 
 
 async def check_marker(driver: Driver, attempt: Attempt) -> ObjectInfo:
-    """The marker's ``stat``. Raises SupersededError where the marker is gone, because another save
-    is deleting this attempt. The marker is also gone if an object of ``TRIAL_NBYTES`` has taken its
-    place: a late put of :func:`check_exclusive_puts`, which the storage accepted after the
-    deletion."""
+    """Return the marker's ``stat``. Raises SupersededError where the marker is gone, because
+    another save is deleting this attempt. The marker is also gone if an object of ``TRIAL_NBYTES``
+    has taken its place: a late put of :func:`check_exclusive_puts`, which the storage accepted
+    after the deletion."""
     try:
         info = await driver.stat(attempt.marker_key)
-    except NotFoundError as error:
-        raise await lost(driver, attempt) from error
+    except NotFoundError:
+        info = await _second_look(driver, attempt)
     if info.nbytes == TRIAL_NBYTES:
         raise superseded(driver)
     return info
+
+
+async def _second_look(driver: Driver, attempt: Attempt) -> ObjectInfo:
+    """Return the marker's ``stat`` a little later: object stores under load now and then report an
+    object that exists as missing, whereas a deleted marker stays away."""
+    await asyncio.sleep(_SECOND_LOOK_S)
+    try:
+        return await driver.stat(attempt.marker_key)
+    except NotFoundError as error:
+        raise await lost(driver, attempt) from error
 
 
 async def time_of_marker_s(driver: Driver, attempt: Attempt) -> float:

@@ -158,6 +158,30 @@ def test_a_trial_that_comes_late_is_taken_for_no_marker() -> None:
         run(check_marker(storage, attempt))
 
 
+def test_one_false_answer_that_the_marker_is_missing_does_not_fail_a_save() -> None:
+    """Whichever look at the marker it is the answer to."""
+    looks: list[str] = []
+
+    def failing(number: int) -> HookedDriver:
+        looks.clear()
+        storage = MemoryDriver()
+
+        async def missing(operation: str, key: str) -> None:
+            if operation == "stat" and key.endswith("attempt.json"):
+                looks.append(key)
+                if len(looks) == number:
+                    raise holdfast.NotFoundError("no such object", uri=storage.uri, key=key)
+
+        return HookedDriver(storage, before=missing)
+
+    run(save(failing(0), OLD))
+    count = len(looks)
+    assert count
+    for number in range(1, count + 1):
+        run(save(failing(number), OLD))
+        assert len(looks) == count + 1
+
+
 @pytest.mark.parametrize("kind", [Whole, Shifted])
 def test_a_storage_that_cannot_answer_ranges_fails_the_save_and_not_the_load(
     kind: type[MemoryDriver],

@@ -29,6 +29,13 @@ MUTANTS = [
         tests="tests/unit/test_storage_preflight.py::test_a_trial_that_comes_late_is_taken_for_no_marker",
     ),
     Mutant(
+        says="one answer that the marker is missing is believed",
+        file="storage/protocol/attempt.py",
+        old="        info = await _second_look(driver, attempt)\n",
+        new="        raise await lost(driver, attempt) from None\n",
+        tests="tests/unit/test_storage_preflight.py::test_one_false_answer_that_the_marker_is_missing_does_not_fail_a_save",
+    ),
+    Mutant(
         says="preflight: one put that is accepted condemns the storage",
         file="storage/protocol/preflight.py",
         old="_TRIES = 3\n",
