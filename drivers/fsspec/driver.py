@@ -23,7 +23,7 @@ from ...errors import ExistsError, UriError
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key
 from ..layers.stack import common_options
 from ..local.names import is_temporary
-from ..options import Option, integer, option_values, size
+from ..options import Option, integer, option_values, or_off, size
 from ..ranges import Ranges
 from ..threads import OperationThreads
 from ..uri import Uri, redact, root_key
@@ -76,6 +76,9 @@ class FsspecDriver(Driver):
         "part_size": Option(
             size(1 << 20, 1 << 30), 16 << 20, "of one write, and of one part of an upload"
         ),
+        "object_max_nbytes": Option(
+            or_off(size(1, 1 << 60)), None, "the largest file that the file system takes"
+        ),
     }
     fs_class: ClassVar[type[AbstractFileSystem]]
 
@@ -110,6 +113,7 @@ class FsspecDriver(Driver):
             shared=kind.shared,
             hands_over=True,
             upload_nbytes=self._part_nbytes,
+            object_max_nbytes=values["object_max_nbytes"],
         )
         self._threads = OperationThreads(threads, uri=self.uri, errors=fsspec_errors)
         self._uploads: set[FsspecUpload] = set()

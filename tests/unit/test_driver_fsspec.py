@@ -165,7 +165,8 @@ def driver(
 def test_each_protocol_has_a_driver_with_its_options(shelf: type[Shelf]) -> None:
     """The named arguments of the file system, typed by their defaults, and the driver's own."""
     cls = driver_class("fsspec+oci")
-    assert set(cls.OPTIONS) == {"limit", "region", "settings", "strict", "part_size", "threads"}
+    ours = {"part_size", "threads", "object_max_nbytes"}
+    assert set(cls.OPTIONS) == {"limit", "region", "settings", "strict", *ours}
     parsed = {name: cls.OPTIONS[name].parse for name in cls.OPTIONS}
     assert (parsed["limit"]("7"), parsed["region"]("7"), parsed["strict"]("on")) == (7, "7", True)
     assert [parsed["settings"](text) for text in ("7", "true", '{"a": [1]}')] == [
@@ -181,7 +182,10 @@ def test_each_protocol_has_a_driver_with_its_options(shelf: type[Shelf]) -> None
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("fsspec+oci://bucket/run?colour=red", "Known options: limit, part_size"),
+        (
+            "fsspec+oci://bucket/run?colour=red",
+            "Known options: limit, object_max_nbytes, part_size",
+        ),
         ("fsspec+oci://bucket/run?limit=many", "'limit' is a whole number"),
         ("fsspec+oci://", "no place for checkpoints"),
         ("fsspec+file://relative", "three slashes"),
@@ -222,6 +226,16 @@ def test_options_reach_the_file_system(shelf: type[Shelf]) -> None:
 
     asyncio.run(run())
     assert shelf.settings == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("option", "limit_nbytes"), [("", None), ("?object_max_nbytes=512MiB", 512 << 20)]
+)
+def test_the_largest_object_is_an_option(
+    shelf: type[Shelf], option: str, limit_nbytes: int | None
+) -> None:
+    """No limit is known of a file system that somebody else has registered."""
+    assert bare(f"fsspec+oci://bucket/run{option}").traits.object_max_nbytes == limit_nbytes
 
 
 def test_a_location_is_decoded(tmp_path: Path) -> None:
