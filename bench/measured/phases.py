@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 import holdfast
 
 from ...drivers.uri import Uri, join
+from ...errors import HoldfastError
 from ..clearing import clear
 from ..contest import Contestant
 from ..machine import drop_caches, read_from_device_nbytes
@@ -17,7 +19,7 @@ from ..states import State, zero
 from .course import Course, Noted
 from .layouts import in_another_layout
 from .plan import Plan, local_folder
-from .ranks import Ranks
+from .ranks import LEAVE_S, Ranks
 
 __all__ = ["Phases"]
 
@@ -93,8 +95,13 @@ class Phases:
         handle = holdfast.async_save(
             self._uri(SAVED), self._state, step=STEP, compression=self._plan.compression
         )
-        noted.stall_s.append(time.perf_counter() - began_s)
-        handle.wait()
+        try:
+            noted.stall_s.append(time.perf_counter() - began_s)
+            handle.wait()
+        except KeyboardInterrupt:  # the folder will be deleted: a save there would fail, and say so
+            with contextlib.suppress(HoldfastError):
+                handle.wait(LEAVE_S)
+            raise
         assert handle.report is not None
         _count(noted, handle.report)
 

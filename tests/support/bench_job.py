@@ -52,6 +52,7 @@ def assert_interrupted_cleanly(
     process.send_signal(how)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
+    assert said.endswith("holdfast: interrupted\n")
     assert "Traceback" not in said
     assert list(folder.iterdir()) == []
 

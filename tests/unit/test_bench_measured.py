@@ -6,21 +6,27 @@ from __future__ import annotations
 import csv
 import io
 import json
+import signal
 import socket
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.bench_job import assert_interrupted_cleanly
 
+import holdfast
 from holdfast.bench.measured import plan as plan_module
 from holdfast.bench.measured.comparability import mlperf_notes
 from holdfast.bench.measured.comparison import compare
+from holdfast.bench.measured.course import Course
 from holdfast.bench.measured.observed import Operations
+from holdfast.bench.measured.phases import Phases
 from holdfast.bench.measured.plan import Plan, check
-from holdfast.bench.measured.ranks import job_of
+from holdfast.bench.measured.ranks import Ranks, job_of
 from holdfast.bench.measured.result import Measurement, Phase, decoded, encoded
 from holdfast.bench.measured.run import measured
 from holdfast.bench.measured.validity import reasons_against
@@ -29,6 +35,7 @@ from holdfast.cli import app
 from holdfast.cli.bench.driver_command import Output, status_of
 from holdfast.cli.bench.page import measurement_page
 from holdfast.cli.bench.tables import csv_text, print_measurement
+from holdfast.drivers.uri import parse
 from holdfast.errors import HoldfastError, StorageDownError, UsageError
 
 GB = 10**9
@@ -251,6 +258,31 @@ def test_programs_are_told_why_a_result_is_invalid(capsys: pytest.CaptureFixture
     assert status_of({}, Output(None, None, True)) == 0
     assert status_of({"save": ("it drifts", "too short")}, Output(None, None, True)) == 1
     assert capsys.readouterr().err == "holdfast: INVALID: save: it drifts; too short\n"
+
+
+class _Interrupted(list[float]):
+    """Is interrupted by a Ctrl-C wherever something is noted."""
+
+    def append(self, _: float) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_save_in_the_background_ends_before_an_interrupted_measurement() -> None:
+    """Nothing is deleted under it, of which it would complain after the last word."""
+    uri = f"memory://{uuid.uuid4().hex}?faults=delay:1,delay_s:0.02"
+    plan = Plan(uri, 1 << 20, 1)
+    ranks = Ranks()
+    course = Course(plan, ranks, lambda line: None)
+    course.note("async save").stall_s = _Interrupted()
+    phases = Phases(parse(uri), {"x": torch.ones(3)}, 12, plan, ranks, course)
+    background = next(each for each in phases.writing() if each.name == "async save")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            background.run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [c.problem for c in holdfast.list_checkpoints(uri)] == [None]
 
 
 @pytest.mark.drill  # two ranks that are interrupted are in every run
