@@ -16,7 +16,7 @@ from holdfast.storage.keeper.votes import Ballot, Outcome, Vote
 from holdfast.storage.training.epochs import Epochs
 
 from .breaking import Broken, Patch, listed_in
-from .keepers import SIZE_MAX, Held, Memory, Record, SimulatedKeeper, State, Task, Trainer
+from .keepers import SIZE_MAX, Held, Memory, Record, SimulatedKeeper, State, Task, Trainer, World
 
 __all__ = ["BROKEN_KEEPERS", "contradicting", "one_missing"]
 
@@ -261,3 +261,16 @@ def _outlived_filled() -> Iterator[Patch]:
 @broken("a keeper that is started anew does not know what was agreed on")
 def _agreement_forgotten() -> Iterator[Patch]:
     yield Generations, "was_agreed", lambda self, id: None
+
+
+@broken("a state that a failed load has touched begins an epoch")
+def _touched() -> Iterator[Patch]:
+    yield World, "raises", lambda self, found, failed, touched: False
+
+
+@broken("one rank raises where a load has failed, and another goes on")
+def _one_raises() -> Iterator[Patch]:
+    def raises(self: World, found: Any, failed: Any, touched: list[State | None]) -> bool:
+        return found is None and bool(touched)
+
+    yield World, "raises", raises

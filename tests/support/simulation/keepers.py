@@ -644,16 +644,30 @@ class World(Record):
         self.must_reach, self.must_reach_id = self.promised, self.promised_id
         found: tuple[int, int] | None = None
         id: GenerationId | None = None
+        filled: dict[int, list[State | None]] = {}
+        failed: list[int] = []
         try:
             kept, _ = memory_survey.kept_in_memory(stocks, [], job.world, newest, self.epochs)
             for candidate in kept:
-                states = yield from self.read(keeper, client, candidate)
-                if states is not None:
+                states = yield from self.read(keeper, client, candidate, filled)
+                if states is None:
+                    failed.append(candidate.generation.step)
+                else:
                     found = self.whole(candidate, states)
+                    filled = {rank: filled[rank] for rank in range(candidate.world)}
                     id = candidate.generation
                     break
             if found is None and newest:
                 found = newest, self.storage[newest]
+                filled = {0: [(found[1], newest, 0)] * PIECES}
+            raising = {self.raises(found, failed, filled.get(r, [])) for r in range(job.world)}
+            if len(raising) > 1:
+                raise Violation("one rank raises, and another goes on")
+            if True in raising:
+                self.restart = None
+                self.start_anew()
+                return
+            self.check_filled(found, filled)
             job.epoch = memory_survey.next_epoch(stocks, self.epochs)
             self.take_up(job, found, id)
             job.reader = client
@@ -664,8 +678,41 @@ class World(Record):
         self.trainers += job.trainers
         self.restart = None
 
-    def read(self, keeper: SimulatedKeeper, client: int, candidate: Choice) -> Iterator[None]:
-        """The states of all images of a generation; None where one is damaged."""
+    def raises(
+        self, found: tuple[int, int] | None, failed: list[int], touched: list[State | None]
+    ) -> bool:
+        """Tell whether a rank refuses to go on: a load has failed, and nothing whole is found."""
+        return found is None and bool(failed)
+
+    def check_filled(
+        self, found: tuple[int, int] | None, filled: dict[int, list[State | None]]
+    ) -> None:
+        """Check that each state is of the step that is gone on from, or untouched."""
+        step, number = found or (0, 0)
+        for rank, pieces in filled.items():
+            if set(pieces) != {(number, step, rank)}:
+                raise Violation(f"step {step} is gone on from, and rank {rank} holds {pieces}")
+
+    def start_anew(self) -> None:
+        """End the keeper, as an operator does once all ranks have refused to go on. Nothing that was
+        promised may be among what they could not read."""
+        if self.must_reach:
+            raise Violation(f"step {self.must_reach} was promised, and a restart refuses to go on")
+        self.count("refused to go on")
+        self.keeper.die()
+        self.promise_nothing()
+        self.newest_told = GenerationId(-1, -1)
+        self.keeper = SimulatedKeeper(self)
+        self.begin_job()
+
+    def read(
+        self,
+        keeper: SimulatedKeeper,
+        client: int,
+        candidate: Choice,
+        filled: dict[int, list[State | None]],
+    ) -> Iterator[None]:
+        """Read all images of a generation into ``filled``; None where one is damaged."""
         id = candidate.generation
         states: list[list[State | None]] = []
         used: list[Memory] = []
@@ -681,7 +728,8 @@ class World(Record):
                     break
                 held.memory.users["restart"] += 1
                 used.append(held.memory)
-                pieces = []
+                pieces: list[State | None] = []
+                filled[rank] = pieces
                 for piece in range(PIECES):
                     yield
                     pieces.append(held.memory.pieces[piece])
