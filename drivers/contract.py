@@ -108,8 +108,8 @@ class Traits:
     Memory budgets include it."""
 
     object_max_nbytes: int | None = None
-    """The largest object that the storage takes; None: as large as there is space for. A save whose
-    image would be larger fails before it writes any of it."""
+    """The largest object that the storage takes; None: as large as there is space for. A rank
+    whose image would be larger fails the save before it uses the storage."""
 
     @property
     def read_copies(self) -> int:

@@ -31,7 +31,7 @@ from ..format.merge import merge
 from ..format.tables import ImageTable
 from ..format.tree import ByRank
 from ..pipeline.file_chunks import Enclosed, FileChunks, Stretch
-from ..pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
+from ..pipeline.image_writer import Callbacks, ImageWriter, WrittenImage, check_image_size
 from ..protocol.attempt import Attempt, check_marker, delete_attempt
 from ..protocol.commit import abandon, abandon_failed, begin_import, commit, settle
 from ..runtime.engine import offload
@@ -76,6 +76,8 @@ async def write_and_commit(theirs: Driver, ours: Driver, job: ImagesJob) -> tupl
     """
     created_s = time.time()
     plans = await offload(plan_images, job.flat, job.image_nbytes)
+    for plan in plans:
+        check_image_size(ours, plan.layout.nbytes)
     images = _Images(theirs, ours, job, plans)
     attempt, resumed = await begin_import(ours, await images.identity())
     try:

@@ -28,7 +28,7 @@ from ..format.merge import merge
 from ..format.save_telemetry import encode_record
 from ..format.tables import ImageTable
 from ..pipeline.capture import TensorChunks
-from ..pipeline.image_writer import ImageWriter, WrittenImage
+from ..pipeline.image_writer import ImageWriter, WrittenImage, check_image_size
 from ..protocol import limits
 from ..protocol.attempt import Attempt, check_marker, delete_attempt
 from ..protocol.collect import give_up, sweep
@@ -85,10 +85,11 @@ async def _save(
     global_plan = await global_plan_of(team, driver.uri, job)
     if job.keeping is not None and await keep(team, job, global_plan):
         return None
+    plan = await planned(job, team.rank, global_plan)
+    check_image_size(driver, plan.layout.nbytes)  # before anything is put
     # Copying does not wait for the storage to answer: trainers wait for the copies.
     beginning = asyncio.ensure_future(leader.begin_for(team))
     try:
-        plan = await planned(job, team.rank, global_plan)
         chunks = TensorChunks(plan.layout, plan.source)
         callbacks = replace(job.callbacks, moved=team.report_progress)
         writer = ImageWriter(

@@ -25,7 +25,7 @@ from .chunks import ChunkSource, chunks_to_write
 from .packing import Packing
 from .upload import Opening, write_pages, writing_order
 
-__all__ = ["Callbacks", "ImageWriter", "WrittenImage", "chunks_nbytes"]
+__all__ = ["Callbacks", "ImageWriter", "WrittenImage", "check_image_size", "chunks_nbytes"]
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class ImageWriter:
         self._budget_nbytes = budget_nbytes
         self._callbacks = callbacks
         self._packing = None if compression is None else Packing(layout)
-        _check_size(driver, layout.nbytes)
+        check_image_size(driver, layout.nbytes)
         self._buffers: dict[int, HostBuffer] = {}
         count = chunks_to_write(layout)
         fits = count * layout.chunk_nbytes <= self._memory_nbytes(count)
@@ -253,7 +253,7 @@ class ImageWriter:
         return start + len(trailer)
 
 
-def _check_size(driver: Driver, nbytes: int) -> None:
+def check_image_size(driver: Driver, nbytes: int) -> None:
     """Raise StorageError where the storage takes no object as large as an image of ``nbytes``."""
     limit_nbytes = driver.traits.object_max_nbytes
     if limit_nbytes is not None and nbytes > limit_nbytes:

@@ -66,6 +66,17 @@ def test_a_file_becomes_a_checkpoint(tmp_path: Path, rng: np.random.Generator) -
         assert report.tensors == len(model)
 
 
+def test_images_that_are_larger_than_an_object_may_be_are_refused_before_anything_is_put(
+    tmp_path: Path,
+) -> None:
+    """An attempt that could never succeed is not left to be resumed."""
+    save_file({"w": torch.ones(1000)}, tmp_path / "any.safetensors")
+    store = tmp_path / "store"
+    with pytest.raises(holdfast.StorageError, match="would have"):
+        holdfast.import_(tmp_path, f"fsspec+file://{store}?object_max_nbytes=2KiB")
+    assert not [path for path in store.rglob("*") if path.is_file()]
+
+
 def test_a_model_of_several_files_becomes_one_checkpoint(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:

@@ -334,10 +334,11 @@ def test_a_commit_record_that_is_not_kept_fails_the_save() -> None:
 
 
 @pytest.mark.parametrize("spare_nbytes", [-1, 0])
-def test_an_image_that_is_larger_than_an_object_may_be_fails_before_it_is_written(
+def test_an_image_that_is_larger_than_an_object_may_be_fails_before_anything_is_put(
     spare_nbytes: int,
 ) -> None:
-    """The error states both sizes, and nothing is left; an image of exactly that size is stored."""
+    """The error states both sizes, and the storage was not used; an image of exactly that size is
+    stored."""
     sizes = MemoryDriver()
     run(save(sizes, OLD))
     (image,) = images(sizes)
@@ -345,8 +346,13 @@ def test_an_image_that_is_larger_than_an_object_may_be_fails_before_it_is_writte
     limit_nbytes = run(sizes.stat(image)).nbytes + spare_nbytes
     storage.traits = replace(storage.traits, object_max_nbytes=limit_nbytes)
     if spare_nbytes < 0:
+        requests: list[str] = []
+
+        async def recorded(operation: str, key: str) -> None:
+            requests.append(f"{operation} {key}")
+
         with pytest.raises(holdfast.StorageError, match="would have"):
-            run(save(storage, OLD))
-        assert run(contents(storage)) == {}
+            run(save(HookedDriver(storage, before=recorded), OLD))
+        assert requests == []
     else:
         run(save(storage, OLD))
