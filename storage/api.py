@@ -1,4 +1,4 @@
-"""The API: save, async_save, load. Each is one call, on every rank alike."""
+"""The top-level API: save, async_save, load. Every rank of a job calls them alike."""
 
 from __future__ import annotations
 
@@ -52,43 +52,45 @@ def save(
     progress: ProgressCallback | None = None,
     telemetry: Telemetry = "on",
 ) -> SaveReport:
-    """Save ``state`` as the checkpoint ``uri``; return when it is committed, on every rank.
+    """Save ``state`` as the checkpoint ``uri``; return once it is committed, on every rank.
 
     ``state`` is a nested dict (or list, tuple) of tensors, DTensors, arrays, numbers, strings,
     bytes, and objects with a state: modules, optimizers, schedulers, random generators. In a
-    distributed job every rank calls this with its own part; plain tensors that are equal on all
-    ranks are stored once, others per rank. ``step`` is recorded with the checkpoint (default:
-    ``state["step"]`` if that is an int). Extra host memory stays within ``budget_nbytes``.
-    ``storage_options`` are options of the storage, by name; those in the URI win over them.
+    distributed job every rank calls this with its own part. Plain tensors that are equal on all
+    ranks are stored once; all others are stored per rank. ``step`` is recorded in the checkpoint
+    (default: ``state["step"]`` if that is an int). Extra host memory stays within
+    ``budget_nbytes``. ``storage_options`` are storage options by name; options in the URI take
+    precedence.
 
-    ``timeout_s`` after the call, a save that is not committed ends: what is under way is cut, what
-    was written is removed as far as the storage answers, and DeadlineError is raised. None: every
-    operation has a deadline, the save as a whole has none.
+    ``timeout_s``: if the save is not committed this many seconds after the call, cancel it, delete
+    the data already written if the storage still responds, and raise DeadlineError. None: every
+    operation has a deadline, but the save as a whole has none.
 
-    ``compression="lz4"`` stores blocks that shrink compressed: for states that do, as trained
-    weights do not, or storage that is slow. Such a checkpoint is read as any other, where lz4 is
-    installed (``pip install 'holdfast-checkpoint[lz4]'``).
+    ``compression="lz4"`` compresses blocks that shrink. It pays off for compressible states
+    (trained weights are not) and for slow storage. Such a checkpoint loads like any other, provided
+    lz4 is installed (``pip install 'holdfast-checkpoint[lz4]'``).
 
-    A state whose tensors have no elements at all, or have none where its weights should be, is a
-    StateError: some frameworks keep the elements elsewhere. ``allow_empty=True`` saves it.
+    A state whose tensors have no elements, or whose weights have none, raises StateError, because
+    some frameworks keep the elements elsewhere. ``allow_empty=True`` saves it anyway.
 
-    ``default``: as that of :func:`json.dumps`. Called with each value that cannot be stored as it
-    is, such as a set, an enum or a dataclass, it returns what is stored instead, of which the same
-    holds; or it raises TypeError, which becomes a StateError with the path. Nothing undoes it: a
-    load gives what it has returned.
+    ``default`` works like the argument of :func:`json.dumps`: it is called with each value that
+    cannot be stored, such as a set, an enum or a dataclass. It returns a replacement, which is
+    converted in turn if need be, or raises TypeError, which becomes a StateError with the path. A
+    load returns the replacement; nothing converts it back.
 
-    ``process_group``: the ranks that call this, where those are not all ranks of the job; the
-    checkpoint is that of a job of these ranks. ``"self"``: this rank alone.
+    ``process_group``: the ranks that take part, if not all ranks of the job; the checkpoint then
+    describes a job of just these ranks. ``"self"``: this rank alone.
 
-    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the
-    bytes of this rank's image that are written, and all of them. What it raises ends the save.
+    ``progress(done_nbytes, total_nbytes)`` is called from time to time on a separate thread, with
+    the bytes of this rank's image written so far and the size of the image. An exception from it
+    aborts the save.
 
-    ``telemetry``: the report says where the time went, stage by stage. ``"off"`` records nothing.
+    ``telemetry``: the report includes the time spent in each stage. ``"off"`` records nothing.
 
-    Atomic: a checkpoint that was at ``uri`` is replaced whole, or, after any failure, untouched.
-    Raises StateError for what cannot be saved and UriError, both before any I/O; SaveError,
-    StorageError; RankFailedError when another rank fails; DeadlineError when one shows no sign of
-    life for ``deadline_s`` seconds, or ``timeout_s`` are over.
+    The save is atomic: an existing checkpoint at ``uri`` is replaced as a whole, or left untouched
+    after any failure. Raises StateError if a value cannot be saved and UriError, both before any
+    I/O; SaveError; StorageError; RankFailedError if another rank fails; DeadlineError if a rank
+    shows no sign of life for ``deadline_s`` seconds, or after ``timeout_s``.
     """
     check_may_wait()
     if step is None:
@@ -134,25 +136,24 @@ def async_save(
     progress: ProgressCallback | None = None,
     telemetry: Telemetry = "on",
 ) -> SaveHandle:
-    """Begin to save ``state`` as the checkpoint ``uri``; return when every byte of it is copied to
-    host memory.
+    """Start saving ``state`` as the checkpoint ``uri``; return once it is copied to host memory.
 
-    The state may change as soon as this returns. With ``budget_nbytes`` smaller than this rank's
-    image, copying runs at the pace of the storage, and this returns accordingly later; None keeps
-    room for the whole image, also between saves (see :func:`release_memory`). The rest as in
-    :func:`save`; what fails later is raised by the handle's ``wait()``, and logged. A save to a URI
-    to which this process is still saving waits for that one first.
+    The state may change as soon as this returns. If ``budget_nbytes`` is smaller than this rank's
+    image, copying runs at the speed of the storage, and this returns accordingly later. None holds
+    a buffer for the whole image and keeps it between saves (see :func:`release_memory`). The other
+    parameters are those of :func:`save`. Later failures are logged, and raised by the handle's
+    ``wait()``. If this process is already saving to ``uri``, the new save starts after that one.
 
-    Host memory that another thread or process writes to, or frees, while it is copied fails the
-    save with a SaveError that names the tensor. On an accelerator the copy follows the work of the
-    caller's current streams; an eager save does not notice writes by other streams, nor to host
-    tensors that are not contiguous.
+    If another thread or process modifies or frees host memory while it is being copied, the save
+    fails with a SaveError that names the tensor. On an accelerator the copy is ordered after
+    pending work on the caller's current streams. An eager save does not detect writes by other
+    streams, nor writes to non-contiguous host tensors.
 
-    ``lazy``: return at once, and copy while training goes on. The next step of any torch optimizer
-    waits for what is left of that. A write that came too early, by whatever means, fails the save
-    with a SaveError, and that tensor is copied at the call in later saves; :func:`fence` before it
-    avoids both. Tensors that are saved for the first time are copied at the call. ``lazy="prove"``
-    compares sums of tensors in host memory, too.
+    ``lazy``: return at once, and copy while training continues. The next step of any torch
+    optimizer waits until the copy is complete. Any other write before that fails the save with a
+    SaveError, and later saves copy that tensor during the call; to avoid both, call :func:`fence`
+    before writing. Tensors that are saved for the first time are copied during the call.
+    ``lazy="prove"`` also compares checksums of tensors in host memory.
     """
     if not lazy:
         check_may_wait()
@@ -234,37 +235,37 @@ def load(
     progress: ProgressCallback | None = None,
     telemetry: Telemetry = "on",
 ) -> object:
-    """Load the checkpoint ``uri`` into ``into``, whatever layouts the two have; return ``into``.
+    """Load the checkpoint ``uri`` into ``into``, from any layout into any other; return ``into``.
 
     Tensors, DTensors and arrays are filled in place; small values are replaced in their containers;
     modules, optimizers and other objects get their state back. Without ``into``, build and return
-    the whole state, on the CPU, as this rank saved it. In a distributed job every rank calls this
+    the whole state on the CPU, as this rank saved it. In a distributed job every rank calls this
     with its own part.
 
     ``only``: the name of a part of the checkpoint, such as ``"model"`` or ``"model.encoder"``, or
-    the keys that lead to it, such as ``("optim", 0)``. ``into`` is filled with that part, or that
-    part is returned; the rest of the checkpoint is left alone, and not what ``strict`` is about.
+    the sequence of its keys, such as ``("optim", 0)``. That part is loaded into ``into``, or
+    returned; the rest of the checkpoint is ignored, also by ``strict``.
 
-    ``strict``: which names must be on both sides. True: all, of the state and of the checkpoint.
-    ``"state"``: those of the state; what else the checkpoint has is left. False: none; what both
-    have is loaded. What is left is logged, and listed in the report. Names that must fit and do
-    not, and, in every mode, shapes and dtypes that differ, objects in whose place something else is
-    stored, and a state of which nothing is stored at all, are raised as one MismatchError that
-    lists them, before anything is filled. ``cast=True`` converts dtypes. Every byte is verified
-    before it is used. ``storage_options`` as in :func:`save`. ``on_report`` is told what was read,
-    on this rank.
+    ``strict``: which names must exist on both sides. True: all names of the state and of the
+    checkpoint. ``"state"``: all names of the state; extra names in the checkpoint are skipped.
+    False: none; only the common names are loaded. Skipped names are logged, and listed in the
+    report. All mismatches are raised together as one MismatchError, before anything is filled:
+    missing names and, in every mode, different shapes or dtypes, objects stored as another type,
+    and a state with no name in common with the checkpoint. ``cast=True`` converts dtypes. Every
+    byte is verified before use. ``storage_options`` as in :func:`save`. ``on_report`` is called
+    with the report of this rank.
 
-    ``exchange``: what several ranks want is read by one of them, which hands it to the others at
-    once. "auto": among ranks of one host, through memory that they share, where it is enough to
-    matter. True: among all ranks, over the network too. False: each rank reads for itself. All
-    ranks give the same.
+    ``exchange``: data that several ranks need is read by one of them, which passes it on to the
+    others. "auto": among ranks of one host, through shared memory, if the amount is worth it. True:
+    among all ranks, over the network too. False: each rank reads for itself. All ranks must pass
+    the same value.
 
-    ``process_group``: the ranks that call this, where those are not all ranks of the job;
-    ``"self"``: this rank alone.
+    ``process_group``: the ranks that take part, if not all ranks of the job; ``"self"``: this rank
+    alone.
 
-    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the
-    bytes of the checkpoint that this rank has read or received, and all that it will have. What it
-    raises ends the load. ``telemetry`` as in :func:`save`.
+    ``progress(done_nbytes, total_nbytes)`` is called from time to time on a separate thread, with
+    the bytes of the checkpoint that this rank has read or received so far, and the total it needs.
+    An exception from it aborts the load. ``telemetry`` as in :func:`save`.
 
     Raises NotACheckpointError, DamagedError, StorageError, RankFailedError, DeadlineError; after
     those, tensors may be partly filled.
@@ -286,5 +287,5 @@ def load(
 
 
 def release_memory() -> None:
-    """Give back the host memory that asynchronous saves keep for the next one."""
+    """Free the host memory that asynchronous saves keep between saves."""
     release_pools()

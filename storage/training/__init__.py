@@ -1,1 +1,1 @@
-"""What leads a training run: when to save, what to keep, where to go on from."""
+"""Checkpointing of a training run: when to save, which checkpoints to keep, where to resume."""

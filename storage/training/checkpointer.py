@@ -1,10 +1,10 @@
-"""The Checkpointer: saves a training run as it goes, and resumes it where it was.
+"""The Checkpointer: saves a training run periodically, and resumes it.
 
-It decides when to save and what to keep, begins saves that training hardly notices, and reports
-their outcome. All ranks of a job use it alike and come to the same decisions, without a message at
-every step.
+It decides when to save and which checkpoints to keep, starts saves in the background, and reports
+their outcome. All ranks of a job make the same calls and reach the same decisions, without
+exchanging messages at every step.
 
-Scope: it knows nothing of the loop that calls it, except the number of the step.
+Scope: all it knows of the training loop is the step number.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from .stats import Counters, Stats, log_if_unsaved
 __all__ = ["GRACE_S", "Checkpointer"]
 
 GRACE_S = 25.0
-"""Launchers and schedulers commonly kill 30 s after SIGTERM."""
+"""Launchers and schedulers commonly kill a process 30 s after SIGTERM."""
 
 WhenBusy = Literal["skip", "wait", "queue"]
 OnError = Literal["warn", "raise"]
@@ -64,33 +64,35 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """The checkpoints of one run, in the folder ``uri``: ``step-00000500`` and so on. A context
-    manager.
+    """The checkpoints of one run, in the folder ``uri``: ``step-00000500`` and so on.
 
-    ``every``: steps between two saves (``500``), or time (``"10min"``, ``"90s"``, ``"2h"``, by the
-    clock of rank 0); None saves only when :meth:`save` is called. ``keep``: how many of the last to
-    keep, or a :class:`Keep`; None keeps all.
+    Use it as a context manager. Every rank creates one, with the same arguments.
 
-    ``when_busy``: what to do when a save is due while another is under way. ``skip`` leaves this
-    one out. ``wait`` holds up training until the other has ended. ``queue`` copies the state now,
-    into memory of its own, and writes it when the other has ended; at most one waits so. Whatever
-    happens is counted, see :attr:`counters`, and logged.
+    ``every``: the interval between saves, in steps (``500``) or time (``"10min"``, ``"90s"``,
+    ``"2h"``, by the clock of rank 0); None saves only when :meth:`save` is called. ``keep``: how
+    many of the last checkpoints to keep, or a :class:`Keep`; None keeps all.
 
-    ``on_error``: a save that fails is logged and counted (``warn``), or raised by the next call as
-    well (``raise``). As long as no save has succeeded, it is raised in either case: a run that
-    cannot be saved at all is not to find out at its end; :meth:`close` raises it again. Where that
-    is never called, an error is logged. ``grace_s``: after SIGTERM, how long to try to save the
-    step at hand, and to finish what is under way, before the signal does what it did before; None
-    leaves the signal alone. ``lazy``, ``deadline_s``, ``timeout_s``, ``budget_nbytes``,
-    ``storage_options``, ``compression``, ``allow_empty``, ``default``, ``process_group`` and
-    ``telemetry`` as in :func:`async_save`, but lazy unless switched off.
+    ``when_busy``: what to do if a save is due while another is in flight. ``skip`` skips the new
+    one. ``wait`` blocks training until the other has ended. ``queue`` copies the state now, into
+    memory of its own, and writes it after the other has ended; at most one save is queued. Every
+    case is logged and counted, see :attr:`counters`.
 
-    ``keeper``: a :class:`Keeper`, or ``"auto"`` for one as it is by default. Steps are then kept in
-    host memory besides, outside of the trainer; saves to storage go by way of it where all ranks
-    have room there; and :meth:`resume` goes on from memory where that is newer than storage.
+    ``on_error``: ``warn`` logs and counts failed saves; ``raise`` also raises the error in the next
+    call. Until the first save has succeeded, errors are raised in either case, and once more by
+    :meth:`close`, so that a run that cannot be saved at all fails early. If close is never called,
+    the error is logged.
 
-    Every rank makes one, with the same arguments. Raises UsageError, UriError; StorageError only
-    from :meth:`resume`.
+    ``grace_s``: after SIGTERM, how long to save the current step and finish saves in flight before
+    the previous signal handler runs; None leaves the signal alone. ``lazy``, ``deadline_s``,
+    ``timeout_s``, ``budget_nbytes``, ``storage_options``, ``compression``, ``allow_empty``,
+    ``default``, ``process_group`` and ``telemetry`` as in :func:`async_save`, except that ``lazy``
+    is on by default.
+
+    ``keeper``: a :class:`Keeper`, or ``"auto"`` for the default one. Steps are then also kept in
+    host memory, outside the trainer. Saves to storage go through that memory if all ranks have room
+    there, and :meth:`resume` loads from memory if it holds a newer step than storage.
+
+    Raises UsageError, UriError; StorageError only from :meth:`resume`.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class Checkpointer:
         check_telemetry(telemetry)
         self._group = process_group
         self._root = Place.of(uri, storage_options)
-        # Opened to find misspelled options and the printed URI now, rather than at the first save.
+        # Open a driver now, so that misspelled options fail here rather than at the first save.
         driver = open_driver(join(self._root.uri, "0"), **self._root.options)
         start(driver.close()).result()
         self._printed = driver.uri.removesuffix("0")
@@ -150,19 +152,19 @@ class Checkpointer:
         self._lineage = RunLineage(self._root)
         self._memory = memory_level_of(keeper, self._printed)
         self._keeping: list[PendingSave] = []
-        """Steps that are on their way to memory."""
+        """Steps in flight to keeper memory."""
         self._accord_made = False
         self._join_at = 0
         self._join_pause = 1
         self.resumed: Resumed | None = None
-        """What :meth:`resume` has gone on from, and out of which tier."""
+        """The outcome of :meth:`resume`: the step, and its tier."""
         self._pending: list[PendingSave] = []
         self._last: int | None = None
-        """The step that was saved last, or that training continues from."""
+        """The step that was saved last or resumed from."""
         self._newest: int | None = None
-        """The same, without saves that could not begin."""
+        """The same, ignoring saves that could not start."""
         self._at = 0
-        """The step that training is at."""
+        """The current step of training."""
         self._stop_at: int | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -178,18 +180,20 @@ class Checkpointer:
 
     @property
     def counters(self) -> Counters:
-        """What became of all saves so far, on this rank."""
+        """The outcomes of all saves so far, on this rank."""
         return self._stats.counters
 
     @property
     def unsaved_steps(self) -> int:
-        """How many steps would be lost if the job died now: those since the newest one that is in
-        storage, by what this rank knows."""
+        """Return the number of steps that would be lost if the job died now.
+
+        Counted from the newest step that is durable, as far as this rank knows.
+        """
         return max(0, self._at - self._stats.durable_step)
 
     @property
     def preempted(self) -> bool:
-        """Whether SIGTERM has come."""
+        """Return whether SIGTERM has arrived."""
         return self._preemption is not None and self._preemption.asked
 
     def resume(
@@ -202,20 +206,20 @@ class Checkpointer:
         cast: bool = False,
         progress: ProgressCallback | None = None,
     ) -> int:
-        """Load the newest good checkpoint into ``state``; return its step, or 0 where the run has
-        none yet.
+        """Load the newest good checkpoint into ``state``; return its step, or 0 if the run has
+        none.
 
-        ``step``: load the checkpoint of that step instead. ``before``: the newest good one before
-        that step. Either goes back: what is later is abandoned from here on, durably when this
-        returns. It is not resumed, not counted by ``keep``, and deleted once the run has passed it
-        (see :class:`Keep`); ``resume(step=…)`` takes it up again.
+        ``step``: load the checkpoint of that step instead. ``before``: load the newest good one
+        before that step. Either goes back: all later checkpoints are abandoned, durably once this
+        returns. An abandoned checkpoint is not resumed, is not counted by ``keep``, and is deleted
+        once the run has passed its step (see :class:`Keep`); ``resume(step=…)`` revives it.
 
-        Every checkpoint directly below the run's folder that has a step counts, whatever it is
-        called. All ranks load the same one. One that is damaged is passed over with a warning,
-        unless it was asked for by its ``step``; when training saves again, it counts as abandoned.
-        Raises UsageError where there is none that was asked for; DamagedError where there are
-        checkpoints and none of them is whole; and what :func:`load` raises for a state that does
-        not fit. ``strict``, ``cast`` and ``progress`` as there.
+        Every checkpoint directly in the run's folder that has a step counts, whatever its name. All
+        ranks load the same one. A damaged checkpoint is skipped with a warning, unless requested by
+        ``step``, and counts as abandoned once training saves again. Raises UsageError if no
+        checkpoint matches the request; DamagedError if there are checkpoints but none is whole; and
+        what :func:`load` raises for a state that does not fit. ``strict``, ``cast`` and
+        ``progress`` as in :func:`load`.
         """
         self._check_open()
         back = Back(step, before)
@@ -248,14 +252,14 @@ class Checkpointer:
     def step(
         self, step: int, state: object, *, metric: SupportsFloat | None = None
     ) -> SaveHandle | None:
-        """Call this after each step, with all that is to be saved. Begins a save if one is due;
-        returns its handle.
+        """Start a save if one is due, and return its handle. Call this after every training step.
 
-        ``step`` grows from call to call, and is the same on all ranks; to go back, call
-        :meth:`resume` with a step. ``metric`` says how good this step is, for ``Keep(best=…)``:
-        anything that :class:`float` takes. It counts on rank 0. Raises UsageError for a step below
-        the newest one, and for a metric that is no number. With ``on_error="raise"`` raises what a
-        save has failed with; so it does before the first save has succeeded.
+        ``state`` is everything to save. ``step`` increases from call to call, and is the same on
+        all ranks; to go back, call :meth:`resume` with a step. ``metric`` rates this step for
+        ``Keep(best=…)``: anything that :class:`float` accepts; only that of rank 0 counts. Raises
+        UsageError for a step below the newest one, and for a metric that is not a number. With
+        ``on_error="raise"``, and until the first save has succeeded, raises the error of a failed
+        save.
         """
         self._check_open()
         self._check_step(step)
@@ -281,7 +285,7 @@ class Checkpointer:
             if kept:
                 return self._keep(step, state)
             return None
-        except CoordinationError as error:  # the ranks have not come to a decision
+        except CoordinationError as error:  # the ranks could not reach a decision
             self._stats.undecided(step, error)
             self._stats.raise_first(self._on_error)
             return None
@@ -289,9 +293,11 @@ class Checkpointer:
     def save(
         self, step: int, state: object, *, metric: SupportsFloat | None = None
     ) -> SaveHandle | None:
-        """Begin to save ``step``, due or not; where another save is under way, after that one.
-        Every rank calls this. None where it could not begin, and ``on_error`` says to warn. Raises
-        as :meth:`step` does."""
+        """Start saving ``step``, due or not, after any save in flight. Every rank calls this.
+
+        Returns None if the save could not start and ``on_error`` is ``"warn"``. Raises as
+        :meth:`step`.
+        """
         self._check_open()
         self._check_step(step)
         number = _number_of(metric)
@@ -303,21 +309,24 @@ class Checkpointer:
             return self._begin(step, state, number)
 
     def fence(self) -> None:
-        """Return when the state may be written to: what lazy saves still have to copy is copied.
-        Optimizers' steps wait by themselves; call this before anything else that writes, such as
-        the update of a moving average."""
+        """Block until lazy saves have copied everything, so that the state may be modified.
+
+        Optimizer steps do this automatically. Call it before any other write, such as the update of
+        a moving average.
+        """
         fence()
 
     def wait(self) -> None:
-        """Return when no save is under way any more. Their deadlines bound the wait; raises as
-        :meth:`step` does."""
+        """Block until no save is in flight, bounded by save deadlines. Raises as :meth:`step`."""
         self._settle()
         self._stats.raise_first(self._on_error)
 
     def close(self) -> None:
-        """Finish what is under way, and handle SIGTERM no more. Safe to call twice. Raises as
-        :meth:`step` does, and whenever saves have failed and none has succeeded. In a forked child
-        it does nothing: what is under way is its parent's."""
+        """Finish saves in flight, and stop handling SIGTERM. May be called twice.
+
+        Raises as :meth:`step`, and also if saves have failed and none has succeeded. Does nothing
+        in a forked child: saves in flight belong to the parent.
+        """
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
@@ -348,7 +357,7 @@ class Checkpointer:
         except Exception as failure:
             if error is None:
                 raise
-            _log.error("on the way out: %s", failure)  # what ended the loop is what is to be raised
+            _log.error("on the way out: %s", failure)  # the loop's own error takes precedence
 
     def _due(self, step: int, state: object, metric: SupportsFloat | None) -> SaveHandle | None:
         if self._when_busy == "skip" and self._is_busy(step):
@@ -360,12 +369,14 @@ class Checkpointer:
         return self._begin(step, state, number)
 
     def _is_kept(self, step: int) -> bool:
-        """Whether ``step`` is to be kept in memory."""
+        """Return whether to keep ``step`` in memory."""
         return self._has_joined(step) and self._memory is not None and self._memory.due(step)
 
     def _has_joined(self, step: int) -> bool:
-        """Whether this run has keepers. One that has not resumed joins them here. Where it cannot,
-        it tries again after twice as many steps, on all ranks alike."""
+        """Return whether this run has joined its keepers; join them if it never resumed.
+
+        After a failure, try again after a pause that doubles, in steps, the same on all ranks.
+        """
         if self._memory is None or self._memory.joined:
             return self._memory is not None
         if step < self._join_at:
@@ -380,7 +391,7 @@ class Checkpointer:
         return True
 
     def _keep(self, step: int, state: object) -> SaveHandle | None:
-        """Begin to keep a step in memory. One that cannot be is left out, and counted."""
+        """Start keeping a step in memory. A failure is counted and otherwise ignored."""
         assert self._memory is not None
         self._keeping = [kept for kept in self._keeping if not kept.followed.done()]
         if any(not kept.handle.captured.done() for kept in self._keeping):
@@ -390,7 +401,7 @@ class Checkpointer:
         self._accord_made = True
         began_s = time.perf_counter()
         by = self._memory.by()
-        assert by is not None  # or the step would not be due
+        assert by is not None  # otherwise the step would not be due
         try:
             handle, ended = begin_memory_step(
                 self._printed + checkpoint_name(step),
@@ -411,19 +422,19 @@ class Checkpointer:
         return handle
 
     def _under_way(self) -> list[PendingSave]:
-        """Saves that have not ended. Those that nothing follows any more are forgotten."""
+        """Return the saves in flight, and forget those that are completely finished."""
         self._pending = [save for save in self._pending if not save.followed.done()]
         return [save for save in self._pending if not save.ended.done()]
 
     def _is_busy(self, step: int) -> bool:
-        """Whether, by the leader's decision, this save is skipped because another is under way."""
+        """Return the leader's decision whether to skip this save because another is in flight."""
         decision = self._decisions.ask(
             "busy", step, lambda: Decision(step, int(bool(self._under_way())), step + 1)
         )
         return decision is None or bool(decision.value)
 
     def _wait_for_room(self) -> None:
-        """Return when no save is under way but this one, or, with a queue, one besides."""
+        """Block until at most one other save is in flight with a queue, or none without."""
         if self._when_busy == "queue":
             room = 1
         else:
@@ -437,7 +448,7 @@ class Checkpointer:
         self._stats.waited(time.perf_counter() - began_s)
 
     def _settle(self) -> None:
-        """Return when no save is under way, and nothing follows one any more."""
+        """Block until all saves and their follow-up work have ended."""
         for save in self._pending:
             _settled(save.ended)
             _settled(save.followed)
@@ -489,21 +500,23 @@ class Checkpointer:
         return handle
 
     def _by(self, step: int, name: str) -> ByKeeper | None:
-        """How a save to the checkpoint of this name goes by way of keepers, if the run has any."""
+        """Return the route of a save through keepers; None if the run has none."""
         if self._memory is None or not self._has_joined(step):
             return None
         uri = str(join(self._root.uri, name))
         return self._memory.by(Storage(uri, self._root.options, self._save_options.compression))
 
     def _steps_under_way(self) -> list[int]:
-        """From any thread."""
+        """Return the steps being saved. Thread-safe."""
         return [save.step for save in list(self._pending) if not save.ended.done()]
 
     def _stops(self, step: int, state: object, metric: SupportsFloat | None) -> bool:
-        """SIGTERM has come: save the step that the last of the ranks has come to, and end. False
-        before that step."""
+        """Handle SIGTERM: save at the step of the furthest rank, then hand the signal over.
+
+        Returns False before that step.
+        """
         assert self._preemption is not None
-        if self._preemption.left_s <= 0:  # other Checkpointers of this process have more
+        if self._preemption.left_s <= 0:  # other Checkpointers of this process may still have time
             _log.error("step %d is not saved: the grace period is over", step)
             self._preemption.hand_over()
             return True
@@ -519,7 +532,7 @@ class Checkpointer:
             self._begin(step, state, _number_of(metric))
         for save in self._pending:
             _settled(save.ended, self._preemption.left_s)
-        # The leader's process may serve the job's store, so it is the last to go.
+        # The leader's process may serve the job's store, so it leaves last.
         self._decisions.highest(
             "stopped", step, self._preemption.left_s if self._decisions.leads else 0.0
         )
@@ -541,14 +554,16 @@ class Checkpointer:
 
 
 def _check_metric(metric: object) -> None:
-    """Raise UsageError for what can be no number; a tensor's value, for which training would wait,
-    is not asked for."""
+    """Raise UsageError for an invalid metric.
+
+    Does not read a tensor's value, because that would block training.
+    """
     if metric is not None and not isinstance(metric, SupportsFloat | SupportsIndex):
         raise _no_number(metric)
 
 
 def _number_of(metric: object) -> float | None:
-    """The metric as a finite number; None for none. Raises UsageError."""
+    """Return the metric as a float; None if it is missing or not finite. Raises UsageError."""
     if metric is None:
         return None
     if not isinstance(metric, SupportsFloat | SupportsIndex):
@@ -570,7 +585,7 @@ def _no_number(metric: object) -> UsageError:
 
 
 def _settled(future: Future[None], timeout_s: float | None = None) -> None:
-    """Wait for the end of ``future``, well or not: what became of it, others say."""
+    """Wait for ``future`` to end, and ignore its outcome, which is reported elsewhere."""
     try:
         with contextlib.suppress(CancelledError):
             future.exception(timeout_s)

@@ -1,17 +1,17 @@
-"""Decisions that are the same on all ranks of a job, made by the leader, in the trainer's own
-thread.
+"""Decisions by the leader that all ranks of a job share, made in the trainer's own thread.
 
-Ranks come to the same points of their loops, some sooner and some later. At such a point the leader
-(rank 0) decides, and the others follow. That costs a call to the job's store, and the time until
-the leader has come to that point; so a question is asked rarely: where a save is due, and now and
-then to learn whether one is.
+Ranks reach the same points of their loops at different times. At such a point the leader (rank 0)
+decides, and the others follow. That costs a call to the job's store, and a wait until the leader
+has arrived. So questions are rare: whether to skip a save that is due, and now and then whether one
+is due.
 
-A *question* is asked step after step. Its decisions are kept by step in one key, which also says up
-to which step other ranks have given up on the leader: such a step is *void*. The first to write
-wins, by an atomic exchange of the key's value. So a leader that comes late finds that the others
-have gone on, and follows them; what was missed is decided at the next step, by all.
+A *question* is asked at step after step. All its decisions are stored under one key, by step. The
+same record says up to which step other ranks have given up on the leader: such a step is *void*. An
+atomic compare-and-swap of the value ensures that the first writer wins. So a leader that arrives
+late sees that the others have moved on, and follows them; all ranks decide together again at the
+next step.
 
-Scope: small decisions. Saves and loads have a :class:`Team`, with heartbeats and failures.
+Scope: small decisions. Saves and loads use a :class:`Team`, with heartbeats and failures.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the leader has decided at ``step``; the question is asked again at step ``again_at``,
-    and at none between."""
+    """The leader's decision at ``step``. The question is asked again at step ``again_at``."""
 
     step: int
     value: int
@@ -50,9 +49,12 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class QuestionRecord:
-    """All that is known of one question. ``run`` names the leader's loop: steps grow within it.
-    ``leader_at``: the step of the leader's last question. ``void``: up to this step, a step without
-    a decision stays without one; ``void_next``: likewise in the loop after this one."""
+    """The stored record of one question.
+
+    ``run`` identifies the leader's loop; steps ascend within it. ``leader_at``: the step of the
+    leader's last question. ``void``: steps up to this one that have no decision never get one.
+    ``void_next``: the same for the loop that follows.
+    """
 
     run: str = ""
     decisions: tuple[Decision, ...] = ()
@@ -70,14 +72,13 @@ class QuestionRecord:
         return codec(QuestionRecord).decode(data, "the record of a question")
 
     def in_run(self, run: str) -> QuestionRecord:
-        """This record, or an empty one where another loop has begun."""
+        """Return this record, or an empty one if another loop has begun."""
         if self.run == run:
             return self
         return QuestionRecord(run, void=self.void_next)
 
     def at(self, step: int) -> Decision | None:
-        """The decision that holds at ``step``: made there; or made before, with no other due in
-        between."""
+        """Return the decision for ``step``: made there, or implied by an earlier one."""
         for decision in reversed(self.decisions):
             if decision.step == step:
                 return decision
@@ -86,17 +87,17 @@ class QuestionRecord:
         return None
 
     def voided(self, step: int, *, in_next_run: bool) -> QuestionRecord:
-        """This record with ``step`` made void, in this loop or in the next."""
+        """Return this record with ``step`` made void, in this loop or in the next."""
         if in_next_run:
             return replace(self, void_next=max(step, self.void_next))
         return replace(self, void=max(step, self.void))
 
 
 class Decisions:
-    """The decisions of a job's ranks, or of a process that is alone. ``about`` distinguishes
-    several of a job, and is the same on all ranks.
+    """The shared decisions of a job's ranks, or those of a single process.
 
-    Joins the job at the first question, so it may be made before torch.distributed is initialised.
+    ``about`` distinguishes several instances of one job, and is the same on all ranks. Joins the
+    job at the first question, so it may be created before torch.distributed is initialised.
     """
 
     def __init__(self, deadline_s: float, about: str = "") -> None:
@@ -105,28 +106,33 @@ class Decisions:
         self._joined = False
         self._member: Member | None = None
         self._records: dict[str, bytes | None] = {}
-        """By question: the value of its key as this rank saw it last."""
+        """The value of each question's key as this rank last saw it."""
         self._left_at: dict[str, tuple[str, int]] = {}
-        """By question: where the leader was when this rank gave up on it."""
+        """The leader's position, by question, when this rank gave up on it."""
         self.begin_run()
 
     def begin_run(self) -> None:
-        """A run begins, perhaps with steps that were asked about before: what was decided for them
-        does not count. All ranks call this."""
+        """Begin a loop. Its steps may repeat those of an earlier loop, whose decisions no longer
+        count.
+
+        Every rank calls this.
+        """
         self._run = secrets.token_hex(8)
 
     @property
     def leads(self) -> bool:
-        """Whether this rank decides."""
+        """Return whether this rank decides."""
         member = self._join()
         return member is None or member.rank == LEADER
 
     def ask(self, question: str, step: int, decide: Callable[[], Decision]) -> Decision | None:
-        """The leader's decision on ``question`` at ``step``; ``decide()`` is called on the leader
-        only. None where the leader has passed this step without asking.
+        """Return the leader's decision on ``question`` at ``step``; ``decide()`` runs on the leader
+        only.
 
-        Raises DeadlineError where the leader does not come in time, or came when others had given
-        up: then no rank has a decision at this step. Raises CoordinationError where the store
+        None if the leader passed this step without asking.
+
+        Raises DeadlineError if the leader does not arrive in time, or arrives after others have
+        given up: then no rank has a decision at this step. Raises CoordinationError if the store
         cannot be reached.
         """
         member = self._join()
@@ -136,14 +142,17 @@ class Decisions:
             if self.leads:
                 return self._decide(member, question, step, decide)
             return self._follow(member, question, step)
-        except RuntimeError as error:  # torch's stores raise it, whatever went wrong
+        except RuntimeError as error:  # torch's stores raise this for every kind of failure
             raise CoordinationError(
                 f"the job's store cannot be reached: {str(error).splitlines()[0]}", rank=member.rank
             ) from error
 
     def highest(self, name: str, value: int, timeout_s: float) -> int | None:
-        """The highest ``value`` of all ranks, once each has sent its own under ``name``; None if
-        within ``timeout_s`` they have not, or the store is gone. A name can be used once."""
+        """Return the maximum of ``value`` over all ranks; None after ``timeout_s`` or if the store
+        fails.
+
+        Blocks until every rank has contributed. A name can be used only once.
+        """
         member = self._join()
         if member is None:
             return value
@@ -163,7 +172,7 @@ class Decisions:
     def _decide(
         self, member: Member, question: str, step: int, decide: Callable[[], Decision]
     ) -> Decision:
-        """The leader's part: publish a decision, unless other ranks have given up on it."""
+        """On the leader, publish a decision, unless other ranks have given up on this step."""
         key = self._key(question)
         if not member.all_found:
             member.announce(self._deadline_s)
@@ -192,7 +201,7 @@ class Decisions:
         return decision
 
     def _follow(self, member: Member, question: str, step: int) -> Decision | None:
-        """Any other rank's part: wait for the leader's decision, or give up for all."""
+        """On other ranks, wait for the leader's decision, or give up on behalf of all."""
         until_s = time.monotonic() + self._deadline_s
         self._find_leader(member, until_s)
         key = self._key(question)
@@ -200,7 +209,7 @@ class Decisions:
         while True:
             data = self._records[question] = member.keys.value(key)
             record = QuestionRecord.decode(data)
-            # Otherwise the leader has not come to this loop.
+            # Otherwise the leader has not reached this loop.
             in_this_run = member.is_same_run(record.run, self._run)
             if in_this_run:
                 decision = record.at(step)
@@ -216,15 +225,16 @@ class Decisions:
             is_absent = self._left_at.get(question) == (record.run, record.leader_at)
             if step <= void or is_absent or time.monotonic() > until_s:
                 self._give_up(member, question, step, data, in_this_run)
-            # Polled: a blocking call would hold up the saves that use the same connection.
+            # Poll: a blocking call would hold up saves that use the same connection.
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, PAUSE_MAX_S)
 
     def _give_up(
         self, member: Member, question: str, step: int, known: bytes | None, in_this_run: bool
     ) -> None:
-        """Make ``step`` void for all, and raise DeadlineError; or return, because another rank has
-        written meanwhile."""
+        """Make ``step`` void for all ranks and raise DeadlineError; return if another rank wrote
+        first.
+        """
         record = QuestionRecord.decode(known)
         after = record.voided(step, in_next_run=not in_this_run)
         if after != record:
@@ -244,7 +254,7 @@ class Decisions:
             member.announce(0.0)
 
     def _await(self, look: Callable[[], T | None], rank: int, until_s: float) -> T:
-        """What ``look`` returns, when that is not None."""
+        """Poll ``look()`` until it returns a value, and return that."""
         pause_s = PAUSE_S
         while (found := look()) is None:
             if time.monotonic() > until_s:

@@ -1,9 +1,9 @@
-"""The epochs of a run: each time training begins or goes on with keepers, and from which step. The
-record of it is in the run's folder, so that it outlives all keepers.
+"""The epochs of a run: each start or resume with keepers begins one. The record is stored in the
+run's folder, so that it outlives all keepers.
 
-A keeper drops what a resume did not go on from. But it may not have been there: it was stopped, or
-cut off, or has got images from a trainer that slept through it. So what is in memory is held
-against this record before a run goes on from it.
+A keeper drops the steps that a resume discarded. But it may have missed the resume: it was stopped
+or disconnected, or it received images later from a trainer that had been suspended. So steps in
+memory are checked against this record before a run resumes from them.
 """
 
 from __future__ import annotations
@@ -24,35 +24,38 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """``begun``: epochs, each with the step that it went on from, -1 for none; ascending. An
-    epoch counts for nothing, and is left out, once a later one has gone back as far."""
+    """The epochs that still matter, ascending, each with the step it resumed from (-1: none).
+
+    An epoch is dropped once a later one resumes from the same step or an earlier one.
+    """
 
     begun: tuple[tuple[int, int], ...] = ()
 
     @property
     def newest(self) -> int:
-        """-1 where there is none."""
+        """The newest epoch, or -1."""
         return self.begun[-1][0] if self.begun else -1
 
     def with_next(self, epoch: int, chosen: int | None) -> Epochs:
-        """This record, when ``epoch`` has begun at step ``chosen``."""
+        """Return the record after ``epoch`` begins at step ``chosen`` (None: from nothing)."""
         step = -1 if chosen is None else chosen
         return Epochs((*[one for one in self.begun if one[1] < step], (epoch, step)))
 
     def has_left(self, generation: GenerationId) -> bool:
-        """Whether a later epoch went on from before that generation: it is on a line that was
-        left."""
+        """Return whether a later epoch resumed from an earlier step, so the generation is
+        abandoned.
+        """
         return any(
             epoch > generation.epoch and step < generation.step for epoch, step in self.begun
         )
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """Encode the record as JSON."""
         return json.dumps({"version": _VERSION, "begun": self.begun}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Epochs:
-        """The inverse. Raises DamagedError, UnsupportedFormatError."""
+        """Decode the record. Raises DamagedError, UnsupportedFormatError."""
         try:
             record = object_in(json.loads(data), "the record of epochs")
             version = int_in(record["version"], "its version")
@@ -66,8 +69,10 @@ class Epochs:
 
 
 async def read_epochs(driver: Driver) -> Epochs:
-    """The record of the run whose folder ``driver`` is bound to. Raises StorageError, DamagedError,
-    UnsupportedFormatError."""
+    """Read the record of the run in the folder that ``driver`` is bound to.
+
+    Empty if there is none. Raises StorageError, DamagedError, UnsupportedFormatError.
+    """
     try:
         data = await driver.get(EPOCHS_KEY)
     except NotFoundError:
@@ -81,5 +86,5 @@ async def read_epochs(driver: Driver) -> Epochs:
 
 
 async def put_epochs(driver: Driver, epochs: Epochs) -> None:
-    """Record it, durably. Raises StorageError."""
+    """Write the record durably. Raises StorageError."""
     await driver.put(EPOCHS_KEY, epochs.encode())

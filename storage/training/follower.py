@@ -1,8 +1,7 @@
-"""The work after a save, in the background: its outcome is counted, its metric is noted, and old
-checkpoints are deleted.
+"""Background work after a save: count the outcome, record the metric, delete old checkpoints.
 
-No error here is lost: a save that fails, however it fails, is counted and logged, and so is an
-error that keeps old checkpoints from being deleted.
+No error is lost: every failed save, and every failure to delete old checkpoints, is counted or
+logged.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PendingSave:
-    """A save under way. ``followed``: done when :func:`follow` has ended too."""
+    """A save in flight. ``followed`` is done once :func:`follow` has ended."""
 
     step: int
     handle: SaveHandle
@@ -41,10 +40,10 @@ async def follow(
     retention: Retention | None,
     under_way: Callable[[], Collection[int]],
 ) -> None:
-    """Wait for the save of ``step``, and do what comes after it. Raises nothing.
+    """Wait for the save of ``step``, then do the work that follows it. Never raises.
 
-    ``retention`` is the leader's; the metric counts from when the save is durable. ``under_way()``:
-    steps that are being saved, of which nothing is deleted.
+    ``retention`` is set on the leader only. The metric counts once the save is durable.
+    ``under_way()`` returns the steps being saved, which must not be deleted.
     """
     try:
         await handle.durable.reached()
@@ -68,7 +67,7 @@ async def follow(
 
 
 async def follow_memory(step: int, handle: SaveHandle, stats: Stats) -> None:
-    """Wait for ``step`` to be kept in memory, and count it. Raises nothing."""
+    """Wait until ``step`` is held in memory on all ranks, and count it. Never raises."""
     try:
         await handle.agreed.reached()
     except BaseException as error:
@@ -78,8 +77,7 @@ async def follow_memory(step: int, handle: SaveHandle, stats: Stats) -> None:
 
 
 def _warn(text: str, step: int, error: BaseException) -> None:
-    """Log a warning, with the traceback of an error that is not one of Holdfast's: that is a
-    defect, and has to be found."""
+    """Log a warning, with a traceback if the error is not one of Holdfast's: that is a bug."""
     if isinstance(error, HoldfastError):
         _log.warning(text, step, error)
     else:

@@ -1,4 +1,4 @@
-"""What a user says about keepers, and how one is started."""
+"""The user's options for keepers, and starting a keeper process."""
 
 from __future__ import annotations
 
@@ -27,34 +27,35 @@ START_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Keeper:
-    """That a :class:`Checkpointer` keeps steps in host memory, in a process outside of the trainer:
-    the keeper of its host, which survives the trainer.
+    """Options for keeping steps in host memory, in a process separate from the trainer.
 
-    ``every``: steps between two that are kept. ``memory``: the most that all images of a host may
-    take, such as ``"200GiB"``; None: what the host can spare. There are three images of each rank.
-    ``domain``: the name of what fails together, such as a host or a rack; None: the host's name.
-    ``deadline_s``: how long the trainer waits for an answer; without one, all goes on without a
-    keeper. ``linger``: how long a keeper that nobody uses stays. ``starts``: whether to start a
-    keeper where none answers.
+    That process, the keeper, runs once per host and survives the trainer.
 
-    ``local``: a folder on storage of the host, such as NVMe, to which the keeper writes what it
-    holds every ``local_every`` steps. A keeper that is started after the host has rebooted has it
-    in memory again.
+    ``every``: keep every n-th step. ``memory``: the limit for all images of a host, such as
+    ``"200GiB"``; None: as much as the host can spare. Each rank needs three images. ``domain``: the
+    name of the failure domain, such as a host or a rack; None: the host's name. ``deadline_s``: how
+    long the trainer waits for a reply before it continues without a keeper. ``linger``: how long an
+    unused keeper stays alive. ``starts``: whether to start a keeper if none answers.
 
-    ``serve``: where what the keeper holds can be read over HTTP, by ``peer://``: an interface or an
-    address, and perhaps a port after a colon, such as ``"eth0:7070"``; None: nowhere. Without
-    ``certificate`` and ``key``, files in PEM, there is no TLS. Keepers of several hosts work
-    together where all of them serve.
+    ``local``: a folder on storage of the host, such as NVMe, to which the keeper writes its images
+    every ``local_every`` steps. After a reboot of the host, a new keeper loads them back into
+    memory.
 
-    ``protect``: what is done against the loss of a host: ``"copy"``, a copy of each image on
-    another one; ``"xor"``, so that any host of a group may be lost; ``"pq"``, any two; ``"off"``;
-    or ``"auto"``, nothing on one host, a copy on two, XOR from three. ``group``: hosts of a group.
+    ``serve``: where to serve the keeper's images over HTTP, as ``peer://``: an interface or an
+    address, optionally with a port, such as ``"eth0:7070"``; None: nowhere. TLS needs
+    ``certificate`` and ``key``, PEM files. Keepers of several hosts work together only if all of
+    them serve.
 
-    ``max_bytes_per_s``: what the keeper may read from others, for parity and to make images again,
-    such as ``"1GB"``; None: as much as the network gives. ``cpus``: the processors that the keeper
-    runs on, such as ``"0-3,8"``; None: those of whoever starts it.
+    ``protect``: the protection against the loss of a host: ``"copy"`` places a copy of each image
+    on another host; ``"xor"`` survives the loss of any one host of a group; ``"pq"`` of any two;
+    ``"off"`` none; ``"auto"`` chooses nothing for one host, a copy for two, XOR for three or more.
+    ``group``: hosts per group.
 
-    Raises UsageError for what is none of that, UriError for what is no folder.
+    ``max_bytes_per_s``: the limit for reads from other keepers, for parity and rebuilds, such as
+    ``"1GB"``; None: no limit. ``cpus``: the processors that the keeper runs on, such as
+    ``"0-3,8"``; None: those of the process that starts it.
+
+    Raises UsageError for an invalid option, UriError if ``local`` is not a valid folder.
     """
 
     every: int = 1
@@ -112,7 +113,7 @@ class Keeper:
         return self.domain or socket.gethostname()
 
     def of_process(self, run: str) -> KeeperOptions:
-        """For a keeper of the run with this id."""
+        """Return the options of a keeper process for the run with this id."""
         memory, rate = self.memory, self.max_bytes_per_s
         return KeeperOptions(
             run,
@@ -130,7 +131,7 @@ class Keeper:
 
 
 def _parse_rate(text: str) -> int:
-    """Bytes per second. Raises ValueError."""
+    """Parse bytes per second. Raises ValueError."""
     nbytes = parse_size(text)
     if not nbytes:
         raise ValueError("nothing would ever be read")
@@ -141,7 +142,7 @@ KeeperOption = Keeper | Literal["auto"] | None
 
 
 def checked_keeper(option: KeeperOption) -> Keeper | None:
-    """What was given as ``keeper``. Raises UsageError for what is no such thing."""
+    """Return the Keeper meant by the ``keeper`` argument; None without one. Raises UsageError."""
     if option == "auto":
         return Keeper()
     if option is None or isinstance(option, Keeper):
@@ -152,8 +153,10 @@ def checked_keeper(option: KeeperOption) -> Keeper | None:
 
 
 async def start_keeper(option: Keeper, folder: KeeperFolder, run: str) -> None:
-    """Start a keeper of the run, which is no child of this process. Where another process does the
-    same at once, one of both remains. Raises CoordinationError."""
+    """Start a keeper of the run, detached from this process.
+
+    If several processes do this at once, one keeper remains. Raises CoordinationError.
+    """
     options = json.dumps(asdict(option.of_process(run)))
     arguments = [sys.executable, "-m", "holdfast.storage.keeper.detached", options]
     folder.make()

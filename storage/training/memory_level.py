@@ -1,5 +1,4 @@
-"""The memory of keepers as a level of a run: which steps are kept there, and what of it there is to
-go on from."""
+"""The keeper memory of a run, seen from one rank: which steps to keep there, and loading them."""
 
 from __future__ import annotations
 
@@ -34,8 +33,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedBytes:
-    """How many bytes a rank has read of this host's memory, and of other hosts'; and how many bytes
-    the images have that had to be made again."""
+    """Bytes that a rank loaded from its own host's memory and from other hosts, and the size of the
+    images that had to be rebuilt from parity.
+    """
 
     own: int = 0
     peer: int = 0
@@ -43,7 +43,7 @@ class LoadedBytes:
 
 
 def memory_level_of(option: KeeperOption, printed: str) -> MemoryLevel | None:
-    """The memory level that a user has asked for; see :class:`MemoryLevel`. Raises UsageError."""
+    """Return the memory level for a ``keeper`` argument; None without one. Raises UsageError."""
     keeper = checked_keeper(option)
     if keeper is None:
         return None
@@ -51,11 +51,10 @@ def memory_level_of(option: KeeperOption, printed: str) -> MemoryLevel | None:
 
 
 class MemoryLevel:
-    """The memory of the keeper of this host, as one rank of a run uses it."""
+    """One rank's view of the memory of its host's keeper."""
 
     def __init__(self, option: Keeper, printed: str) -> None:
-        """``printed``: the URI of the run's folder as drivers print it, with a slash at the
-        end."""
+        """``printed``: the run folder's URI as drivers print it, with a trailing slash."""
         self._option = option
         self._printed = printed
         self._arena: Arena | None = None
@@ -65,31 +64,33 @@ class MemoryLevel:
         self._rebuilt_nbytes = 0
         self.loaded = LoadedBytes()
         self._flushes = True
-        """Whether this rank is the one that tells its keeper what to write to storage."""
+        """True if this rank tells its keeper what to flush to storage."""
         self._protects = False
-        """Whether hosts guard each other."""
+        """True if hosts protect each other's images."""
         self.problem = ""
-        """Why nothing is kept in memory."""
+        """The reason why no step is kept in memory; empty if steps are kept."""
 
     @property
     def joined(self) -> bool:
-        """Whether this rank has looked for its keeper."""
+        """Return whether this rank has looked for its keeper."""
         return self._arena is not None
 
     @property
     def arena(self) -> Arena:
-        """For a rank that has joined."""
+        """The connection to the keeper. Only valid after joining."""
         assert self._arena is not None
         return self._arena
 
     @property
     def guards(self) -> GuardOption:
-        """How hosts are to be guarded."""
+        """The user's choice of protection between hosts."""
         return GuardOption(self._option.protect, self._option.group, self._option.certificate)
 
     async def join(self, run_id: str, moved: Callable[[], None]) -> InMemory:
-        """Find the keeper of the run, or start one; what it holds. ``moved()`` is called while it
-        gets on. For the engine's loop."""
+        """Find or start the keeper of the run, and return its inventory.
+
+        Calls ``moved()`` on progress. Runs on the engine's loop.
+        """
         self._run = run_id
         if self._arena is not None:
             await self._arena.close()
@@ -107,7 +108,7 @@ class MemoryLevel:
         return await self._look()
 
     def look(self) -> InMemory:
-        """What the keeper holds now, but for what was found to be damaged."""
+        """Return the keeper's current inventory, with the images found damaged so far."""
         return run(self._look())
 
     async def _look(self) -> InMemory:
@@ -118,7 +119,7 @@ class MemoryLevel:
         return InMemory(inventory, arena.host, tuple(self._struck))
 
     def begin_epoch(self, epoch: int, step: int | None, meeting: Meeting) -> None:
-        """Training goes on from ``step``, None for its beginning: what is later is no more."""
+        """Begin an epoch at ``step`` (None: the start of training), and discard later steps."""
         self._last = step
         self._struck = []
         self._rebuilt_nbytes = 0
@@ -132,13 +133,16 @@ class MemoryLevel:
 
     async def _begin_epoch(self, enters: Enter) -> None:
         await self.arena.enter(enters)
-        await self.arena.release()  # not before: a trainer of the last epoch might write over it
+        await self.arena.release()  # not earlier: a trainer of the last epoch might overwrite it
 
     async def rebuild(
         self, choice: Choice, hosts: Sequence[KeeperHost], moved: Callable[[], None]
     ) -> None:
-        """Have the keeper of this rank make the images again that fall to it; ``moved()`` is called
-        while it gets on. For the engine's loop. Raises DamagedError where it cannot."""
+        """Have this rank's keeper rebuild the lost images assigned to it.
+
+        Calls ``moved()`` on progress. Runs on the engine's loop. Raises DamagedError if an image
+        cannot be rebuilt.
+        """
         own = self.arena.host
         if own is None or not any(
             host.name == own.name and host.ranks[:1] == (current_rank(),) for host in hosts
@@ -162,19 +166,21 @@ class MemoryLevel:
         options: LoadOptions,
         touched: set[str],
     ) -> None:
-        """Load a generation into ``state``; :attr:`loaded` says what was read. Every rank calls
-        this. ``hosts``: where images of other hosts are read from. Raises DamagedError where memory
-        does not hold what it should; what a load raises."""
+        """Load a generation into ``state`` and set :attr:`loaded`. Every rank calls this.
+
+        ``hosts``: the hosts to read remote images from. Raises DamagedError if the images in memory
+        are damaged or unreachable, and whatever a load raises.
+        """
         name = f"{self._printed}{checkpoint_name(choice.generation.step)}"
         peers = Peers(choice.generation, hosts, self._option.certificate)
         images: list[HeldImage | PeerImage] = []
         try:
             images = run(self._images(choice, peers))
             driver = TiersDriver(name, run(_manifest(images)), images)
-            # Each rank reads what it needs: memory is as near to it as to others.
+            # Each rank reads for itself: memory is equally close to all of them.
             options = replace(options, exchange=False)
             try:
-                # Nothing is waited for but threads that copy, and compute checksums with the lock.
+                # This only waits for threads that copy, and that hold the GIL while they hash.
                 with switch_interval.short():
                     load_state(name, state, options, touched, driver)
             except HoldfastError as error:
@@ -182,31 +188,34 @@ class MemoryLevel:
                 raise
             self.loaded = LoadedBytes(driver.own_nbytes, driver.peer_nbytes, self._rebuilt_nbytes)
         except StorageError as error:
-            # A host that is gone by now is as good as memory that is damaged: there is other.
+            # A lost host counts as damaged memory: another copy may exist.
             step = choice.generation.step
             raise DamagedError(f"step {step} in memory cannot be read: {error}") from error
         finally:
             run(peers.close())
-            # Beside training: it takes a tenth of the time of the load.
+            # In the background: unmapping takes a tenth of the time of the load.
             start(offload(_unmap, images))
 
     def _strike(
         self, choice: Choice, images: Sequence[HeldImage | PeerImage], error: HoldfastError
     ) -> None:
-        """Record which image is damaged: another keeper may hold it, or parity can rebuild it."""
+        """Record the damaged image, so that the next attempt uses another copy or parity."""
         for image, names in zip(images, choice.holders, strict=True):
             if error.key == image.label.key:
                 rank = image.label.rank
                 self._struck.append(Struck(choice.generation, rank, self._source(names)))
 
     def _source(self, names: Sequence[str]) -> str:
-        """Choose the keeper from which this rank reads an image, by the names of its holders."""
+        """Return the keeper to read an image from, given its holders; prefer this host's own."""
         own = self.arena.host
         return own.name if own is not None and own.name in names else names[0]
 
     async def _images(self, choice: Choice, peers: Peers) -> list[HeldImage | PeerImage]:
-        """Open the images of all ranks, in order. Strike each one that cannot be opened or whose
-        label is damaged; then raise the first error."""
+        """Open the images of all ranks, in rank order.
+
+        Strike each image that cannot be opened or whose label is damaged, then raise the first
+        error.
+        """
         sources = [self._source(names) for names in choice.holders]
         opened = (self._image(choice, rank, name, peers) for rank, name in enumerate(sources))
         images: list[HeldImage | PeerImage] = []
@@ -224,7 +233,7 @@ class MemoryLevel:
     async def _image(
         self, choice: Choice, rank: int, name: str, peers: Peers
     ) -> HeldImage | PeerImage | DamagedError | StorageError:
-        """Open the image of a rank on the keeper ``name``, or return the error."""
+        """Open a rank's image on the keeper ``name``; return the error instead of raising it."""
         own = self.arena.host
         try:
             if own is not None and own.name == name:
@@ -234,7 +243,7 @@ class MemoryLevel:
             return error
 
     def due(self, step: int) -> bool:
-        """Whether ``step`` is to be kept. Asked once per step, in the order of steps."""
+        """Return whether to keep ``step`` in memory. Call once per step, in ascending order."""
         if self.problem:
             return False
         last = self._last
@@ -245,22 +254,24 @@ class MemoryLevel:
         return step // every > last // every
 
     def by(self, storage: Storage | None = None) -> ByKeeper | None:
-        """That a save goes by way of the keeper; and to storage from there, if that is given. None
-        where keepers cannot work together."""
+        """Return the route of a save through the keeper, and on to ``storage`` if given.
+
+        None if keepers cannot work together.
+        """
         if self.problem:
             return None
         local = self._option.local is not None
         return ByKeeper(self.arena, storage, self._flushes, self._protects, local)
 
     def close(self) -> None:
-        """Let go of the keeper, which goes on."""
+        """Disconnect from the keeper, which keeps running."""
         if self._arena is not None:
             run(self._arena.close())
             self._arena = None
 
 
 def _unmap(images: list[HeldImage | PeerImage]) -> None:
-    """Give up the memory of images, which nothing else uses."""
+    """Unmap the images by dropping the last references to them."""
     images.clear()
 
 

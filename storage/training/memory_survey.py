@@ -1,8 +1,8 @@
-"""What the ranks of a job learn of their keepers before it begins: which there are, what can be
-gone on from, and how they guard each other.
+"""Agreement on keepers before a job begins: which exist, what can be resumed, how they are
+protected.
 
-Each rank states what its own keeper holds. Keepers of the job before that no rank has are asked by
-the leader, over HTTP.
+Each rank states what its own keeper holds. The leader asks keepers of the previous job that no rank
+owns now, over HTTP.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ASK_S = 5.0
-"""How long a keeper that no rank has may take to say what it holds."""
+"""Deadline for the inventory of a keeper that no rank owns."""
 
 NOTHING = Inventory(-1, ())
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """The image of ``rank`` that the keeper ``name`` holds is damaged, or cannot be had."""
+    """A damaged or unreachable image: that of ``rank`` on the keeper ``name``."""
 
     generation: GenerationId
     rank: int
@@ -53,9 +53,11 @@ class Struck:
 
 @dataclass(frozen=True, slots=True)
 class GuardOption:
-    """How the images of hosts are to be guarded: see :func:`~holdfast.planner.parity.protection`.
-    ``certificate``: a file in PEM, of those whom keepers of other hosts are trusted by, "" without
-    TLS."""
+    """The protection of images between hosts: see :func:`~holdfast.planner.parity.protection`.
+
+    ``certificate``: a PEM file of the authorities trusted for keepers of other hosts; "" without
+    TLS.
+    """
 
     mode: str = "auto"
     group: int = GROUP_HOSTS
@@ -64,8 +66,11 @@ class GuardOption:
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """What the keeper of a rank's host holds; ``host``: None where there is none, or none
-    answers. ``struck``: what this rank has found to be damaged."""
+    """The inventory of a rank's keeper.
+
+    ``host``: None if there is no keeper, or it does not answer. ``struck``: images that this rank
+    found damaged.
+    """
 
     inventory: Inventory = NOTHING
     host: KeeperHost | None = None
@@ -74,8 +79,10 @@ class InMemory:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """How the keepers of a job work together. ``hosts``: with the ranks of each; none where they
-    cannot: ``problem`` says why."""
+    """The keepers of a job that work together, ``hosts``, with the ranks of each.
+
+    Empty if they cannot; ``problem`` then says why.
+    """
 
     hosts: tuple[KeeperHost, ...] = ()
     groups: tuple[GuardedGroup, ...] = ()
@@ -83,7 +90,7 @@ class Meeting:
 
 
 def stocks_of(statements: Sequence[InMemory]) -> list[Stock]:
-    """The keepers of the ranks, each once, with its ranks."""
+    """Return the keepers of all ranks, each once, with its ranks."""
     found: dict[str, Stock] = {}
     for rank, statement in enumerate(statements):
         host = statement.host
@@ -96,8 +103,10 @@ def stocks_of(statements: Sequence[InMemory]) -> list[Stock]:
 
 
 async def asked(stocks: Sequence[Stock], option: GuardOption) -> list[Stock]:
-    """What the keepers hold that others name, and that no rank has. Those that do not answer are
-    left out."""
+    """Ask keepers that others name, and that no rank owns, for their inventories.
+
+    Those that do not answer are left out.
+    """
     present = {stock.host.name for stock in stocks}
     absent = {
         host.name: host
@@ -124,7 +133,7 @@ async def _stock(host: KeeperHost, option: GuardOption) -> Stock | None:
 
 
 def next_epoch(stocks: Sequence[Stock], epochs: Epochs) -> int:
-    """The epoch that begins, after all that are recorded, or that any keeper knows of."""
+    """Return the number of the epoch to begin: above all epochs on record or known to a keeper."""
     return max((epochs.newest, *(stock.inventory.epoch for stock in stocks))) + 1
 
 
@@ -136,9 +145,12 @@ def kept_in_memory(
     epochs: Epochs,
     struck: Collection[Struck] = (),
 ) -> tuple[list[Choice], list[str]]:
-    """The generations to go on from, the best first: those that are agreed on, newer than that
-    step, not left by a later epoch, and of which all images can be had; and why others cannot.
-    ``stocks``: of the keepers of the job's ``world`` ranks; ``others``: of other keepers."""
+    """Return the generations that can be resumed, best first, and why others cannot.
+
+    Those are agreed on, newer than ``newer_than``, not left behind by a later epoch, and every
+    image can be read or rebuilt. ``stocks``: keepers of the job's ``world`` ranks; ``others``:
+    keepers that no rank owns.
+    """
     everyone_has = {rank for stock in stocks for rank in stock.host.ranks} == set(range(world))
     alone = len(stocks) == 1 and everyone_has
     within_reach = [stock for stock in (*stocks, *others) if stock.host.address or alone]
@@ -155,8 +167,10 @@ def kept_in_memory(
 
 
 def meeting(stocks: Sequence[Stock], world: int, option: GuardOption) -> Meeting:
-    """How these keepers work together from now on. Raises UsageError where they are to be guarded
-    in a way for which they are too few."""
+    """Return how these keepers work together from now on.
+
+    Raises UsageError if there are too few of them for the protection.
+    """
     ranks = {rank for stock in stocks for rank in stock.host.ranks}
     if ranks != set(range(world)):
         lacking = sorted(set(range(world)) - ranks)

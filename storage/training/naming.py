@@ -1,4 +1,4 @@
-"""What a run's checkpoints are called: folders below the run's, by their steps."""
+"""Names of the checkpoint folders in a run's folder, derived from the step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _NAME = re.compile(r"step-([0-9]{8,18})")
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder of a step's checkpoint, below the run's."""
+    """Return the folder name of a step's checkpoint, relative to the run's folder."""
     return f"step-{step:08d}"
 
 
 def step_of(path: str) -> int | None:
-    """The step of a checkpoint's folder; None for what was not named by :func:`checkpoint_name`."""
+    """Return the step in a name made by :func:`checkpoint_name`; None for any other name."""
     match = _NAME.fullmatch(path)
     if match:
         return int(match[1])

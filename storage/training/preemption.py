@@ -1,16 +1,13 @@
-"""SIGTERM: the launcher wants this process gone, and gives it a while. Saves are finished, then it
-goes as it would have.
+"""SIGTERM handling: finish saves within a grace period, then let the process end as before.
 
-The signal is only noted. What follows happens where training can be interrupted: at the next step.
-There may be several Checkpointers in a process, each with a grace period of its own. One signal
-asks all of them, whatever the order in which they were made and are closed. When each has saved,
-was closed, or has no more grace, what handled the signal before handles it; so it does at once when
-a second SIGTERM comes, wherever training is.
+The handler only records the signal; the work happens at the next training step. A process may have
+several Checkpointers, each with its own grace period. One signal notifies all of them, regardless
+of the order in which they were created and closed. Once each of them has saved, was closed, or has
+run out of time, the previous handler runs. A second SIGTERM runs it at once.
 
-Python calls handlers in the main thread, between two of its own instructions. So that the grace
-period begins, and ends, also while that thread is within a long call of compiled code, a thread of
-our own watches for the signal, see :class:`_Watcher`. It needs the interpreter's lock for that:
-while compiled code holds this, nothing happens.
+Python calls signal handlers in the main thread, between bytecode instructions. A long call into
+compiled code would delay the grace period, so a thread of ours also watches for the signal, see
+:class:`_Watcher`. It needs the GIL: nothing happens while compiled code holds that.
 """
 
 from __future__ import annotations
@@ -36,8 +33,9 @@ _log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """One Checkpointer's share in the handling of SIGTERM, from :meth:`install` to
-    :meth:`hand_over` or :meth:`restore`."""
+    """One Checkpointer's registration for SIGTERM, from :meth:`install` to :meth:`hand_over` or
+    :meth:`restore`.
+    """
 
     def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
@@ -45,49 +43,53 @@ class Preemption:
 
     @property
     def asked(self) -> bool:
-        """Whether SIGTERM has come."""
+        """Return whether SIGTERM has arrived."""
         return self._until_s is not None
 
     @property
     def pending(self) -> bool:
-        """Whether it has come, and is not handed over yet."""
+        """Return whether SIGTERM has arrived and was not handed over yet."""
         return self.asked and _process.has(self)
 
     @property
     def left_s(self) -> float:
-        """Seconds of grace that are left."""
+        """Seconds of grace left."""
         if self._until_s is None:
             return self.grace_s
         return max(0.0, self._until_s - time.monotonic())
 
     def install(self) -> None:
-        """Python allows it in the main thread only; elsewhere this does nothing but say so."""
+        """Register for SIGTERM.
+
+        Python allows that only in the main thread; in any other, log a warning instead.
+        """
         if threading.current_thread() is not threading.main_thread():
             _log.warning("SIGTERM is not handled: the checkpointer was not made in the main thread")
             return
         _process.add(self)
 
     def ask(self, came_s: float) -> None:
-        """SIGTERM has come, at that time by ``time.monotonic()``."""
+        """Start the grace period. SIGTERM came at ``came_s`` (``time.monotonic()``)."""
         if self._until_s is None:
             self._until_s = came_s + self.grace_s
 
     def hand_over(self) -> None:
-        """This Checkpointer is done with the signal that has come. Once all are, what was there
-        before handles it: by default, the process ends here."""
+        """Finish this Checkpointer's part after a signal.
+
+        Once all Checkpointers have, the previous handler runs; by default it ends the process here.
+        """
         _process.leave(self)
 
     def restore(self) -> None:
-        """This Checkpointer handles SIGTERM no more."""
+        """Stop handling SIGTERM for this Checkpointer."""
         _process.leave(self)
 
 
 class _Process:
-    """What handles SIGTERM for all Checkpointers of this process: there is one handler, and one
-    thread that watches.
+    """The SIGTERM handler and watcher thread shared by all Checkpointers of this process.
 
-    Members are not kept alive: a Checkpointer that was dropped without being closed makes no
-    process wait.
+    Members are weakly referenced: a Checkpointer that was dropped without being closed does not
+    delay the end of the process.
     """
 
     def __init__(self) -> None:
@@ -98,23 +100,23 @@ class _Process:
         self._came_s: float | None = None
         self._timer: threading.Timer | None = None
         self._insisted = False
-        self._lock = new_rlock()  # a handler may interrupt the thread that holds it
+        self._lock = new_rlock()  # reentrant: a handler may interrupt the thread that holds it
 
     @property
     def is_installed(self) -> bool:
-        """Whether SIGTERM is handled here."""
+        """Return whether our handler is installed."""
         return self._watcher is not None
 
     def has(self, member: Preemption) -> bool:
-        """Whether ``member`` still has its share."""
+        """Return whether ``member`` is registered."""
         return any(ref() is member for ref in self._members)
 
     def add(self, member: Preemption) -> None:
-        """In the main thread: SIGTERM asks ``member``, too; at once, where it has come already."""
+        """Register ``member``, in the main thread; notify it now if SIGTERM has already come."""
         with self._lock:
             if (
                 signal.getsignal(signal.SIGTERM) != self._handle
-            ):  # a handler that was set meanwhile is called after ours
+            ):  # a handler that was set meanwhile runs after ours
                 self._before = signal.signal(signal.SIGTERM, self._handle)
             if self._watcher is None:
                 self._watcher = _Watcher(self._see)
@@ -124,13 +126,13 @@ class _Process:
                 self._set_timer()
 
     def leave(self, member: Preemption) -> None:
-        """``member`` has no share any more. The last one to leave puts things back, and hands over
-        a signal that has come; where that is not in the main thread, the main thread does so when
-        it can."""
+        """Unregister ``member``.
+
+        The last one to leave restores the previous handler, and hands over a signal that has come.
+        Outside the main thread, it makes the main thread do so.
+        """
         with self._lock:
-            time.sleep(
-                0
-            )  # what a thread of ours has sent under the lock is handled here, at the latest
+            time.sleep(0)  # let Python handle signals now that a thread of ours sent under the lock
             if not self.has(member):
                 return
             self._members = [ref for ref in self._members if ref() not in (None, member)]
@@ -145,15 +147,14 @@ class _Process:
         self._end()
 
     def _waits(self) -> bool:
-        """Whether there is a Checkpointer that handles SIGTERM, or, where it has come, has grace
-        left for it."""
+        """Return whether a Checkpointer still handles SIGTERM or has grace left."""
         there = [member for ref in self._members if (member := ref()) is not None]
         if self._came_s is None:
             return bool(there)
         return any(member.left_s > 0 for member in there)
 
     def _end(self) -> None:
-        """In the main thread: put things back, and hand over a signal that has come."""
+        """Restore the previous handler, in the main thread; hand over a signal that has come."""
         with self._lock:
             if not self.is_installed:
                 return
@@ -169,8 +170,9 @@ class _Process:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """A signal that came while things were put back, or from a handler that was set after ours,
-        and calls it."""
+        """Call the previous handler for a signal that came during the restore, or through a handler
+        that was set after ours and calls it.
+        """
         if callable(self._before):
             self._before(number, frame)
         elif self._before == signal.SIG_DFL:
@@ -188,14 +190,14 @@ class _Process:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        # A handler that was not set from Python is None, and cannot be set again.
+        # getsignal() returns None for a handler set outside Python; it cannot be set again.
         if signal.getsignal(signal.SIGTERM) == self._handle and self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
         watcher.undo()
         return watcher
 
     def forget(self) -> None:
-        """In a forked child, which has no thread that watches: SIGTERM is handled as before."""
+        """Restore the previous handler in a forked child, which has no watcher thread."""
         self._timer = None
         if self.is_installed:
             self._undo().forget()
@@ -212,9 +214,10 @@ class _Process:
             self._end()
 
     def _see(self, watcher: _Watcher) -> None:
-        """In the thread of ``watcher``: a signal has come, which the handler may have heard of, or
-        not yet. A watcher that has ended, but not yet its thread, speaks of signals that have been
-        handed over."""
+        """Count a signal seen by the watcher thread; the handler may or may not have run yet.
+
+        Ignore a watcher that was replaced: its signals have been handed over.
+        """
         with self._lock:
             if watcher is not self._watcher:
                 return
@@ -237,7 +240,7 @@ class _Process:
             self._set_timer()
 
     def _set_timer(self) -> None:
-        """Insist when the longest grace period is over."""
+        """Schedule :meth:`_insist` for the end of the longest grace period."""
         if self._timer is not None:
             self._timer.cancel()
         left_s = max(
@@ -248,15 +251,17 @@ class _Process:
         self._timer.start()
 
     def _insist(self) -> None:
-        """In a thread: no more grace, whatever the main thread is doing. What only that may call,
-        it is woken up for."""
+        """End the grace period, from another thread, whatever the main thread is doing.
+
+        Wakes up the main thread for the calls that only it may make.
+        """
         with self._lock:
             if (
                 self._insisted or not self.is_installed
-            ):  # once: the watcher hears of what is sent here, too
+            ):  # once: the watcher also sees the signal sent below
                 return
             self._insisted = True
-            if self._before == signal.SIG_DFL:  # signal.signal is the main thread's alone
+            if self._before == signal.SIG_DFL:  # only the main thread may call signal.signal
                 ctypes.pythonapi.PyOS_setsig(int(signal.SIGTERM), ctypes.c_void_p(0))
                 os.kill(os.getpid(), signal.SIGTERM)
             self._handled = max(1, self._handled)
@@ -266,9 +271,11 @@ class _Process:
 
 
 class _Watcher:
-    """A thread that hears of SIGTERM when it comes: Python writes the numbers of signals to a pipe
-    as they come, whatever the main thread is doing. If they were
-    written elsewhere before, they are passed on to there."""
+    """A thread that sees SIGTERM at once, whatever the main thread is doing.
+
+    Python writes signal numbers to a wakeup pipe as they arrive. The watcher forwards them to the
+    previous wakeup descriptor, if there was one.
+    """
 
     def __init__(self, see: Callable[[_Watcher], None]) -> None:
         self._see = see
@@ -280,21 +287,23 @@ class _Watcher:
         self._thread.start()
 
     def undo(self) -> None:
-        """Signals are written where they were before."""
+        """Restore the previous wakeup descriptor."""
         now_fd = signal.set_wakeup_fd(
             self._before_fd if self._unchanged() else -1, warn_on_full_buffer=False
         )
-        if now_fd != self._write_fd:  # somebody came after us, and stays
+        if now_fd != self._write_fd:  # set by someone after us: leave it in place
             signal.set_wakeup_fd(now_fd, warn_on_full_buffer=False)
         os.close(self._write_fd)
 
     def end(self) -> None:
-        """After :meth:`undo`: the thread has ended; or it is about to, and waits for what a frame
-        below this one holds."""
+        """Wait for the thread to end, after :meth:`undo`.
+
+        Gives up after END_S: the thread may be waiting for a lock that a frame below holds.
+        """
         self._thread.join(END_S)
 
     def forget(self) -> None:
-        """After :meth:`undo`, in a forked child: there is no thread."""
+        """Close the pipe in a forked child, after :meth:`undo`."""
         os.close(self._read_fd)
 
     def _watch(self) -> None:
@@ -303,7 +312,7 @@ class _Watcher:
                 if self._unchanged():
                     with contextlib.suppress(
                         OSError
-                    ):  # full, or closed just now: so would Python do
+                    ):  # full, or just closed: Python ignores these too
                         os.write(self._before_fd, numbers)
                 for _ in range(numbers.count(signal.SIGTERM)):
                     self._see(self)
@@ -311,8 +320,10 @@ class _Watcher:
             os.close(self._read_fd)
 
     def _unchanged(self) -> bool:
-        """Whether the descriptor from before is still that of the same file: its number may have
-        been given to another."""
+        """Return whether the previous wakeup descriptor still refers to the same file.
+
+        Its number may have been reused.
+        """
         return self._before_file is not None and _file(self._before_fd) == self._before_file
 
 
@@ -329,9 +340,11 @@ _forking = threading.local()
 
 
 def _hold() -> None:
-    """Before a fork: block SIGTERM until the child handles it as it should. Until then, one that is
-    meant for the child would be lost there, or be written to our pipe as if it had come to this
-    process."""
+    """Block SIGTERM before a fork, until the child has restored its handler.
+
+    Otherwise a signal sent to the child would be lost, or written to our pipe as if it had come to
+    this process.
+    """
     if _process.is_installed:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     else:
@@ -344,8 +357,7 @@ def _release() -> None:
 
 
 def _as_before() -> None:
-    """In a forked child: SIGTERM ends it, as the parent expects, and the parent hears
-    nothing of it."""
+    """Restore the default SIGTERM behaviour in a forked child."""
     _process.forget()
     _release()
 

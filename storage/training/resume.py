@@ -1,5 +1,4 @@
-"""Going on from a checkpoint of a run: the newest one that is whole, or an earlier one; the same
-one on all ranks."""
+"""Resuming a run from its newest whole checkpoint, or an earlier one; the same on all ranks."""
 
 from __future__ import annotations
 
@@ -39,13 +38,13 @@ from .tries import Outcome, held_at_length, held_round, tried, tried_at_length
 __all__ = ["Back", "Resumed", "begin_run", "resumed"]
 
 _NAMED = 10
-"""So many steps, or paths, are named in a message."""
+"""The most steps or paths that a message names."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A checkpoint to try; ``own``: this run's Checkpointer has named it."""
+    """A checkpoint to try. ``own``: its name was given by this run's Checkpointer."""
 
     path: str
     step: int | None
@@ -54,10 +53,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What all ranks are to know of the run's folder, and of what is in memory. ``broken``: how
-    many checkpoints cannot be opened. ``refused``: why there is nothing to go on from. ``kept``:
-    the generations in memory that are newer than what is in storage, the best first; ``peers``:
-    where their images can be read. ``epoch``: the one that begins; ``meeting``: its keepers."""
+    """The leader's findings in the run's folder and in memory, for all ranks.
+
+    ``broken``: how many checkpoints cannot be opened. ``refused``: why nothing can be resumed.
+    ``kept``: generations in memory that are newer than storage, best first; ``peers``: the hosts to
+    read their images from. ``epoch``: the epoch about to begin; ``meeting``: its keepers.
+    """
 
     tried: tuple[Candidate, ...]
     broken: int
@@ -71,7 +72,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The fields of :class:`Candidates` that say what is in memory."""
+    """The fields of :class:`Candidates` that describe memory."""
 
     kept: tuple[Choice, ...] = ()
     peers: tuple[KeeperHost, ...] = ()
@@ -86,11 +87,13 @@ class RunId:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a run goes on from. ``step``: None where there was nothing. ``tier``: where it was,
-    ``memory`` or ``storage``; ``nbytes``: what this rank has read of it; ``seconds``: how long it
-    took. ``tiers``: the bytes by where they were: in memory of this host (``own``) or of others
-    (``peer``), or in ``storage``; and how many bytes the images have that this rank's keeper has
-    made again out of ``parity``."""
+    """The result of a resume.
+
+    ``step``: None if there was nothing to resume. ``tier``: ``memory`` or ``storage``. ``nbytes``:
+    bytes read by this rank. ``seconds``: duration. ``tiers``: bytes by source: memory of this host
+    (``own``) or of others (``peer``), or ``storage``; ``parity`` is the size of the images that
+    this rank's keeper rebuilt.
+    """
 
     step: int | None
     tier: str
@@ -108,8 +111,9 @@ TAKE_UP = Round.of("resume", Nothing, Nothing)
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """Where to go on: at ``step``; or at the newest ``before`` that step; or, by default, at the
-    newest of all."""
+    """The checkpoint to resume: that of ``step``, the newest ``before`` a step, or the newest of
+    all.
+    """
 
     step: int | None = None
     before: int | None = None
@@ -123,11 +127,11 @@ class Back:
 
     @property
     def asked(self) -> bool:
-        """Whether the caller asked for another one than the newest."""
+        """Return whether the caller asked for a checkpoint other than the newest."""
         return self.step is not None or self.before is not None
 
     def among(self, survey: Survey) -> list[ListedCheckpoint]:
-        """The checkpoints to try, in that order."""
+        """Return the checkpoints to try, in order."""
         if self.step is not None:
             exact = [c for c in survey.steps if c.step == self.step]
             return sorted(exact, key=lambda c: c.abandoned)[:1]
@@ -136,8 +140,10 @@ class Back:
 
 
 class _Leader:
-    """The leader's part: it looks at the run's folder, and records where training goes on.
-    ``guards``: how hosts are to be guarded; None: the run has no keepers, and so no epochs."""
+    """The leader's part: surveys the run's folder, and records where training resumes.
+
+    ``guards``: how to protect hosts; None if the run has no keepers, and so no epochs.
+    """
 
     def __init__(
         self, lineage: RunLineage, root: Place, back: Back, guards: GuardOption | None
@@ -152,15 +158,17 @@ class _Leader:
         self._others: Sequence[Stock] = ()
 
     async def hear_offers(self, statements: Sequence[InMemory]) -> Nothing:
-        """All keepers of the job have offered what they hold. What is held by those that no rank
-        has is asked for now: before the keepers of the job are asked again, since these have of
-        what is protected what the others have."""
+        """Ask keepers that no rank owns for their inventories, after all ranks have joined theirs.
+
+        This must precede the second look at the job's own keepers: if another keeper has dropped a
+        step by now because a newer one is protected, that look finds the newer one.
+        """
         assert self._guards is not None
         self._others = await asked(stocks_of(statements), self._guards)
         return Nothing()
 
     async def look(self, statements: Sequence[InMemory]) -> Candidates:
-        """What there is to go on from."""
+        """Survey storage and memory, and return the candidates to resume."""
         survey = self._survey = await self._lineage.survey()
         tried = self._tried = self._back.among(survey)
         candidates = _candidates(self._back, self._root, survey, tried)
@@ -182,8 +190,7 @@ class _Leader:
         )
 
     async def choose(self, statements: Sequence[InMemory]) -> Choices:
-        """What there is to go on from in memory, now that some of it has turned out to be
-        damaged."""
+        """Return the generations left in memory, after some were found damaged."""
         assert self._guards is not None
         stocks = stocks_of(statements)
         return self._choices(statements, stocks, await asked(stocks, self._guards))
@@ -201,13 +208,13 @@ class _Leader:
         return Choices(tuple(kept), tuple(stock.host for stock in (*stocks, *others)))
 
     async def take_up(self, taken: _Taken) -> None:
-        """Training goes on from there."""
+        """Record where training resumes."""
         assert self._survey is not None
         gone_on_from = None
         if taken.chosen is not None:
             gone_on_from = self._tried[taken.chosen]
         elif taken.step is not None and self._tried:
-            gone_on_from = self._tried[0]  # memory leads on from the newest
+            gone_on_from = self._tried[0]  # memory continues the newest checkpoint
         await self._lineage.take_up(gone_on_from, self._survey, record=self._back.asked)
         if self._guards is not None:
             async with self._root.opened() as driver:
@@ -216,9 +223,11 @@ class _Leader:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What a run goes on from: a step, None for nothing; in storage, the checkpoint that was tried
-    as number ``chosen``; in memory, ``loaded`` says how much of it was where. ``epoch``: the one
-    that begins."""
+    """The point at which a run resumes.
+
+    ``step``: None for nothing. ``chosen``: the index of the checkpoint in storage among those
+    tried. ``loaded``: bytes by source, for a step in memory. ``epoch``: the epoch about to begin.
+    """
 
     epoch: int
     step: int | None = None
@@ -227,15 +236,17 @@ class _Taken:
 
     @property
     def tier(self) -> str:
-        """Where it is."""
+        """The tier that the step came from."""
         return "memory" if self.step is not None and self.chosen is None else "storage"
 
 
 @dataclass(slots=True)
 class _Target:
-    """What is loaded into. ``touched``: the names that failed loads have begun to fill on this
-    rank. ``failed``: the steps in memory of which a load has begun, and failed on any rank; the
-    same on all ranks."""
+    """The state to load into.
+
+    ``touched``: names that failed loads have begun to fill on this rank. ``failed``: steps in
+    memory whose load began and failed on any rank; the same on all ranks.
+    """
 
     state: object
     options: LoadOptions
@@ -251,24 +262,27 @@ def resumed(
     options: LoadOptions,
     memory: MemoryLevel | None = None,
 ) -> Resumed:
-    """Load a checkpoint of the run into ``state``; say which.
+    """Load a checkpoint of the run into ``state``; return where it came from.
 
-    ``memory``: what is newer there than in storage comes first, unless the caller asked for
-    another one. What is damaged, on any rank, is passed over by all, with a warning, unless it was
-    asked for by its step. So is a checkpoint that does not fit, if it was not this run's
-    Checkpointer that named it. What is later than what was loaded is abandoned from here on. Raises
-    UsageError where there is no checkpoint that was asked for; DamagedError where none is whole,
-    in storage or in memory: then ``state`` may be partly filled, and no epoch begins. So it may be
-    at a MismatchError, where the next one has no values for what the load of a damaged one began to
-    fill. What else :func:`load` raises, it raises: the next one would fit no better.
+    Steps in ``memory`` that are newer than storage come first, unless the caller asked for a
+    specific checkpoint. If a candidate is damaged on any rank, all ranks skip it with a warning,
+    unless it was requested by its step. A checkpoint that does not fit is skipped too if its name
+    was not given by this run's Checkpointer. Later checkpoints are abandoned.
+
+    Raises UsageError if no checkpoint matches the request; DamagedError if none is whole, in
+    storage or in memory: ``state`` may then be partly filled, and no epoch begins. ``state`` may
+    also be partly filled after a MismatchError, if the next candidate lacks values that the load of
+    a damaged one began to fill. Raises any other error of :func:`load`, since the next candidate
+    would fit no better.
     """
     began_s = time.perf_counter()
     leader = _Leader(lineage, root, back, None if memory is None else memory.guards)
     in_memory = InMemory()
     call = Call("resume", root.uri.redacted, back.step)
     if memory is not None:
-        # From here on, none gives up what it holds. What it has offered may be out of date: one
-        # that was asked later may have given up a step, since all had parity of the next one.
+        # From here on, no keeper drops what it holds. The offers may be out of date: a keeper that
+        # was asked later may have dropped a step once all had parity of the next one. So look
+        # again.
         join = partial(memory.join, identified(root, options.deadline_s))
         held_at_length(OFFER, call, options.deadline_s, join, leader.hear_offers)
         in_memory = memory.look()
@@ -305,8 +319,10 @@ def _load_best(
     back: Back,
     memory: MemoryLevel | None,
 ) -> _Taken:
-    """Load the best that is whole: out of memory, else out of storage. Raises DamagedError where
-    none is, though there was something to load."""
+    """Load the best whole candidate, from memory, else from storage.
+
+    Raises DamagedError if there are candidates but none is whole.
+    """
     if memory is not None:
         kept = _load_kept(leader, root, candidates, target, memory)
         if kept is not None:
@@ -314,7 +330,7 @@ def _load_best(
             return _Taken(candidates.epoch, step, loaded=loaded)
     chosen = _load_first(root, candidates, target, back)
     if chosen is None and target.failed:
-        # All ranks have tried the same, so all raise, whatever each of them has read by then.
+        # All ranks tried the same steps, so all raise, whatever each has read so far.
         raise DamagedError(
             f"the steps of this run are in memory alone, and none of them can be read: "
             f"{', '.join(map(str, target.failed[:_NAMED]))}. The state may hold values of them",
@@ -331,7 +347,7 @@ def _load_best(
 
 
 def identified(root: Place, deadline_s: float) -> str:
-    """The id of the run. Every rank calls this."""
+    """Return the id of the run. Every rank calls this."""
 
     async def identify(_: Sequence[Nothing]) -> RunId:
         async with root.opened() as driver:
@@ -342,8 +358,10 @@ def identified(root: Place, deadline_s: float) -> str:
 
 
 def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
-    """Begin an epoch without going on from anything: what is in memory is of no use. Every rank
-    calls this, where it has not resumed."""
+    """Begin an epoch without resuming; steps in memory are discarded.
+
+    Every rank of a run that has not resumed calls this.
+    """
 
     async def decide(statements: Sequence[InMemory]) -> Candidates:
         stocks = stocks_of(statements)
@@ -364,7 +382,7 @@ def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
 def _candidates(
     back: Back, root: Place, survey: Survey, tried: Sequence[ListedCheckpoint]
 ) -> Candidates:
-    """What all ranks are to know of the run's folder."""
+    """Return the candidates in storage, or the reason why there are none."""
     for c in survey.broken:
         _log.warning("the checkpoint %s cannot be opened: %s", c.path, c.problem)
     refused = advice = None
@@ -398,11 +416,10 @@ def _load_kept(
     target: _Target,
     memory: MemoryLevel,
 ) -> tuple[int, LoadedBytes] | None:
-    """Load the newest generation in memory that is whole; return its step, and how much of it was
-    where. None where there is none.
+    """Load the newest whole generation in memory; return its step, and the bytes by source.
 
-    Where one cannot be loaded, all look again: an image that is damaged may be on another host,
-    or can be made again; and a keeper may be gone by now. The same choice is not made twice.
+    None if there is none. After a failure all ranks look again: a damaged image may exist on
+    another host, or be rebuilt, and a keeper may have disappeared. No choice is tried twice.
     """
     choices = Choices(candidates.kept, candidates.peers)
     made: set[Choice] = set()
@@ -438,8 +455,10 @@ def _load_first(
     target: _Target,
     back: Back,
 ) -> int | None:
-    """Load the first of ``tried`` that is whole and fits; return its place among them. None where
-    there is nothing to try."""
+    """Load the first whole checkpoint that fits; return its index in ``candidates.tried``.
+
+    None if there is nothing to try.
+    """
     if not candidates.tried and not candidates.broken:
         return None
     misfit: Exception | None = None

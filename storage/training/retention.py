@@ -1,10 +1,10 @@
-"""Which checkpoints of a run are kept: the last ones, every n-th, and the best by a metric.
+"""Retention: which checkpoints of a run to keep, by recency, by step and by metric.
 
-Only checkpoints that the run's Checkpointer has named are deleted. "Last" goes by steps along the
-lineage of the run, and by what the caller says was saved last; no clock is asked.
+Only checkpoints named by the run's Checkpointer are deleted. "Last" is decided by steps along the
+lineage of the run and by the step the caller saved last, never by a clock.
 
-Metrics lie beside the checkpoints, in one small file, so that a run that goes on knows what the
-best were. A checkpoint without a known metric is none of the best; the other rules decide on it.
+Metrics are stored in one small file next to the checkpoints, so that a resumed run knows its best
+steps. A checkpoint without a metric is never among the best; the other rules decide on it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What is kept; the rest is deleted. A checkpoint stays if any rule keeps it; what was saved
-    last always does.
+    """Rules for keeping checkpoints. One stays if any rule keeps it, or if it was saved last; all
+    others are deleted.
 
-    ``last`` as many of the highest steps; ``every``: those whose step is a multiple of it; ``best``
-    as many of those with the best metric: the lowest, unless ``highest``.
+    ``last``: keep this many of the highest steps. ``every``: keep steps that are a multiple of it.
+    ``best``: keep this many of the best by metric: the lowest, unless ``highest``.
 
-    Checkpoints that training went back before are abandoned. No rule keeps them: each is deleted
-    once the run has saved its step, or a later one, anew; with ``abandoned`` they stay, until
-    ``holdfast prune --abandoned``.
+    Checkpoints after the step that training went back to are abandoned. No rule keeps them: each is
+    deleted once the run has saved that step, or a later one, again. With ``abandoned`` they stay
+    until ``holdfast prune --abandoned``.
     """
 
     last: int | None = None
@@ -63,8 +63,10 @@ class Keep:
             )
 
     def best_of(self, metrics: dict[int, float], steps: Container[int]) -> list[int] | None:
-        """The best of those ``steps`` that have a metric; of equal ones the latest. None without
-        such a rule."""
+        """Return the best of ``steps`` that have a metric, later steps first among equals.
+
+        None without such a rule.
+        """
         if self.best is None:
             return None
         known = [
@@ -76,17 +78,19 @@ class Keep:
 
 
 class Retention:
-    """The rules of one run, on its leader."""
+    """The retention of one run, on its leader."""
 
     def __init__(self, root: Place, keep: Keep) -> None:
-        self._turn = asyncio.Lock()  # one save may begin while another is followed by this
+        self._turn = asyncio.Lock()  # a save may begin while another is being followed up
         self._root = root
         self._keep = keep
         self._metrics: dict[int, float] | None = None
 
     async def note(self, step: int, metric: float | None) -> None:
-        """Keep in mind, and in the run's folder, how good ``step`` is, as it was saved last. Raises
-        StorageError."""
+        """Store the metric of ``step`` in the run's folder, replacing that of an earlier save.
+
+        Raises StorageError.
+        """
         async with self._turn, self._root.opened() as driver:
             if metric is None and self._keep.best is None:
                 return
@@ -103,8 +107,10 @@ class Retention:
                 )
 
     async def apply(self, saved: int, under_way: Collection[int]) -> PruneReport:
-        """Delete what is not to be kept, now that ``saved`` is; but nothing of the steps that are
-        ``under_way``. Raises StorageError, DamagedError."""
+        """Delete the checkpoints that no rule keeps, now that ``saved`` is committed.
+
+        Never deletes a step that is ``under_way``. Raises StorageError, DamagedError.
+        """
         async with self._turn:
             async with self._root.opened() as driver:
                 metrics: dict[int, float] = {}
@@ -150,7 +156,7 @@ class Retention:
 
 
 def _decoded(data: bytes) -> dict[int, float]:
-    """The metrics that :meth:`Retention.note` has written; none if the data is damaged."""
+    """Decode the metrics written by :meth:`Retention.note`; empty if the data is damaged."""
     try:
         if len(data) > _METRICS_NBYTES_MAX:
             raise ValueError("no table of metrics")

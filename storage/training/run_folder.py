@@ -1,10 +1,10 @@
-"""The run's folder on a local file system: is it still the one that the run began in?
+"""A check that the run's folder on a local file system has not been unmounted.
 
-After ``umount`` the folder below the mount point takes saves without an error, and the next
-``mount`` hides them. A device number alone decides nothing: it may change when the same file system
-is mounted again. So a change of it raises only where no checkpoint of the run is left.
+After ``umount``, saves to the folder below the mount point succeed, and the next ``mount`` hides
+them. A changed device number alone proves nothing: remounting the same file system may change it.
+So an error is raised only if no checkpoint of the run is left in the folder.
 
-Scope: object stores, and folders of other drivers, have no device.
+Scope: object stores and folders of other drivers have no device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from ..runtime.engine import offload
 __all__ = ["RunFolder"]
 
 _KNOWN = 16
-"""The number of checkpoints that are looked for. Retention may have deleted all but the newest, and
-the newest saves may have failed."""
+"""Number of recent checkpoints to look for. Retention may have deleted all but the newest, and the
+newest saves may have failed.
+"""
 
 
 class RunFolder:
-    """The folder ``root``. ``note`` the checkpoints that are in it, and ``check`` before a save."""
+    """The folder ``root``. Call ``note`` for its checkpoints, and ``check`` before a save."""
 
     def __init__(self, root: Place) -> None:
         self._root = root
@@ -33,13 +34,14 @@ class RunFolder:
         self._known: deque[str] = deque(maxlen=_KNOWN)
 
     def note(self, path: str) -> None:
-        """Note that there is a checkpoint at ``path``, or will be."""
+        """Record that a checkpoint exists, or will exist, at ``path``."""
         if path not in self._known:
             self._known.append(path)
 
     async def check(self) -> None:
-        """Raise StorageError where the folder is on another device than at the last check, and no
-        checkpoint of the run is in it."""
+        """Raise StorageError if the folder is on another device than before and has lost the run's
+        checkpoints.
+        """
         if self._root.uri.scheme not in ("file", "lustre"):
             return
         device = await offload(_device, self._root.uri.location)
@@ -66,8 +68,7 @@ class RunFolder:
 
 
 def _device(path: str) -> int:
-    """Return the device of the folder ``path``, or, where it is missing, of the one that it would
-    be made in."""
+    """Return the device of the folder ``path``, or of its nearest existing parent."""
     while True:
         try:
             return os.stat(path).st_dev

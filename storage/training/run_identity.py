@@ -1,5 +1,8 @@
-"""The id of a run, in the run's folder: what is in memory belongs to a run, and a folder that was
-emptied does not get its old memory back."""
+"""The id of a run, stored in the run's folder.
+
+Memory held by keepers belongs to a run id, so a folder that was emptied does not get its old steps
+back from memory.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,12 @@ _VERSION = 1
 
 
 async def run_id(driver: Driver) -> str:
-    """The id of the run whose folder ``driver`` is bound to; a new one where it has none. Several
-    processes that ask at once get the same. Raises StorageError, DamagedError,
-    UnsupportedFormatError."""
+    """Return the id of the run in the folder that ``driver`` is bound to; create one if there is
+    none.
+
+    Concurrent callers all get the same id. Raises StorageError, DamagedError,
+    UnsupportedFormatError.
+    """
     known = await known_run_id(driver)
     if known is not None:
         return known
@@ -34,7 +40,7 @@ async def run_id(driver: Driver) -> str:
 
 
 async def known_run_id(driver: Driver) -> str | None:
-    """The id of the run; None where it has none yet. Raises as :func:`run_id`."""
+    """Return the id of the run, or None if it has none yet. Raises as :func:`run_id`."""
     try:
         return _decoded(await driver.get(RUN_KEY), driver)
     except NotFoundError:

@@ -1,9 +1,8 @@
-"""The lineage of a run, on its leader: which checkpoints lead to where training is, and whether it
-may save at a step.
+"""The lineage of a run, on its leader: which checkpoints lead to the current state of training, and
+whether a save at a given step is allowed.
 
-The record of it (:mod:`..format.lineage`) is written where training goes back: by
-``resume(step=…)`` before that returns, and otherwise, where ``resume`` has passed over later
-checkpoints that are damaged, before the first save.
+The record (:mod:`..format.lineage`) is written when training goes back: by ``resume(step=…)``
+before it returns; or, if ``resume`` skipped later damaged checkpoints, before the first save.
 """
 
 from __future__ import annotations
@@ -25,23 +24,28 @@ __all__ = ["RunLineage", "Survey", "below", "is_own"]
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is in a run's folder: ``steps``, the checkpoints directly below it that have a step, the
-    best to go on from first; ``broken``, those that cannot be opened; ``others``, the paths of
-    those that cannot be gone on from."""
+    """The contents of a run's folder.
+
+    ``steps``: checkpoints directly in the folder that have a step, the best to resume from first.
+    ``broken``: checkpoints that cannot be opened. ``others``: paths of checkpoints that cannot be
+    resumed from.
+    """
 
     steps: Sequence[ListedCheckpoint]
     broken: Sequence[ListedCheckpoint]
     others: Sequence[str]
 
     def newest(self) -> ListedCheckpoint | None:
-        """The live checkpoint of the highest step; also one that cannot be opened, whose step its
-        name tells."""
+        """Return the live checkpoint of the highest step.
+
+        A checkpoint that cannot be opened counts, with the step in its name.
+        """
         live = [c for c in self.steps if not c.abandoned]
         return max([*live, *self.broken], key=_step, default=None)
 
 
 class RunLineage:
-    """The lineage of the run in ``root``, and its record. For the engine's loop."""
+    """The lineage of the run in ``root``, and its record. Runs on the engine's loop."""
 
     def __init__(self, root: Place) -> None:
         self._root = root
@@ -52,7 +56,7 @@ class RunLineage:
         self._turn = asyncio.Lock()
 
     async def survey(self) -> Survey:
-        """Look at the run's folder. Raises StorageError, DamagedError."""
+        """List the run's folder. Raises StorageError, DamagedError."""
         await self._folder.check()
         async with self._root.opened() as driver:
             listing = await Listing.of(driver)
@@ -74,9 +78,10 @@ class RunLineage:
     async def take_up(
         self, gone_on_from: ListedCheckpoint | None, survey: Survey, *, record: bool
     ) -> None:
-        """Training goes on from there, or from its beginning; live checkpoints that are later are
-        abandoned from here on. ``record``: store that now, durably, rather than with the next save.
-        Raises StorageError."""
+        """Continue training from a checkpoint (None: from the beginning), and abandon later ones.
+
+        ``record``: store this durably now, rather than with the next save. Raises StorageError.
+        """
         assert self._lineage is not None
         self._admits = True
         if gone_on_from is None:
@@ -92,8 +97,11 @@ class RunLineage:
             await self._record()
 
     async def admit(self, step: int) -> str:
-        """The branch of a checkpoint that is to be saved at ``step``. Raises UsageError where the
-        run has come further, and did not go back; StorageError, DamagedError."""
+        """Return the branch of a checkpoint about to be saved at ``step``.
+
+        Raises UsageError if the run already has a later step and did not go back; StorageError,
+        DamagedError.
+        """
         async with self._turn:
             await self._folder.check()
             if not self._admits:
@@ -115,7 +123,7 @@ class RunLineage:
 
 
 def below(step: int, newest: int, uri: str) -> UsageError:
-    """What is raised for a save at ``step``, where the run has come to step ``newest``."""
+    """Return the error for a save at ``step`` when the run is already at step ``newest``."""
     return UsageError(
         f"step {step} is below step {newest}, the newest of this run, and training did not go back",
         uri=uri,
@@ -126,7 +134,7 @@ def below(step: int, newest: int, uri: str) -> UsageError:
 
 
 def is_own(c: ListedCheckpoint) -> bool:
-    """Whether a Checkpointer of this run has named it."""
+    """Return whether the checkpoint has the name that a Checkpointer gives it."""
     return c.step is not None and c.path == checkpoint_name(c.step)
 
 

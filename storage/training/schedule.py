@@ -1,4 +1,4 @@
-"""When a save is due: every so many steps, or every so much time; on all ranks at the same step."""
+"""Schedules: when a save is due, by steps or by time, at the same step on all ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from .decisions import Decision, Decisions
 __all__ = ["Schedule", "schedule_of"]
 
 LOOK_S = 5.0
-"""How often, at most, ranks ask whether it is time."""
+"""The longest interval between two questions to the leader."""
 
 
 class Schedule(ABC):
-    """Asked once per step, in the order of steps."""
+    """Base of all schedules. Called once per step, in ascending order."""
 
     @abstractmethod
     def due(self, step: int, decisions: Decisions) -> bool:
-        """Whether a save is due at ``step``: the same on all ranks. May raise what ``decisions``
-        raises."""
+        """Return whether a save is due at ``step``, the same on all ranks.
+
+        Raises what ``decisions`` raises.
+        """
 
     def begin_at(self, step: int) -> None:  # noqa: B027 - most schedules do not depend on it
-        """``step`` is what the checkpoint holds that training goes on from."""
+        """Set the step of the checkpoint that training resumed from."""
 
 
 class _Never(Schedule):
@@ -35,8 +37,7 @@ class _Never(Schedule):
 
 
 class _Steps(Schedule):
-    """Whenever a multiple of ``every`` is reached, or passed: steps may be counted in larger
-    strides."""
+    """Due whenever a multiple of ``every`` is reached or passed; steps may be strided."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -54,14 +55,17 @@ class _Steps(Schedule):
 
 
 class _Time(Schedule):
-    """By the leader's clock. The leader says at which step to ask again: after a small part of the
-    time that is left, by the pace of the steps so far. So most steps need no question."""
+    """Due by the leader's clock.
+
+    The leader also announces the step at which to ask again: after a fraction of the remaining
+    time, estimated from the pace so far. Most steps need no question.
+    """
 
     def __init__(self, every_s: float, clock: Callable[[], float]) -> None:
         self._every_s = every_s
         self._clock = clock
         self._saved_s = clock()
-        self._asked: tuple[int, float] | None = None  # the step and the time
+        self._asked: tuple[int, float] | None = None  # (step, time) of the last question
         self._next: int | None = None
 
     def begin_at(self, step: int) -> None:
@@ -76,7 +80,7 @@ class _Time(Schedule):
         try:
             decision = decisions.ask("due", step, lambda: self._look(step))
         except BaseException:
-            # There was no save: the next step asks again.
+            # Nothing was saved: ask again at the next step.
             self._saved_s = saved_s
             self._asked = asked
             raise
@@ -86,7 +90,7 @@ class _Time(Schedule):
         return bool(decision.value)
 
     def _look(self, step: int) -> Decision:
-        """On the leader: whether a save is due, and at which step it is asked again."""
+        """On the leader, decide whether a save is due, and at which step to ask again."""
         now_s = self._clock()
         due = now_s - self._saved_s >= self._every_s
         if due:
@@ -96,7 +100,7 @@ class _Time(Schedule):
         return decision
 
     def _steps_ahead(self, step: int, now_s: float) -> int:
-        """After how many steps the question is asked again."""
+        """Return after how many steps to ask again."""
         if self._asked is None:
             return 1
         asked_step, asked_s = self._asked
@@ -110,8 +114,11 @@ class _Time(Schedule):
 
 
 def schedule_of(every: int | str | None, clock: Callable[[], float] = time.monotonic) -> Schedule:
-    """``500``: steps. ``"10min"``, ``"90s"``, ``"1.5h"``: time. None: never by itself. ``clock``
-    tells the time in seconds. Raises UsageError."""
+    """Return the schedule for ``every``: ``500`` steps, a time such as ``"10min"``, or None for
+    never.
+
+    ``clock`` returns the time in seconds. Raises UsageError.
+    """
     if every is None:
         return _Never()
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:

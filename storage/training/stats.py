@@ -1,4 +1,4 @@
-"""The outcomes of a Checkpointer's saves, counted and logged."""
+"""Counters and log messages about a Checkpointer's saves."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Saves on this rank. Each that was ``due`` is in the end one of ``saved``, ``failed`` and
-    ``skipped``.
+    """Counts of saves on this rank. Each ``due`` save ends as ``saved``, ``failed`` or ``skipped``.
 
-    ``waited``: how many held up training until another had ended; ``queued``: how many were copied
-    while another was being written. ``stalled_s``: how long training stood still for all of it,
-    fences included. ``nbytes``: written by this rank. ``pruned``: checkpoints deleted, on rank 0.
+    ``waited``: saves that blocked training until another save ended. ``queued``: saves that were
+    copied while another was being written. ``stalled_s``: total time that training was blocked,
+    fences included. ``nbytes``: bytes written by this rank. ``pruned``: checkpoints deleted, on
+    rank 0.
 
-    ``kept``: steps in the memory of keepers, on all ranks; ``not_kept``: steps that were to be, and
-    are not.
+    ``kept``: steps held in keeper memory on all ranks. ``not_kept``: steps that should have been,
+    but are not.
     """
 
     due: int = 0
@@ -42,29 +42,29 @@ class Counters:
 
     @property
     def under_way(self) -> int:
-        """Saves that have not ended."""
+        """The number of saves in flight."""
         return self.due - self.saved - self.failed - self.skipped
 
 
 class Stats:
-    """Counts, from any thread."""
+    """Thread-safe counters, and the errors still to be raised."""
 
     def __init__(self) -> None:
         self.counters = Counters()
         self.durable_step = 0
-        """The newest step that is in storage."""
+        """The newest step that is durable in storage."""
         self._error: BaseException | None = None
         self._first_error: BaseException | None = None
         self._unsaved: BaseException | None = None
-        """What the first save failed with, if it was the first to end."""
+        """The error of the first save, if no save has succeeded since."""
         self._lock = new_lock()
 
     def due(self, step: int) -> None:
-        """The save of ``step`` is due. One of the following comes of it."""
+        """Count a save of ``step`` as due. Exactly one outcome below follows."""
         self._add(due=1)
 
     def skipped(self, step: int) -> None:
-        """It is left out: another save is under way."""
+        """Count a save as skipped because another is in flight."""
         self._add(skipped=1)
         _log.warning(
             "step %d: not saved, another save is under way (%d left out so far)",
@@ -73,41 +73,41 @@ class Stats:
         )
 
     def kept(self, step: int) -> None:
-        """It is in the memory of keepers."""
+        """Count a step as held in keeper memory."""
         self._add(kept=1)
 
     def not_kept(self, step: int, why: str) -> None:
-        """It was to be kept in memory, and is not."""
+        """Count a step that could not be held in keeper memory."""
         self._add(not_kept=1)
         _log.warning(
             "step %d: not kept in memory (%d so far): %s", step, self.counters.not_kept, why
         )
 
     def stalled(self, seconds: float) -> None:
-        """Training stood still for a call."""
+        """Add time for which a call blocked training."""
         self._add(stalled_s=seconds)
 
     def waited(self, seconds: float) -> None:
-        """It has waited for another save."""
+        """Count a save that waited for another one."""
         self._add(waited=1, stalled_s=seconds)
         _log.info("training waited %.3f s for another save", seconds)
 
     def begun(self, step: int, stalled_s: float, *, queued: bool) -> None:
-        """It is under way; the call took ``stalled_s`` seconds."""
+        """Record that a save is in flight; the call took ``stalled_s`` seconds."""
         self._add(queued=int(queued), stalled_s=stalled_s)
         _log.info("step %d: saving%s", step, ", after the save under way" if queued else "")
 
     def saved(self, step: int, report: SaveReport) -> None:
-        """It is committed; that is logged with every save."""
+        """Count a committed save. The save itself logs its success."""
         self.durable_step = max(self.durable_step, step)
         self._add(saved=1, nbytes=report.nbytes, stalled_s=report.fenced_s)
 
     def failed(self, step: int, error: BaseException) -> None:
-        """It has failed. What is there is untouched."""
+        """Count a failed save. Existing checkpoints are untouched."""
         self._fail(step, error, is_save=True)
 
     def undecided(self, step: int, error: BaseException) -> None:
-        """The ranks have not come to a decision on it."""
+        """Count a step at which the ranks could not reach a decision."""
         self._fail(step, error, is_save=False)
 
     def _fail(self, step: int, error: BaseException, *, is_save: bool) -> None:
@@ -121,14 +121,13 @@ class Stats:
         _log.warning("step %d: not saved (%d failed so far): %s", step, self.counters.failed, error)
 
     def pruned(self, report: PruneReport) -> None:
-        """Old checkpoints are deleted."""
+        """Count and log deleted checkpoints."""
         self._add(pruned=len(report.checkpoints))
         if report.checkpoints:
             _log.info("deleted %s", ", ".join(c.path for c in report.checkpoints))
 
     def raise_at_end(self, on_error: str) -> None:
-        """Raise as :meth:`raise_first` does; where no save has ever succeeded, also an error that
-        was raised before, and caught."""
+        """Raise as :meth:`raise_first`; if no save ever succeeded, re-raise an earlier error."""
         self.raise_first(on_error)
         with self._lock:
             error = self._unsaved
@@ -136,8 +135,11 @@ class Stats:
             raise error
 
     def raise_first(self, on_error: str) -> None:
-        """Raise what a save has failed with, once: with ``raise``; and as long as none was ever
-        saved, also with ``warn``, which otherwise forgets it."""
+        """Raise the first unreported error, once.
+
+        With ``"raise"``, raise any error. With ``"warn"``, raise only if no save has succeeded yet;
+        drop the error otherwise.
+        """
         with self._lock:
             error: BaseException | None = None
             if on_error == "raise":
@@ -158,8 +160,10 @@ class Stats:
 
 
 def log_if_unsaved(pid: int, stats: Stats, on_error: str, uri: str) -> None:
-    """Log, in the process ``pid``, what closing a Checkpointer would have raised: it was collected
-    without, or the process ends."""
+    """Log the error that close() would have raised, for a Checkpointer that was never closed.
+
+    Runs when it is garbage-collected or the process ``pid`` exits; does nothing in other processes.
+    """
     if os.getpid() != pid:
         return
     try:

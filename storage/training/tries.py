@@ -1,5 +1,6 @@
-"""What all ranks of a job decide together, in one round, while it begins: above all what they make
-of a try to load something. What one rank cannot have, none goes on from."""
+"""Rounds in which all ranks agree on something while a run begins, above all on the outcome of an
+attempt to load. A checkpoint that one rank cannot load is used by none.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +39,10 @@ V = TypeVar("V")
 
 
 class Outcome(enum.Enum):
-    """How a try went on one rank, or on all. ``FAILED_ELSEWHERE``: another rank says for itself
-    what it found."""
+    """The outcome of a load attempt, on one rank or on all.
+
+    ``FAILED_ELSEWHERE``: another rank failed and reports its own outcome.
+    """
 
     WHOLE = "whole"
     MISFIT = "misfit"
@@ -50,7 +53,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Attempted:
-    """The outcome on one rank; ``error`` says how it has failed."""
+    """The outcome on one rank; ``error`` describes an unexpected failure."""
 
     outcome: Outcome
     error: str = ""
@@ -62,8 +65,11 @@ TRY = Round.of("resume", Attempted, Attempted)
 def held_round(
     round: Round[S, V], call: Call, deadline_s: float, statement: S, decide: Decide[S, V]
 ) -> V:
-    """What the leader makes of all ranks' statements. Raises what it raises, and as a call does
-    whose ranks do not all come."""
+    """Send ``statement`` to the leader and return its decision.
+
+    Raises what ``decide`` raises on the leader, and RankFailedError or DeadlineError if a rank does
+    not arrive.
+    """
 
     async def known(moved: Callable[[], None]) -> S:
         return statement
@@ -78,9 +84,11 @@ def held_at_length(
     state: Callable[[Callable[[], None]], Awaitable[S]],
     decide: Decide[S, V],
 ) -> V:
-    """The same, where it may take a rank longer to find out what to state, by ``state(moved)`` on
-    the engine's loop, than the others would wait for it: they do, for as long as that calls
-    ``moved()``."""
+    """Like :func:`held_round`, with a statement that may take long to prepare.
+
+    ``state(moved)`` runs on the engine's loop. The other ranks wait past their deadline as long as
+    it keeps calling ``moved()``.
+    """
     team = current_team(call, deadline_s, saving=False)
 
     async def held() -> V:
@@ -97,9 +105,11 @@ def held_at_length(
 def tried(
     call: Call, deadline_s: float, load: Callable[[], object], *, may_misfit: bool = False
 ) -> tuple[Outcome, Exception | None]:
-    """What all ranks make of it that each of them has called ``load()``, and what that has raised
-    on this one, if anything. ``may_misfit``: whether a mismatch is no reason to give up. Raises
-    what makes further tries vain."""
+    """Call ``load()`` on every rank; return the common outcome and this rank's error, if any.
+
+    ``may_misfit``: whether a mismatch is an outcome (MISFIT) rather than an error. Raises errors
+    that make further attempts pointless.
+    """
     error: Exception | None = None
     try:
         load()
@@ -115,7 +125,7 @@ def tried(
 def tried_at_length(
     call: Call, deadline_s: float, work: Callable[[Callable[[], None]], Awaitable[object]]
 ) -> tuple[Outcome, Exception | None]:
-    """The same of ``work(moved)``, for which ranks wait as in :func:`held_at_length`."""
+    """Like :func:`tried`, for ``work(moved)``; other ranks wait as in :func:`held_at_length`."""
 
     async def attempt(moved: Callable[[], None]) -> Exception | None:
         try:
@@ -162,8 +172,10 @@ def _outcome(error: Exception | None, may_misfit: bool) -> Attempted:
 
 
 async def verdict_of(attempts: Sequence[Attempted]) -> Attempted:
-    """What all ranks make of one checkpoint, by what each has made of it. Raises RankFailedError
-    for a rank that failed by itself."""
+    """Combine the outcomes of all ranks into one.
+
+    Raises RankFailedError for a rank that failed for a reason of its own.
+    """
     for rank, attempt in enumerate(attempts):
         if attempt.outcome is Outcome.FAILED:
             raise RankFailedError(f"rank {rank} failed: {attempt.error}", rank=rank)
