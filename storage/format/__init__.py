@@ -1,1 +1,1 @@
-"""What the bytes of a checkpoint mean: manifest, columns, small values, checksums."""
+"""The format of a checkpoint's bytes: manifest, columns, small values, checksums."""

@@ -1,7 +1,7 @@
-"""The chunks of an image, and the one check of their bytes.
+"""The chunks of an image, and the check of their bytes against stored digests.
 
-See :mod:`.digest` for the digest tree: the manifest holds the digest of each chunk's *page*, and
-the page holds the digests of the chunk's blocks.
+The manifest holds the digest of each chunk's *page*; the page holds the digests of the chunk's
+blocks. See :mod:`.digest`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ __all__ = ["Chunk", "chunk_at", "chunks_of", "damaged_ranges", "page_range"]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes [start, stop) of an image. ``digest`` is that of its page, from the manifest."""
+    """Bytes [start, stop) of an image. ``digest`` is the digest of the chunk's page, from the
+    manifest."""
 
     image: int
     start: int
@@ -26,7 +27,7 @@ class Chunk:
 
 
 def chunk_at(m: Manifest, image: int, position: int) -> Chunk:
-    """The chunk of an image that holds the byte at ``position``."""
+    """Return the chunk of an image that contains byte ``position``."""
     index = position // m.chunk_nbytes
     start = index * m.chunk_nbytes
     stop = min(start + m.chunk_nbytes, int(m.images.hashed_nbytes[image]))
@@ -35,7 +36,7 @@ def chunk_at(m: Manifest, image: int, position: int) -> Chunk:
 
 
 def chunks_of(m: Manifest, image: int) -> list[Chunk]:
-    """The chunks of one image, in order."""
+    """Return the chunks of one image, in order."""
     end = int(m.images.hashed_nbytes[image])
     first, last = m.first_chunk[image : image + 2].tolist()
     starts = range(0, end, m.chunk_nbytes)
@@ -46,7 +47,7 @@ def chunks_of(m: Manifest, image: int) -> list[Chunk]:
 
 
 def page_range(m: Manifest, chunk: Chunk) -> tuple[int, int]:
-    """``(start, stop)`` of the chunk's page in its image, where pages follow the data."""
+    """Return ``(start, stop)`` of the chunk's page within its image. Pages follow the data."""
     first_page = int(m.images.hashed_nbytes[chunk.image])
     start = first_page + DIGEST_NBYTES * blocks_of(chunk.start, m.block_nbytes)
     stop = first_page + DIGEST_NBYTES * blocks_of(chunk.stop, m.block_nbytes)
@@ -56,12 +57,12 @@ def page_range(m: Manifest, chunk: Chunk) -> tuple[int, int]:
 def damaged_ranges(
     chunk: Chunk, start: int, page: bytes, block_nbytes: int, stored_page: bytes | None
 ) -> list[tuple[int, int]]:
-    """The ranges of an image that are not what was written; empty if all is well.
+    """Return the damaged ranges of an image; empty if the bytes match their digests.
 
-    ``page`` holds the digests of the blocks that were read: of the whole chunk, or of a part that
-    begins at ``start``, which is the start of a block. ``stored_page`` is the verified page of the
-    chunk. A part cannot be checked without it. Without it, a damaged chunk is one range, since it
-    is not known which of its blocks are damaged.
+    ``page`` holds the digests of the blocks just read: the whole chunk, or a part of it beginning
+    at ``start``, a block boundary. ``stored_page`` is the verified page of the chunk. It is
+    required to check a part, and to locate damage within a chunk: without it, a damaged chunk is
+    reported as one range.
     """
     count = len(page) // DIGEST_NBYTES
     stop = min(start + count * block_nbytes, chunk.stop)

@@ -1,10 +1,10 @@
-"""Columns in a safetensors file: named numpy arrays, a JSON header, and a checksum over all of it.
+"""Columns in a safetensors file: named numpy arrays, a JSON header and a checksum.
 
 Integers are stored in the narrowest unsigned type that holds the column's largest entry; the header
-says which. The file ends with the column ``checksum``: 16 bytes, the xxh3-128 digest of every byte
-before them. Any safetensors reader opens it.
+names the type. The last column is ``checksum``: 16 bytes, the xxh3-128 digest of every byte before
+them. Any safetensors reader opens the file.
 
-Reading trusts nothing: sizes are checked against the bytes at hand before anything is allocated.
+Readers trust nothing: they check sizes against the bytes at hand before allocating memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
     "parse_header",
 ]
 
-# Anything safetensors could hold; what a column holds is checked where it is used.
+# Any dtype that safetensors can hold; users of a column check its content.
 Column = npt.NDArray[Any]
 Columns = Mapping[str, Column]
 """Columns by name."""
@@ -41,21 +41,21 @@ _DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64}
 _CODES = {np.dtype(t): code for code, t in _DTYPES.items()}
 _ALIGNMENT = 8
 _MARK = b'"holdfast"'
-"""The name of our metadata, in the header of every file of columns."""
+"""Key of our metadata, present in the header of every column file."""
 HEADER_NBYTES_MAX = 256 << 20
-"""Parsed, JSON takes up to thirty times its size: a header must not use up the host's memory."""
+"""Largest accepted header. Parsed JSON can take thirty times its size in memory."""
 
 
 def narrowed(column: Column) -> Column:
-    """The same non-negative integers in the narrowest unsigned type."""
+    """Return the same non-negative integers in the narrowest unsigned type."""
     return column.astype(np.min_scalar_type(int(column.max(initial=0))), copy=False)
 
 
 def encode_columns(columns: Columns, metadata: Mapping[str, str]) -> bytes:
-    """One safetensors file. Columns are unsigned integers; wide ones come first, so that all are
+    """Encode columns of unsigned integers as one safetensors file, widest first to keep all
     aligned.
 
-    Raises SaveError where the header would be longer than readers accept.
+    Raises SaveError if the header would exceed the readers' limit.
     """
     ordered = sorted(columns.items(), key=lambda item: -item[1].itemsize)
     head = _framed_header(ordered, metadata)
@@ -64,7 +64,7 @@ def encode_columns(columns: Columns, metadata: Mapping[str, str]) -> bytes:
 
 
 def _framed_header(ordered: list[tuple[str, Column]], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a file with these columns and, after them, the checksum."""
+    """Return the framed header of a file with these columns followed by the checksum."""
     entries = [f'"__metadata__":{json.dumps(dict(metadata), separators=(",", ":"))}']
     position = 0
     for name, column in ordered:
@@ -86,11 +86,10 @@ def _framed_header(ordered: list[tuple[str, Column]], metadata: Mapping[str, str
 
 
 def decode_columns(data: bytes, what: str) -> tuple[dict[str, Column], dict[str, str]]:
-    """Columns (views of ``data``, in their stored types) and metadata. ``what`` names the file in
-    errors.
+    """Return the columns (views of ``data``, in their stored types) and the metadata.
 
-    Raises DamagedError for a wrong checksum, and for anything that is not exactly of the form
-    written here.
+    ``what`` names the file in errors. Raises DamagedError if the checksum does not match or the
+    file deviates from the layout written by :func:`encode_columns`.
     """
     is_long_enough = len(data) >= safetensors.LENGTH_NBYTES + DIGEST_NBYTES
     if not is_long_enough or digest(memoryview(data)[:-DIGEST_NBYTES]) != data[-DIGEST_NBYTES:]:
@@ -99,7 +98,7 @@ def decode_columns(data: bytes, what: str) -> tuple[dict[str, Column], dict[str,
 
 
 def _damage(data: bytes) -> str:
-    """What seems to be wrong with a file whose checksum does not match."""
+    """Describe the likely damage of a file whose checksum does not match."""
     if not data:
         return "is empty"
     if data.count(0) == len(data):
@@ -110,7 +109,7 @@ def _damage(data: bytes) -> str:
 
 
 def parse_columns(data: bytes | memoryview, what: str) -> tuple[dict[str, Column], dict[str, str]]:
-    """As :func:`decode_columns`, for bytes whose checksum is known to match."""
+    """Parse like :func:`decode_columns`, for bytes whose checksum was already verified."""
     end = safetensors.LENGTH_NBYTES + _header_length(data, what)
     header = parse_header(bytes(data[safetensors.LENGTH_NBYTES : end]), what)
     body = memoryview(data)[end:]
@@ -128,7 +127,7 @@ def parse_columns(data: bytes | memoryview, what: str) -> tuple[dict[str, Column
 
 
 def _header_length(data: bytes | memoryview, what: str) -> int:
-    """Raises DamagedError."""
+    """Return the length of the JSON header. Raises DamagedError."""
     try:
         length = safetensors.length_in(data)
     except ValueError:
@@ -139,7 +138,7 @@ def _header_length(data: bytes | memoryview, what: str) -> int:
 
 
 def parse_header(text: bytes | str, what: str) -> dict[str, Json]:
-    """A JSON object without duplicate keys. Raises DamagedError."""
+    """Return a JSON object without duplicate keys. Raises DamagedError."""
     try:
         header: Json = json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:

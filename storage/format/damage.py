@@ -1,4 +1,4 @@
-"""Describes damage: the file, the offset, and the tensors whose bytes these were."""
+"""Error messages for damage: the file, the byte range and the affected tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES_MAX = 5
 
 
 def tensors_at(manifest: Manifest, image: int, start: int, stop: int) -> list[str]:
-    """Names of the tensors that have bytes in [start, stop) of an image's file."""
+    """Return the names of tensors that have bytes in [start, stop) of an image's file."""
     s = manifest.shards
     end = s.start + s.nbytes(manifest.tensors)
     rows = np.flatnonzero((s.image == image) & (s.start < stop) & (end > start))
@@ -23,7 +23,7 @@ def tensors_at(manifest: Manifest, image: int, start: int, stop: int) -> list[st
 def damaged(
     manifest: Manifest, uri: str, image: int, start: int, stop: int, what: str
 ) -> DamagedError:
-    """An error that names file, bytes and tensors; ``what`` completes "bytes a to b …"."""
+    """Build an error that names file, bytes and tensors; ``what`` completes "bytes a to b …"."""
     names = tensors_at(manifest, image, start, stop)
     return DamagedError(
         f"bytes {start:,} to {stop:,} {what}. {_belong_to(names)}",

@@ -1,9 +1,9 @@
-"""Reads the ``.metadata`` of a folder of torch's distributed checkpoint (DCP) as data: which
-tensors and values there are, and in which file each of their parts lies.
+"""Reader for the ``.metadata`` file of a torch distributed checkpoint (DCP) folder.
 
-The file is a pickle of some dataclasses. It is read by :mod:`.torch_pickle`, which runs nothing of
-it; any class that is not named here refuses the file. Nothing that it says is believed: a part must
-lie within its tensor, and a file in the folder.
+Lists the tensors and values of the checkpoint, and the file and byte range of each part. The file
+is a pickle of dataclasses; :mod:`.torch_pickle` reads it without running any of it. Unknown classes
+are refused. Nothing in the file is trusted: a part must lie within its tensor, and its file within
+the folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 DCP_METADATA_KEY = ".metadata"
 DCP_FILE = re.compile(r"holdfast-[0-9]+\.distcp")
-"""Names of the files of an export. DCP's own writer has others."""
+"""File names that our export writes. DCP's own writer uses others."""
 
 Path = tuple[str | int, ...]
 
@@ -53,7 +53,7 @@ _KNOWN = {
             "_MEM_FORMAT_ENCODING",
         )
     ),
-    *(  # the plans of all ranks, which Megatron keeps there, and nothing here needs
+    *(  # Megatron also stores the plans of all ranks, which are not needed here.
         _PLANNER + name
         for name in (
             "BytesIOWriteData",
@@ -69,18 +69,18 @@ _FIELDS = {
     _METADATA + "ChunkStorageMetadata": ("offsets", "sizes"),
     _METADATA + "Metadata": (
         "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version",
-        "all_local_plans",  # Megatron's, which repeats what the others say
+        "all_local_plans",  # written by Megatron; repeats the other fields
     ),
     _METADATA + "MetadataIndex": ("fqn", "offset", "index"),
     _METADATA + "TensorStorageMetadata": ("properties", "size", "chunks"),
     _STORAGE_INFO: ("relative_path", "offset", "length", "transform_descriptors"),
 }  # fmt: skip
-"""The fields that each dataclass may have."""
+"""Allowed fields of each dataclass."""
 _PROPERTIES = _METADATA + "TensorProperties"
 _LAYOUT = "torch.serialization._get_layout"
 _MEMORY_FORMAT = _METADATA + "_MEM_FORMAT_ENCODING"
 _MEMORY_FORMATS = (0, 1, 2)
-"""Contiguous, channels last, preserve: each part says its own strides, so none changes a value."""
+"""Contiguous, channels last, preserve. None affects values: each part records its own strides."""
 _FILE_NAME = re.compile(r"(?!\.\.?$)[^/\\\0]+")
 _NBYTES_MAX = 1 << 62
 _DIMS_MAX = 64
@@ -88,7 +88,7 @@ _DIMS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """``nbytes`` bytes of the file ``key`` of the folder, from byte ``start`` on."""
+    """``nbytes`` bytes at offset ``start`` of file ``key`` in the folder."""
 
     key: str
     start: int
@@ -97,7 +97,7 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """A tensor, and its boxes with the place of each; ``dtype`` is torch's name."""
+    """A tensor and its boxes, each with its location. ``dtype`` is torch's name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -106,8 +106,8 @@ class StoredParts:
 
 @dataclass(frozen=True, slots=True)
 class FolderContents:
-    """Tensors and values by name. ``paths`` are the keys that lead to an item in the state, as far
-    as the planner has noted them."""
+    """Tensors and values by name. ``paths`` holds the keys that lead to an item in the state,
+    for items whose path the planner recorded."""
 
     tensors: Mapping[str, StoredParts]
     values: Mapping[str, FilePart]
@@ -115,7 +115,7 @@ class FolderContents:
 
 
 def read_metadata(data: bytes) -> FolderContents:
-    """Return the contents of the folder. Raises ValueError, which names the unknown or impossible
+    """Return the contents of the folder. Raises ValueError naming the unknown or impossible
     part."""
     root = read_pickle(data, _KNOWN.__contains__)
     fields = _fields(root, _METADATA + "Metadata")
@@ -137,7 +137,7 @@ _Places = Mapping[tuple[str, tuple[int, ...] | None], FilePart]
 
 
 def _places(storage_data: Value) -> _Places:
-    """By name and offset of a part, where it lies."""
+    """Return the location of each part, by name and offset."""
     if not isinstance(storage_data, dict):
         raise ValueError("it does not say where its items lie")
     places = {}
@@ -178,8 +178,10 @@ def _tensor(name: str, item: Value, places: _Places) -> StoredParts:
 
 
 def _dtype(name: str, properties: Value) -> str:
-    """Return torch's name of the dtype, the first of a tensor's properties. Raises ValueError
-    unless the others describe a plain tensor."""
+    """Return torch's name of the dtype, the first of a tensor's properties.
+
+    Raises ValueError unless the other properties describe a plain tensor.
+    """
     if not isinstance(properties, tuple) or len(properties) != 5:
         raise ValueError(f"{name!r} has properties that are not known")
     dtype, layout, requires_grad, memory_format, pin_memory = properties
@@ -196,7 +198,7 @@ def _dtype(name: str, properties: Value) -> str:
 
 
 def _argument(value: Value, name: str) -> Value:
-    """Return the argument of the object ``name``; None for any other value."""
+    """Return the single argument of the record ``name``, or None for any other value."""
     if isinstance(value, Record) and value.name == name and len(value.arguments) == 1:
         return value.arguments[0]
     return None
@@ -243,7 +245,7 @@ def _state(value: Value, name: str) -> Value:
 
 
 def _fields(value: Value, name: str) -> Mapping[Value, Value]:
-    """Return the fields of a dataclass. Raises ValueError for one that is not known, by name."""
+    """Return the fields of a dataclass. Raises ValueError naming an unknown field."""
     state = _state(value, name)
     if state is None and not _FIELDS[name]:
         return {}

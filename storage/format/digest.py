@@ -1,13 +1,12 @@
-"""Checksums: what is hashed, and how one digest covers many.
+"""Checksums: a two-level hash tree over blocks and chunks.
 
-Every *block* (64 KiB) of an image has an xxh3-128 digest. The digests of one *chunk* (16 MiB),
-written one after the other, are its *page*; the xxh3-128 digest of the page is the chunk's digest,
-which the manifest holds. So whole chunks are verified against the manifest alone, and a slice is
-verified by the blocks that it touches and their page. This is a hash tree of two levels (R. C.
-Merkle, "A Digital Signature Based on a Conventional Encryption Function", 1987); digests are in
-xxHash's canonical (big-endian) form.
+Each *block* (64 KiB) of an image has an xxh3-128 digest. The concatenated digests of one *chunk*
+(16 MiB) form its *page*; the xxh3-128 digest of the page is the chunk's digest, stored in the
+manifest. Whole chunks are verified against the manifest alone; a slice is verified by the blocks it
+touches and their page (R. C. Merkle, "A Digital Signature Based on a Conventional Encryption
+Function", 1987). Digests are in xxHash's canonical (big-endian) form.
 
-xxh3 is no cryptographic hash: it detects damage, not forgery.
+xxh3 is not a cryptographic hash: it detects damage, not forgery.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ __all__ = ["damaged_blocks", "digest", "page_of"]
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """The 16-byte xxh3-128 digest of ``data``."""
+    """Return the 16-byte xxh3-128 digest of ``data``."""
     return xxhash.xxh3_128_digest(data)
 
 
 def page_of(data: memoryview, block_nbytes: int) -> bytes:
-    """The digests of ``data``'s blocks, joined. The last block may be short.
+    """Return the concatenated digests of the blocks of ``data``. The last block may be short.
 
-    Holds the GIL for about a millisecond a chunk, because xxhash releases it only for larger
-    pieces. That is better than to release it for each block: beside a trainer that computes in
-    Python, the thread would wait up to 5 ms to get it back, each time.
+    Holds the GIL for about a millisecond per chunk: xxhash releases it only for larger pieces.
+    Releasing it for each block would be worse, because a thread next to a busy trainer can wait 5
+    ms each time to get it back.
     """
     xxh3 = xxhash.xxh3_128_digest
     cuts = [*range(0, len(data), block_nbytes), len(data)]
@@ -40,7 +39,7 @@ def page_of(data: memoryview, block_nbytes: int) -> bytes:
 
 
 def damaged_blocks(page: bytes, expected: bytes) -> list[int]:
-    """Indices of the blocks whose digests differ between two pages of equal length."""
+    """Return the indices of blocks whose digests differ between two pages of equal length."""
     if page == expected:
         return []
     n = len(expected) // DIGEST_NBYTES

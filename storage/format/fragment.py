@@ -1,10 +1,10 @@
-"""Fragments: what ranks send to the leader for the manifest, as columns; and many of them joined.
+"""Fragments: the columns that ranks send to the leader for the manifest.
 
-Ranks of one kind (the data-parallel and tensor-parallel ranks of a pipeline stage, say) know the
-same tensors and the same containers: they have a *layout* in common. So a fragment is a list of
-groups of ranks, each with its layout, and with what differs between ranks: the columns of their
-shards and images, and their values. Joining fragments concatenates the columns of groups with the
-same layout; no tensor is looked at. ``merge`` makes the manifest of them.
+Ranks of one kind (the data-parallel and tensor-parallel ranks of a pipeline stage, say) have the
+same tensors and containers, so they share a *layout*. A fragment is a list of groups of ranks. Each
+group has a layout and the data that differs between its ranks: the columns of shards and images,
+and values. Joining fragments concatenates the columns of groups with equal layouts, without a loop
+over tensors. ``merge`` builds the manifest from them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, eq=False)
 class StateLayout:
-    """What ranks of one kind have in common. ``own``: (T,) whether each of them has a tensor of its
-    own under that name. ``tree`` has the places of values, without the values."""
+    """The layout that ranks of one kind share.
+
+    ``own``: (T,) True where each rank has its own tensor under that name. ``tree`` has the places
+    of values, without the values.
+    """
 
     tensors: TensorTable
     own: Bools
@@ -61,8 +64,8 @@ class StateLayout:
 
     @cached_property
     def encoded(self) -> bytes:
-        """As bytes: equal layouts have equal bytes. Raises SaveError for what no reader would
-        accept."""
+        """The encoded layout. Equal layouts encode to equal bytes. Raises SaveError if no reader
+        would accept it."""
         t = self.tensors
         check_readable(t, self.tree)
         columns = tensor_columns(t, self.container)
@@ -78,14 +81,17 @@ class StateLayout:
 
     @property
     def key(self) -> bytes:
-        """A digest that identifies it."""
+        """A digest that identifies the layout."""
         return self.encoded[-DIGEST_NBYTES:]
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Ranks of one layout, and what each has. ``shards.tensor`` are rows of the layout,
-    ``shards.image`` rows of ``images``; ``values`` belong to the layout's places, in order."""
+    """Ranks that share a layout, with their data.
+
+    ``shards.tensor`` are rows of the layout, ``shards.image`` rows of ``images``; ``values`` match
+    the layout's places, in order.
+    """
 
     layout: StateLayout
     ranks: Ints
@@ -94,7 +100,7 @@ class Group:
     values: list[ByRank]
 
     def encode(self) -> bytes:
-        """Everything except the layout, as bytes."""
+        """Encode everything except the layout."""
         columns = shard_columns(self.shards, self.images)
         columns["rank"] = self.ranks
         columns["shard.tensor"] = self.shards.tensor
@@ -104,17 +110,22 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """What some ranks report of one save. ``head``: attempt, step and time of the save, as in the
-    manifest. ``telemetry``: the records of ranks, one after the other; see
-    :mod:`.save_telemetry`."""
+    """Data about one save from some of its ranks.
+
+    ``head``: attempt, step and time of the save, as in the manifest. ``telemetry``: concatenated
+    records of ranks; see :mod:`.save_telemetry`.
+    """
 
     head: tuple[str, int | None, float]
     groups: list[Group]
     telemetry: bytes = b""
 
     def encode(self, known: Collection[bytes] = ()) -> bytes:
-        """As bytes. Each layout is encoded once; one whose key is in ``known`` as its key alone.
-        Raises SaveError for what is too large for any reader."""
+        """Encode the fragment, each layout once. A layout whose key is in ``known`` is sent as that
+        key.
+
+        Raises SaveError if the fragment is too large for any reader.
+        """
         layouts = {group.layout.key: group.layout.encoded for group in self.groups}
         row = {key: i for i, key in enumerate(layouts)}
         rows = [row[group.layout.key] for group in self.groups]
@@ -129,8 +140,8 @@ class Fragment:
 
 
 def layout_of(tensors: TensorTable, container: Ints, tree: Tree) -> StateLayout:
-    """What a rank with these tensors and containers has in common with others of its kind.
-    ``tensors.owner``: -1, or this rank."""
+    """Return the layout of a rank with these tensors and containers. ``tensors.owner``: -1, or
+    this rank."""
     places = replace(tree, values=[Value(v.container, v.key, []) for v in tree.values])
     own = tensors.owner >= 0
     shared = replace(tensors, owner=np.full(len(own), -1, np.int64))
@@ -145,14 +156,16 @@ def fragment_of(
     images: ImageTable,
     tree: Tree,
 ) -> Fragment:
-    """The fragment of one rank, with the values in ``tree``."""
+    """Return the fragment of one rank, with the values in ``tree``."""
     values: list[ByRank] = [[([rank], v.by_rank[0][1])] for v in tree.values]
     return Fragment(head, [Group(layout, np.array([rank]), shards, images, values)])
 
 
 def decode_fragment(data: bytes, what: str, known: MutableMapping[bytes, StateLayout]) -> Fragment:
-    """The fragment in ``data``. Layouts are looked up in ``known``, and added to it. Raises
-    DamagedError, also where a layout is given by a key that is not known."""
+    """Decode a fragment. Looks up layouts in ``known``, and adds new ones to it.
+
+    Raises DamagedError, also for a layout key that is not in ``known``.
+    """
     body = data[:-DIGEST_NBYTES]
     if digest(body) != data[-DIGEST_NBYTES:]:
         raise DamagedError(f"{what} does not match its own checksum")
@@ -215,7 +228,7 @@ def _group(layout: StateLayout, blob: bytes, what: str) -> Group:
 
 
 def join(fragments: Sequence[Fragment]) -> Fragment:
-    """All fragments as one, with a group per layout. They come in order of their first ranks."""
+    """Join fragments, given in order of their first ranks, into one with a group per layout."""
     by_layout: dict[bytes, list[Group]] = {}
     for fragment in fragments:
         for group in fragment.groups:

@@ -1,7 +1,6 @@
-"""Kinds of dicts: what a dict of a state was when it was saved, if no plain one.
+"""Kinds of dicts: the type of each dict of a state that was not a plain dict when saved.
 
-Only the kinds listed here are stored, by name; nothing that is stored decides which class is
-imported.
+Only the kinds listed here are stored, by name. Stored data never decides which class is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _FACTORIES: tuple[type, ...] = (bool, dict, float, int, list, set, str, tuple)
 K = TypeVar("K")
 V = TypeVar("V")
 
-# What a Counter of a state holds need not be ints, as its own type has it.
+# Values of a Counter in a state need not be ints, although Counter's own type says so.
 _KINDS: dict[str, Callable[[], dict[Any, Any]]] = {
     "Counter": Counter,
     "OrderedDict": OrderedDict,
@@ -31,8 +30,7 @@ _KINDS.update(
 
 
 def kind_of(node: object) -> str | None:
-    """The name of the kind of ``node``; empty for a plain dict, None for a type that has no name
-    here."""
+    """Return the name of the kind of ``node``: empty for a plain dict, None for an unknown type."""
     if type(node) is dict:
         return ""
     if type(node) in (Counter, OrderedDict):
@@ -46,8 +44,10 @@ def kind_of(node: object) -> str | None:
 
 
 def as_kind(kind: str, items: dict[K, V]) -> dict[K, V]:
-    """A dict of the kind with this name. A kind that only a later release knows stays a plain dict,
-    since that is no reason to refuse the rest."""
+    """Return a dict of the named kind.
+
+    A kind added by a later release stays a plain dict, which is no reason to refuse the rest.
+    """
     make = _KINDS.get(kind)
     if make is None:
         return items
@@ -57,10 +57,10 @@ def as_kind(kind: str, items: dict[K, V]) -> dict[K, V]:
 
 
 def like(present: object, stored: object) -> object:
-    """``stored``, with every plain dict made of the type that ``present`` has at the same place.
+    """Return ``stored``, with plain dicts converted to the type that ``present`` has in their
+    place.
 
-    This is for checkpoints that do not store kinds of dicts: the object that takes the state back
-    knows what it had.
+    For checkpoints that do not store kinds of dicts: the object being restored knows what it had.
     """
     if type(stored) is list or type(stored) is tuple:
         if isinstance(present, list | tuple):
@@ -82,8 +82,8 @@ def like(present: object, stored: object) -> object:
 
 
 def _refilled(present: object, items: dict[K, V]) -> dict[K, V]:
-    """A dict of the type of ``present``, with these items. Plain where that type is not known,
-    since it may have rules of its own."""
+    """Return a dict of the type of ``present`` with these items; a plain dict if that type is
+    unknown, since it may have rules of its own."""
     if isinstance(present, defaultdict):
         return defaultdict(present.default_factory, items)
     kind = kind_of(present)

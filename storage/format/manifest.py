@@ -1,10 +1,8 @@
-"""The manifest: which box of which tensor lies at which bytes of which image. Its appearance is the
-commit.
+"""The manifest maps boxes of tensors to bytes of images. Its appearance is the commit.
 
-It is a safetensors file of columns (``columns.py``, ``tables.py``) with a JSON header;
-``docs/reference/format.md`` documents it so that a reader can be written from that page. What a
-rank sends to the committing one is a *fragment* (``fragment.py``). No path is stored: an image's
-key follows from the attempt and the rank.
+It is a safetensors file of columns (``columns.py``, ``tables.py``) with a JSON header, specified in
+``docs/reference/format.md``. Ranks send *fragments* (``fragment.py``) to the rank that commits. No
+path is stored: an image's key follows from the attempt and the rank.
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ __all__ = [
 
 MANIFEST_KEY = "manifest.safetensors"
 ATTEMPT_PATTERN = r"[0-9]{8}T[0-9]{6}-[0-9a-f]{8}"
-"""A regular expression of the ids of attempts."""
-# Versions of the format.
+"""Regular expression for attempt ids."""
 _PLAIN = 1
 _COMPRESSED = 2
 _ATTEMPT = re.compile(ATTEMPT_PATTERN)
@@ -63,8 +60,10 @@ _BLOCKS_PER_CHUNK_MAX = 1 << 12
 
 
 def image_key(attempt: str, rank: int, compression: Compression | None = None) -> str:
-    """The key of the image of ``rank``. A compressed image is no safetensors file, and is not named
-    like one."""
+    """Return the key of the image of ``rank``.
+
+    A compressed image is not a safetensors file, so its name does not end like one.
+    """
     if compression:
         suffix = f".{compression}"
     else:
@@ -83,42 +82,42 @@ class Manifest:
     tree: Tree
     tensors: TensorTable
     container: Ints
-    """Per tensor, the number of the container in ``tree`` that it is in."""
+    """Per tensor, the number of its container in ``tree``."""
     shards: ShardTable
     images: ImageTable
     chunk_nbytes: int = CHUNK_NBYTES
     block_nbytes: int = BLOCK_NBYTES
     compression: Compression | None = None
     branch: str = ROOT
-    """The branch of the run on which it was saved; see :mod:`.lineage`."""
+    """Branch of the run on which it was saved; see :mod:`.lineage`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """The metadata of the safetensors files from which it was imported."""
+    """Metadata of the safetensors files from which it was imported."""
 
     @property
     def version(self) -> int:
-        """The version of its format: 2 if it is compressed, else 1."""
+        """Format version: 2 if compressed, else 1."""
         if self.compression is None:
             return _PLAIN
         return _COMPRESSED
 
     @cached_property
     def first_chunk(self) -> Ints:
-        """(I + 1,): the row in ``images.digests`` of each image's first chunk, and the number of
+        """(I + 1,): row in ``images.digests`` of each image's first chunk, then the number of
         rows."""
         counts = self.images.chunks(self.chunk_nbytes)
         return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
     @cached_property
     def tensor_nbytes(self) -> int:
-        """Bytes of all tensors together, tied ones once."""
+        """Bytes of all tensors, counting tied ones once."""
         return int(self.tensors.nbytes[self.tensors.alias < 0].sum())
 
     def image_key(self, image: int) -> str:
-        """Key of the image in row ``image``."""
+        """Return the key of the image in row ``image``."""
         return image_key(self.attempt, int(self.images.rank[image]), self.compression)
 
     def encode(self) -> bytes:
-        """The file's bytes. Raises SaveError for what no reader would accept."""
+        """Return the bytes of the file. Raises SaveError if no reader would accept them."""
         check_readable(self.tensors, self.tree)
         head: dict[str, object] = {
             "version": self.version,
@@ -150,7 +149,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, what: str = "the manifest") -> Manifest:
-        """The manifest in ``data``. Raises DamagedError, or UnsupportedFormatError for another
+        """Decode and check a manifest. Raises DamagedError; UnsupportedFormatError for another
         version."""
         made = cls.of_columns(*decode_columns(data, what), what)
         check(made, what)
@@ -158,7 +157,8 @@ class Manifest:
 
     @classmethod
     def of_columns(cls, columns: Columns, metadata: Mapping[str, str], what: str) -> Manifest:
-        """The manifest with these columns, unchecked. Raises as :meth:`decode` does."""
+        """Build a manifest from its columns, unchecked. Raises the same errors as
+        :meth:`decode`."""
         head = _head(metadata, what)
         try:
             return _from_columns(columns, head)
@@ -167,8 +167,11 @@ class Manifest:
 
 
 def attempt_in(data: bytes, what: str = "the manifest") -> str:
-    """The attempt that the manifest in ``data`` names. Its checksum and version are checked, what
-    its tables say is not. Raises DamagedError, UnsupportedFormatError."""
+    """Return the attempt named by the manifest in ``data``.
+
+    Checks the checksum and the version, but not the tables. Raises DamagedError and
+    UnsupportedFormatError.
+    """
     _columns, metadata = decode_columns(data, what)
     attempt = _head(metadata, what).get("attempt")
     if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt):
@@ -191,8 +194,10 @@ def _head(metadata: Mapping[str, str], what: str) -> dict[str, Json]:
 
 
 def _compression(head: Mapping[str, Json]) -> Compression | None:
-    """How the images are compressed. Raises KeyError, and UnsupportedFormatError for what this
-    release does not know."""
+    """Return the compression of the images.
+
+    Raises KeyError if missing; UnsupportedFormatError if this release does not know it.
+    """
     if head["version"] == _PLAIN:
         return None
     for known in COMPRESSIONS:
@@ -209,7 +214,7 @@ def _from_columns(columns: Columns, head: Mapping[str, Json]) -> Manifest:
     tensors = tensor_table(columns, head["dtypes"])
     counts = ints_of(columns, "tensor.shards")
     rows = len(columns["shard.start"])
-    # No count is larger than the expected sum, so the sum has not wrapped round.
+    # No count exceeds the expected sum, so the sum cannot have wrapped.
     if counts.shape != tensors.dtype.shape or counts.max(initial=0) > rows or counts.sum() != rows:
         raise ValueError("numbers of shards disagree")
     shards = ShardTable(
@@ -243,16 +248,18 @@ def _from_columns(columns: Columns, head: Mapping[str, Json]) -> Manifest:
 
 
 def check(m: Manifest, what: str) -> None:
-    """Raise DamagedError for what no save writes: rows that point nowhere, boxes outside of
-    tensors, bytes outside of images."""
+    """Raise DamagedError for contents that no save writes: rows that point nowhere, boxes
+    outside tensors, bytes outside images."""
     for holds, problem in _conditions(m):
         if not holds:
             raise DamagedError(f"{what} contradicts itself: {problem}")
 
 
 def _conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
-    """Pairs of what must hold, and what is wrong if it does not. In order: a condition may rely on
-    those before it."""
+    """Yield pairs of a required condition and the problem if it is False.
+
+    The order matters: a condition may rely on earlier ones.
+    """
     yield from _header_conditions(m)
     yield from _shape_conditions(m)
     yield from _tensor_conditions(m)
@@ -272,7 +279,8 @@ def _header_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
 
 
 def _shape_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
-    """Columns of one table have as many rows."""
+    """Yield conditions on widths and lengths of columns: columns of one table have equal
+    lengths."""
     t = m.tensors
     s = m.shards
     i = m.images
@@ -330,7 +338,7 @@ def _image_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
     yield len(np.unique(i.rank)) == len(i), "images"
     yield bool((i.rank < m.world).all()), "ranks of images"
     yield i.digests.dtype == np.uint8 and i.digests.ndim == 2, "digests"
-    # No image has more chunks than there are digests, so the sum of chunks has not wrapped round.
+    # No image has more chunks than there are digests, so the sum of chunks cannot have wrapped.
     yield bool((i.hashed_nbytes <= len(i.digests) * m.chunk_nbytes).all()), "chunks"
     yield i.digests.shape == (int(m.first_chunk[-1]), DIGEST_NBYTES), "chunks"
     yield _files_fit(m), "sizes of files"
@@ -345,11 +353,10 @@ def _name_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
 
 
 def check_complete(m: Manifest, what: str) -> None:
-    """Raise DamagedError unless shards have as many elements as the tensors, and no two shards
-    share a byte of an image.
+    """Raise DamagedError unless shards have exactly the tensors' elements and share no byte of an
+    image.
 
-    So what a load allocates is bounded by the files that must be there. (A fragment is not
-    complete.)
+    This bounds a load's allocations by the size of the files. (A fragment is not complete.)
     """
     t = m.tensors
     s = m.shards
@@ -362,11 +369,11 @@ def check_complete(m: Manifest, what: str) -> None:
 
 
 def _check_disjoint(m: Manifest, what: str) -> None:
-    """Raise DamagedError where two shards share bytes.
+    """Raise DamagedError if two shards share bytes.
 
     Images are laid end to end; their digests bound their sizes, so positions stay far below 63
-    bits. Then starts and ends are sorted, each by itself: runs that are not empty are disjoint
-    exactly if the n-th end is not beyond the start after the n-th.
+    bits. Starts and ends are sorted independently: non-empty runs are disjoint exactly if the n-th
+    end does not exceed the (n+1)-th start.
     """
     s = m.shards
     base = np.cumsum(m.images.hashed_nbytes) - m.images.hashed_nbytes
@@ -383,14 +390,16 @@ def _check_disjoint(m: Manifest, what: str) -> None:
 
 
 def _product_fits(t: TensorTable) -> bool:
-    """Whether every tensor's strides and size in bytes fit 63 bits. In logarithms, where nothing
-    wraps."""
+    """Return whether every tensor's strides and byte size fit in 63 bits, using logarithms,
+    which cannot wrap."""
     return bool((np.log2(np.maximum(t.shape, 1)).sum(axis=1) + 6 < 62).all())
 
 
 def _files_fit(m: Manifest) -> bool:
-    """Whether every compressed image has a possible size: at least that of its parts that are never
-    compressed, at most what it takes where no block is."""
+    """Return whether every compressed image has a possible size.
+
+    The minimum is its uncompressed parts; the maximum is reached if no block is compressed.
+    """
     i = m.images
     if m.compression is None or i.stored_nbytes is None:
         return m.compression is None and i.stored_nbytes is None

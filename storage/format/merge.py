@@ -1,7 +1,7 @@
-"""Makes one manifest of many fragments: the leader's work at commit. Pure.
+"""Merges fragments into one manifest: the leader's work at commit. Pure.
 
-Tensors and containers are merged once per layout, of which a job has few. Shards, of which it has
-millions, are merged as columns.
+Tensors and containers are merged once per layout (a job has few), shards as columns (a job has
+millions).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["merge"]
 
 
 def merge(fragments: Sequence[Fragment], compression: Compression | None = None) -> Manifest:
-    """The job's manifest, from the fragments of its ranks, or of its hosts, in order of their first
-    ranks; ``compression`` is that of all images.
+    """Merge the fragments of a job's ranks or hosts, in order of their first ranks, into a
+    manifest.
 
-    Raises SaveError where ranks disagree on a tensor, CoverageError where an element is stored
-    twice or not at all.
+    ``compression`` is the compression of all images. Raises SaveError if ranks disagree on a
+    tensor, CoverageError if an element is stored twice or not at all.
     """
     whole = join(fragments)
     tree, containers = merge_trees([_tree(group) for group in whole.groups])
@@ -38,7 +38,7 @@ def merge(fragments: Sequence[Fragment], compression: Compression | None = None)
     images = ImageTable.joined([group.images for group in whole.groups])
     world = sum(len(group.ranks) for group in whole.groups)
     attempt, step, created_s = whole.head
-    # The checks below take the most memory: by then nothing here holds shards a second time.
+    # The checks below take the most memory, so free the second copy of the shards first.
     del whole, rows
     stored = np.zeros(len(tensors), bool)
     stored[shards.tensor] = True
@@ -72,7 +72,7 @@ def merge(fragments: Sequence[Fragment], compression: Compression | None = None)
 
 
 def _tree(group: Group) -> Tree:
-    """The tree of a group's ranks, with their values."""
+    """Return the tree of a group's ranks, with their values."""
     places = group.layout.tree.values
     values = [Value(v.container, v.key, by) for v, by in zip(places, group.values, strict=True)]
     return replace(group.layout.tree, values=values)
@@ -80,15 +80,17 @@ def _tree(group: Group) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Where a group's tensors are in the manifest. Row t of the layout is at ``base[t]``; of a
-    tensor that each rank has for itself, the first rank's is there, and those of the others follow,
-    in the group's order of ranks."""
+    """Rows of a group's tensors in the manifest.
+
+    Tensor t of the layout is in row ``base[t]``. If each rank has its own tensor, that row is the
+    first rank's; the other ranks' rows follow, in the group's order of ranks.
+    """
 
     base: Ints
     group: Group
 
     def of(self, tensor: Ints, image: Ints) -> Ints:
-        """The rows of tensors, as seen by the ranks of these images."""
+        """Return the rows of tensors, as seen by the ranks of these images."""
         ranks = self.group.ranks
         order = np.argsort(ranks)  # the ranks of a host come in any order
         position = order[np.searchsorted(ranks, self.group.images.rank, sorter=order)]
@@ -105,14 +107,16 @@ class _Merged:
         self._names = tuple(names)
         self._kinds: dict[tuple[str, int], int] = {}
         self._dtype = np.zeros(n, np.uint8)
-        self._ndim = np.full(n, -1)  # of a row that no group has filled yet
+        self._ndim = np.full(n, -1)  # -1: no group has filled the row yet
         self._shape = np.ones((n, width), np.int64)
         self._alias = np.full(n, -1)
         self._owner = np.full(n, -1)
 
     def add(self, placed: _Rows, numbers: Sequence[int]) -> None:
-        """Fill the rows of a group; ``numbers`` are the merged tree's numbers of its containers.
-        Raises SaveError where it disagrees with a group before it."""
+        """Fill the rows of a group. ``numbers`` are its containers' numbers in the merged tree.
+
+        Raises SaveError if the group disagrees with an earlier one.
+        """
         layout = placed.group.layout
         ranks = placed.group.ranks
         t = layout.tensors
@@ -120,7 +124,7 @@ class _Merged:
         dtype = np.array(codes, np.uint8)[t.dtype]
         shape = widen(t.shape, self._shape.shape[1], 1)
         self._check_equal(placed, dtype, shape)
-        # One row for each tensor, or one for each rank: ``of`` is the tensor, ``to`` the row.
+        # One row per tensor, or one per rank: ``of`` is the tensor, ``to`` the row.
         of, to = ranges(placed.base, np.where(layout.own, len(ranks), 1))
         at = to - placed.base[of]
         self._dtype[to] = dtype[of]
@@ -147,7 +151,7 @@ class _Merged:
             )
 
     def table(self) -> TensorTable:
-        """What was filled."""
+        """Return the filled table."""
         return TensorTable(
             self._names,
             self._dtype,
@@ -162,8 +166,8 @@ class _Merged:
 def _merge_tensors(
     groups: Sequence[Group], containers: Sequence[Sequence[int]]
 ) -> tuple[TensorTable, Ints, list[_Rows]]:
-    """Tensors by name and owner in order of first appearance, their containers, and the rows of
-    each group."""
+    """Return tensors by name and owner in order of first appearance, their containers, and the
+    rows of each group."""
     row_of: dict[str, int] = {}
     names: list[str] = []
     rows: list[_Rows] = []
@@ -179,9 +183,12 @@ def _merge_tensors(
 
 
 def _place(group: Group, row_of: dict[str, int], first: int) -> tuple[Ints, list[str]]:
-    """The first row of each tensor of a group, and the names of the rows from ``first`` on that it
-    adds: one for a new name, and one for each rank where ranks have a tensor of their own.
-    ``row_of`` knows the rows that groups share, and learns the new ones."""
+    """Return the first row of each tensor of a group, and the names of the rows it adds from
+    ``first``.
+
+    It adds one row per new name, or one per rank if ranks have their own tensors. ``row_of`` maps
+    names to rows shared by groups, and is updated.
+    """
     base: list[int] = []
     names: list[str] = []
     for name, own in zip(group.layout.tensors.names, group.layout.own.tolist(), strict=True):

@@ -1,7 +1,6 @@
-"""Folders of models as Hugging Face's libraries have them: safetensors files, and, where there are
-several, an index that says which tensor is in which file.
+"""Layout of a Hugging Face model folder: safetensors files, plus an index if there are several.
 
-Pure: texts and layouts; files are read and written elsewhere.
+Pure: computes texts and layouts; files are read and written elsewhere.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MODEL_FILE = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A whole tensor. ``dtype`` is torch's name of it."""
+    """A whole tensor. ``dtype`` is torch's name."""
 
     name: str
     dtype: str
@@ -43,35 +42,35 @@ class ModelTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Size of all elements in bytes."""
         return math.prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class ModelFile:
-    """A file, as pieces one behind the other: bytes as they are, and the bytes of tensors."""
+    """A file as consecutive pieces: literal bytes, and tensors whose bytes are filled in later."""
 
     key: str
     pieces: tuple[bytes | ModelTensor, ...]
 
     @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:
-        """Those of its pieces that are tensors."""
+        """The pieces that are tensors."""
         return tuple(piece for piece in self.pieces if isinstance(piece, ModelTensor))
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Bytes of each piece."""
+        """Size of each piece in bytes."""
         return [len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in self.pieces]
 
     @cached_property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size of the file in bytes."""
         return sum(self.sizes)
 
 
 def joined(pieces: Iterable[bytes | ModelTensor]) -> tuple[bytes | ModelTensor, ...]:
-    """The same bytes in fewer pieces: what lies between two tensors is one."""
+    """Return the same bytes in fewer pieces: one between two tensors."""
     found: list[bytes | ModelTensor] = []
     for is_tensor, run in itertools.groupby(pieces, lambda piece: isinstance(piece, ModelTensor)):
         if is_tensor:
@@ -82,9 +81,11 @@ def joined(pieces: Iterable[bytes | ModelTensor]) -> tuple[bytes | ModelTensor, 
 
 
 def image_rank(tensor: ModelTensor) -> int:
-    """A sort key that puts tensors in the order in which an image has them: those of whole pages
-    first, then by itemsize. What lies in this order is read from an image, and into one, in long
-    runs; small tensors between the large ones would each be a read of its own."""
+    """Return a sort key for the order of tensors in an image: whole pages first, then by itemsize.
+
+    Files in this order are read from an image, and into one, in long runs. Small tensors between
+    large ones would each cost a separate read.
+    """
     if tensor.nbytes % PAGE_NBYTES == 0:
         return -PAGE_NBYTES
     return -tensor.itemsize
@@ -93,11 +94,12 @@ def image_rank(tensor: ModelTensor) -> int:
 def model_files(
     tensors: Sequence[ModelTensor], file_nbytes: int, metadata: Mapping[str, str]
 ) -> list[ModelFile]:
-    """The files that hold ``tensors``, of dtypes in ``safetensors.EXPORTED_DTYPES``, in their
-    order, each with at most ``file_nbytes`` of them unless a single one is larger.
+    """Return the files that hold ``tensors`` in order, of dtypes in
+    ``safetensors.EXPORTED_DTYPES``.
 
-    Headers are whole pages, and in each file tensors come in the order of an image. So each is
-    aligned to its elements. Raises ValueError where a header would be longer than readers accept.
+    A file holds at most ``file_nbytes`` of tensors, unless a single tensor is larger. Headers are
+    whole pages and each file's tensors are in image order, which aligns every tensor to its
+    elements. Raises ValueError if a header would exceed the readers' limit.
     """
     groups = _groups(tensors, file_nbytes)
     files = []
@@ -137,7 +139,7 @@ def _header(tensors: Sequence[ModelTensor], metadata: Mapping[str, str]) -> byte
 
 
 def index_text(files: Sequence[ModelFile]) -> bytes:
-    """The index of several files."""
+    """Return the index of several files as JSON."""
     weight_map = {tensor.name: file.key for file in files for tensor in file.tensors}
     total_nbytes = sum(tensor.nbytes for file in files for tensor in file.tensors)
     index = {"metadata": {"total_size": total_nbytes}, "weight_map": weight_map}

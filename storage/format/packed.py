@@ -1,18 +1,18 @@
-"""How the images of a compressed checkpoint are stored. Pure; lz4 is loaded at first use.
+"""Stored form of compressed images. Pure; lz4 is imported at first use.
 
-Each block is stored by itself, as it is or as a raw lz4 block, whichever pays. The blocks of a
-chunk follow each other; then come zeros up to a multiple of 4096, so that chunks can be read and
+Each block is stored separately: raw, or as a raw lz4 block if that is smaller. The blocks of a
+chunk are contiguous, then padded with zeros to a multiple of 4096, so that chunks can be read and
 written with direct I/O::
 
     chunk, zeros, chunk, zeros, …    blocks of [0, hashed_nbytes) of the image, in order
-    pages                            the rest of the image, as it is
-    index                            the stored size of each block, 4 bytes each; for each chunk the
-                                     digest of what is stored of it, zeros included; the digest of
+    pages                            the rest of the image, uncompressed
+    index                            the stored size of each block, 4 bytes each; per chunk the
+                                     digest of its stored bytes, zeros included; the digest of
                                      the index up to here
 
-So a range of blocks of one chunk is one range of the file. Packing and unpacking go in place: a
-stored block is never larger than the block, so what is packed lies at the beginning of the memory
-that it came from, and is unpacked from the last block to the first.
+So a range of blocks of one chunk is one range of the file. Packing and unpacking are done in place.
+A stored block is never larger than the block, so packed blocks fit at the beginning of the memory
+they came from, and are unpacked from the last block to the first.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ _SIZE = np.dtype("<u4")
 
 
 def checked_compression(compression: object) -> Compression | None:
-    """The compression that a caller asks for. Raises UsageError for one that does not exist, and
-    where lz4 is not installed."""
+    """Return the compression that a caller requested.
+
+    Raises UsageError if it does not exist or lz4 is not installed.
+    """
     if compression is None:
         return None
     for known in COMPRESSIONS:
@@ -74,8 +76,8 @@ def _codec() -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class PackedChunk:
-    """What is stored of a chunk: the stored size of each block; and the size and the digest of all
-    of it, with the zeros at its end."""
+    """The stored form of a chunk: each block's stored size; total size and digest, padding
+    included."""
 
     sizes: list[int]
     nbytes: int
@@ -83,8 +85,10 @@ class PackedChunk:
 
 
 def pack(chunk: memoryview, block_nbytes: int) -> PackedChunk:
-    """Pack a chunk of whole pages in place; afterwards, what is to be stored is at its beginning. A
-    block that would not shrink by an eighth stays as it is, because unpacking costs time too."""
+    """Pack a chunk of whole pages in place, to the beginning of its memory.
+
+    A block stays raw unless it shrinks by at least an eighth, because unpacking costs time too.
+    """
     compress = _codec().compress
     sizes: list[int] = []
     end = 0
@@ -103,14 +107,16 @@ def pack(chunk: memoryview, block_nbytes: int) -> PackedChunk:
 
 
 def unpack(blocks: memoryview, sizes: Sequence[int], block_nbytes: int) -> None:
-    """Unpack in place: the stored blocks lie one after the other at the beginning of ``blocks``,
-    which has room for all of them unpacked. Raises ValueError where one has not the size that it
-    must have."""
+    """Unpack in place: the stored blocks lie contiguously at the beginning of ``blocks``, which has
+    room for all of them unpacked.
+
+    Raises ValueError if a block does not have its expected size.
+    """
     end = sum(sizes)
     stop = len(blocks)
     for size in reversed(sizes):
         if end == stop:
-            return  # this block, and all before it, are stored as they are, and in their places
+            return  # this block and all earlier ones are stored raw, in place
         start = (stop - 1) // block_nbytes * block_nbytes
         blocks[start:stop] = _unpacked(blocks[end - size : end], stop - start)
         end -= size
@@ -120,8 +126,8 @@ def unpack(blocks: memoryview, sizes: Sequence[int], block_nbytes: int) -> None:
 def page_of_packed(
     chunk: memoryview, sizes: Sequence[int], nbytes: int, block_nbytes: int
 ) -> bytes:
-    """The page of a chunk of ``nbytes``, computed from what is stored of it. Raises as
-    :func:`unpack` does."""
+    """Return the page of a chunk of ``nbytes``, computed from its stored form. Raises like
+    :func:`unpack`."""
     digests: list[bytes] = []
     end = 0
     for size, start in zip(sizes, range(0, nbytes, block_nbytes), strict=True):
@@ -132,7 +138,7 @@ def page_of_packed(
 
 
 def _unpacked(stored: memoryview, nbytes: int) -> memoryview:
-    """A block of ``nbytes``. Takes no more memory than that, whatever is stored."""
+    """Return a block of ``nbytes``. Never allocates more, even for malformed input."""
     if len(stored) == nbytes:
         return stored
     codec = _codec()
@@ -150,7 +156,7 @@ def index_nbytes(hashed_nbytes: int, chunk_nbytes: int, block_nbytes: int) -> in
 @overload
 def index_nbytes(hashed_nbytes: Ints, chunk_nbytes: int, block_nbytes: int) -> Ints: ...
 def index_nbytes(hashed_nbytes: int | Ints, chunk_nbytes: int, block_nbytes: int) -> int | Ints:
-    """The size of the index of an image, or, by columns, of many."""
+    """Return the size of an image's index, or a column of sizes for many images."""
     blocks = ceil_div(hashed_nbytes, block_nbytes)
     chunks = ceil_div(hashed_nbytes, chunk_nbytes)
     return _SIZE.itemsize * blocks + DIGEST_NBYTES * chunks + DIGEST_NBYTES
@@ -158,8 +164,8 @@ def index_nbytes(hashed_nbytes: int | Ints, chunk_nbytes: int, block_nbytes: int
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Where the blocks of one image lie. ``sizes``: (B,) the stored size of each; ``digests``: (C,
-    16) of what is stored of each chunk."""
+    """Location of the blocks of one image. ``sizes``: (B,) stored size of each block;
+    ``digests``: (C, 16) digest of each chunk's stored bytes."""
 
     hashed_nbytes: int
     chunk_nbytes: int
@@ -169,7 +175,7 @@ class Index:
 
     @cached_property
     def chunk_start(self) -> Ints:
-        """(C + 1,): where in the file each chunk begins, and where the last one ends."""
+        """(C + 1,): file offset of each chunk, then the end of the last one."""
         firsts = np.arange(0, len(self.sizes), self.chunk_nbytes // self.block_nbytes)
         if len(firsts):
             used = np.add.reduceat(self.sizes, firsts)
@@ -178,21 +184,21 @@ class Index:
         return np.concatenate([[0], np.cumsum(round_up(used, PAGE_NBYTES))]).astype(np.int64)
 
     def sizes_of(self, start: int, stop: int) -> list[int]:
-        """The stored sizes of the blocks that hold [start, stop) of the image."""
+        """Return the stored sizes of the blocks that hold [start, stop) of the image."""
         first = start // self.block_nbytes
         last = blocks_of(stop, self.block_nbytes)
         sizes: list[int] = self.sizes[first:last].tolist()
         return sizes
 
     def begin_of(self, start: int) -> int:
-        """Where in the file the block begins that holds byte ``start`` of the image."""
+        """Return the file offset of the block that holds byte ``start`` of the image."""
         chunk = start // self.chunk_nbytes
         block_start = start // self.block_nbytes * self.block_nbytes
         before = self.sizes_of(chunk * self.chunk_nbytes, block_start)
         return int(self.chunk_start[chunk]) + sum(before)
 
     def encode(self) -> bytes:
-        """As it is stored."""
+        """Return the stored form of the index."""
         body = self.sizes.astype(_SIZE).tobytes() + self.digests.tobytes()
         return body + digest(body)
 
@@ -200,8 +206,10 @@ class Index:
     def decode(
         cls, data: bytes | memoryview, hashed_nbytes: int, chunk_nbytes: int, block_nbytes: int
     ) -> Index:
-        """The index of such an image, from all of its bytes. Raises ValueError where it is not what
-        was written, and for sizes that no block can have."""
+        """Decode the index of an image with these sizes.
+
+        Raises ValueError if the checksum does not match or a block has an impossible size.
+        """
         body = memoryview(data)[:-DIGEST_NBYTES]
         if digest(body) != data[-DIGEST_NBYTES:]:
             raise ValueError("it does not match its own checksum")

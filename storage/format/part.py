@@ -1,4 +1,4 @@
-"""A part of a state, by the name or the keys that a user gives for it."""
+"""A part of a state, addressed by a dotted name or by keys."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ Only = str | Sequence[Key]
 
 
 class Part:
-    """What lies at ``keys``, and below; ``name`` is what the names of its tensors begin with."""
+    """The item at ``keys`` and everything below. Its tensors' names begin with ``name``."""
 
     def __init__(self, only: Only) -> None:
-        """Parts of a name that are whole numbers are taken for indices. Raises UsageError."""
+        """Parse ``only``; decimal components of a dotted name become int keys. Raises
+        UsageError."""
         if isinstance(only, str):
             keys: tuple[Key, ...] = tuple(_key(text) for text in only.split("."))
         else:
@@ -31,17 +32,18 @@ class Part:
         self.name = dotted(keys)
 
     def holds(self, name: str) -> bool:
-        """Whether what is called ``name`` lies in this part."""
+        """Return whether ``name`` lies in this part."""
         return name == self.name or name.startswith(f"{self.name}.")
 
     def around(self, state: object) -> object:
-        """A state in which ``state`` is at this place, and nothing else is."""
+        """Return a state that contains only ``state``, at this part's place."""
         for key in reversed(self.keys):
             state = {key: state}
         return state
 
     def within(self, state: object) -> object:
-        """What :meth:`around` has put there, after a load: a tuple is replaced."""
+        """Return the item that :meth:`around` placed. A load replaces tuples, so look it up
+        again."""
         for key in self.keys:
             assert isinstance(state, dict)
             state = state[key]

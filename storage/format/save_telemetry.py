@@ -1,12 +1,12 @@
-"""What is stored of where a save's time went: one small object beside the manifest.
+"""Stored timings of a save: one small object next to the images.
 
-It is gzip of lines of JSON: a head, which the leader writes, and a record of each rank. Each line
-is a member of its own of the gzip file. So a rank sends its record as it is stored, within
-``RECORD_NBYTES_MAX``, and the leader joins what it has got without looking into it.
-``docs/reference/format.md`` documents the fields.
+It is a gzip file of JSON lines: a head, written by the leader, and a record per rank. Each line is
+a separate gzip member, so a rank sends its record in stored form (at most ``RECORD_NBYTES_MAX``)
+and the leader concatenates records without decoding them. ``docs/reference/format.md`` documents
+the fields.
 
-Scope: bytes to dataclasses and back. Nothing depends on them: a checkpoint without this object, or
-with a damaged one, is whole.
+This module only converts between bytes and dataclasses. A checkpoint whose telemetry is missing or
+damaged is still complete.
 """
 
 from __future__ import annotations
@@ -35,32 +35,33 @@ __all__ = [
 ]
 
 RECORD_NBYTES_MAX = 900
-"""A record of a rank takes no more, compressed."""
+"""Largest compressed record of a rank."""
 TELEMETRY_NBYTES_MAX = 256 << 20
-"""A reader refuses an object of more bytes, compressed or not."""
+"""Largest object that readers accept, compressed or not."""
 
 _VERSION = 1
 _GZIP = 31
-"""The window of zlib, and the container of gzip."""
+"""zlib's wbits for a gzip container."""
 _PIECE_NBYTES = 4 << 10
-"""So much is unpacked at a time: what is behind a member is copied."""
+"""Bytes decompressed at a time. Input after the end of a member is copied, so keep it small."""
 _DIGITS = 4
-"""Of seconds, behind the point."""
+"""Decimal places of times in seconds."""
 _DEFAULTS: tuple[Json, ...] = ([], 0, 0, 0, None, 0.0)
-"""The last columns of the row of a stage, where they are left out."""
+"""Values of a stage row's last columns, omitted where equal."""
 _COLUMNS_MIN = 7
-"""How many there are before those."""
+"""Number of columns before those."""
 _SLOWEST_KEPT = (SLOWEST, 4, 0)
-"""So many of the slowest operations are stored, the most of which there is room for."""
+"""Numbers of slowest operations to try to store, until the record fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTelemetry:
-    """What one rank did in a save. Times are in seconds, from the call on that rank.
+    """Timings of one rank in a save, in seconds since the call on that rank.
 
-    ``nbytes`` of its image, ``stored_nbytes`` of its file. ``elapsed_s``: from the call to the
-    moment at which the rank reported to the leader; on rank 0, to the commit. What follows is not
-    in the record. The other fields are those of :class:`~holdfast.SaveReport`."""
+    ``nbytes``: size of its image; ``stored_nbytes``: size of its file. ``elapsed_s``: time until
+    the rank reported to the leader; on rank 0, until the commit. Later work is not recorded. The
+    other fields match :class:`~holdfast.SaveReport`.
+    """
 
     rank: int
     nbytes: int
@@ -75,12 +76,13 @@ class RankTelemetry:
 
 @dataclass(frozen=True)
 class SaveTelemetry:
-    """What was recorded of the save of a checkpoint.
+    """Timings recorded while a checkpoint was saved.
 
     ``attempt``: of the save, also in a copy. ``created_s``: seconds since the epoch. ``seconds``:
-    from the call on rank 0 to the commit. ``arrivals``: for each round in which rank 0 gathered
-    messages, who sent them, and when they were found, in seconds from the call on rank 0 and in
-    that order. ``ranks``: by rank, ascending; ranks that recorded nothing are missing."""
+    from the call on rank 0 to the commit. ``arrivals``: per round in which rank 0 gathered
+    messages, (sender, arrival time) in order of arrival, in seconds since the call on rank 0.
+    ``ranks``: by rank, ascending; ranks that recorded nothing are missing.
+    """
 
     attempt: str
     step: int | None
@@ -92,7 +94,7 @@ class SaveTelemetry:
 
     @property
     def slowest(self) -> tuple[SlowOperation, ...]:
-        """The slowest operations of all ranks, the slowest first."""
+        """The slowest operations of all ranks, slowest first."""
         found = [slow for record in self.ranks.values() for slow in record.slowest]
         return tuple(sorted(found, key=lambda slow: -slow.seconds)[:SLOWEST])
 
@@ -100,8 +102,8 @@ class SaveTelemetry:
     def called_s(self) -> Mapping[int, float]:
         """By rank, how much later than the earliest rank it began the save.
 
-        All ranks learn the verdict of a round at about the same time, so a rank for which that is
-        sooner after its call has called later. A rank without such a round counts as the earliest.
+        All ranks learn the verdict of a round at about the same time, so a rank that saw it sooner
+        after its call was called later. A rank without such a round counts as earliest.
         """
         ended = {rank: _first_verdict_s(record) for rank, record in self.ranks.items()}
         latest = max((at_s for at_s in ended.values() if at_s is not None), default=0.0)
@@ -116,13 +118,16 @@ def _first_verdict_s(record: RankTelemetry) -> float | None:
 
 
 def telemetry_key(attempt: str) -> str:
-    """The key of the telemetry of an attempt. It goes where the attempt goes."""
+    """Return the key of an attempt's telemetry. It is moved and deleted with the attempt."""
     return f"data/{attempt}/telemetry.jsonl.gz"
 
 
 def encode_record(record: RankTelemetry) -> bytes:
-    """The line of one rank, of ``RECORD_NBYTES_MAX`` at most: what does not fit is left out, first
-    the fastest of the slowest operations, then histograms, then stages from the shortest on."""
+    """Encode the record of one rank in at most ``RECORD_NBYTES_MAX`` bytes.
+
+    Drops what does not fit: first the fastest of the slowest operations, then histograms, then the
+    shortest stages.
+    """
     for kept in _SLOWEST_KEPT:
         data = _record_line(replace(record, slowest=record.slowest[:kept]))
         if len(data) <= RECORD_NBYTES_MAX:
@@ -138,7 +143,7 @@ def encode_record(record: RankTelemetry) -> bytes:
 
 
 def encode_head(telemetry: SaveTelemetry) -> bytes:
-    """The first line: everything but the records of ranks."""
+    """Encode the first line: everything except the records of ranks."""
     return _line(
         {
             "version": _VERSION,
@@ -156,8 +161,7 @@ def encode_head(telemetry: SaveTelemetry) -> bytes:
 
 
 def decode_telemetry(data: bytes) -> SaveTelemetry:
-    """What the object holds: a head, and the records behind it. Raises TelemetryError for anything
-    else."""
+    """Decode a head and the records after it. Raises TelemetryError for anything else."""
     try:
         head, *records = [_object(line) for line in _unpacked(data).splitlines()]
         ranks = [_record(record) for record in records]
@@ -204,8 +208,10 @@ def _stage_row(name: str, stage: StageReport) -> list[object]:
 
 
 def _trimmed(stage: StageReport) -> list[int]:
-    """The first bucket of the histogram that counts anything, and the counts from there on. Of a
-    single operation nothing is stored: its duration says it."""
+    """Return the first non-empty bucket of the histogram, then the counts from there.
+
+    Empty for a single operation, whose duration already determines the bucket.
+    """
     counted = [i for i, count in enumerate(stage.histogram) if count]
     if not counted or stage.count == 1:
         return []
@@ -219,7 +225,7 @@ def _slow_row(slow: SlowOperation) -> list[object]:
 
 
 def _unpacked(data: bytes) -> bytes:
-    """All members of the gzip file, within ``TELEMETRY_NBYTES_MAX``."""
+    """Decompress all members of the gzip file, up to ``TELEMETRY_NBYTES_MAX``."""
     return b"".join(_members(data))
 
 
@@ -315,7 +321,7 @@ def _stage(row: Sequence[Json]) -> tuple[str, StageReport]:
 
 
 def _whole_histogram(stage: StageReport, counts: Sequence[int]) -> tuple[int, ...]:
-    """The inverse of :func:`_trimmed`; empty where the histogram was left out."""
+    """Invert :func:`_trimmed`; empty if the histogram was left out."""
     whole = [0] * BUCKETS
     if stage.count == 1:
         whole[bucket_of(stage.seconds)] = 1

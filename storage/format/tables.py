@@ -1,7 +1,7 @@
-"""The tables of tensors, shards and images as columns, as manifests and fragments store them.
+"""The tables of tensors, shards and images as columns, shared by manifests and fragments.
 
-``manifest`` and ``fragment`` say which columns and which other facts make up their files;
-``columns`` turns columns into bytes.
+``manifest`` and ``fragment`` add their own columns and headers; ``columns`` encodes columns as
+bytes.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ class ImageTable:
     hashed_nbytes: Ints
     digests: npt.NDArray[np.uint8]
     stored_nbytes: Ints | None = None
-    """Size of each file, if they are compressed."""
+    """File sizes, if the images are compressed."""
 
     def __len__(self) -> int:
         return len(self.rank)
 
     def chunks(self, chunk_nbytes: int) -> Ints:
-        """Number of chunks per image."""
+        """Return the number of chunks per image."""
         return ceil_div(self.hashed_nbytes, chunk_nbytes)
 
     def nbytes(self, block_nbytes: int) -> Ints:
-        """Size per image: what is hashed, and then a digest per block."""
+        """Return the size per image: the hashed bytes, then a digest per block."""
         return self.hashed_nbytes + DIGEST_NBYTES * ceil_div(self.hashed_nbytes, block_nbytes)
 
     def file_nbytes(self, block_nbytes: int) -> Ints:
-        """File size per image: that of the image, unless it is compressed."""
+        """Return the file size per image: the image's size, unless compressed."""
         if self.stored_nbytes is None:
             return self.nbytes(block_nbytes)
         return self.stored_nbytes
 
     @classmethod
     def joined(cls, tables: Sequence[ImageTable]) -> ImageTable:
-        """The images of all tables, in order. All are compressed, or none is."""
+        """Concatenate tables. Either all are compressed or none is."""
         stored = [table.stored_nbytes for table in tables if table.stored_nbytes is not None]
         return cls(
             np.concatenate([table.rank for table in tables]),
@@ -79,7 +79,7 @@ class ImageTable:
 
 
 def check_readable(tensors: TensorTable, tree: Tree) -> None:
-    """Raise SaveError for what no reader would accept."""
+    """Raise SaveError for a state that no reader would accept."""
     if tensors.shape.shape[1] > NDIM_MAX:
         raise SaveError(f"a tensor has more than {NDIM_MAX} dimensions")
     if tree.paths_too_long:
@@ -90,7 +90,7 @@ def check_readable(tensors: TensorTable, tree: Tree) -> None:
 
 
 def tensor_columns(tensors: TensorTable, container: Ints) -> dict[str, Column]:
-    """The columns of tensors and of their containers, by name."""
+    """Return the columns of tensors and of their containers, by name."""
     t = tensors
     names = [name.encode("utf-8", "surrogatepass") for name in t.names]
     columns: dict[str, Column] = {
@@ -109,8 +109,10 @@ def tensor_columns(tensors: TensorTable, container: Ints) -> dict[str, Column]:
 
 
 def tensor_table(columns: Columns, dtypes: Json) -> TensorTable:
-    """The tensors in columns that :func:`tensor_columns` made; ``dtypes`` as the header has them.
-    Raises KeyError, TypeError and ValueError."""
+    """Build the tensor table from :func:`tensor_columns`; ``dtypes`` comes from the header.
+
+    Raises KeyError, TypeError and ValueError.
+    """
 
     def optional(name: str) -> Ints:
         if name in columns:
@@ -132,7 +134,7 @@ def tensor_table(columns: Columns, dtypes: Json) -> TensorTable:
 
 
 def shard_columns(shards: ShardTable, images: ImageTable) -> dict[str, Column]:
-    """The columns of shards, except for their tensors, and those of images."""
+    """Return the columns of shards, except for their tensors, and of images."""
     columns: dict[str, Column] = {
         "shard.image": shards.image,
         "shard.start": shards.start,
@@ -148,7 +150,7 @@ def shard_columns(shards: ShardTable, images: ImageTable) -> dict[str, Column]:
 
 
 def image_table(columns: Columns, *, compressed: bool) -> ImageTable:
-    """The images in columns that :func:`shard_columns` made. Raises KeyError and ValueError."""
+    """Build the image table from :func:`shard_columns`. Raises KeyError and ValueError."""
     return ImageTable(
         rank=ints_of(columns, "image.rank"),
         hashed_nbytes=ints_of(columns, "image.hashed_nbytes"),
@@ -158,7 +160,7 @@ def image_table(columns: Columns, *, compressed: bool) -> ImageTable:
 
 
 def ints_of(columns: Columns, name: str) -> Ints:
-    """A stored column of integers. Raises KeyError, and ValueError where it does not fit."""
+    """Return a column as int64. Raises KeyError if missing, ValueError on overflow."""
     column = columns[name]
     if column.dtype == np.uint64 and len(column) and column.max() > np.iinfo(np.int64).max:
         raise ValueError(f"column {name} overflows")
@@ -166,7 +168,7 @@ def ints_of(columns: Columns, name: str) -> Ints:
 
 
 def json_integer(value: Json, what: str) -> int:
-    """A JSON integer, and nothing that merely can be made one."""
+    """Return a JSON integer of at most 62 bits; nothing is converted. Raises ValueError."""
     number = int_in(value, what)
     if abs(number) > _INT_MAX:
         raise ValueError(f"{what} is {reprlib.repr(value)}, no integer of 62 bits")
@@ -174,7 +176,7 @@ def json_integer(value: Json, what: str) -> int:
 
 
 def _names(blob: bytes, nbytes: Ints) -> tuple[str, ...]:
-    # No name is longer than all names together, so the sums have not wrapped round.
+    # No name is longer than all names together, so the sums cannot have wrapped.
     if nbytes.ndim != 1 or nbytes.max(initial=0) > len(blob):
         raise ValueError("lengths of names disagree")
     ends = [0, *np.cumsum(nbytes).tolist()]

@@ -1,9 +1,8 @@
-"""The layout of a file that ``torch.load(weights_only=True)`` reads: a zip file with a pickle of a
-dict of tensors, and a record of elements for each of them, stored as it is.
+"""Layout of a file for ``torch.load(weights_only=True)``: a zip of a pickle and tensor records.
 
-The pickle is text of a few opcodes: see :mod:`.torch_pickle`, which reads them. Checksums of
-records are zero, as with ``torch.serialization.set_crc32_options(False)``: torch does not look at
-them.
+The pickle describes a dict of tensors with a few opcodes; see :mod:`.torch_pickle`, which reads
+them. Each tensor's elements are one uncompressed record. Checksums of records are zero, as with
+``torch.serialization.set_crc32_options(False)``: torch ignores them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TORCH_DTYPES = frozenset(NEW_DTYPES)
 _ROOT = "archive"
 _ALIGNMENT = 64
 _PAGED_NBYTES = 64 << 10
-"""From this size on a record begins with a page."""
+"""Records of at least this size begin on a page boundary."""
 _STORAGE_OF = {dtype: name for name, (dtype, _) in STORAGES.items()}
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -35,15 +34,17 @@ _END = struct.Struct("<4sHHHHIIH")
 _NEEDS_64 = 45
 _FULL16 = 0xFFFF
 _FULL32 = 0xFFFF_FFFF
-_FULL32_FROM = _FULL32  # from here on a size or an offset takes 64 bits
-_DATE = (1 << 5) | 1  # the first day of 1980, so that equal tensors make equal files
+_FULL32_FROM = _FULL32  # sizes and offsets from here on take 64 bits
+_DATE = (1 << 5) | 1  # 1 January 1980, so that equal tensors make equal files
 _PADDING_ID = 0x4246
 
 
 def torch_file(key: str, tensors: Sequence[ModelTensor], tied: Mapping[str, str]) -> ModelFile:
-    """The file that holds ``tensors``, and under the names in ``tied`` those that they are tied to.
-    Elements begin at multiples of :func:`alignment_of` their size; records come in the order of an
-    image."""
+    """Return the file that holds ``tensors``; names in ``tied`` refer to the tensors they are tied
+    to.
+
+    Elements begin at multiples of :func:`alignment_of` their size; records are in image order.
+    """
     ordered = sorted(tensors, key=image_rank)
     records = {tensor.name: str(number) for number, tensor in enumerate(ordered)}
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -60,8 +61,10 @@ def torch_file(key: str, tensors: Sequence[ModelTensor], tied: Mapping[str, str]
 
 
 def alignment_of(nbytes: int) -> int:
-    """Where elements of ``nbytes`` begin: at a multiple of 64, as torch has it; large ones with a
-    page, so that they are read, mapped and written without a copy between page and page."""
+    """Return the alignment of a record of ``nbytes``: 64, as in torch, or a page if it is large.
+
+    Page-aligned records can be read, mapped and written without copying across page boundaries.
+    """
     return PAGE_NBYTES if nbytes >= _PAGED_NBYTES else _ALIGNMENT
 
 
@@ -69,8 +72,11 @@ Pieces = tuple[bytes | ModelTensor, ...]
 
 
 def torch_pieces(tensor: ModelTensor) -> tuple[Pieces, int]:
-    """What ``torch.save`` of a tensor alone makes, as pieces one behind the other, and their size.
-    The elements begin at a multiple of :func:`alignment_of` their size."""
+    """Return the output of ``torch.save`` for a single tensor as consecutive pieces, and their
+    size.
+
+    The elements begin at a multiple of :func:`alignment_of` their size.
+    """
     pieces, nbytes = _pieces(tensor.dtype, tensor.itemsize, tensor.shape)
     own = tuple(tensor if isinstance(piece, ModelTensor) else piece for piece in pieces)
     return own, nbytes
@@ -78,7 +84,8 @@ def torch_pieces(tensor: ModelTensor) -> tuple[Pieces, int]:
 
 @functools.lru_cache(maxsize=256)
 def _pieces(dtype: str, itemsize: int, shape: tuple[int, ...]) -> tuple[Pieces, int]:
-    """The same of a tensor without a name: a model has thousands of tensors, of a few shapes."""
+    """Return :func:`torch_pieces` of an unnamed tensor. Cached: a model's tensors have few
+    shapes."""
     tensor = ModelTensor("", dtype, itemsize, shape)
     archive = _Archive()
     archive.add("data.pkl", b"\x80\x02" + _tensor(tensor, "0") + b".")
@@ -90,7 +97,7 @@ def _pieces(dtype: str, itemsize: int, shape: tuple[int, ...]) -> tuple[Pieces, 
 
 
 class _Archive:
-    """The pieces of a zip file, one behind the other."""
+    """The consecutive pieces of a zip file."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes | ModelTensor] = []
@@ -98,7 +105,7 @@ class _Archive:
         self.nbytes = 0
 
     def add(self, name: str, content: bytes | ModelTensor) -> None:
-        """One more record."""
+        """Append a record."""
         nbytes = len(content) if isinstance(content, bytes) else content.nbytes
         path = f"{_ROOT}/{name}".encode()
         self._central.append(_central(path, nbytes, self.nbytes))
@@ -107,7 +114,7 @@ class _Archive:
             self._put(content)
 
     def end(self) -> None:
-        """The directory of all records."""
+        """Append the directory of all records."""
         start = self.nbytes
         self._put(b"".join(self._central))
         count = len(self._central)
@@ -137,7 +144,7 @@ class _Archive:
 
 
 def _local(path: bytes, nbytes: int, at: int) -> bytes:
-    """What stands before a record, such that it begins at a multiple of its alignment."""
+    """Return the header before a record, padded so that the record is aligned."""
     extra = b""
     short = nbytes
     if nbytes >= _FULL32_FROM:
@@ -156,7 +163,7 @@ def _local(path: bytes, nbytes: int, at: int) -> bytes:
 
 
 def _central(path: bytes, nbytes: int, at: int) -> bytes:
-    """A record's entry in the directory."""
+    """Return a record's entry in the directory."""
     large = b""
     short = nbytes
     short_at = at
@@ -180,20 +187,20 @@ def _central(path: bytes, nbytes: int, at: int) -> bytes:
 
 
 def _pickle(items: Sequence[tuple[str, ModelTensor]], records: Mapping[str, str]) -> bytes:
-    """A dict of tensors."""
+    """Return the pickle of a dict of tensors."""
     texts = [_text(name) + _tensor(tensor, records[tensor.name]) for name, tensor in items]
     return b"\x80\x02}(" + b"".join(texts) + b"u."
 
 
 def _tensor(tensor: ModelTensor, record: str) -> bytes:
-    """The call that makes a tensor, as torch writes it."""
+    """Return the opcodes that construct a tensor, as torch writes them."""
     head, tail = _around_record(tensor.dtype, tensor.itemsize, tensor.shape)
     return head + _text(record) + tail
 
 
 @functools.lru_cache(maxsize=256)
 def _around_record(dtype: str, itemsize: int, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """That call, before and behind the name of the record. Made once per shape: layers repeat."""
+    """Return those opcodes before and after the record's name. Cached: layers repeat shapes."""
     strides = [1] * len(shape)
     for dim in range(len(strides) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * max(1, shape[dim])

@@ -1,18 +1,16 @@
-"""Reads the pickle in a file of ``torch.save`` as data: which tensors there are, under which keys,
-and where their elements lie.
+"""Reads the pickle of a ``torch.save`` file as data: tensors, their keys and their storage.
 
-Nothing is unpickled. The opcodes that torch writes for dicts, lists, tuples, small values and
-tensors are read one by one, and what they describe is built of the types in this module. A name of
-a function or class stays a name: the few that stand for tensors and dicts are known here, and any
-other is refused before anything is made of it. Nothing that is named is ever looked up, imported or
-called.
+Nothing is unpickled. The reader interprets only the opcodes that torch writes for dicts, lists,
+tuples, small values and tensors, and builds only the types of this module. Names of functions and
+classes stay names: the few for tensors and dicts are known here, all others are refused. No name is
+ever looked up, imported or called.
 
-A reader that knows the objects of some format says their names. Those become a :class:`Record`
-each, which is a name and what the pickle says of it, and nothing more.
+Callers may allow further class names for a format of their own. Objects of those become a
+:class:`Record`: a name and the arguments and state in the pickle.
 
-Scope: what ``torch.load(weights_only=True)`` reads of plain tensors. No sparse or quantized
-tensors. Every argument of a function is either understood or must have the one value without a
-meaning. Otherwise the file is refused, by name.
+Scope: plain tensors that ``torch.load(weights_only=True)`` reads; no sparse or quantized tensors.
+Every argument of a function is either interpreted or must have its neutral value. Otherwise the
+file is refused, by name.
 """
 
 from __future__ import annotations
@@ -31,17 +29,17 @@ STORAGES = {
     "BoolStorage": ("bool", 1), "ComplexFloatStorage": ("complex64", 8),
     "ComplexDoubleStorage": ("complex128", 16),
 }  # fmt: skip
-"""Per name of a class of storages, the dtype of its elements and their size."""
+"""Element dtype and size per storage class."""
 NEW_DTYPES = {
     "uint16": 2, "uint32": 4, "uint64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
     "complex32": 4, **dict(STORAGES.values()),
 }  # fmt: skip
-"""Per dtype that a tensor may name, the size of its elements."""
+"""Element size per dtype that a tensor may name."""
 _TENSOR = "torch.Tensor"
 _UNTYPED = "torch.storage.UntypedStorage"
 _BITS = {"conj": "conjugate", "neg": "negative"}
-"""Bits that make the values of a view differ from the stored elements, by torch's names."""
+"""Bits of a view whose values differ from the stored elements, by torch's names."""
 _UINT8 = struct.Struct("<B")
 _UINT16 = struct.Struct("<H")
 _UINT32 = struct.Struct("<I")
@@ -69,7 +67,7 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """An object of a class that the caller has named: what it would be made of."""
+    """An object of a class that the caller allows: its constructor arguments and state."""
 
     name: str
     arguments: Values
@@ -78,7 +76,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """What a tensor's elements are part of. ``dtype`` is None where bytes are stored."""
+    """The storage of a tensor's elements. ``dtype`` is None for untyped storage."""
 
     key: str
     dtype: tuple[str, int] | None
@@ -86,9 +84,11 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor: elements of the record ``storage``, from element ``offset`` on. ``dtype`` is
-    torch's name of it. ``bits`` names the bits of a view, such as the conjugate bit: if any is set,
-    the values are not the stored elements."""
+    """A tensor whose elements are in the record ``storage``, from element ``offset`` on.
+
+    ``dtype`` is torch's name. ``bits`` names set view bits, such as the conjugate bit: if any is
+    set, the values differ from the stored elements.
+    """
 
     storage: str
     dtype: str
@@ -100,7 +100,7 @@ class StoredTensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements are one run, in row-major order."""
+        """True if the elements are contiguous, in row-major order."""
         expected = 1
         if 0 in self.shape:
             return True
@@ -119,9 +119,12 @@ def _nothing(name: str) -> bool:
 
 
 def read_pickle(data: bytes, is_record: Callable[[str], bool] = _nothing) -> Value:
-    """What the pickle describes: dicts, lists and tuples of tensors and small values, and records
-    of what ``is_record`` says that it knows by name. Raises ValueError for anything else; where it
-    names what is not known, the message says what."""
+    """Return the contents of the pickle: nested dicts, lists and tuples of tensors and small
+    values.
+
+    Objects whose class name satisfies ``is_record`` become records. Raises ValueError for anything
+    else; the message names what is unknown.
+    """
     try:
         return _Machine(data, is_record).run()
     except (IndexError, KeyError, TypeError, struct.error, RecursionError) as error:
@@ -129,7 +132,7 @@ def read_pickle(data: bytes, is_record: Callable[[str], bool] = _nothing) -> Val
 
 
 class _Machine:
-    """The stack machine of pickles, without the opcodes that could do anything."""
+    """The stack machine of pickles, without the opcodes that could run code."""
 
     def __init__(self, data: bytes, is_record: Callable[[str], bool]) -> None:
         self._data = data
@@ -141,10 +144,10 @@ class _Machine:
         self._names: dict[str, Name] = {}
 
     def run(self) -> Value:
-        """All opcodes, up to the one that ends it.
+        """Execute the opcodes up to STOP.
 
-        A model has a million of them, and most are of a few kinds, which are read right here: a
-        call for each would take three times as long.
+        A model has a million opcodes, most of a few kinds. Those are handled inline: a call for
+        each would take three times as long.
         """
         data = self._data
         memo = self._memo
@@ -201,7 +204,7 @@ class _Machine:
         return self._take(end + 1 - self._at)[:-1].decode()
 
     def _to_mark(self) -> list[Value]:
-        """What lies above the topmost mark; both are removed."""
+        """Remove the topmost mark and the values above it; return the values."""
         for at in range(len(self._stack) - 1, -1, -1):
             if self._stack[at] is _MARK:
                 items = self._stack[at + 1 :]
@@ -210,44 +213,44 @@ class _Machine:
         raise ValueError("the pickle has no mark")
 
     def proto(self) -> None:
-        """Any protocol: opcodes say what they mean."""
+        """Skip the protocol number: opcodes mean the same in all protocols."""
         self._take(1)
 
     def frame(self) -> None:
-        """How much follows, which does not matter."""
+        """Skip the frame length, which is not needed."""
         self._take(8)
 
     def text(self, form: struct.Struct) -> None:
-        """A str, with its size before it."""
+        """Push a str with a length prefix."""
         self._push(self._take(self._unpack(form)).decode("utf-8", "surrogatepass"))
 
     def raw(self, form: struct.Struct) -> None:
-        """Bytes, with their size before them."""
+        """Push bytes with a length prefix."""
         self._push(self._take(self._unpack(form)))
 
     def number(self, form: struct.Struct) -> None:
-        """An int."""
+        """Push an int."""
         self._push(self._unpack(form))
 
     def long(self) -> None:
-        """A long int."""
+        """Push a long int."""
         self._push(int.from_bytes(self._take(self._byte()), "little", signed=True))
 
     def decimal(self) -> None:
-        """A float."""
+        """Push a float."""
         (number,) = struct.unpack(">d", self._take(8))
         self._push(number)
 
     def put(self, form: struct.Struct) -> None:
-        """Keep the topmost value under a number."""
+        """Memoize the topmost value under a number."""
         self._memo[self._unpack(form)] = self._stack[-1]
 
     def name(self) -> None:
-        """A global, by the name of its module and its own."""
+        """Push a global, given by module and name."""
         self._push(self._known(f"{self._line()}.{self._line()}"))
 
     def stacked_name(self) -> None:
-        """The same, of two values."""
+        """Push a global whose module and name are on the stack."""
         name = self._stack.pop()
         module = self._stack.pop()
         self._push(self._known(f"{module}.{name}"))
@@ -263,43 +266,43 @@ class _Machine:
         return name
 
     def tuple_of(self, count: int) -> None:
-        """The topmost values as a tuple."""
+        """Replace the topmost values by a tuple of them."""
         items = self._stack[-count:]
         if len(items) != count or _MARK in items:
             raise ValueError("the pickle has too few values for a tuple")
         self._stack[-count:] = [tuple(items)]
 
     def tuple(self) -> None:
-        """Items as a tuple."""
+        """Push the items above the mark as a tuple."""
         self._push(tuple(self._to_mark()))
 
     def append(self) -> None:
-        """One more item of a list."""
+        """Append one item to a list."""
         item = self._stack.pop()
         _list_of(self._stack[-1]).append(item)
 
     def appends(self) -> None:
-        """More items of a list."""
+        """Append the items above the mark to a list."""
         items = self._to_mark()
         _list_of(self._stack[-1]).extend(items)
 
     def set_item(self) -> None:
-        """One more item of a dict."""
+        """Set one item of a dict."""
         value = self._stack.pop()
         key = self._stack.pop()
         _set_items(self._stack[-1], [key, value])
 
     def set_items(self) -> None:
-        """More items of a dict."""
+        """Set the items above the mark in a dict."""
         items = self._to_mark()
         _set_items(self._stack[-1], items)
 
     def persistent(self) -> None:
-        """A storage, by what torch says of it."""
+        """Push a storage, given by its persistent id."""
         self._push(_storage_of(self._stack.pop()))
 
     def reduce(self) -> None:
-        """What a known function would make of its arguments."""
+        """Apply a known function to its arguments."""
         arguments = self._stack.pop()
         function = self._stack.pop()
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
@@ -311,7 +314,7 @@ class _Machine:
             self._push(self._record(function, arguments))
 
     def new(self) -> None:
-        """An object of a class, made of its arguments."""
+        """Push an object of a class, with its arguments."""
         arguments = self._stack.pop()
         kind = self._stack.pop()
         if not isinstance(kind, Name) or not isinstance(arguments, tuple):
@@ -324,8 +327,8 @@ class _Machine:
         return Record(name.text, arguments)
 
     def build(self) -> None:
-        """Set attributes. A dict may have ``_metadata``, the versions in a module's state, which is
-        left out."""
+        """Set the state of a record. For a dict, ``_metadata`` (versions in a module's state) is
+        dropped."""
         state = self._stack.pop()
         item = self._stack[-1]
         if isinstance(item, Record):
@@ -396,7 +399,7 @@ _KEYS = (str, int, Record)
 
 def _list_of(value: Value) -> list[Value]:
     if isinstance(value, Record):
-        return []  # the items of an object are left out
+        return []  # the items of an object are dropped
     if not isinstance(value, list):
         raise ValueError("the pickle appends to what is no list")
     return value
@@ -404,7 +407,7 @@ def _list_of(value: Value) -> list[Value]:
 
 def _set_items(container: Value, items: list[Value]) -> None:
     if isinstance(container, Record):
-        return  # the items of an object are left out
+        return  # the items of an object are dropped
     if not isinstance(container, dict) or len(items) % 2:
         raise ValueError("the pickle sets items of what is no dict")
     for key in items[::2]:
@@ -422,7 +425,7 @@ def _storage_of(identity: Value) -> _Storage:
     dtype = STORAGES.get(kind.text.removeprefix("torch."))
     if dtype is None and kind.text != _UNTYPED:
         raise ValueError(f"a storage is a {kind.text:.100}, which is not known")
-    _counts((numel,))  # the record has a size of its own, which is what counts
+    _counts((numel,))  # only checked: the record's own size is used
     return _Storage(key, dtype)
 
 
@@ -459,8 +462,8 @@ def _tensor_of_dtype(
 
 
 def _check_no_autograd(requires_grad: Value, hooks: Value) -> None:
-    """Raise ValueError for backward hooks. No checkpoint stores whether a tensor requires a
-    gradient."""
+    """Raise ValueError for backward hooks. ``requires_grad`` is ignored: checkpoints do not
+    store it."""
     if type(requires_grad) is not bool:
         raise ValueError(f"requires_grad of a tensor is {requires_grad!r:.100}")
     if hooks is not None and (not isinstance(hooks, dict) or hooks):
@@ -482,7 +485,7 @@ def _made(
 
 
 def _bits(metadata: Value = None) -> tuple[str, ...]:
-    """Return the names of the bits that are set in the metadata of a tensor."""
+    """Return the names of the view bits set in a tensor's metadata."""
     if metadata is None:
         return ()
     if not isinstance(metadata, dict):
@@ -510,7 +513,7 @@ def _parameter(data: Value, requires_grad: Value, hooks: Value) -> Value:
 
 
 def _with_attributes(function: Value, kind: Value, arguments: Value, state: Value) -> Value:
-    """Return a plain tensor that has attributes of its own. They are left out, as in a save."""
+    """Return a plain tensor that has attributes of its own. They are dropped, as in a save."""
     if not isinstance(kind, Name) or kind.text != _TENSOR:
         raise ValueError("a tensor with attributes is of a class of its own")
     if not isinstance(function, Name) or not isinstance(arguments, tuple):
@@ -535,7 +538,7 @@ def _size(items: Value = ()) -> Value:
 
 
 def _bytes(text: Value, encoding: Value) -> bytes:
-    """How bytes are written where opcodes have none."""
+    """Decode bytes as written by protocols that have no opcode for them."""
     if not isinstance(text, str) or encoding != "latin1":
         raise ValueError("bytes are written in an unknown way")
     return text.encode("latin1")
@@ -556,9 +559,11 @@ _MAKERS: dict[str, Callable[..., Value]] = {
 
 
 def leaves(value: Value) -> Iterator[tuple[str, Value]]:
-    """Everything in nested dicts, lists and tuples that is none of these: its path, as keys joined
-    by dots, and itself. Of a key that is a record, the path of its dict. Raises ValueError for what
-    contains itself, or is larger than any file of tensors."""
+    """Yield (path, leaf) for everything in nested dicts, lists and tuples; keys are joined by dots.
+
+    A key that is a record is yielded with the path of its dict. Raises ValueError for a value that
+    contains itself or exceeds the size limits.
+    """
     pending: list[tuple[tuple[str, ...], Value]] = [((), value)]
     count = 0
     while pending:

@@ -1,9 +1,8 @@
-"""Reads the directory of a zip file, as ``torch.save`` writes them: which records there are, and
-where each lies.
+"""Reads the directory of a zip file written by ``torch.save``: names and locations of records.
 
-A file of a model has thousands of records, and a folder of torch's distributed checkpoint thousands
-of such files, so this makes nothing but what is needed of each. Nothing is believed: what is not in
-the file, or is not stored as it is, says so.
+A model file has thousands of records, and a DCP folder thousands of such files, so only the needed
+fields are decoded. Nothing is trusted: records outside the file and compressed records are
+detected.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ _LOCATOR64 = struct.Struct("<4s16x")
 _EXTRA = struct.Struct("<HH")
 _COMMENT_NBYTES_MAX = 0xFFFF
 _FULL = 0xFFFF_FFFF
-"""Stands for a number that is in the extra field, where it has 64 bits."""
+"""Placeholder for a number that is stored as 64 bits in the extra field."""
 _EXTRA64_ID = 1
 _IS_ENCRYPTED = 1
 
 LOCAL_NBYTES = _LOCAL.size
-"""The header before each record, without the name and the extra field, whose sizes it says."""
+"""Size of the header before each record, excluding the name and the extra field."""
 
 CHECKSUM_NBYTES = 4
 _CHECKSUM_AT = 16
 
 
 class ZipError(Exception):
-    """What was read is no whole zip file."""
+    """Raised for data that is not a complete zip file."""
 
 
 class EarlierError(Exception):
-    """Bytes from ``start`` on are asked for, which have not been read."""
+    """Raised if bytes from ``start`` on are needed that have not been read yet."""
 
     def __init__(self, start: int) -> None:
         super().__init__(start)
@@ -54,21 +53,21 @@ class EarlierError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """A record of ``nbytes`` bytes, whose header begins at byte ``start`` of the file."""
+    """A record of ``nbytes`` bytes, whose header is at byte ``start`` of the file."""
 
     start: int
     nbytes: int
     is_stored: bool
-    """True if the bytes are in the file as they are: not compressed, and not encrypted."""
+    """True if the bytes are stored raw: neither compressed nor encrypted."""
     checksum_start: int = field(default=0, compare=False)
-    """Where in the file the directory has a checksum of its bytes, which nobody looks at."""
+    """File offset of the record's checksum in the directory, which nobody checks."""
 
 
 def directory(tail: bytes, tail_start: int) -> tuple[dict[str, ZipRecord], int]:
-    """The records of a file, and where the directory begins, of its last bytes ``tail``, which
-    begin at byte ``tail_start``. Records are named without the folder that all of them are in.
+    """Return the records of a file and the file offset of the directory.
 
-    Raises EarlierError where the directory begins before ``tail``; ZipError.
+    ``tail`` is the end of the file, from byte ``tail_start`` on. Record names omit their common
+    folder. Raises EarlierError if the directory begins before ``tail``; ZipError if it is damaged.
     """
     try:
         start, stop = _extent(tail, tail_start)
@@ -80,7 +79,7 @@ def directory(tail: bytes, tail_start: int) -> tuple[dict[str, ZipRecord], int]:
 
 
 def content_start(header: bytes | memoryview, record: ZipRecord) -> int:
-    """Where in the file the bytes of a record begin, by its ``header``. Raises ZipError."""
+    """Return the file offset of a record's bytes, given its ``header``. Raises ZipError."""
     if len(header) < LOCAL_NBYTES:
         raise ZipError("the header of a record is not in it")
     magic, name_nbytes, extra_nbytes = _LOCAL.unpack_from(header)
@@ -90,7 +89,7 @@ def content_start(header: bytes | memoryview, record: ZipRecord) -> int:
 
 
 def _extent(tail: bytes, tail_start: int) -> tuple[int, int]:
-    """Where in the file the directory begins and ends."""
+    """Return the file offsets at which the directory begins and ends."""
     end = tail.rfind(b"PK\x05\x06", max(0, len(tail) - _END.size - _COMMENT_NBYTES_MAX))
     if end < 0:
         raise ZipError("it has no directory")
@@ -107,7 +106,7 @@ def _extent(tail: bytes, tail_start: int) -> tuple[int, int]:
 
 
 def _entries(tail: bytes, tail_start: int, start: int, stop: int) -> dict[str, ZipRecord]:
-    """The records that bytes [start, stop) of the file name."""
+    """Return the records listed in bytes [start, stop) of the file."""
     found: dict[str, ZipRecord] = {}
     at = start - tail_start
     end = stop - tail_start
@@ -136,7 +135,7 @@ def _entries(tail: bytes, tail_start: int, start: int, stop: int) -> dict[str, Z
 
 
 def _in_64_bits(extra: bytes, numbers: tuple[int, ...]) -> list[int]:
-    """Those of the numbers that are in the extra field, from there."""
+    """Return the numbers, with placeholders replaced from the extra field."""
     at = 0
     while at + _EXTRA.size <= len(extra):
         kind, nbytes = _EXTRA.unpack_from(extra, at)

@@ -1,12 +1,11 @@
-"""The shape of a state: its containers, and the small values in them. Tensors are in columns, not
-here.
+"""The structure of a state: its containers and small values. Tensors are stored as columns.
 
-A state is a tree of dicts, lists and tuples. Containers are numbered; each knows its parent and its
-key there. A tensor's row names its container; its key is the part of its fqn after the container's
-prefix. So a hundred thousand tensors cost the tree nothing.
+A state is a tree of dicts, lists and tuples. Containers are numbered; each records its parent and
+its key there. A tensor's row names its container; the tensor's key is its fqn after the container's
+prefix, so even a hundred thousand tensors add nothing to the tree.
 
-Ranks may hold different trees (pipeline stages do). Merging is a union by path; a value that all
-ranks agree on is stored once, one that differs is stored per rank.
+Ranks may hold different trees (pipeline stages do). Merging is a union by path; a value equal on
+all ranks is stored once, others per rank.
 """
 
 from __future__ import annotations
@@ -43,27 +42,26 @@ __all__ = [
 ]
 
 Key = str | int | float | bool | None
-"""What a dict key may be; list and tuple items have int keys."""
+"""Type of a dict key; list and tuple items have int keys."""
 
 ByRank = list[tuple[list[int], object]]
-"""(ranks, encoded) where ranks disagree; else one entry."""
+"""(ranks, encoded value) pairs; a single entry if ranks agree."""
 
 Placements = dict[str, tuple[str, ...]]
-"""Per tensor, one text for each dimension of its mesh: ``R`` for Replicate, ``S0`` for Shard(0)."""
+"""Per tensor, one text per mesh dimension: ``R`` for Replicate, ``S0`` for Shard(0)."""
 
 ROOT = 0
 _RUNS = ("t", "v", "c")
 KINDS = ("dict", "list", "tuple")
 _COUNT_MAX = 1 << 31
-_KEY_BITS_MAX = 14_000  # beyond, Python refuses to make text of an int
+_KEY_BITS_MAX = 14_000  # beyond, Python refuses to convert an int to text
 _PATH_CHARS_MEAN_MAX = 256
 _PATH_CHARS_SPARE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """One dict, list or tuple. ``parent`` is the number of the container it is in (-1 for the
-    root)."""
+    """One dict, list or tuple. ``parent`` is the number of its container (-1 for the root)."""
 
     parent: int
     key: Key
@@ -72,16 +70,18 @@ class Container:
 
 @dataclass(slots=True)
 class Value:
-    """One small value, encoded. ``by_rank`` holds (ranks, encoded) where ranks disagree; else it
-    has one entry."""
+    """One small value, encoded per rank: (ranks, encoded) pairs, a single entry if ranks agree."""
 
     container: int
     key: Key
     by_rank: ByRank
 
     def of(self, rank: int) -> object:
-        """The value of ``rank``. Where that rank saved none, it is that of another: the ranks that
-        saved one take turns."""
+        """Return the value of ``rank``.
+
+        If that rank saved none, the ranks that did supply theirs in turn, by rank modulo their
+        number.
+        """
         for ranks, encoded in self.by_rank:
             if rank in ranks:
                 return decode_value(encoded)
@@ -91,32 +91,32 @@ class Value:
 
 @dataclass(slots=True)
 class Tree:
-    """Containers (the root first, parents before children), values, and what cannot be derived from
-    the names of tensors."""
+    """Containers (root first, parents before children), values, and facts that tensor names do
+    not imply."""
 
     containers: list[Container] = field(default_factory=lambda: [Container(-1, None, "dict")])
     values: list[Value] = field(default_factory=list)
     tensor_keys: dict[int, dict[str, Key]] = field(default_factory=dict)
-    """container -> text of a tensor's key -> the key, where it is no str."""
+    """container -> text of a tensor's key -> the key, if it is not a str."""
     arrays: set[str] = field(default_factory=set)
-    """The fqns of tensors that were numpy arrays."""
+    """Fqns of tensors that were numpy arrays."""
     orders: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
-    """container -> the order of a dict's items, where they are not all of one kind: runs of
-    tensors, values, containers."""
+    """container -> order of a dict's items, if of mixed kinds: runs of tensors, values,
+    containers."""
     kinds: dict[int, str] = field(default_factory=dict)
-    """container -> what it was, if no plain dict; see ``kinds``."""
+    """container -> kind of dict, if not a plain one; see ``kinds``."""
     placements: dict[int, Placements] = field(default_factory=dict)
-    """container -> text of a tensor's key -> how it was laid out, for DTensors."""
+    """container -> text of a tensor's key -> its placements, for DTensors."""
 
     def prefixes(self) -> list[str]:
-        """Per container, the prefix of the fqns of the tensors in it, dot included."""
+        """Return the fqn prefix of the tensors in each container, including the dot."""
         out = [""]
         for c in self.containers[1:]:
             out.append(f"{out[c.parent]}{c.key}.")
         return out
 
     def paths(self) -> list[tuple[Key, ...]]:
-        """Per container, the keys that lead to it from the root."""
+        """Return the keys that lead from the root to each container."""
         out: list[tuple[Key, ...]] = [()]
         for c in self.containers[1:]:
             out.append((*out[c.parent], c.key))
@@ -124,22 +124,25 @@ class Tree:
 
     @property
     def paths_too_long(self) -> bool:
-        """Whether :meth:`prefixes` would take memory out of proportion. The prefixes of a chain of
-        containers, or of many containers in one with a long name, grow with the square of what is
-        stored."""
+        """True if :meth:`prefixes` would take excessive memory.
+
+        The prefixes of a long chain of containers, or of many containers in one with a long name,
+        grow with the square of the stored size.
+        """
         chars = [0]
         for c in self.containers[1:]:
             chars.append(chars[c.parent] + len(str(c.key)) + 1)
         return sum(chars) > _PATH_CHARS_MEAN_MAX * len(chars) + _PATH_CHARS_SPARE
 
     def tensor_key(self, container: int, text: str) -> Key:
-        """The key of a tensor whose fqn has ``text`` beyond the prefix of ``container``."""
+        """Return the key of a tensor whose fqn continues with ``text`` after the prefix of
+        ``container``."""
         if self.containers[container].kind != "dict":
             return int(text)
         return self.tensor_keys.get(container, {}).get(text, text)
 
     def to_json(self) -> dict[str, object]:
-        """Plain JSON types. Fields that not every state has are left out where they are empty."""
+        """Return plain JSON types. Optional fields are omitted if empty."""
         record: dict[str, object] = {
             "containers": [[c.parent, _to_json(c.key), c.kind] for c in self.containers],
             "values": [[v.container, _to_json(v.key), v.by_rank] for v in self.values],
@@ -157,7 +160,7 @@ class Tree:
 
     @classmethod
     def from_json(cls, data: Json) -> Tree:
-        """Raises DamagedError for what :meth:`to_json` never produces."""
+        """Rebuild a tree. Raises DamagedError for input that :meth:`to_json` never produces."""
         try:
             tree = _from_json(object_in(data, "the tree"))
         except (KeyError, ValueError) as error:
@@ -167,8 +170,8 @@ class Tree:
 
 
 def _placements_to_json(placements: dict[int, Placements]) -> list[object]:
-    """Entries are [containers, placements], because most containers of an optimizer's parameters
-    have equal ones."""
+    """Return [containers, placements] entries; most containers of optimizer state share
+    placements."""
     alike: dict[tuple[tuple[str, tuple[str, ...]], ...], list[int]] = {}
     for container, by_key in placements.items():
         alike.setdefault(tuple(by_key.items()), []).append(container)
@@ -179,7 +182,7 @@ def _placements_to_json(placements: dict[int, Placements]) -> list[object]:
 
 
 def _from_json(record: Mapping[str, Json]) -> Tree:
-    """The tree, unchecked. Raises KeyError and ValueError."""
+    """Rebuild a tree, unchecked. Raises KeyError and ValueError."""
     tree = Tree(
         [
             Container(int_in(parent, "parent"), key_in(key), str_in(kind, "kind"))
@@ -212,8 +215,8 @@ def _runs_in(value: Json) -> list[tuple[str, int]]:
 
 
 def key_in(encoded: Json) -> Key:
-    """A key, from JSON. Raises ValueError and DamagedError."""
-    if type(encoded) is str or type(encoded) is int:  # as most are
+    """Decode a key from JSON. Raises ValueError and DamagedError."""
+    if type(encoded) is str or type(encoded) is int:  # the common case
         return encoded
     key = decode_value(encoded)
     if key is None or isinstance(key, str | int | float):
@@ -246,7 +249,7 @@ def _to_json(key: Key) -> object:
 
 
 def _check(tree: Tree) -> None:
-    """Raise DamagedError for what is no tree: numbers out of range, unknown kinds, cycles, keys
+    """Raise DamagedError for an invalid tree: numbers out of range, unknown kinds, cycles, keys
     that no list has."""
     if not all(_conditions(tree)):
         raise DamagedError("the manifest's tree contradicts itself")
@@ -255,7 +258,7 @@ def _check(tree: Tree) -> None:
 
 
 def _conditions(tree: Tree) -> Iterator[bool]:
-    """What holds for every tree. In order: a condition may rely on those before it."""
+    """Yield conditions that hold for every tree. A condition may rely on earlier ones."""
     containers = tree.containers
     n = len(containers)
     yield n > 0 and containers[0].parent == -1
@@ -278,13 +281,14 @@ def _conditions(tree: Tree) -> Iterator[bool]:
 
 
 def _repeated(keyed: Collection[tuple[int, Key]]) -> bool:
-    """Whether a key occurs twice. (It may be a value on one rank and a container on another.)"""
+    """Return whether a key occurs twice. (It may be a value on one rank, a container on
+    another.)"""
     seen = {(parent, type(key), key) for parent, key in keyed}
     return len(seen) < len(keyed)
 
 
 def _fits(kind: str, key: object) -> bool:
-    """Whether a container of this kind can have such a key."""
+    """Return whether a container of this kind can have such a key."""
     if kind == "dict":
         if isinstance(key, str):
             return True
@@ -295,21 +299,21 @@ def _fits(kind: str, key: object) -> bool:
 
 
 def dotted(keys: Iterable[Key]) -> str:
-    """A path as tensors are named: ``optim.lr``."""
+    """Join keys as in tensor names: ``optim.lr``."""
     return ".".join(map(str, keys))
 
 
 def format_path(keys: Iterable[Key]) -> str:
-    """Keys as a user would write them: ``state["model"]["layers"][0]``."""
+    """Format keys as a user would write them: ``state["model"]["layers"][0]``."""
     steps = [f'["{key}"]' if isinstance(key, str) else f"[{key!r}]" for key in keys]
     return "state" + "".join(steps)
 
 
 def merge_trees(trees: Sequence[Tree]) -> tuple[Tree, list[list[int]]]:
-    """The union of trees, with values that name the ranks that have them; and for each tree the new
-    numbers of its containers.
+    """Return the union of trees, and the new container numbers of each tree.
 
-    Raises SaveError where ranks disagree on what kind of container stands at a path.
+    Values name the ranks that have them. Raises SaveError if ranks disagree on the kind of a
+    container.
     """
     merged = Tree()
     merged.containers = [trees[0].containers[0]]
@@ -335,7 +339,7 @@ def merge_trees(trees: Sequence[Tree]) -> tuple[Tree, list[list[int]]]:
 
 
 def _merge_kinds(merged: Tree, trees: Sequence[Tree], renumbered: Sequence[Sequence[int]]) -> None:
-    """Raise SaveError where ranks disagree: one of them would get back another kind than it had."""
+    """Merge kinds of dicts. Raises SaveError if ranks disagree: one would get back another kind."""
     seen: dict[int, str] = {}
     for tree, number in zip(trees, renumbered, strict=True):
         for c, new in enumerate(number):
@@ -370,12 +374,12 @@ def _merge_containers(
 
 
 def unite(values: Iterable[ByRank]) -> ByRank:
-    """What ranks have at one place: each value once, with all ranks that have it, in order of their
-    first ranks."""
+    """Merge the values of ranks at one place: each value once, with its ranks, ordered by first
+    rank."""
     found: dict[str, tuple[list[int], object]] = {}
     for by_rank in values:
         for ranks, encoded in by_rank:
-            # By its text, which distinguishes 1, 1.0 and True, and 0.0 and -0.0.
+            # The text distinguishes 1, 1.0 and True, and 0.0 and -0.0.
             text = json.dumps(encoded, sort_keys=True)
             known_ranks, _ = found.setdefault(text, ([], encoded))
             known_ranks.extend(ranks)

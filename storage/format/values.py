@@ -1,9 +1,7 @@
-"""Small values as JSON: what can be saved beside tensors, and comes back equal and of the same
-type.
+"""JSON codecs for small values, which round-trip with equal value and type.
 
-A value is plain JSON where JSON has its type, and ``{"$type": …}`` where it has not. A value
-without a codec is refused, and named by its path. Nothing is ever pickled, and decoding builds only
-the types listed here.
+A value is plain JSON if JSON has its type, else ``{"$type": …}``. A value without a codec is
+refused, naming its path. Nothing is pickled; decoding builds only the types listed here.
 """
 
 from __future__ import annotations
@@ -19,16 +17,15 @@ from ...errors import DamagedError, StateError
 
 __all__ = ["decode_value", "encode_text", "encode_value"]
 
-# numpy's own parser takes far more, and runs other parsers.
+# numpy's own parser accepts far more, and invokes other parsers.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# Longer integers are hexadecimal, because Python refuses to convert long decimal strings.
+# Longer integers are stored as hexadecimal: Python refuses to convert long decimal strings.
 _DECIMAL_BITS_MAX = 1024
 
 
 def encode_value(value: object, path: str) -> object:
-    """``value`` as a tree of JSON types. Raises StateError, which names ``path``, where there is no
-    codec for it."""
+    """Encode ``value`` as JSON types. Raises StateError, naming ``path``, if it has no codec."""
     if value is None or type(value) is bool:
         return value
     if type(value) is int:
@@ -57,9 +54,8 @@ def encode_value(value: object, path: str) -> object:
 
 
 def decode_value(encoded: object) -> object:
-    """The value that :func:`encode_value` was given. Raises DamagedError for what it never
-    produces."""
-    if isinstance(encoded, list):  # those of a state are containers
+    """Decode the output of :func:`encode_value`. Raises DamagedError for anything else."""
+    if isinstance(encoded, list):  # lists of a state are containers
         raise DamagedError("a stored value is a list")
     if not isinstance(encoded, dict):
         return encoded
@@ -95,16 +91,18 @@ def _encode_float(value: float) -> object:
 
 
 def encode_text(value: str) -> object:
-    """JSON joins two adjacent lone surrogates into one character; so text with surrogates is kept
-    as bytes."""
+    """Encode text. JSON would join two adjacent lone surrogates, so text with surrogates is
+    stored as bytes."""
     if _SURROGATE.search(value):
         return {"$str": value.encode("utf-8", "surrogatepass").hex()}
     return value
 
 
 def _encode_foreign(value: object) -> dict[str, object] | None:
-    """A value of a type whose library may not be loaded; None for one without a codec. The type is
-    recognised by name, so that nothing is imported."""
+    """Encode a value of another library's type, or return None if it has no codec.
+
+    The type is recognised by name, so that nothing is imported.
+    """
     origin = type(value).__module__
     name = type(value).__name__
     if origin == "torch" and name in ("dtype", "device"):
@@ -202,4 +200,4 @@ _DECODERS: dict[str, Callable[[Json], object]] = {
     "$numpy": _decode_numpy,
     "$torch.Size": _decode_torch_size,
 }
-"""Of what is no text."""
+"""Decoders of contents that are not text."""

@@ -1,10 +1,10 @@
-"""A manifest that another rank of the host has read and checked, in memory that both see.
+"""A manifest in shared memory that another rank of the host has read and checked.
 
-What it says of tensors and values is decoded completely, because that decides what is wanted. A job
-has millions of shards, so only those of wanted tensors are decoded; the rest stays where it is.
+Tensors and values are decoded completely, because they decide which shards a load reads. A job has
+millions of shards, so only those of the wanted tensors are decoded.
 
-Scope: bytes that a process has decoded with :meth:`Manifest.decode` and passed through
-``check_complete``. Nothing is checked again.
+The bytes must have passed :meth:`Manifest.decode` and ``check_complete`` in some process. Nothing
+is checked again.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _SHARD_COLUMNS = ("offsets", "lengths", "image", "start")
 
 @dataclass(frozen=True, eq=False)
 class VerifiedManifest:
-    """``manifest`` has no shards; :meth:`with_shards_of` adds those that are wanted."""
+    """A manifest without shards; :meth:`with_shards_of` adds the wanted ones."""
 
     manifest: Manifest
     columns: Columns
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> VerifiedManifest:
-        """The manifest in ``data``, which is not copied, and must not change."""
+        """Decode the manifest in ``data``, which is not copied and must not change."""
         columns, metadata = parse_columns(data, "the manifest")
         empty = {name: column[:0] for name, column in columns.items() if name.startswith("shard.")}
         empty["tensor.shards"] = np.zeros_like(columns["tensor.shards"])
         return cls(Manifest.of_columns(columns | empty, metadata, "the manifest"), columns)
 
     def with_shards_of(self, tensors: Ints) -> Manifest:
-        """The manifest with the shards of these tensors alone; ``tensors`` are rows, in any
-        order."""
+        """Return the manifest with the shards of these tensors only; ``tensors`` are rows, in
+        any order."""
         rows = np.unique(tensors)
         counts = ints_of(self.columns, "tensor.shards")
         first = np.cumsum(counts) - counts
