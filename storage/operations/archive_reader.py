@@ -1,6 +1,8 @@
-"""Reads what ``torch.save`` has written, in any storage: a zip file with a pickle, which is read as
-data and never unpickled, and a record of elements for each storage, which is stored as it is. It is
-a file, or a part of one."""
+"""Reads ``torch.save`` files, whole or embedded in another file, in any storage.
+
+Such a file is a zip archive with a pickle, which is read as data and never unpickled, and an
+uncompressed record of elements per storage.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,17 @@ __all__ = ["ArchiveForm", "ArchiveReader", "WholeArchive"]
 
 _HEAD_NBYTES = 4096
 _SMALL_NBYTES = 64 << 10
-"""Up to this size all of it is read at once."""
+"""Files up to this size are read in one request."""
 _DIRECTORY_NBYTES_MAX = 256 << 20
 _PICKLE_NBYTES_MAX = 256 << 20
 _CHECKSUM_AT = 14
-"""In the header before a record."""
+"""Offset in the header before a record."""
 _MAGIC = b"PK\x03\x04"
 _PICKLE = "data.pkl"
 _ORDER = "byteorder"
 _KNOWN_MAX = 1024
 _KNOWN_NBYTES_MAX = 4096
-"""Of so many pickles, of at most this size, what they describe is kept. What a form consists of is
-limited alike."""
+"""Limits for caching decoded pickles: their number and size. The second also bounds a form."""
 
 
 def _no_record(name: str) -> bool:
@@ -50,8 +51,10 @@ def _no_record(name: str) -> bool:
 
 
 class _Archive:
-    """What ``torch.save`` has written to the bytes of ``where``. Its records are named without the
-    folder that all of them are in. Positions count from its beginning."""
+    """A ``torch.save`` archive at ``where``.
+
+    Record names omit the folder that all records share. Positions are relative to the archive.
+    """
 
     def __init__(self, uri: str, where: Stretch) -> None:
         self._uri = uri
@@ -59,11 +62,11 @@ class _Archive:
         self._records: dict[str, ZipRecord] = {}
 
     def damaged(self, what: str) -> DamagedError:
-        """The error for bytes that are not what they should be."""
+        """Build the error for malformed bytes."""
         return DamagedError(what, uri=self._uri, key=self._where.key, advice="Get the file again.")
 
     def refused(self, what: str) -> UnsupportedFormatError:
-        """The error for what is not read."""
+        """Build the error for unsupported content."""
         return UnsupportedFormatError(
             f"this file of torch.save is not read: {what}",
             uri=self._uri,
@@ -79,9 +82,11 @@ class _Archive:
             raise self.damaged(f"there is no record {name!r}") from error
 
     def _begin(self, name: str, header: bytes | memoryview, end: int) -> int:
-        """Return where the bytes of a record begin, which end at ``end`` at the latest. Raises
-        DamagedError where they are not in the file, UnsupportedFormatError where they are
-        compressed or encrypted."""
+        """Return the position of a record's bytes, which must end by ``end``.
+
+        Raises DamagedError if they are not in the file, UnsupportedFormatError if they are
+        compressed or encrypted.
+        """
         record = self._record(name)
         if not record.is_stored:
             raise self.refused(f"record {name!r} is compressed or encrypted")
@@ -94,8 +99,11 @@ class _Archive:
         return begin
 
     def _elements(self, name: str, tensor: StoredTensor) -> tuple[str, int, int]:
-        """In which record the elements of a tensor are, from which byte of it on, and how many
-        bytes. Raises UnsupportedFormatError, DamagedError."""
+        """Return a tensor's record, the offset of its elements in the record, and their size in
+        bytes.
+
+        Raises UnsupportedFormatError and DamagedError.
+        """
         record = f"data/{tensor.storage}"
         start = tensor.offset * tensor.itemsize
         nbytes = math.prod(tensor.shape) * tensor.itemsize
@@ -113,7 +121,7 @@ class _Archive:
 
 
 class ArchiveReader(_Archive):
-    """One of which only what is needed is read. ``tail_nbytes`` are read first from its end, where
+    """Reads only the needed parts of an archive, beginning with its last ``tail_nbytes``, where
     the directory is."""
 
     def __init__(self, driver: Driver, where: Stretch, tail_nbytes: int) -> None:
@@ -123,12 +131,14 @@ class ArchiveReader(_Archive):
         self._tail_nbytes = tail_nbytes
         self._directory_start = 0
         self._read: list[tuple[int, bytes]] = []
-        """What has been read of it: positions, and the bytes there."""
+        """Cached ranges: (position, bytes)."""
 
     async def value(self, is_record: Callable[[str], bool] = _no_record) -> Value:
-        """What its pickle describes, see :func:`read_pickle`. Raises DamagedError for what is no
-        whole file of ``torch.save``, UnsupportedFormatError for what is in one and is not read, by
-        name; StorageError."""
+        """Return the contents of the pickle; see :func:`read_pickle`.
+
+        Raises DamagedError for an incomplete file, UnsupportedFormatError naming content that is
+        not supported, and StorageError.
+        """
         try:
             await self._open()
             pickle = await self._record_bytes(_PICKLE, _PICKLE_NBYTES_MAX)
@@ -144,8 +154,10 @@ class ArchiveReader(_Archive):
         return value
 
     async def places(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Stretch]:
-        """By name, where the elements of tensors lie in the file. Raises UnsupportedFormatError,
-        DamagedError."""
+        """Return the location in the file of each tensor's elements, by name.
+
+        Raises UnsupportedFormatError and DamagedError.
+        """
         elements = {name: self._elements(name, tensor) for name, tensor in tensors.items()}
         begins = await self._begins({record for record, _, _ in elements.values()})
         return {
@@ -156,8 +168,11 @@ class ArchiveReader(_Archive):
     async def places_or_records(
         self, tensors: Mapping[str, StoredTensor]
     ) -> dict[str, Stretch | Enclosed]:
-        """The same; but of a tensor in a small record, where that lies: the header of the record is
-        not read by itself. Raises UnsupportedFormatError, DamagedError."""
+        """Locate tensors like :meth:`places`, but a tensor in a small record by the whole record.
+
+        This saves a separate read of the record's header. Raises UnsupportedFormatError and
+        DamagedError.
+        """
         starts = sorted({record.start for record in self._records.values()})
         ends = dict(itertools.pairwise([*starts, self._directory_start]))
         found: dict[str, Stretch | Enclosed] = {}
@@ -173,12 +188,13 @@ class ArchiveReader(_Archive):
         return found | await self.places(left)
 
     def _begin_within(self, name: str, content: memoryview) -> int:
-        """Where the bytes of a record begin in ``content``, which begins with its header."""
+        """Return the offset of a record's bytes in ``content``, which begins with the record's
+        header."""
         start = self._records[name].start
         return self._begin(name, content, start + len(content)) - start
 
     async def _open(self) -> None:
-        """Read the directory at the end. Raises ZipError, ValueError."""
+        """Read the directory at the end of the archive. Raises ZipError and ValueError."""
         head_nbytes = min(_HEAD_NBYTES, self._nbytes)
         start = max(0, self._nbytes - self._tail_nbytes)
         if self._nbytes <= _SMALL_NBYTES:
@@ -197,7 +213,7 @@ class ArchiveReader(_Archive):
                 start = error.start
 
     async def _record_bytes(self, name: str, nbytes_max: int) -> bytes:
-        """All of a record. Raises ValueError."""
+        """Read a whole record. Raises ValueError if it is too large."""
         nbytes = self._record(name).nbytes
         if nbytes > nbytes_max:
             raise ValueError(f"its record {name} has {nbytes:,} bytes")
@@ -205,8 +221,8 @@ class ArchiveReader(_Archive):
         return await self._bytes(start, start + nbytes)
 
     async def _begins(self, names: Iterable[str]) -> dict[str, int]:
-        """Where the bytes of records begin. Raises DamagedError where they do not lie in the file
-        as they are."""
+        """Return the positions of records' bytes. Raises DamagedError if they are not in the
+        file."""
         found: dict[str, int] = {}
 
         async def find(name: str) -> None:
@@ -237,21 +253,23 @@ def _value_in(pickle: bytes, is_record: Callable[[str], bool]) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveForm:
-    """Where the elements of a tensor ``begin`` in an archive, and everything in it that says so:
-    bytes, and their positions. Another of the same size that has the same bytes there has its
-    elements in the same place, whatever they are."""
+    """Position of a tensor's elements in an archive, and the bytes that determine it.
+
+    ``read`` holds those bytes with their positions. In any archive of equal size with the same
+    bytes there, the elements begin at the same position.
+    """
 
     begin: int
     read: tuple[tuple[int, bytes], ...]
 
     def is_of(self, content: memoryview) -> bool:
-        """Whether ``content``, an archive of the same size, has this form."""
+        """Return whether ``content``, an archive of the same size, has this form."""
         return all(bytes(content[at : at + len(data)]) == data for at, data in self.read)
 
 
 class WholeArchive(_Archive):
-    """One that has been read as a whole: ``content``. Raises DamagedError for what is no whole file
-    of ``torch.save``."""
+    """An archive whose ``content`` is entirely in memory. Raises DamagedError if it is
+    incomplete."""
 
     def __init__(self, uri: str, where: Stretch, content: memoryview) -> None:
         super().__init__(uri, where)
@@ -267,8 +285,11 @@ class WholeArchive(_Archive):
         self._records, self._directory_start = found
 
     def value(self, known: dict[bytes, Value]) -> Value:
-        """What its pickle describes. ``known`` are such values by their pickles: most tensors of a
-        model have the same as others. Raises as :meth:`ArchiveReader.value` does."""
+        """Return the contents of the pickle. ``known`` caches them by pickle: most tensors share
+        one.
+
+        Raises like :meth:`ArchiveReader.value`.
+        """
         if _ORDER in self._records:
             self._check_order(self._record_bytes(_ORDER))
         pickle = self._record_bytes(_PICKLE)
@@ -283,9 +304,11 @@ class WholeArchive(_Archive):
         return value
 
     def form(self, name: str, tensor: StoredTensor) -> tuple[ArchiveForm, bool]:
-        """Where the elements of a tensor begin, and whether others may have the same form: what
-        says so is small, and nothing of it lies among the elements. Raises UnsupportedFormatError,
-        DamagedError."""
+        """Return the form of an archive, and whether it may be reused for other archives.
+
+        Reuse requires that the determining bytes are few and lie outside the elements. Raises
+        UnsupportedFormatError and DamagedError.
+        """
         record, start, nbytes = self._elements(name, tensor)
         begin = self._start(record) + start
         read = [self._extent(name) for name in (_PICKLE, _ORDER) if name in self._records]
@@ -301,7 +324,7 @@ class WholeArchive(_Archive):
         return ArchiveForm(begin, found), is_apart and is_small
 
     def _extent(self, name: str) -> tuple[int, int]:
-        """Of a record, with its header."""
+        """Return the range of a record, header included."""
         record = self._records[name]
         return record.start, self._start(name) + record.nbytes
 

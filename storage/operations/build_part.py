@@ -1,4 +1,4 @@
-"""The state of a checkpoint, or a part of it, built anew from the checkpoint alone."""
+"""Builds the state of a checkpoint, or a part of it, from the checkpoint alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _LISTED = 10
 def build_part(
     manifest: Manifest, rank: int, wanted: Wanted, part: Part | None, uri: str
 ) -> object:
-    """The state as ``rank`` saved it, or a part of it; its tensors, yet to be filled, are added to
-    ``wanted``. Raises UsageError for a part that is not there."""
+    """Return the state as ``rank`` saved it, or a part of it.
+
+    Its tensors are still uninitialized, and are added to ``wanted``. Raises UsageError if the part
+    does not exist.
+    """
     path: TypedPath = ()
     if part is not None:
         path = _path_of(manifest, part)
@@ -33,8 +36,7 @@ def build_part(
 
 
 def _path_of(manifest: Manifest, part: Part) -> TypedPath:
-    """Where the part lies. Keys that have the same text are told apart by their type, where both
-    are there."""
+    """Return the path of a part. Keys with equal text are distinguished by type if both exist."""
     typed = tuple((type(key).__name__, key) for key in part.keys)
     containers = typed_paths(manifest.tree)
     found = [path for path in containers if _name_of(path) == part.name]
@@ -58,7 +60,7 @@ def _name_of(path: TypedPath) -> str:
 
 
 def _advice(manifest: Manifest) -> str:
-    """What is there instead."""
+    """Return advice that lists the checkpoint's top-level keys."""
     tops = dict.fromkeys(path[0][1] for path in typed_paths(manifest.tree) if path)
     names = [repr(key) for key in tops]
     if not names:

@@ -1,10 +1,9 @@
-"""What torch's distributed checkpoint (DCP) sees in a Holdfast checkpoint: the names of its items,
-and what is behind each.
+"""A Holdfast checkpoint as seen by torch's distributed checkpoint (DCP): its items by name.
 
-DCP flattens a state into items, named by their paths with dots. Dicts are opened, and lists that
-hold tensors or dicts; a tuple is one item, and so is a list of numbers. An item is a tensor, or a
-value. A Holdfast checkpoint has the same names, since it names tensors by their paths, too; but it
-opens tuples and lists of numbers. So the parts of those are put together again here.
+DCP flattens a state into items, named by their dotted paths. It descends into dicts, and into lists
+that contain tensors or dicts; a tuple is one item, and so is a list of numbers. An item is a tensor
+or a value. Holdfast also names tensors by path, but descends into tuples and lists of numbers. This
+module reassembles those.
 """
 
 from __future__ import annotations
@@ -33,23 +32,26 @@ from ..state.targets import Wanted, typed_paths
 __all__ = ["OPAQUE_KEY", "Contents", "Opaque", "serialized"]
 
 OPAQUE_KEY = "holdfast.opaque"
-"""The key of a tensor of bytes that stands, alone in a dict, for a value that is kept as it was
-serialized by others."""
+"""Key that marks a value serialized by others: a dict with only this key, mapped to a byte
+tensor."""
 
 Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A value that others have serialized. Holdfast does not know what is in it."""
+    """A value that was serialized by others and that Holdfast does not decode."""
 
     content: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An item of DCP: a tensor (``row``), a value (``value``: its row in the tree), a container of
-    the tree that is one value, or the bytes in ``row`` of an opaque value."""
+    """An item of DCP.
+
+    It is one of: a tensor (``row``), a value (``value``: its row in the tree), a container of the
+    tree that forms one value, or an opaque value whose bytes are in ``row``.
+    """
 
     path: Path
     row: int = -1
@@ -64,7 +66,7 @@ class _Item:
 
 
 class Contents:
-    """The items of one checkpoint, as ``rank`` sees them."""
+    """The items of one checkpoint, as seen by ``rank``."""
 
     def __init__(self, manifest: Manifest, rank: int) -> None:
         self.manifest = manifest
@@ -84,11 +86,14 @@ class Contents:
             self._children[container.parent].append(number)
         self._items = self._found()
         self.paths: Mapping[str, Path] = {name: item.path for name, item in self._items.items()}
-        """By name of an item, the keys that lead to it in the state."""
+        """The keys that lead to each item in the state, by item name."""
 
     def metadata(self, uri: str) -> Metadata:
-        """What DCP plans a load by. Every tensor is one chunk, however it is stored: Holdfast finds
-        the stored boxes itself, and DCP plans the faster the fewer chunks there are."""
+        """Return the metadata from which DCP plans a load.
+
+        Every tensor is a single chunk, however it is stored: Holdfast finds the stored boxes
+        itself, and DCP plans faster with fewer chunks.
+        """
         return Metadata(
             {name: self._metadata_of(item) for name, item in self._items.items()},
             planner_data=dict(self.paths),
@@ -96,15 +101,15 @@ class Contents:
         )
 
     def is_tensor(self, name: str) -> bool:
-        """Whether ``name`` is a tensor, and no value."""
+        """Return whether the item is a tensor."""
         return self._items[name].is_tensor
 
     def tensor_row(self, name: str) -> int:
-        """The row that holds the tensor ``name``, which may be tied to another."""
+        """Return the row that stores the tensor ``name``, which may be tied to another."""
         return self.manifest.tensors.stored_row(self._items[name].row)
 
     def value(self, name: str, wanted: Wanted) -> object:
-        """The value ``name``. Tensors in it are empty, and added to ``wanted``."""
+        """Return the value ``name``. Its tensors are uninitialized and added to ``wanted``."""
         item = self._items[name]
         if item.is_opaque:
             return Opaque(self._new_tensor(item.row, wanted))
@@ -116,7 +121,7 @@ class Contents:
         return self.manifest.tree.values[item.value].of(self._rank)
 
     def is_opaque(self, name: str) -> bool:
-        """Whether ``name`` is a value that others have serialized."""
+        """Return whether the item is a value that was serialized by others."""
         return self._items[name].is_opaque
 
     def _found(self) -> Mapping[str, _Item]:
@@ -137,7 +142,8 @@ class Contents:
         return {".".join(map(str, item.path)): item for item in found}
 
     def _outermost(self, number: int, path: Path, is_value: list[bool]) -> list[_Item]:
-        """The item that container ``number`` is, where it is not a part of another one."""
+        """Return the item that container ``number`` forms, unless it is within another such
+        container."""
         if is_value[self._container(number).parent]:
             return []
         row = self._opaque_row(number)
@@ -146,8 +152,10 @@ class Contents:
         return [_Item(path, container=number)]
 
     def _values_of_containers(self) -> list[bool]:
-        """Per container, whether DCP has it as one value: tuples, and lists without tensors and
-        dicts; also all that is within such a one."""
+        """Return for each container whether DCP stores it within one value.
+
+        This holds for tuples, for lists without tensors and dicts, and for everything inside those.
+        """
         tree = self.manifest.tree
         found = [
             c.kind != "dict" or self._opaque_row(number) is not None
@@ -175,7 +183,7 @@ class Contents:
         return self.manifest.tensors.names[row] not in self.manifest.tree.arrays
 
     def _paths(self) -> list[Path]:
-        """Per container, its path as DCP writes it."""
+        """Return each container's path in DCP's notation."""
         paths: list[Path] = [()]
         for container in self.manifest.tree.containers[1:]:
             parent = container.parent
@@ -183,7 +191,7 @@ class Contents:
         return paths
 
     def _step(self, container: int, key: Key) -> str | int:
-        """A key as DCP writes it: text in dicts, a number in lists."""
+        """Return a key in DCP's notation: a str in dicts, an int in lists."""
         if self._container(container).kind == "dict" or container == 0:
             return str(key)
         assert isinstance(key, int)
@@ -198,7 +206,7 @@ class Contents:
         return self.manifest.tree.tensor_key(container, text)
 
     def dtype(self, row: int) -> torch.dtype:
-        """The dtype of the tensor in a row."""
+        """Return the dtype of the tensor in a row."""
         tensors = self.manifest.tensors
         return dtype_of(*tensors.dtypes[int(tensors.dtype[row])])
 
@@ -218,14 +226,14 @@ class Contents:
         return made
 
     def _new(self, row: int, wanted: Wanted) -> object:
-        """The tensor or the array in a row."""
+        """Return a new tensor or array for a row."""
         made = self._new_tensor(row, wanted)
         if self._is_plain(row):
             return made
         return made.numpy()
 
     def _assembled(self, number: int, wanted: Wanted) -> tuple[object, Items]:
-        """A container with all in it; and that."""
+        """Return a container with its contents, and its :class:`Items`."""
         tree = self.manifest.tree
         items = Items()
         for row in self._rows_in[number]:
@@ -241,7 +249,7 @@ class Contents:
 
 
 def serialized(value: object) -> io.BytesIO:
-    """A value as DCP's planners take it."""
+    """Return a value as the stream that DCP's planners expect."""
     if isinstance(value, Opaque):
         return io.BytesIO(value.content.numpy().tobytes())
     stream = io.BytesIO()

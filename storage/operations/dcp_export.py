@@ -1,8 +1,8 @@
-"""Plans the export of a checkpoint to a folder of torch's distributed checkpoint (DCP).
+"""Plans an export to a folder of torch's distributed checkpoint (DCP).
 
-Each item is a part of a file ``holdfast-0.distcp``, ``holdfast-1.distcp`` and so on, and is what
-``torch.save`` makes of it. A large tensor is several items, because DCP's reader takes an item as a
-whole. ``.metadata``, a pickle that says where items lie, is made by DCP's own writer.
+Each item is stored in ``torch.save`` format as a part of a file ``holdfast-N.distcp``. A large
+tensor is split into several items, because DCP's reader loads an item as a whole. DCP's own writer
+creates ``.metadata``, the pickle with the items' locations.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from .selection import chosen, renamed
 __all__ = ["plan_dcp_folder"]
 
 ITEM_NBYTES = 64 << 20
-"""Tensors are cut into items of about this size."""
+"""Target size of the items of a large tensor."""
 _RANK = 0
-"""Values are those of this rank."""
+"""Rank whose values are exported."""
 
 
 def plan_dcp_folder(
@@ -58,8 +58,10 @@ def plan_dcp_folder(
     dtype: str | None,
     file_nbytes: int,
 ) -> ExportPlan:
-    """The files of a folder with the tensors and values that ``only`` chooses, under their names by
-    ``rules``. Reads values. Raises UsageError, DamagedError, StorageError."""
+    """Plan the files for the tensors and values selected by ``only``, renamed by ``rules``.
+
+    Reads the values. Raises UsageError, DamagedError and StorageError.
+    """
     contents = Contents(manifest_of(checkpoint), _RANK)
     new_names = renamed(chosen(contents.paths, only), rules)
     tensor_names = {name: new for name, new in new_names.items() if contents.is_tensor(name)}
@@ -88,7 +90,7 @@ def plan_dcp_folder(
 
 
 def _values(checkpoint: Checkpoint, contents: Contents, names: Sequence[str]) -> dict[str, bytes]:
-    """Values as DCP stores them."""
+    """Return values as DCP stores them."""
     wanted = Wanted()
     values = {name: contents.value(name, wanted) for name in names}
     run(read_wanted(checkpoint, wanted))
@@ -100,18 +102,17 @@ Keys = tuple[str | int, ...]
 
 @dataclass(slots=True)
 class _Folder:
-    """Files that are filled with items, each of at most ``file_nbytes`` unless a single one is
-    larger."""
+    """Files filled with items, each at most ``file_nbytes`` unless a single item is larger."""
 
     file_nbytes: int
     sources: dict[str, Source] = field(default_factory=dict)
     values: dict[str, DcpPlace] = field(default_factory=dict)
-    """By name, where a value lies."""
+    """Location of each value, by name."""
     tensors: dict[str, tuple[ModelTensor, list[tuple[Box, DcpPlace]]]] = field(default_factory=dict)
-    """By name, the items that a tensor consists of, and where they lie."""
+    """Items of each tensor with their locations, by name."""
     _pieces: list[list[bytes | ModelTensor]] = field(default_factory=lambda: [[]])
     _end: int = 0
-    """Of the last file."""
+    """End of the last file."""
 
     @property
     def files(self) -> list[ModelFile]:
@@ -121,11 +122,11 @@ class _Folder:
         ]
 
     def add_value(self, name: str, data: bytes) -> None:
-        """One more value, as it was serialized."""
+        """Add a serialized value."""
         self.values[name] = self._placed([data], len(data))
 
     def add_tensor(self, tensor: ModelTensor, source: Source) -> None:
-        """One more tensor."""
+        """Add a tensor."""
         items = []
         for box, start in _boxes(tensor):
             part = ModelTensor(f"{tensor.name}@{start}", tensor.dtype, tensor.itemsize, box.lengths)
@@ -137,12 +138,14 @@ class _Folder:
         self.tensors[tensor.name] = (tensor, items)
 
     def tie(self, name: str, first: str) -> None:
-        """Another name of the tensor ``first``."""
+        """Add another name of the tensor ``first``."""
         self.tensors[name] = self.tensors[first]
 
     def _placed(self, pieces: Sequence[bytes | ModelTensor], nbytes: int) -> DcpPlace:
-        """Add an item to the last file, or to a new one, at a multiple of what its elements have,
-        which are aligned within it."""
+        """Append an item to the last file, or start a new file if it does not fit.
+
+        The item is aligned so that the elements within it are aligned in the file.
+        """
         start = round_up(self._end, alignment_of(nbytes))
         if start and start + nbytes > self.file_nbytes:
             self._pieces.append([])
@@ -156,8 +159,7 @@ class _Folder:
 
 
 def _metadata_bytes(folder: _Folder, paths: Mapping[str, Keys], uri: str) -> bytes:
-    """The file that DCP's reader unpickles: what has which name, and the ``paths`` of these in the
-    state."""
+    """Return the pickle that DCP's reader loads; ``paths`` are the items' keys in the state."""
     with collector_paused():
         return _pickled(folder, paths, uri)
 
@@ -192,14 +194,14 @@ def _described(tensor: ModelTensor, boxes: Sequence[Box]) -> TensorStorageMetada
 
 
 class _MetadataWriter(FileSystemWriter):
-    """DCP's writer, of ``.metadata`` alone."""
+    """DCP's writer, used for ``.metadata`` only."""
 
     def __init__(self, path: str | os.PathLike[str], meta: StorageMeta | None) -> None:
         super().__init__(path, sync_files=False)
         self._meta = meta
 
     def storage_meta(self) -> StorageMeta | None:
-        """Where the checkpoint came from."""
+        """Return the origin of the checkpoint."""
         return self._meta
 
 
@@ -208,7 +210,8 @@ def _key(number: int) -> str:
 
 
 def _boxes(tensor: ModelTensor) -> Iterator[tuple[Box, int]]:
-    """The items that a tensor consists of: whole rows, and the number of the first element."""
+    """Yield the boxes of whole rows into which a tensor is split, with their first element's
+    number."""
     if not tensor.shape or tensor.nbytes <= ITEM_NBYTES:
         yield Box((0,) * len(tensor.shape), tensor.shape), 0
         return

@@ -1,9 +1,8 @@
-"""What a folder of torch's distributed checkpoint (DCP) consists of: its tensors, each with its
-boxes and where their elements lie, and its values.
+"""Reads a folder of torch's distributed checkpoint (DCP): tensors as located boxes, and values.
 
-``.metadata`` names the items. Each is a part of a file, as ``torch.save`` has written it. Where the
-elements of a box begin in a large one is found by a look at its beginning and its end; a small one
-is looked at when it is read.
+``.metadata`` names the items. Each is a part of a file, in ``torch.save`` format. The elements of a
+large box are located by reading the beginning and the end of its item; those of a small one when
+the item itself is read.
 """
 
 from __future__ import annotations
@@ -36,23 +35,22 @@ __all__ = ["check_plain", "no_plain_value", "read_contents", "read_dcp_model", "
 _METADATA_NBYTES_MAX = 1 << 30
 _FORMS_MAX = 1024
 _TAIL_NBYTES = 4096
-"""The directory of a file with one tensor."""
+"""Enough for the directory of a file with one tensor."""
 
 
 async def read_dcp_model(driver: Driver, choose: Callable[[Iterable[str]], Sequence[str]]) -> Model:
-    """The items of a folder that ``choose`` picks by their names. Others are not looked at.
+    """Read the items of a folder that ``choose`` selects by name; ignore the others.
 
-    Raises UnsupportedFormatError for what DCP does not write, or writes of objects, by name, before
-    any other file is read; DamagedError where an item is not what ``.metadata`` says;
-    NotFoundError, StorageError.
+    Raises UnsupportedFormatError, before any other file is read, if ``.metadata`` describes
+    something that DCP does not write or names classes of objects; DamagedError if an item
+    contradicts ``.metadata``; NotFoundError and StorageError.
     """
     contents = await read_contents(driver)
     return await read_items(driver, contents, choose([*contents.tensors, *contents.values]))
 
 
 async def read_items(driver: Driver, contents: FolderContents, names: Iterable[str]) -> Model:
-    """The items of a folder that have these names; others are not looked at. Raises as
-    :func:`read_dcp_model`."""
+    """Read the items with these names; ignore the others. Raises like :func:`read_dcp_model`."""
     names = list(names)
     tensors = {name: contents.tensors[name] for name in names if name in contents.tensors}
     values = {name: contents.values[name] for name in names if name in contents.values}
@@ -69,7 +67,7 @@ async def read_items(driver: Driver, contents: FolderContents, names: Iterable[s
 
 
 async def read_contents(driver: Driver) -> FolderContents:
-    """What ``.metadata`` says. Raises UnsupportedFormatError, NotFoundError, StorageError."""
+    """Read ``.metadata``. Raises UnsupportedFormatError, NotFoundError and StorageError."""
     info = await driver.stat(DCP_METADATA_KEY)
     try:
         if info.nbytes > _METADATA_NBYTES_MAX:
@@ -114,7 +112,7 @@ async def _read_values(driver: Driver, places: dict[str, FilePart]) -> dict[str,
 
 
 def no_plain_value(driver: Driver, key: str, name: str, error: Exception) -> UnsupportedFormatError:
-    """The error for a value in the file ``key`` that :func:`check_plain` refuses."""
+    """Build the error for a value in file ``key`` that :func:`check_plain` refuses."""
     reason = error.args[0] if error.args else error
     return UnsupportedFormatError(
         f"{name!r} is no plain value: {reason}",
@@ -125,7 +123,7 @@ def no_plain_value(driver: Driver, key: str, name: str, error: Exception) -> Uns
 
 
 def check_plain(value: Value) -> None:
-    """Raise ValueError for a value with anything in it but containers and small values."""
+    """Raise ValueError unless a value consists of containers and small values only."""
     for path, leaf in leaves(value):
         if isinstance(leaf, StoredTensor):
             raise ValueError(f"it holds a tensor at {path or 'its place'}")
@@ -136,7 +134,7 @@ def check_plain(value: Value) -> None:
 
 
 async def _locate(driver: Driver, tensors: dict[str, StoredParts]) -> list[SourceTensor]:
-    """All boxes of all tensors, in order."""
+    """Locate all boxes of all tensors, in order."""
     boxes = [
         (name, stored, box, place)
         for name, stored in tensors.items()
@@ -169,7 +167,7 @@ async def _locate(driver: Driver, tensors: dict[str, StoredParts]) -> list[Sourc
 
 
 class _SmallItems:
-    """Items that are found in what is read for them. Most have the form of one before them."""
+    """Locates elements within small items as they are read. Most items share a form."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
@@ -177,7 +175,8 @@ class _SmallItems:
         self._forms: LruCache[ArchiveForm] = LruCache(_FORMS_MAX)
 
     def place_of(self, name: str, dtype: str, box: Box, place: FilePart) -> Enclosed:
-        """The elements of a box, in its item. Raises DamagedError where they cannot be in it."""
+        """Return the location of a box within its item. Raises DamagedError if the item is too
+        small."""
         nbytes = math.prod(box.lengths) * NEW_DTYPES[dtype]
         where = _stretch(place)
         if nbytes > where.nbytes:

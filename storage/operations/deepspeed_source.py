@@ -1,12 +1,11 @@
-"""What a DeepSpeed checkpoint of ZeRO stage 1, 2 or 3 consists of: the fp32 weights that
-``zero_to_fp32`` makes of it, and the optimizer's state of each.
+"""Reads a DeepSpeed checkpoint of ZeRO stage 1, 2 or 3: fp32 weights and optimizer states.
 
-A rank's file of optimizer states has its partition of flat groups, in which parameters lie one
-behind the other; those with model states say which, in which order, and with which shapes. So a
-parameter is some ranges of its elements, each a range of bytes in a file. The files are pickles of
-many classes, which stay names: nothing but tensors, shapes and numbers is taken from them.
+The weights are those that ``zero_to_fp32`` would produce. A rank's optimizer file contains its
+partition of the flat groups, in which parameters are concatenated; the model files give their order
+and shapes. So a parameter is a set of element ranges, each a byte range of a file. The files are
+pickles of many classes, whose names are not resolved: only tensors, shapes and numbers are used.
 
-Scope: data parallelism alone. No model or pipeline parallelism, no experts.
+Scope: data parallelism only; no model or pipeline parallelism, no experts.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ _LATEST_NBYTES_MAX = 4096
 
 
 async def deepspeed_folder(driver: Driver, keys: Sequence[str]) -> str | None:
-    """The folder that has the files of a DeepSpeed checkpoint: empty for the one with these
-    ``keys``, None where there is none. Raises DamagedError."""
+    """Return the folder with the files of a DeepSpeed checkpoint, or None if there is none.
+
+    Empty if the files are among ``keys``, otherwise named by ``latest``. Raises DamagedError.
+    """
     if any(_ANY_FILE.fullmatch(key) for key in keys):
         return ""
     if LATEST_KEY not in keys or (await driver.stat(LATEST_KEY)).nbytes > _LATEST_NBYTES_MAX:
@@ -53,8 +54,11 @@ async def deepspeed_folder(driver: Driver, keys: Sequence[str]) -> str | None:
 
 
 async def read_deepspeed_model(driver: Driver, folder: str) -> Model:
-    """Weights, as ``model.NAME``, and the state of the optimizer, as ``optim.state.NAME.exp_avg``
-    and so on. Raises NotFoundError, DamagedError, UnsupportedFormatError, StorageError."""
+    """Read weights as ``model.NAME`` and optimizer states as ``optim.state.NAME.exp_avg`` and so
+    on.
+
+    Raises NotFoundError, DamagedError, UnsupportedFormatError and StorageError.
+    """
     prefix = f"{folder}/" if folder else ""
     there = [info.key.removeprefix(prefix) async for info in driver.list(folder)]
     names = [name for name in there if "/" not in name]
@@ -95,20 +99,20 @@ def _unsupported(driver: Driver, folder: str, what: str) -> UnsupportedFormatErr
 
 
 def _of_ranks(names: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
-    """The names that match, in the order of the ranks in them."""
+    """Return the matching names, ordered by the rank in them."""
     found = [(int(match[1] or 0), name) for name in names if (match := pattern.fullmatch(name))]
     return [name for _, name in sorted(found)]
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """What a file describes, and where its tensors lie."""
+    """The contents of a file, and the locations of its tensors."""
 
     value: Mapping[Value, Value]
     places: Mapping[StoredTensor, Stretch]
 
     def whole(self, name: str, value: Value) -> SourceTensor:
-        """A tensor of the file, as one named ``name``."""
+        """Return a tensor of the file, under ``name``."""
         tensor = _tensor(value)
         return SourceTensor(name, tensor.dtype, tensor.shape, self.places[tensor])
 
@@ -130,7 +134,7 @@ async def _read_file(driver: Driver, key: str) -> _File:
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
-    """``numel`` elements of a tensor of one dimension, and where they lie."""
+    """A one-dimensional tensor of ``numel`` elements, and its location."""
 
     dtype: str
     itemsize: int
@@ -141,8 +145,11 @@ class _Flat:
 def _parts(
     name: str, shape: tuple[int, ...], first: int, numel: int, row: Sequence[_Flat], at: int
 ) -> Iterator[SourceTensor]:
-    """Elements [first, first + numel) of a tensor, which are those from ``at`` on in a row of flat
-    tensors. Raises ValueError where the row ends before."""
+    """Yield elements [first, first + numel) of a tensor from consecutive flat tensors.
+
+    ``at`` is the position of the first element in ``row``. Raises ValueError if the row is too
+    short.
+    """
     begin = 0
     done = 0
     for flat in row:
@@ -160,7 +167,7 @@ def _parts(
 
 
 class _Zero:
-    """The files of all ranks, in their order."""
+    """The files of all ranks, ordered by rank."""
 
     def __init__(self, optim: Sequence[_File], model: Sequence[_File]) -> None:
         self._files = optim
@@ -179,7 +186,7 @@ class _Zero:
         self._masters = self._partitions()
 
     def model(self, stamps: Mapping[str, tuple[int, float]]) -> Model:
-        """Everything that is imported."""
+        """Return the model to import."""
         weights = [*self._buffers(), *self._frozen()]
         weights += self._of_groups(self._masters, "model.{}")
         for name, other in _dict(self._info.get("shared_params", {})).items():
@@ -193,7 +200,7 @@ class _Zero:
         return Model(tensors, stamps, paths={name: self._path(name) for name in names})
 
     def _path(self, name: str) -> Path:
-        """A parameter's name is one key."""
+        """Return the path of a tensor; the parameter's name is a single key."""
         if name.startswith("model."):
             return "model", name.removeprefix("model.")
         parameter, _, key = name.removeprefix("optim.state.").rpartition(".")
@@ -207,7 +214,7 @@ class _Zero:
         ]
 
     def _frozen(self) -> list[SourceTensor]:
-        """Parameters that are not trained, which are in the files of model states."""
+        """Return the frozen parameters, which are in the model files."""
         found: list[SourceTensor] = []
         for name, shape in _shapes(self._info.get("frozen_param_shapes") or {}).items():
             fragments = [
@@ -222,7 +229,7 @@ class _Zero:
         return found
 
     def _partitions(self) -> list[list[_Flat]]:
-        """By rank, its partition of each group."""
+        """Return each rank's partition of each group."""
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
         return [
             [_flat(file.whole("", group)) for group in _list(state[key])]
@@ -230,7 +237,7 @@ class _Zero:
         ]
 
     def _of_groups(self, rows: Sequence[Sequence[_Flat]], name: str) -> Iterator[SourceTensor]:
-        """All parameters, of the partitions of all ranks."""
+        """Yield all parameters from the partitions of all ranks."""
         if self._stage == 3:
             at = 0
             for parameter, shape in itertools.chain(*(g.items() for g in self._shapes)):
@@ -249,7 +256,8 @@ class _Zero:
     def _divided(
         self, name: str, shape: tuple[int, ...], rows: Sequence[Sequence[_Flat]], at: int
     ) -> Iterator[SourceTensor]:
-        """A parameter of which each rank has as many elements, from ``at`` on in its row."""
+        """Yield a parameter that is divided evenly among ranks, from position ``at`` of each
+        row."""
         numel = math.prod(shape)
         share = math.ceil(numel / self._world)
         for rank, row in enumerate(rows):
@@ -257,14 +265,14 @@ class _Zero:
             yield from _parts(name, shape, first, min(share, numel - first), row, at)
 
     def _gaps(self, group: int, parameters: int) -> Sequence[int]:
-        """How many elements lie behind each parameter of a group, before the next one."""
+        """Return the number of padding elements after each parameter of a group."""
         paddings = self._states[0].get("param_alignment_paddings")
         if paddings is None:
             return [0] * parameters
         return [_number(padding) for padding in _list(_list(paddings)[group])]
 
     def _optimizer(self, rank: int) -> Mapping[Value, Value]:
-        """What the optimizer of a rank has for each of its groups."""
+        """Return a rank's base optimizer state by group; empty if absent."""
         key = "optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"
         state = self._states[rank].get(key)
         if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
@@ -272,8 +280,10 @@ class _Zero:
         return _dict(state["state"])
 
     def _moments(self) -> list[str]:
-        """The names of what the optimizer has for each parameter. None where it is not kept as the
-        weights are."""
+        """Return the names of the optimizer's tensors per parameter.
+
+        Empty if the optimizer state is not partitioned like the weights.
+        """
         groups = self._optimizer(0)
         if list(groups) != list(range(len(self._masters[0]))):
             return []
@@ -282,7 +292,7 @@ class _Zero:
         ]
 
     def _moment(self, key: str) -> Iterator[SourceTensor]:
-        """One of these of all parameters."""
+        """Yield one optimizer tensor of every parameter."""
         name = f"optim.state.{{}}.{key}"
         first = _tensor(_dict(self._optimizer(0)[0])[key])
         if not first.shape:
@@ -312,7 +322,7 @@ def _flat(tensor: SourceTensor) -> _Flat:
 
 
 def _shapes(value: Value) -> dict[str, tuple[int, ...]]:
-    """By name of a parameter, its shape."""
+    """Return shapes by parameter name."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in _dict(value).items():
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
@@ -322,7 +332,7 @@ def _shapes(value: Value) -> dict[str, tuple[int, ...]]:
 
 
 def _number(value: Value) -> int:
-    """An int; of a member of an enum, what it is made of."""
+    """Return an int, unwrapping an enum member."""
     if isinstance(value, Record) and len(value.arguments) == 1:
         value = value.arguments[0]
     if not isinstance(value, int):

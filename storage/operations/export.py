@@ -1,10 +1,9 @@
-"""Writes the tensors of a checkpoint as a model of Hugging Face's (whole tensors in safetensors
-files), as a file of ``torch.save``, or as a folder of torch's distributed checkpoint (DCP), in any
-storage.
+"""Exports tensors of a checkpoint for other programs, to any storage.
 
-Files are written in windows, each of which is read and verified, converted if that is asked for,
-and written, while others are under way; so a tensor need not fit in memory. A file is visible when
-it is whole, and the one without which the others are nothing is written last.
+Formats: a Hugging Face model (whole tensors in safetensors files), one ``torch.save`` file, or a
+folder of torch's distributed checkpoint (DCP). Files are processed in windows: several are read and
+verified, converted and written at the same time, so a tensor need not fit in memory. A file becomes
+visible only when complete; the file that the others depend on is written last.
 
 Scope: tensors, and the values that DCP stores. Configurations and tokenizers are not written.
 """
@@ -58,14 +57,16 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 UriLike = str | os.PathLike[str]
 Format = Literal["hf", "torch", "dcp"]
-"""What is written: a folder of safetensors files, one file of ``torch.save``, or a folder of
-torch's distributed checkpoint."""
+"""Output format: a folder of safetensors files, one ``torch.save`` file, or a folder of torch's
+distributed checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written from ``source`` to ``uri``, both redacted. ``tied`` are tensors that are
-    tied to others, whose bytes were written once: by new name, the new name of the other."""
+    """Result of an export from ``source`` to ``uri``, both redacted.
+
+    ``tied`` maps the new name of a tied tensor to the new name under which its bytes were written.
+    """
 
     source: str
     uri: str
@@ -91,28 +92,29 @@ def export(
     dest_options: Mapping[str, object] | None = None,
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
-    """Write the tensors of the checkpoint ``uri`` to the folder ``dest``, as a model of Hugging
-    Face's: ``model.safetensors``, or several files of at most ``file_nbytes`` with an index; or,
-    with ``format="torch"``, to the file ``dest``, as a dict that ``torch.load(weights_only=True)``
-    reads; or, with ``format="dcp"``, as ``torch.distributed.checkpoint.load`` reads a folder: with
-    the values, too, as rank 0 saved them.
+    """Write the tensors of the checkpoint ``uri`` to ``dest`` in another program's format.
 
-    ``only``: patterns of names, such as ``model.*``; none: all tensors. ``rename``: patterns and
-    what replaces them, such as ``{"model.*": "*"}``; the first that matches a whole name applies.
-    ``dtype``: what floating-point tensors are converted to, such as ``bf16``; other tensors stay as
-    they are. Tied tensors are written once, under the name of the first that is chosen; the
-    metadata of the files name the others, as safetensors' ``save_model`` does. In a file of torch
-    all names are there, and share their memory; in a folder of DCP they share what is stored.
+    ``format="hf"``: the folder ``dest`` becomes a Hugging Face model, with ``model.safetensors``,
+    or several files of at most ``file_nbytes`` and an index. ``format="torch"``: the file ``dest``
+    holds a dict for ``torch.load(weights_only=True)``. ``format="dcp"``: the folder ``dest`` can be
+    read with ``torch.distributed.checkpoint.load``; it includes values, as saved by rank 0.
 
-    Every byte is verified when it is read. The index, ``.metadata``, or the only file appears last
-    and at once, so what an interrupted call leaves is no model; an error removes it. Extra host
-    memory stays within ``budget_nbytes``. ``progress(done_nbytes, total_nbytes)`` is called now and
-    then on a thread of its own.
+    ``only``: name patterns such as ``model.*``; empty selects all tensors. ``rename``: patterns and
+    replacements such as ``{"model.*": "*"}``; the first that matches a whole name applies.
+    ``dtype``: convert floating-point tensors, to ``bf16`` for example; other tensors are unchanged.
+    Tied tensors are written once, under the first selected name; the metadata of safetensors files
+    lists the other names, as safetensors' ``save_model`` does. A torch file contains all names,
+    sharing memory; a DCP folder contains all names, sharing stored data.
 
-    Raises UsageError for patterns that match nothing, names that would be equal, small values among
-    what is chosen, tensors that ranks have for themselves, dtypes that such files do not have, and
-    numbers too large for ``dtype``; ExistsError where a model is at ``dest`` already,
-    unless ``overwrite``; NotACheckpointError, DamagedError, ReplacedError, StorageError.
+    Every byte is verified when read. The index, ``.metadata`` or the only file appears last and
+    atomically, so an interrupted call leaves no readable model; after an error, written files are
+    removed. Extra host memory stays within ``budget_nbytes``. ``progress(done_nbytes,
+    total_nbytes)`` is called periodically on a separate thread.
+
+    Raises UsageError for patterns that match nothing, colliding names, selected small values,
+    tensors that differ per rank, dtypes that the format lacks, and numbers out of range for
+    ``dtype``; ExistsError if ``dest`` already contains a model, unless ``overwrite``;
+    NotACheckpointError, DamagedError, ReplacedError and StorageError.
     """
     began_s = time.perf_counter()
     if format not in get_args(Format):
@@ -144,7 +146,7 @@ def export(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What to export, and how; see :func:`export`."""
+    """Arguments of an export; see :func:`export`."""
 
     format: Format
     only: Sequence[str]
@@ -154,7 +156,7 @@ class _Request:
     overwrite: bool
 
     def plan(self, checkpoint: Checkpoint, key: str) -> ExportPlan:
-        """What is written; the one file of torch is ``key``. Raises UsageError."""
+        """Plan the files to write; ``key`` names the file of format torch. Raises UsageError."""
         if self.format == "dcp":
             from .dcp_export import plan_dcp_folder
 
@@ -163,7 +165,7 @@ class _Request:
             return self._plan_of_tensors(manifest_of(checkpoint), key)
 
     def _plan_of_tensors(self, m: Manifest, key: str) -> ExportPlan:
-        """The same, for formats that have nothing else."""
+        """Plan the files for a format that holds only tensors."""
         names = chosen(m.tensors.rows, self.only)
         refuse_values(_names_of_values(m.tree), self.only)
         known = TORCH_DTYPES if self.format == "torch" else safetensors.EXPORTED_DTYPES
@@ -183,7 +185,7 @@ class _Request:
 
 
 def _dtype_of(name: str | None) -> str | None:
-    """Torch's name of a dtype. Raises UsageError for what tensors are not converted to."""
+    """Return torch's name of a dtype. Raises UsageError unless tensors can be converted to it."""
     if name is None:
         return None
     dtype = _DTYPES.get(name, name)
@@ -200,7 +202,7 @@ def _names_of_values(tree: Tree) -> list[str]:
 
 
 def _check_form(tensors: Sequence[ModelTensor]) -> None:
-    """Raise UsageError for a tensor that safetensors cannot hold under its name or in its shape."""
+    """Raise UsageError for a tensor whose name or shape safetensors cannot represent."""
     for tensor in tensors:
         if tensor.name == safetensors.METADATA:
             raise UsageError(
@@ -266,7 +268,7 @@ async def _export(
 
 
 async def _check_free(driver: Driver, key: str, overwrite: bool) -> None:
-    """Raise ExistsError where a file is that may not be replaced."""
+    """Raise ExistsError if the file exists and may not be replaced."""
     if overwrite:
         return
     with contextlib.suppress(NotFoundError):
@@ -281,8 +283,11 @@ async def _check_free(driver: Driver, key: str, overwrite: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """Which files of a folder are in the way of an export: ``last`` and ``files`` (a pattern) are
-    of an earlier one, and readers take what ends with ``suffixes`` for parts of it."""
+    """Files that block an export to a folder.
+
+    ``last`` and ``files`` (a pattern) are written by an earlier export; readers take every file
+    with one of ``suffixes`` for a part of the checkpoint.
+    """
 
     last: str
     files: re.Pattern[str]
@@ -296,9 +301,11 @@ _FOLDERS = {
 
 
 async def _empty_folder(driver: Driver, folder: _Folder, overwrite: bool) -> None:
-    """Raise ExistsError where there are files that readers would take for parts of what is written.
-    With ``overwrite`` delete those of an earlier export: first of all the last of them, without
-    which the others are nothing."""
+    """Raise ExistsError if the folder has files that readers would mix up with the export.
+
+    With ``overwrite``, delete the files of an earlier export, beginning with the one that the
+    others depend on.
+    """
     there = [
         info.key
         async for info in driver.list()
@@ -318,7 +325,7 @@ async def _empty_folder(driver: Driver, folder: _Folder, overwrite: bool) -> Non
 
 
 async def _remove(driver: Driver, keys: Sequence[str]) -> None:
-    """Delete files, as far as the storage answers."""
+    """Delete files, ignoring storage errors."""
 
     async def remove(key: str) -> None:
         with contextlib.suppress(StorageError):

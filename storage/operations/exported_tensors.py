@@ -1,5 +1,4 @@
-"""The tensors of a checkpoint that are written to files of other programs: under which names and in
-which dtypes, and where they come from."""
+"""Tensors selected for an export: their new names, dtypes and sources."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ __all__ = ["ExportPlan", "ExportedTensors", "LastFile"]
 
 @dataclass(frozen=True, slots=True)
 class LastFile:
-    """A small file that says what is in the others. Its ``content`` is made by a call, which runs
-    in any thread while the others are written."""
+    """A small file that describes the others. ``content()`` runs on any thread while the others
+    are written."""
 
     key: str
     content: Callable[[], bytes]
@@ -29,9 +28,11 @@ class LastFile:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """What is written: ``files``, where the tensors in them come from, and last of all a file
-    ``last``, without which the others are nothing. ``tensors`` are counted, of
-    those that are tied to one another only the first."""
+    """The files of an export.
+
+    ``sources`` locates the tensors in ``files``. ``last`` is written last; readers need it to use
+    the others. ``tensors`` counts tensors, tied ones once.
+    """
 
     files: Sequence[ModelFile]
     sources: Mapping[str, Source]
@@ -41,15 +42,15 @@ class ExportPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Size of all files in bytes."""
         return sum(file.nbytes for file in self.files)
 
 
 class ExportedTensors:
-    """The tensors with ``new_names``, and where they come from. ``tied`` are those that are tied to
-    another: by new name, the new name of the other.
+    """The selected tensors under ``new_names``, with their sources.
 
-    Raises UsageError for tensors that ranks have for themselves, and dtypes that are not ``known``.
+    ``tied`` maps the new name of a tied tensor to the new name of the first. Raises UsageError for
+    tensors that differ per rank, and for dtypes that are not in ``known``.
     """
 
     def __init__(
@@ -82,12 +83,11 @@ class ExportedTensors:
 
     @property
     def sources(self) -> dict[str, Source]:
-        """By new name, where a tensor comes from."""
+        """Sources of the tensors, by new name."""
         return {tensor.name: source for tensor, source in self.tensors}
 
     def _written(self, name: str, kind: tuple[str, int]) -> tuple[str, int, str | None]:
-        """In which dtype and itemsize a tensor is written, and to which it is converted, if it
-        is."""
+        """Return the dtype and itemsize to write, and the dtype to convert to, if any."""
         stored_dtype, itemsize = kind
         dtype = stored_dtype
         if self._dtype is not None and "float" in stored_dtype:
@@ -112,7 +112,7 @@ class ExportedTensors:
 
 
 def _refuse_own(tensors: TensorTable, rows: Ints) -> None:
-    """Raise UsageError where ranks have tensors of their own under one name."""
+    """Raise UsageError if ranks have different tensors under one name."""
     for row in rows[tensors.owner[rows] >= 0].tolist():
         raise UsageError(
             f"tensor {tensors.names[row]!r} is another one on each rank",

@@ -1,5 +1,4 @@
-"""Writes one file of whole tensors, window by window: read and verified, converted,
-written, with all stages at work at once."""
+"""Writes one file of whole tensors in windows: read and verify, convert and write, in parallel."""
 
 from __future__ import annotations
 
@@ -26,18 +25,19 @@ __all__ = ["FileExport", "Source"]
 
 Bytes = npt.NDArray[np.uint8]
 _CHUNKS_READ = 2
-"""A window of the size of a chunk lies in so many chunks, if its tensors are stored as they are
-written."""
+"""Number of chunks that a chunk-sized window overlaps, if its tensors are not converted."""
 
 _READS_MAX = 16
-"""More windows than this are not read at a time; each is read in several requests."""
+"""Windows read at the same time; each takes several requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a tensor comes from: its row in the manifest, its dtype and itemsize there, and the
-    dtype to which it is converted; None if it is not. It begins at byte ``start`` of what is
-    stored."""
+    """Source of a tensor: its row in the manifest, and its dtype and itemsize there.
+
+    ``convert_to`` is the target dtype, or None. The tensor begins at byte ``start`` of the stored
+    one.
+    """
 
     row: int
     kind: tuple[str, int]
@@ -47,20 +47,19 @@ class Source:
 
 @dataclass(slots=True)
 class _Held:
-    """The memory of one window, and the elements that are to be converted into it."""
+    """The memory of one window, and the elements to convert into it."""
 
     buffer: HostBuffer
     unconverted: list[tuple[Slice, Bytes]] = field(default_factory=list)
 
     @property
     def content(self) -> Bytes:
-        """The memory, as an array."""
+        """The memory as an array."""
         return np.frombuffer(self.buffer.view, np.uint8)
 
 
 class FileExport:
-    """The export of one file, in windows. ``wrote(nbytes)`` is called when so many more bytes of
-    the file have been written."""
+    """Exports one file in windows. Calls ``wrote(nbytes)`` after writing that many more bytes."""
 
     def __init__(
         self,
@@ -83,8 +82,8 @@ class FileExport:
         self._held: dict[Window, _Held] = {}
 
     async def run(self) -> None:
-        """Write the file; it is durable and visible on return. After an error there is nothing of
-        it."""
+        """Write the file, which is durable and visible on return. An error leaves nothing
+        behind."""
         file = self._file
         lead = self._lead()
         cut = list(windows(file.sizes, self._window_nbytes, lead))
@@ -113,9 +112,12 @@ class FileExport:
             raise
 
     def _lead(self) -> int:
-        """How many bytes the first window lacks, so that the others are chunks of the image as far
-        as the tensors come in its order: such a window is read where it is written from, and
-        verified as a whole. 0 where it would be no use, or the storage wants parts of one size."""
+        """Return by how many bytes to shorten the first window, so that the others match image
+        chunks.
+
+        A window that matches a chunk is read directly into place and verified as a whole. 0 if that
+        cannot work, or if the storage requires parts of equal size.
+        """
         traits = self._driver.traits
         m = manifest_of(self._checkpoint)
         if traits.part_min_nbytes > 1 or traits.streams > 1 or not self._file.tensors:
@@ -130,7 +132,8 @@ class FileExport:
         return 0 if lead % PAGE_NBYTES else lead
 
     def _budget(self) -> Budget:
-        """Jobs are counted: each has a window, what is read for it, and what is converted."""
+        """Return the budget, in jobs: each has a window, its read buffers and its unconverted
+        elements."""
         traits = self._driver.traits
         writes = 1 if traits.part_order == "serial" else traits.concurrency
         job_nbytes = self._window_nbytes + _CHUNKS_READ * self._chunk_nbytes
@@ -151,7 +154,7 @@ class FileExport:
         await read_into(self._checkpoint, wanted, _CHUNKS_READ * self._chunk_nbytes)
 
     def _wanted(self, window: Window, held: _Held) -> list[FlatRanges]:
-        """What is read for a window. What is no tensor is put there."""
+        """Return the ranges to read for a window; copy bytes that are not tensors into place."""
         as_they_are = []
         found = []
         for part in window.slices:

@@ -1,10 +1,7 @@
-"""What lies at a URI that is no checkpoint: said by name where it is known, so that the error
-helps.
+"""Recognises other formats at a URI that is not a checkpoint, to give helpful errors.
 
-Names alone decide, and the first bytes of a single file; so nothing is read that a format hides in
-them. It looks at a bounded number of names, once, when there is an error to be told.
-
-Scope: telling. Nothing here reads another format; :mod:`.importing` reads some.
+It looks only at names, and at the first bytes of a single file; at a bounded number of names, once,
+after an error. It reads no format itself: :mod:`.importing` does.
 """
 
 from __future__ import annotations
@@ -32,14 +29,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LOOKED_AT = 2000
-"""How many names are looked at: two requests of an object store."""
+"""Number of names to look at: two requests of an object store."""
 LOOK_S = 10.0
 _HEAD_NBYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is at a URI, as the second half of a sentence, and what to do about it."""
+    """Contents of a URI, as the second half of a sentence, and advice."""
 
     what: str
     advice: str
@@ -47,8 +44,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A folder of another program: names that all must be in it (patterns), what reads it, and
-    whether ``holdfast import`` does."""
+    """A folder of another program: patterns that names in it must match, the program that reads
+    it, and whether ``holdfast import`` does."""
 
     name: str
     patterns: tuple[str, ...]
@@ -57,7 +54,7 @@ class _Format:
 
 
 _IN = r"(?:^|^[^/]+/)"
-"""At the top of the folder, or one level below."""
+"""Matches at the top of the folder, or one level below."""
 
 _FOLDERS = (
     _Format("a DeepSpeed checkpoint", (r"(?:^|/)\w*zero_pp_rank_\d+_|(?:^|/)mp_rank_\d+",), "DeepSpeed's load_checkpoint", True),
@@ -81,15 +78,17 @@ _FOLDERS = (
 )  # fmt: skip
 
 _TORCH_MEMBERS = (b"/data.pkl", b"/.format_version", b"/byteorder")
-"""Names of which one is the first in the zip file that torch.save writes."""
+"""Possible names of the first member of a zip file written by torch.save."""
 _PICKLES = (b"\x02", b"\x03", b"\x04", b"\x05")
 _UNFINISHED = re.compile(rf"^data/{ATTEMPT_PATTERN}/(?:attempt\.json|\d+\.safetensors)")
 _MANIFEST = re.compile(rf"^(.+)/{re.escape(MANIFEST_KEY)}$")
 
 
 def explains(uri: str, options: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A function whose errors say what lies at its argument ``uri``, the first one, if that is no
-    checkpoint. ``options`` is the argument with options of the storage."""
+    """Decorate a function so that its errors describe foreign data at its argument ``uri``.
+
+    ``uri`` is the first argument; ``options`` names the argument with storage options.
+    """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -110,7 +109,7 @@ def explains(uri: str, options: str) -> Callable[[Callable[P, T]], Callable[P, T
 
 
 def _better(error: HoldfastError, uri: object, options: object) -> NotACheckpointError | None:
-    """The same error with what was found; None where that is nothing, or another error."""
+    """Return an error that names the contents of the URI; None if unknown or unrelated."""
     is_file = isinstance(error.__cause__, NotADirectoryError)
     if not is_file and type(error) is not NotACheckpointError:
         return None
@@ -129,7 +128,7 @@ def _better(error: HoldfastError, uri: object, options: object) -> NotACheckpoin
 
 
 async def found_at(place: Place) -> Finding | None:
-    """What lies there; None where that is not known, or nothing."""
+    """Return the contents of the place; None if unknown or empty."""
     try:
         async with asyncio.timeout(LOOK_S):
             names = await _names(place)
@@ -141,7 +140,7 @@ async def found_at(place: Place) -> Finding | None:
 
 
 async def _names(place: Place) -> list[str]:
-    """Keys below it, some of them; none where it is a file."""
+    """Return some keys below the place; empty if it is a file."""
     names: list[str] = []
     with contextlib.suppress(StorageError):
         async with place.opened() as driver, contextlib.aclosing(_listed(driver)) as listed:
@@ -191,14 +190,14 @@ def _below(uri: Uri, path: str) -> str:
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    """Sorts step-10 after step-9."""
+    """Return a sort key that orders step-10 after step-9."""
     return [
         (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)
     ]
 
 
 def _above(place: Place) -> tuple[Place, str] | None:
-    """The folder it is in, and its name there."""
+    """Return the parent folder of a place, and its name in it."""
     folder, slash, name = place.uri.location.rstrip("/").rpartition("/")
     if not slash or not folder.strip("/") or not name:
         return None
@@ -220,7 +219,7 @@ async def _of_file(place: Place) -> Finding | None:
 
 
 def _of_head(head: bytes, name: str) -> Finding:
-    """What a file is by its first bytes."""
+    """Identify a file by its first bytes."""
     if name == MANIFEST_KEY:
         return Finding(
             "it is the manifest of a checkpoint",
@@ -243,7 +242,7 @@ def _of_head(head: bytes, name: str) -> Finding:
 
 
 async def _beside(place: Place) -> Finding | None:
-    """Where nothing is: checkpoints in the folder above, of which one may be meant."""
+    """Suggest a checkpoint in the parent folder if nothing is at the place itself."""
     above = _above(place)
     if above is None:
         return None

@@ -1,11 +1,11 @@
-"""Writes the images of an import, and commits them: image by image, resumable.
+"""Writes the images of an import and commits them: image by image, resumable.
 
-An import that was interrupted leaves the images that are whole in its attempt, whose marker tells
-which bytes of which files its images are made of (``commit.begin_import``). Another one of the same
-files, as the storage tells and as samples of their bytes show, keeps them, and writes the rest
-(``docs/decisions/0078-imports-go-on.md``).
+An interrupted import leaves its complete images in its attempt. The attempt's marker identifies
+which bytes of which files make up the images (``commit.begin_import``). A later import of the same
+files keeps those images and writes the rest (``docs/decisions/0078-imports-go-on.md``). Files are
+compared by the storage's metadata and by samples of their bytes.
 
-Scope: what is where in the files is known by then; finding that out begins in :mod:`.importing`.
+Scope: the layout of the files is already known; :mod:`.importing` determines it.
 """
 
 from __future__ import annotations
@@ -44,19 +44,21 @@ __all__ = ["ImagesJob", "write_and_commit"]
 
 _SAMPLES = 4
 _SAMPLE_NBYTES = 16 << 10
-"""How much is read of each file, and how often, to tell it from another one of its name, size and
+"""Samples per file, and their size, used to tell a file from another of equal name, size and
 time."""
 _RULES = "import 1"
-"""Which bytes an image has, for given files: how this package lays it out. An attempt under other
-rules is not resumed."""
+"""Version of the rules by which files map to image bytes. An attempt under other rules is not
+resumed."""
 
 Place = tuple[Stretch | Enclosed, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class ImagesJob:
-    """What is imported: ``flat``, whose row i is ``sources[i]``, from the files of ``model``.
-    ``image_nbytes``: see :func:`.importing.import_`."""
+    """An import: row i of ``flat`` is ``sources[i]``, from the files of ``model``.
+
+    ``image_nbytes``: see :func:`.importing.import_`.
+    """
 
     model: Model
     flat: FlatState
@@ -68,11 +70,11 @@ class ImagesJob:
 
 
 async def write_and_commit(theirs: Driver, ours: Driver, job: ImagesJob) -> tuple[str, int]:
-    """Write to ``ours`` the images that an earlier import did not write, and commit; return the
-    attempt, and how many bytes of images were there.
+    """Write the missing images to ``ours`` and commit.
 
-    What an error leaves can be resumed, unless it is one that comes again: damage, a file that
-    changed, a value that cannot be stored. Raises as :func:`.importing.import_`.
+    Returns the attempt, and the bytes of images reused from an earlier import. Images stay for a
+    later import after an error, unless the error would recur: damage, a changed file, a value that
+    cannot be stored. Raises like :func:`.importing.import_`.
     """
     created_s = time.time()
     plans = await offload(plan_images, job.flat, job.image_nbytes)
@@ -93,7 +95,8 @@ async def write_and_commit(theirs: Driver, ours: Driver, job: ImagesJob) -> tupl
         await abandon(ours, attempt)
         raise
     if ours.traits.exclusive_is_atomic:
-        # Otherwise another import of the same may be about to put its manifest, see ``commit``.
+        # Otherwise a concurrent import of the same files may still put its manifest, see
+        # ``commit``.
         await settle(ours, attempt)
     if obsolete is not None:
         await delete_attempt(ours, obsolete)
@@ -114,15 +117,15 @@ class _Images:
         self._total_nbytes = sum(plan.layout.hashed_end for plan in plans)
         self._done_nbytes = 0
         self.reused_nbytes = 0
-        """Of the images that were there."""
+        """Bytes of reused images."""
 
     async def identity(self) -> str:
-        """A digest of everything that the bytes of all images follow from."""
+        """Return a digest of everything that determines the bytes of all images."""
         samples = await self._samples()
         return await offload(self._digest, samples)
 
     async def write(self, attempt: Attempt, resumed: bool) -> list[WrittenImage]:
-        """Write the images that are not there; each is durable and visible then."""
+        """Write the missing images, each durable and visible when written."""
         written: list[WrittenImage] = []
         for number, plan in enumerate(self._plans):
             key = image_key(attempt.id, number)
@@ -161,8 +164,10 @@ class _Images:
         )
 
     async def _there(self, key: str, layout: ImageLayout) -> WrittenImage | None:
-        """The image, if it is there with its full size. Its data is not read: a driver whose upload
-        was committed holds all of it."""
+        """Return the image if it exists in full size.
+
+        Its data is not read: a committed upload is complete.
+        """
         pages = bytearray(layout.nbytes - layout.hashed_end)
         try:
             if (await self._ours.stat(key)).nbytes != layout.nbytes:
@@ -176,8 +181,10 @@ class _Images:
         return WrittenImage(table, layout.nbytes)
 
     async def _samples(self) -> list[str]:
-        """Digests of some bytes of each file, in the order of the files: whatever trains a model
-        changes most of its weights."""
+        """Return digests of samples from each file, in file order.
+
+        Samples suffice to detect another version of a model: training changes most weights.
+        """
         wanted = _samples(place for places in self._places for place in places)
         found = [""] * len(wanted)
 
@@ -205,8 +212,7 @@ class _Images:
 
 
 def _samples(places: Iterable[Place]) -> list[Stretch]:
-    """What is read of the files of these places: of each a few bytes in the middle of some places,
-    evenly chosen."""
+    """Return the ranges to sample: in each file, the middle of some evenly spaced places."""
     by_file: defaultdict[str, list[Stretch]] = defaultdict(list)
     for place in places:
         where = _around(place)
@@ -223,7 +229,7 @@ def _samples(places: Iterable[Place]) -> list[Stretch]:
 
 
 def _around(place: Place) -> Stretch:
-    """What is read for a place."""
+    """Return the range that is read for a place."""
     if isinstance(place[0], Enclosed):
         return place[0].around
     return place[0]
@@ -235,8 +241,10 @@ def _manifest(
     plans: Sequence[ImagePlan],
     written: Sequence[WrittenImage],
 ) -> Manifest:
-    """The checkpoint of these images, each of which counts as that of a rank; the ranks have the
-    same values. Raises SaveError for what no reader would accept."""
+    """Return the manifest of these images, each of which counts as a rank with the same values.
+
+    Raises SaveError if no reader would accept it.
+    """
     ranks: Ints = np.arange(len(plans))
     tables = [_image_table(*image) for image in zip(ranks.tolist(), plans, written, strict=True)]
     shards = ShardTable.concat([plan.shards for plan in plans])
@@ -246,6 +254,6 @@ def _manifest(
 
 
 def _image_table(rank: int, plan: ImagePlan, written: WrittenImage) -> ImageTable:
-    n = int(len(written.digests) > 0)  # where there is no shard, there is no image
+    n = int(len(written.digests) > 0)  # a plan without shards has no image
     hashed = np.full(n, plan.layout.hashed_end, np.int64)
     return ImageTable(np.full(n, rank, np.int64), hashed, written.digests)

@@ -1,6 +1,6 @@
-"""Makes a checkpoint of what other programs have written: its chunks are read from their files.
+"""Imports other programs' files as a checkpoint. Its chunks are read directly from those files.
 
-Scope: tensors, as they are, and small values where the format names them. Nothing is converted.
+Scope: tensors without conversion, and small values if the format names them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ UriLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """What was made of ``source`` at ``uri``, both redacted: a checkpoint with ``nbytes`` bytes of
-    ``tensors`` tensors. ``reused_nbytes`` are those of images that were there already, from an
-    earlier import that was interrupted."""
+    """Result of an import from ``source`` to ``uri``, both redacted.
+
+    ``nbytes``: size of the ``tensors`` tensors. ``reused_nbytes``: size of images that an earlier,
+    interrupted import had written.
+    """
 
     source: str
     uri: str
@@ -67,40 +69,38 @@ def import_(
     uri_options: Mapping[str, object] | None = None,
     progress: ProgressCallback | None = None,
 ) -> ImportReport:
-    """Make the checkpoint ``uri`` of ``source``, which is one of
+    """Import ``source`` as the checkpoint ``uri``. ``source`` is one of
 
-    - a safetensors file, or a folder with one of them, or with several and an index, or that
-      index;
-    - a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``, ``.ckpt``);
+    - a safetensors file, a folder with one, a folder with several and an index, or that index;
+    - a ``torch.save`` file (``.pt``, ``.pth``, ``.bin``, ``.ckpt``);
     - a folder of torch's distributed checkpoint, with a file ``.metadata``;
-    - such a folder of Megatron-core, with ``common.pt`` beside it;
-    - a folder of DeepSpeed's ZeRO, with ``latest``, or one of the folders in it.
+    - such a folder written by Megatron-core, with an additional ``common.pt``;
+    - a folder of DeepSpeed's ZeRO with ``latest``, or one of its subfolders.
 
-    Nothing is unpickled: pickles are read as data. The tensors of a file of ``torch.save`` are
-    named by their paths.
+    Pickles are read as data, never unpickled. Tensors of a ``torch.save`` file are named by their
+    paths.
 
-    ``only``: patterns of names, such as ``model.*``; none: all. ``skip``: patterns of names that
-    are left out all the same. ``rename``: patterns and what replaces them, such as
-    ``{"*": "model.*"}``; the first that matches a whole name applies. The state of the checkpoint
-    is a dict by name; what comes from a distributed checkpoint, and keeps its name, is where it was
-    in the state; what comes from Megatron, where a job that loads looks for it. ``step`` is
-    recorded with it.
+    ``only``: name patterns such as ``model.*``; empty selects everything. ``skip``: patterns of
+    names to exclude. ``rename``: patterns and replacements such as ``{"*": "model.*"}``; the first
+    that matches a whole name applies. The state of the checkpoint is a dict by name. Items of a
+    distributed checkpoint that keep their name also keep their place in the state; items from
+    Megatron go where a loading job expects them. ``step`` is recorded in the checkpoint.
 
-    Atomic, as a save: what was at ``uri`` is replaced whole, or untouched. Files are read once, in
-    chunks, within ``budget_nbytes`` of host memory. ``progress(done_nbytes, total_nbytes)`` is
-    called now and then on a thread of its own, with the bytes that are at the destination.
+    Atomic like a save: existing contents of ``uri`` are replaced completely or stay untouched.
+    Files are read once, in chunks, within ``budget_nbytes`` of host memory. ``progress(done_nbytes,
+    total_nbytes)`` is called periodically on a separate thread, counting bytes at the destination.
 
-    Interrupted, it goes on where it stopped when it is called again with the same source, choice
-    and names: images that are whole at the destination are not written again, unless a file has
-    changed. An image has ``image_nbytes`` of tensors, or a larger one alone; where all tensors have
-    no more, there is one image, and what was written of it is lost.
+    An interrupted import resumes if it is called again with the same source, selection and names:
+    images already complete at the destination are not written again, unless a file has changed. An
+    image holds ``image_nbytes`` of tensors, or one larger tensor. If all tensors fit into one
+    image, an interrupted import starts over.
 
-    Raises NotFoundError where there is no model; DamagedError where a file is not what its header,
-    the index or ``.metadata`` says, where an index leads out of its folder, which is refused before
-    anything is read there, and where a file changes meanwhile; UnsupportedFormatError, by name, for
-    what a pickle should not name, or ``.metadata`` not say; UsageError for patterns that
-    match nothing and names that would be equal; ExistsError where a checkpoint is at ``uri``
-    already, unless ``overwrite``; SaveError, StorageError.
+    Raises NotFoundError if there is no model; DamagedError if a file contradicts its header, the
+    index or ``.metadata``, if an index points outside its folder (checked before anything is read
+    there), or if a file changes during the import; UnsupportedFormatError, naming unsupported
+    content of a pickle or of ``.metadata``; UsageError for patterns that match nothing and for
+    colliding names; ExistsError if ``uri`` already has a checkpoint, unless ``overwrite``;
+    SaveError and StorageError.
     """
     began_s = time.perf_counter()
     place = Place.of(source, source_options)
@@ -124,7 +124,7 @@ def import_(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """How to import; see :func:`import_`."""
+    """Arguments of an import; see :func:`import_`."""
 
     only: Sequence[str]
     skip: Sequence[str]
@@ -135,11 +135,11 @@ class _Request:
     image_nbytes: int
 
     def chosen(self, names: Iterable[str]) -> list[str]:
-        """The names of what is imported. Raises UsageError."""
+        """Return the selected names. Raises UsageError."""
         return without(chosen(names, self.only), self.skip)
 
     def new_names(self, model: Model) -> dict[str, str]:
-        """What is imported, by name, and its new name. Raises UsageError."""
+        """Return the new name of each selected item. Raises UsageError."""
         refuse_values(without(model.left, self.skip), self.only)
         return renamed(self.chosen(model.names), self.rules)
 
@@ -166,7 +166,7 @@ async def _import(
 
 
 async def _model_of(theirs: Driver, file: str | None, request: _Request) -> Model:
-    """The model in a file, or in the folder."""
+    """Read the model in a file, or in the folder."""
     if file is None:
         return await _model_of_folder(theirs, request)
     if file.endswith(TORCH_SUFFIXES):
@@ -189,7 +189,7 @@ async def _model_of_folder(theirs: Driver, request: _Request) -> Model:
 
 
 async def _check_free(ours: Driver, overwrite: bool) -> None:
-    """Raise ExistsError where a checkpoint is there that may not be replaced."""
+    """Raise ExistsError if a checkpoint exists and may not be replaced."""
     if overwrite:
         return
     try:

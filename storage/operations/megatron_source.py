@@ -1,13 +1,13 @@
-"""What a folder of Megatron-core's ``dist_checkpointing`` (format ``torch_dist``) consists of: a
-folder of torch's distributed checkpoint, and ``common.pt`` beside it, with what all ranks have in
-common.
+"""Reads a folder of Megatron-core's ``dist_checkpointing`` (format ``torch_dist``).
 
-Its tensors have Megatron's keys, under which :mod:`..integrations.megatron` loads them. What
-``common.pt`` says of a distributed optimizer is put where that looks for it, and all else stays at
-its path. The file is a pickle of any classes, which stay names: a value that holds one is refused.
+It is a folder of torch's distributed checkpoint, plus ``common.pt`` with the data that all ranks
+share. Tensors keep Megatron's keys, under which :mod:`..integrations.megatron` loads them. The
+contents of ``common.pt`` about a distributed optimizer are moved to where that module expects them;
+the rest keeps its path. Classes in its pickle are not resolved: a value that contains an object is
+refused.
 
 Scope: optimizers in the format ``fully_reshardable``, whose tensors have the shapes of parameters.
-Those of other formats are laid out bucket by bucket, with objects that are refused.
+Other formats store buckets with objects, which are refused.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = ["MEGATRON_COMMON_KEY", "read_megatron_model"]
 
 MEGATRON_COMMON_KEY = "common.pt"
 _SHARDED_OBJECT = re.compile(r".+/shard_[0-9.]+_[0-9.]+", re.DOTALL)
-"""What Megatron makes of the key of a ``ShardedObject``."""
+"""Item names that Megatron derives from a ``ShardedObject``."""
 _RESHARDABLE = "fully_reshardable"
 
 
 async def read_megatron_model(
     driver: Driver, choose: Callable[[Iterable[str]], Sequence[str]]
 ) -> Model:
-    """The items of a folder that ``choose`` picks by their names. Of others nothing is made.
+    """Read the items of a folder that ``choose`` selects by name; ignore the others.
 
-    Raises UnsupportedFormatError for a value that holds an object, by name; and as
-    :func:`.dcp_source.read_items` does.
+    Raises UnsupportedFormatError naming a value that contains an object; otherwise raises like
+    :func:`.dcp_source.read_items`.
     """
     contents = await read_contents(driver)
     common = await _Common.read(driver)
@@ -61,8 +61,8 @@ async def read_megatron_model(
 
 
 def _unpacked(name: str, value: object) -> object:
-    """The value of a ``ShardedObject``, which Megatron has put into a list, as it is stored when
-    Holdfast saves one."""
+    """Convert a ``ShardedObject``'s value, which Megatron wraps in a list, to the form Holdfast
+    saves."""
     if _SHARDED_OBJECT.fullmatch(name) and isinstance(value, list) and len(value) == 1:
         return {"data": value[0]}
     return value
@@ -70,14 +70,15 @@ def _unpacked(name: str, value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _Common:
-    """The file ``common.pt``: by name, the path of an item in the state, and what it is."""
+    """The file ``common.pt``: the path and content of each item, by name."""
 
     archive: ArchiveReader
     items: Mapping[str, tuple[Path, Value]]
 
     @classmethod
     async def read(cls, driver: Driver) -> _Common:
-        """Raises UnsupportedFormatError for what is no dict, or contains itself; DamagedError."""
+        """Read the file. Raises DamagedError; UnsupportedFormatError unless it is an acyclic
+        dict."""
         nbytes = (await driver.stat(MEGATRON_COMMON_KEY)).nbytes
         archive = ArchiveReader(driver, Stretch(MEGATRON_COMMON_KEY, 0, nbytes), TAIL_NBYTES)
         value = await archive.value(lambda name: True)
@@ -89,7 +90,8 @@ class _Common:
     async def picked(
         self, driver: Driver, names: Iterable[str]
     ) -> tuple[list[SourceTensor], dict[str, object]]:
-        """Tensors and values of these names. Raises UnsupportedFormatError for what is neither."""
+        """Return the tensors and values of these names. Raises UnsupportedFormatError for other
+        items."""
         found = {name: self.items[name][1] for name in names if name in self.items}
         tensors = {name: item for name, item in found.items() if isinstance(item, StoredTensor)}
         values = {name: item for name, item in found.items() if name not in tensors}
@@ -103,8 +105,8 @@ class _Common:
 
 
 def _by_name(value: Value) -> Mapping[str, tuple[Path, Value]]:
-    """What is in nested dicts. Raises ValueError."""
-    for _ in leaves(value):  # which ends, unless it raises
+    """Return the items of nested dicts by dotted name. Raises ValueError."""
+    for _ in leaves(value):  # raises ValueError for a cycle
         pass
     if not _is_named(value):
         raise ValueError("it is no dict of names")
@@ -116,7 +118,7 @@ def _by_name(value: Value) -> Mapping[str, tuple[Path, Value]]:
 
 
 def _is_named(value: Value) -> TypeGuard[Mapping[str, Value]]:
-    """Whether it is a dict whose items can be named by its keys."""
+    """Return whether ``value`` is a dict with only str keys."""
     return isinstance(value, dict) and all(type(key) is str for key in value)
 
 
@@ -131,10 +133,11 @@ def _items_in(
 
 
 def _with_optimizer(common: Mapping[str, Value]) -> Mapping[str, Value]:
-    """The same, with what it says of optimizers as :mod:`..integrations.megatron` saves it."""
+    """Return ``common`` with the optimizer in the form that :mod:`..integrations.megatron`
+    saves."""
     states = common.get("optimizer")
     if _is_named(states):
-        states = {0: states}  # not several in a chain, which are numbered
+        states = {0: states}  # a single optimizer, not a numbered chain of several
     if not isinstance(states, dict) or "optim" in common:
         return common
     taken = [_of_optimizer(state) for state in states.values()]
@@ -145,7 +148,7 @@ def _with_optimizer(common: Mapping[str, Value]) -> Mapping[str, Value]:
 
 
 def _of_optimizer(state: Value) -> Mapping[str, Value] | None:
-    """Groups, step and loss scale of a distributed optimizer; None for what is none."""
+    """Return groups, step and loss scale of a distributed optimizer; None for anything else."""
     if not isinstance(state, dict) or state.get("param_state_sharding_type") != _RESHARDABLE:
         return None
     inner = state.get("optimizer")
@@ -162,5 +165,5 @@ def _of_optimizer(state: Value) -> Mapping[str, Value] | None:
 
 
 def _is_count(value: Value) -> TypeGuard[int | float]:
-    """Torch's optimizers count steps in floats."""
+    """Return whether ``value`` is a whole number. Torch's optimizers count steps in floats."""
     return isinstance(value, int) or (isinstance(value, float) and value.is_integer())

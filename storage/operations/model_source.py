@@ -1,8 +1,8 @@
-"""What a model in safetensors files consists of: which tensors, and where in which file each lies.
+"""Reads the headers of a model in safetensors files: tensors, and their locations in the files.
 
-Files come from anywhere, so nothing in them is believed: an index that names files outside of its
+Files come from anywhere, so nothing in them is trusted: an index that names files outside its
 folder is refused before any of them is read, headers are limited in size, and the tensors of a file
-must take exactly its bytes.
+must cover its bytes exactly.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 _FORMAT = "pt"
 _SUFFIX = ".safetensors"
 _INDEX = re.compile(r"(.+)\.safetensors(\.[^.]+)?\.index(\.[^.]+)?\.json", re.DOTALL)
-"""Names of indexes. Libraries put the name of a variant, such as fp16, before or behind ``index``,
-or before ``safetensors``."""
+"""Names of index files. Libraries put the name of a variant, such as fp16, before or after
+``index``, or before ``safetensors``."""
 _SHARD = re.compile(r".+-[0-9]{5,}-of-[0-9]{5,}(\.[^.]+)?\.safetensors", re.DOTALL)
 _TORCH_INDEX = re.compile(r".+\.bin(\.[^.]+)?\.index(\.[^.]+)?\.json", re.DOTALL)
 _NAMED_MAX = 20
@@ -50,22 +50,22 @@ _FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of a model, or a part of one, with its elements in row-major order in a file;
+    """A tensor of a model, or a part of one, stored in row-major order in a file.
+
     ``dtype`` is torch's name, or the format's code if torch has no such dtype. All parts of a
-    tensor have the same name."""
+    tensor share its name.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     where: Stretch | Enclosed
     part: Box | tuple[int, int] | None = None
-    """A box of the tensor; or a range of its elements, from the first to the one past the last; or
-    all of it."""
+    """A box of the tensor; or a range [first, last) of its elements; or None for all of it."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element. Raises UnsupportedFormatError for a dtype that torch does not
-        have."""
+        """Bytes per element. Raises UnsupportedFormatError for a dtype that torch lacks."""
         if self.dtype not in NEW_DTYPES:
             raise UnsupportedFormatError(
                 f"tensor {self.name!r} of shape {list(self.shape)} has the dtype "
@@ -80,27 +80,26 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The tensors of all files, and what the storage says of each file: size and time."""
+    """The tensors of all files, and each file's (size, modification time)."""
 
     tensors: tuple[SourceTensor, ...]
     stamps: Mapping[str, tuple[int, float]]
     left: tuple[str, ...] = ()
-    """Names of what is there too, is no tensor, and is not imported."""
+    """Names of non-tensor items that are not imported."""
     values: Mapping[str, object] = field(default_factory=dict)
-    """What is no tensor and is imported, by name."""
+    """Non-tensor items that are imported, by name."""
     paths: Mapping[str, Path] = field(default_factory=dict)
-    """By name of a tensor or a value, the keys that lead to it in the state, where that is
-    known."""
+    """Known paths of tensors and values in the state, by name."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """The metadata of safetensors files, without their format."""
+    """Metadata of safetensors files, without ``format``."""
 
     @property
     def names(self) -> list[str]:
-        """Of everything that is imported."""
+        """Names of everything that is imported."""
         return list(dict.fromkeys([*(tensor.name for tensor in self.tensors), *self.values]))
 
     def of(self, names: Container[str]) -> Model:
-        """Of this model what is named so."""
+        """Return the model restricted to these names."""
         return Model(
             tuple(tensor for tensor in self.tensors if tensor.name in names),
             self.stamps,
@@ -111,14 +110,13 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(tensor.where.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The keys of a model's files, and which tensor the index says is in which; None: there is no
-    index."""
+    """The keys of a model's files, and the index as tensor name -> key; None without an index."""
 
     keys: Sequence[str]
     by_name: Mapping[str, str] | None = None
@@ -136,9 +134,9 @@ async def indexed_files(driver: Driver, key: str) -> Files:
 
 
 async def find_files(driver: Driver, keys: Sequence[str]) -> Files:
-    """Return the files of the model in a folder with files of these ``keys``. Variants of a model,
-    such as ``model.fp16.safetensors``, are ignored if the plain model is there.
+    """Return the files of the model in a folder with files ``keys``.
 
+    Ignores variants of a model, such as ``model.fp16.safetensors``, if the plain model exists.
     Raises NotFoundError if there is no model; DamagedError if the index is missing or malformed;
     UnsupportedFormatError if there are several models.
     """
@@ -201,8 +199,8 @@ def _no_model(driver: Driver, keys: Sequence[str]) -> NotFoundError | Unsupporte
 
 
 async def _read_index(driver: Driver, key: str) -> dict[str, str]:
-    """Which tensor is in which file. Raises DamagedError for what is no index, or names what is no
-    file of the folder."""
+    """Return the file of each tensor. Raises DamagedError if the index is malformed or names a
+    path outside its folder."""
     if (await driver.stat(key)).nbytes > _INDEX_NBYTES_MAX:
         raise DamagedError("the index is too large to be one", uri=driver.uri, key=key)
     try:
@@ -224,8 +222,11 @@ async def _read_index(driver: Driver, key: str) -> dict[str, str]:
 
 
 async def read_model(driver: Driver, files: Files) -> Model:
-    """The model in these files, as their headers tell. Raises DamagedError where a file is not what
-    its header says, or does not have what the index says; NotFoundError; StorageError."""
+    """Read a model from the headers of its files.
+
+    Raises DamagedError if a file contradicts its header or the index; NotFoundError and
+    StorageError.
+    """
     found: dict[str, list[SourceTensor]] = {}
     stamps: dict[str, tuple[int, float]] = {}
     said: dict[str, Mapping[str, str]] = {}
@@ -244,7 +245,7 @@ async def read_model(driver: Driver, files: Files) -> Model:
 
 
 def _united(driver: Driver, said: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the metadata of all files as one. On a contradiction the first file wins, with a
+    """Merge the metadata of all files. If two contradict each other, keep the first and log a
     warning."""
     united: dict[str, str] = {}
     for key, metadata in said.items():
@@ -260,12 +261,12 @@ def _united(driver: Driver, said: Mapping[str, Mapping[str, str]]) -> dict[str, 
                     united[name][:100],
                 )
     if united.get("format") == _FORMAT:
-        del united["format"]  # which every export says
+        del united["format"]  # every export writes it
     return united
 
 
 async def stamps_of(driver: Driver, keys: Iterable[str]) -> dict[str, tuple[int, float]]:
-    """What the storage says of files. Raises NotFoundError."""
+    """Return (size, modification time) of each file. Raises NotFoundError."""
     stamps: dict[str, tuple[int, float]] = {}
 
     async def look(key: str) -> None:
@@ -277,7 +278,7 @@ async def stamps_of(driver: Driver, keys: Iterable[str]) -> dict[str, tuple[int,
 
 
 async def check_unchanged(driver: Driver, model: Model) -> None:
-    """Raise DamagedError where a file is not the one any more whose header was read."""
+    """Raise DamagedError if a file has changed since its header was read."""
 
     async def check(key: str, stamp: tuple[int, float]) -> None:
         info = await driver.stat(key)
@@ -295,7 +296,7 @@ async def check_unchanged(driver: Driver, model: Model) -> None:
 async def _read_header(
     driver: Driver, key: str, file_nbytes: int
 ) -> tuple[list[SourceTensor], Mapping[str, str]]:
-    """Return the tensors of a file, and its metadata."""
+    """Return the tensors and the metadata of a file."""
     try:
         first = bytearray(min(safetensors.LENGTH_NBYTES, file_nbytes))
         await driver.read(key, 0, memoryview(first))

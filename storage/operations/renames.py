@@ -1,8 +1,8 @@
-"""Finds what names of a state and of a checkpoint differ by, where they name the same tensors.
+"""Finds the systematic difference between two sets of names of the same tensors.
 
-Wrappers put a word into the names of what they wrap: DistributedDataParallel ``module``,
-torch.compile ``_orig_mod``, PEFT ``base_model.model``. A list of all names that do not fit hides
-that; one line says it.
+Wrappers insert a word into the names of what they wrap: DistributedDataParallel ``module``,
+torch.compile ``_orig_mod``, PEFT ``base_model.model``. One line that states this is more useful
+than a list of all mismatched names.
 
 Pure: takes names, returns text.
 """
@@ -31,16 +31,16 @@ _NEIGHBOURS = 3
 
 Words = tuple[str, ...]
 Change = tuple[Words, Words, Words]
-"""(words that both names begin with, what follows in the one, what in the other)"""
+"""(common leading words, words that follow in one name, words that follow in the other)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """Replacing the words ``ours``, which follow ``head`` in names of the state, by ``theirs``
-    gives stored names.
+    """A replacement that turns names of the state into stored names.
 
-    ``count`` of ``of`` missing names are stored so; ``example`` is one of them, and its stored
-    name. ``scattered``: the words are anywhere in the names.
+    It replaces the words ``ours``, which follow ``head``, with ``theirs``. ``count`` of the ``of``
+    missing names are stored under the result; ``example`` is one such name and its stored name.
+    ``scattered``: the words occur anywhere in the names.
     """
 
     head: Words
@@ -83,7 +83,7 @@ class Renaming:
 
     @property
     def advice(self) -> str | None:
-        """How to give a state whose names are the stored ones; None where that is not known."""
+        """How to nest a state so that its names match the stored ones; None if unknown."""
         if self.scattered or self.ours or len(self.head) > 1:
             return None
         inner = (
@@ -96,8 +96,11 @@ class Renaming:
 
 
 def find_renaming(missing: Iterable[str], unexpected: Iterable[str]) -> Renaming | None:
-    """What most of the ``missing`` names of the state would have to be changed by, to be
-    ``unexpected`` ones of the checkpoint; None where nothing fits more than by chance."""
+    """Return the change that maps most ``missing`` names of the state to ``unexpected`` stored
+    names.
+
+    None if no change fits more names than chance would explain.
+    """
     ours = [tuple(name.split(".")) for name in missing]
     theirs = {tuple(name.split(".")) for name in unexpected}
     if not ours or not theirs:
@@ -111,7 +114,7 @@ def find_renaming(missing: Iterable[str], unexpected: Iterable[str]) -> Renaming
 
 
 def _replaced(ours: Sequence[Words], theirs: set[Words]) -> Renaming | None:
-    """One run of words that is replaced at one place."""
+    """Find the best replacement of one run of words at one place."""
     sample = ours[:: max(1, len(ours) // _SAMPLE)]
     backwards = sorted(words[::-1] for words in theirs)
     candidates = {
@@ -144,15 +147,17 @@ def _replaced(ours: Sequence[Words], theirs: set[Words]) -> Renaming | None:
 
 
 def _alike(words: Words, backwards: Sequence[Words]) -> Sequence[Words]:
-    """Those that end most like ``words``: in the order of reversed names, its neighbours."""
+    """Return the names whose endings are most like ``words``: its neighbours in reversed order."""
     at = bisect_left(backwards, words[::-1])
     return [other[::-1] for other in backwards[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]]
 
 
 def _differences(words: Words, other: Words) -> list[Change]:
-    """How ``words`` become ``other`` if a run of them is replaced. None where they end differently;
-    two where a word may belong to what comes before or to what comes after: ``a.x`` and
-    ``a.b.a.x``."""
+    """Return the replacements of one run of words that turn ``words`` into ``other``.
+
+    Empty if their endings differ; two if a word may belong to either side of the run, as in ``a.x``
+    and ``a.b.a.x``.
+    """
     tail = _common(words[::-1], other[::-1])
     if tail == 0:
         return []
@@ -189,7 +194,7 @@ def _hits(change: Change, ours: Sequence[Words], theirs: set[Words]) -> int:
 
 
 def _unwrapped(ours: Sequence[Words], theirs: set[Words]) -> Renaming | None:
-    """Words of wrappers, wherever they are."""
+    """Match names after removing the words of wrappers."""
     bare = {_bare(words): words for words in theirs}
     pairs = [(words, bare[_bare(words)]) for words in ours if _bare(words) in bare]
     if not pairs:

@@ -1,5 +1,4 @@
-"""The state that is written where tensors come from files: its tensors have no memory, and their
-chunks are read from where they lie."""
+"""The state of an import: its tensors have no memory; their chunks are read from source files."""
 
 from __future__ import annotations
 
@@ -23,17 +22,16 @@ from .model_source import Model, SourceTensor
 __all__ = ["places_of", "source_state"]
 
 _STAND_IN = torch.empty(0)
-"""In the place of every tensor, since none is in memory."""
+"""Stands for every tensor, because none is in memory."""
 
 
 def source_state(
     model: Model, new_names: Mapping[str, str]
 ) -> tuple[FlatState, Sequence[SourceTensor]]:
-    """The state that has everything of ``model``, under new names; and per row of it, which tensor
-    it is. What keeps its name is at its path in the state, where that is known; else its name is
-    its key.
+    """Return a state with the contents of ``model`` under new names, and the source of each row.
 
-    Raises StateError for a value that cannot be stored.
+    An item that keeps its name also keeps its path in the state, if known; otherwise its name is a
+    top-level key. Raises StateError for a value that cannot be stored.
     """
     with collector_paused():
         return _source_state(model, new_names)
@@ -48,7 +46,7 @@ def _source_state(
     values = {new_names[name]: value for name, value in model.values.items()}
     items = {**values, **dict.fromkeys(parts, _STAND_IN)}
     flat = flat_state_at(_paths_of(model, new_names), items)
-    flat.placeholders = {}  # a tensor without elements is one: there is no module to hold them
+    flat.placeholders = {}  # tensors without elements are imported as such: no module holds them
     sources = [parts[name][0] for name in flat.names]
     for name, container in list(zip(flat.names, flat.containers, strict=True)):
         further = parts[name][1:]
@@ -67,8 +65,8 @@ def _source_state(
 def places_of(
     plan: ImagePlan, sources: Sequence[SourceTensor]
 ) -> list[tuple[Stretch | Enclosed, int, int]]:
-    """Where the bytes of each shard of an image lie, in files: from which byte of a place on, and
-    how many."""
+    """Return the source of each shard of an image: a place, the offset in it, and a size in
+    bytes."""
     held = plan.held
     starts = (held.local_start * held.itemsize).tolist()
     sizes = (volumes(held.lengths) * held.itemsize).tolist()
@@ -77,7 +75,7 @@ def places_of(
 
 
 def _paths_of(model: Model, new_names: Mapping[str, str]) -> dict[str, Path]:
-    """By new name, where in the state it is."""
+    """Return the path of each item in the state, by new name."""
     if not model.paths:
         return {new_name: (new_name,) for new_name in new_names.values()}
     paths: dict[str, Path] = {}
@@ -90,7 +88,7 @@ def _paths_of(model: Model, new_names: Mapping[str, str]) -> dict[str, Path]:
 
 
 def _layout_of(tensor: SourceTensor) -> Layout:
-    """Which part of a tensor it is."""
+    """Return the layout of a tensor or part."""
     if not isinstance(tensor.part, tuple):
         box = tensor.part or Box((0,) * len(tensor.shape), tensor.shape)
         return BoxLayout(tensor.shape, box)
@@ -99,7 +97,7 @@ def _layout_of(tensor: SourceTensor) -> Layout:
 
 
 def _aliases(sources: Sequence[SourceTensor]) -> list[int]:
-    """Per row, an earlier one that is a whole tensor in the very same part of a file, or -1."""
+    """Return per row an earlier row that is the same whole tensor in the same file range, or -1."""
     first: dict[object, int] = {}
     aliases = []
     for row, tensor in enumerate(sources):

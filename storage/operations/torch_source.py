@@ -1,4 +1,4 @@
-"""What a file of ``torch.save`` consists of: its tensors, by their paths."""
+"""Reads the tensors of a ``torch.save`` file, named by their paths."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ __all__ = ["TAIL_NBYTES", "TORCH_SUFFIXES", "read_torch_model"]
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 TAIL_NBYTES = 1 << 20
-"""The directory of a file with thousands of tensors."""
+"""Enough for the directory of a file with thousands of tensors."""
 
 
 async def read_torch_model(driver: Driver, key: str) -> Model:
-    """The tensors in a file, by their paths. Raises DamagedError for what is no such file,
-    UnsupportedFormatError for what is in one and is not read, by name; NotFoundError,
-    StorageError."""
+    """Read the tensors in a file, named by their paths.
+
+    Raises DamagedError if it is not such a file; UnsupportedFormatError naming unsupported content;
+    NotFoundError and StorageError.
+    """
     info = await driver.stat(key)
     archive = ArchiveReader(driver, Stretch(key, 0, info.nbytes), TAIL_NBYTES)
     value = await archive.value()
