@@ -74,8 +74,10 @@ _NOBODYS_KEY = ".holdfast-no-such-object"
 _BATCH = 1000
 """Objects of one bulk delete."""
 _LISTED = 100
-"""Objects that obstore collects of a listing before it passes them on: as many are listed again
-before a listing that repeats itself is noticed."""
+"""Objects that obstore collects of a listing before it passes them on."""
+_REPEATED = 20
+"""After so many collections in a row without a new object, a listing counts as endless. A page of a
+store is ten, and stores that show one twice, or an object several times, do end."""
 
 _log = logging.getLogger(__name__)
 
@@ -379,23 +381,28 @@ class ObjectDriver(Driver):
         await self._connections.open(Requests.READING)
         batches = self._connections.ask(Requests.READING, "list", path or None, chunk_size=_LISTED)
         shown: set[str] = set()
+        in_vain = 0
         while batch := await self._timed("list", prefix, _next(batches)):
+            in_vain += 1
             for found in batch:
                 if found["path"] in shown:
-                    raise self._repeated(found["path"])
+                    continue
+                in_vain = 0
                 shown.add(found["path"])
                 yield ObjectInfo(
                     self._key(found["path"]), found["size"], found["last_modified"].timestamp()
                 )
+            if in_vain == _REPEATED:
+                raise self._endless(prefix)
         if not shown:
             await self._check_store(prefix)
         self._container_seen = True
 
-    def _repeated(self, path: str) -> StorageError:
+    def _endless(self, prefix: str) -> StorageError:
         return StorageError(
-            "the listing shows an object twice, so it may never end: the store repeats itself",
+            f"the listing does not end: its last {_REPEATED * _LISTED} objects were shown before",
             uri=self.uri,
-            key=self._key(path),
+            key=prefix or None,
             advice="Does the store, or a gateway before it, honour continuation tokens?",
         )
 
