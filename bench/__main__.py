@@ -8,10 +8,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .options import Options, options, parser
-from .report import Report, markdown, read_report
+from .report import Report, Series, draw_all, markdown, read_report
 
 __all__: list[str] = []
 
@@ -32,6 +33,12 @@ PROGRAMS = (
 )
 OWN_SIZE = ("replicas", "reshard", "small", "memory", "parity", "rebuild")
 """Programs that know their size themselves; --gib is for the others."""
+
+_TITLES = {
+    "save": "durable save",
+    "load": "cold, verified load",
+    "stall": "stall of an asynchronous save",
+}
 
 
 def _run(program: str, given: Options, folder: Path) -> Report:
@@ -68,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument(
         "--markdown", type=Path, help="write the page to this file instead of printing it"
     )
+    arguments.add_argument(
+        "--chart", type=Path, help="also draw all programs beside each other (needs matplotlib)"
+    )
     parsed = arguments.parse_args(argv)
     if unknown := set(parsed.programs) - set(PROGRAMS):
         arguments.error(f"no such program: {', '.join(sorted(unknown))}")
@@ -77,12 +87,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         programs = parsed.programs or PROGRAMS
         reports = [_run(program, given, given.json or Path(temporary)) for program in programs]
+    if parsed.chart:
+        draw_all([_for_chart(report) for report in reports], parsed.chart)
     page = _page(reports)
     if parsed.markdown:
         parsed.markdown.write_text(page)
     else:
         print(page)
     return int(any(not target.met for report in reports for target in report.targets))
+
+
+def _for_chart(report: Report) -> Report:
+    """Return the report under the short title of its program. Of stalls, only the contestants'
+    waiting is kept, without the first call, which finds memory for all later ones."""
+    series = report.series
+    if report.program == "stall":
+        names = ("memcpy", "holdfast", "DCP")
+        later = {s.name: Series(s.name, s.seconds[1:] or s.seconds) for s in series}
+        series = [later[name] for name in names]
+    return replace(report, title=_TITLES.get(report.program, report.program), series=series)
 
 
 def _arguments(program: str, given: Options) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .ratios import median_ratio
 
-__all__ = ["Report", "Series", "Target", "aligned", "markdown", "ratio", "read_report"]
+__all__ = ["Report", "Series", "Target", "aligned", "draw_all", "markdown", "ratio", "read_report"]
 
 LIMIT = "limit"
 OURS = "holdfast"
@@ -152,18 +152,31 @@ def _colour(name: str) -> str:
 
 
 def _draw(report: Report, file: Path) -> None:
+    draw_all([report], file)
+
+
+def draw_all(reports: Sequence[Report], file: Path) -> None:
+    """Draw the medians of each report as bars, the reports beside each other, to an SVG file.
+    Requires matplotlib."""
     import matplotlib as mpl
 
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
-    names = [s.name for s in report.series]
-    medians = [s.median for s in report.series]
-    figure, axes = plt.subplots(figsize=(7, 0.6 + 0.4 * len(names)), layout="constrained")
-    colours = list(map(_colour, names))
-    bars = axes.barh(names[::-1], medians[::-1], color=colours[::-1])
-    axes.bar_label(bars, fmt="%.2f s", padding=3)
-    axes.set_title(report.title, fontsize="medium")
-    axes.set_xlabel("seconds, median; less is better")
-    figure.savefig(file)
-    plt.close(figure)
+    most = max(len(report.series) for report in reports)
+    size = (2 + 5 * len(reports), 0.6 + 0.4 * most)
+    # Text stays text, and two runs with the same figures write the same file.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "holdfast"}):
+        figure, panels = plt.subplots(
+            1, len(reports), figsize=size, layout="constrained", squeeze=False
+        )
+        for report, axes in zip(reports, panels[0], strict=True):
+            series = report.series[::-1]
+            colours = [_colour(s.name) for s in series]
+            bars = axes.barh([s.name for s in series], [s.median for s in series], color=colours)
+            axes.bar_label(bars, fmt="%.2f s", padding=3)
+            axes.margins(x=0.15)
+            axes.set_title(report.title, fontsize="medium")
+            axes.set_xlabel("seconds, median; less is better")
+        figure.savefig(file, metadata={"Date": None})
+        plt.close(figure)

@@ -417,10 +417,7 @@ def _add_demo(commands: Parsers) -> None:
         from importlib.util import find_spec
 
         if not (find_spec("matplotlib") and find_spec("rich")):
-            complain(
-                "the demo draws with matplotlib and rich, which come with: pip install "
-                "'holdfast-checkpoint[demo]'"
-            )
+            complain("the demo draws with matplotlib and rich: pip install matplotlib rich")
             return 2
         from .demo.run import main
 

@@ -8,6 +8,7 @@ test compares the two.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,10 +29,8 @@ class Scheme:
     """The location is an absolute path of this host."""
     fs_types: frozenset[str] = frozenset()
     """Types of file systems on which folders with a ``file`` URI are this driver's, too."""
-    extra: str = ""
-    """The extra of this package that brings what the driver needs."""
     modules: tuple[str, ...] = ()
-    """What the driver needs, as modules to import."""
+    """Modules that the driver imports. The package of each has its name, with hyphens."""
     probe: str = ""
     """``module:Class`` by which the conformance kit looks past the driver; empty where it has
     none."""
@@ -57,27 +56,23 @@ SCHEMES: Mapping[str, Scheme] = {
     "fsspec": Scheme(
         "holdfast.drivers.fsspec.driver:FsspecDriver",
         example="fsspec+memory://example",
-        extra="fsspec",
         modules=("fsspec",),
     ),
     "hdfs": Scheme(
         "holdfast.drivers.hdfs.driver:HdfsDriver",
         example="hdfs://example:8020/",
-        extra="hdfs",
         modules=("hdfs_native",),
     ),
     "memory": Scheme(
         "holdfast.drivers.memory:MemoryDriver",
         probe="holdfast.drivers.conformance.probes:MemoryProbe",
     ),
-    "s3": Scheme(
-        "holdfast.drivers.objects.s3:S3Driver", extra="s3", modules=("obstore", "botocore")
-    ),
-    "gs": Scheme("holdfast.drivers.objects.gs:GcsDriver", extra="gs", modules=("obstore",)),
-    "az": Scheme("holdfast.drivers.objects.az:AzureDriver", extra="az", modules=("obstore",)),
+    "s3": Scheme("holdfast.drivers.objects.s3:S3Driver", modules=("obstore", "botocore")),
+    "gs": Scheme("holdfast.drivers.objects.gs:GcsDriver", modules=("obstore",)),
+    "az": Scheme("holdfast.drivers.objects.az:AzureDriver", modules=("obstore",)),
     "peer": Scheme("holdfast.drivers.peer.driver:PeerDriver", example="peer://example:8700/"),
-    "http": Scheme("holdfast.drivers.objects.http:HttpDriver", extra="s3", modules=("obstore",)),
-    "https": Scheme("holdfast.drivers.objects.http:HttpDriver", extra="s3", modules=("obstore",)),
+    "http": Scheme("holdfast.drivers.objects.http:HttpDriver", modules=("obstore",)),
+    "https": Scheme("holdfast.drivers.objects.http:HttpDriver", modules=("obstore",)),
 }
 
 
@@ -89,16 +84,16 @@ def scheme_of(name: str) -> Scheme | None:
 def check_installed(name: str, uri: str, *more: str) -> None:
     """Raise UriError where a module that the built-in scheme ``name`` needs is not installed.
 
-    ``more`` are modules of the same extra that only some uses need; ``uri``, redacted, is for the
-    message.
+    ``more`` are modules that only some uses need; ``uri``, redacted, is for the message.
     """
-    scheme = SCHEMES[name]
-    missing = [module for module in (*scheme.modules, *more) if not _is_installed(module)]
+    modules = (*SCHEMES[name].modules, *more)
+    missing = [module for module in modules if not _is_installed(module)]
     if missing:
+        packages = [re.sub("[._]", "-", module) for module in missing]
         raise UriError(
             f"{name}:// needs {' and '.join(missing)}",
             uri=uri,
-            advice=f"pip install 'holdfast-checkpoint[{scheme.extra}]'",
+            advice=f"pip install {' '.join(packages)}",
         )
 
 

@@ -68,7 +68,7 @@ def save(
 
     ``compression="lz4"`` compresses blocks that shrink. It pays off for compressible states
     (trained weights are not) and for slow storage. Such a checkpoint loads like any other, provided
-    lz4 is installed (``pip install 'holdfast-checkpoint[lz4]'``).
+    lz4 is installed (``pip install lz4``).
 
     A state whose tensors have no elements, or whose weights have none, raises StateError, because
     some frameworks keep the elements elsewhere. ``allow_empty=True`` saves it anyway.

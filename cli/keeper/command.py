@@ -31,10 +31,7 @@ def run(command: str, **arguments: Any) -> int:
 
 def _demo(**arguments: Any) -> int:
     if not (find_spec("aiohttp") and find_spec("rich")):
-        complain(
-            "the demo needs aiohttp and rich, which come with: pip install "
-            "'holdfast-checkpoint[cli,keeper]'"
-        )
+        complain("the demo needs aiohttp and rich: pip install aiohttp rich")
         return 2
     from ..demo.keepers import main
 

@@ -1,7 +1,7 @@
 """The conformance kit: does a driver keep the contract of :mod:`holdfast.drivers.contract`? Run it
 with pytest.
 
-    pip install 'holdfast-checkpoint[conformance]'
+    pip install pytest hypothesis
     pytest -v --pyargs holdfast.drivers.conformance --driver-uri memory://anything
     pytest -v --pyargs holdfast.drivers.conformance \\
         --driver-uri 's3://bucket/scratch' --driver-probe my.module:Probe

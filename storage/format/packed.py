@@ -69,7 +69,7 @@ def _codec() -> ModuleType:
     except ImportError as error:
         raise UsageError(
             "compressed checkpoints need lz4, which is not installed",
-            advice="pip install 'holdfast-checkpoint[lz4]'.",
+            advice="pip install lz4",
         ) from error
     return lz4.block  # type: ignore[no-any-return]
 

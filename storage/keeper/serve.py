@@ -46,7 +46,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise UsageError(
             "memory is served to other hosts by aiohttp, which is not installed",
-            advice="pip install 'holdfast-checkpoint[keeper]'",
+            advice="pip install aiohttp",
         ) from error
     return MemoryServer(shelf, options, address_of(options.interface), _tls(options), hear)
 

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 from support.conformance_run import run_conformance
 
-pytest.importorskip(
-    "aiohttp", reason="aiohttp is not installed: pip install 'holdfast-checkpoint[keeper]'"
-)
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 KIT_S = 300
 

@@ -239,8 +239,8 @@ def test_a_dry_run_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]
 
 def test_object_stores_are_asked_in_parts_and_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the traits of the URI's driver; nothing is sent."""
-    pytest.importorskip("obstore", reason="pip install 'holdfast-checkpoint[s3]'")
-    pytest.importorskip("botocore", reason="pip install 'holdfast-checkpoint[s3]'")
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    pytest.importorskip("botocore", reason="botocore is not installed")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     uri = parse("s3://bucket/x?region=eu-central-1&endpoint=http://127.0.0.1:9&part_size=8MiB")

@@ -419,7 +419,7 @@ def test_the_demo_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = run("demo")
     assert result.exit_code == 2
-    assert "pip install 'holdfast-checkpoint[demo]'" in result.stderr
+    assert "pip install matplotlib rich" in result.stderr
 
 
 def test_the_demo_refuses_what_cannot_work_before_it_starts(tmp_path: Path) -> None:

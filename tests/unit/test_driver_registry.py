@@ -127,11 +127,12 @@ def test_our_own_metadata_lists_the_built_in_drivers() -> None:
     assert {name: listed.get(name) for name in table} == table
 
 
-def test_every_built_in_scheme_is_in_the_readme() -> None:
-    """With the storage that it is for."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/api.md"])
+def test_every_built_in_scheme_is_in_the_tables(page: str) -> None:
+    """Pages that list the schemes list all of them."""
+    text = (Path(__file__).parents[2] / page).read_text()
     named = {"http": "https", "fsspec": "fsspec+X"}
-    missing = [name for name in SCHEMES if f"{named.get(name, name)}://" not in readme]
+    missing = [name for name in SCHEMES if f"{named.get(name, name)}://" not in text]
     assert missing == []
 
 

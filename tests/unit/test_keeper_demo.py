@@ -180,7 +180,7 @@ def test_the_demo_says_what_it_lacks(
     """Without aiohttp or rich: exit status 2, and which extras bring them."""
     monkeypatch.setattr("holdfast.cli.keeper.command.find_spec", lambda name: None)
     assert run_command(["keeper", "demo"]) == 2
-    assert "pip install 'holdfast-checkpoint[cli,keeper]'" in capsys.readouterr().err
+    assert "pip install aiohttp rich" in capsys.readouterr().err
 
 
 def test_storage_that_processes_do_not_share_is_refused(

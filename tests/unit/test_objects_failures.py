@@ -19,9 +19,7 @@ from holdfast.errors import (
     StorageError,
 )
 
-exceptions = pytest.importorskip(
-    "obstore.exceptions", reason="obstore is not installed: pip install 'holdfast-checkpoint[s3]'"
-)
+exceptions = pytest.importorskip("obstore.exceptions", reason="obstore is not installed")
 
 ANSWER = (
     "Error performing {method} http://host/bucket/key in 4.8ms - Server returned non-2xx status "

@@ -20,9 +20,7 @@ from holdfast.drivers.objects.http import HttpDriver
 from holdfast.drivers.uri import parse
 from holdfast.errors import DamagedError, NotACheckpointError, NotFoundError, StorageError
 
-pytest.importorskip(
-    "obstore", reason="obstore is not installed: pip install 'holdfast-checkpoint[s3]'"
-)
+pytest.importorskip("obstore", reason="obstore is not installed")
 
 
 class _Handler(BaseHTTPRequestHandler):

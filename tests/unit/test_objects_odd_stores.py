@@ -20,12 +20,8 @@ from holdfast.drivers.objects.known_stores import KNOWN
 
 pytestmark = pytest.mark.clocked
 
-pytest.importorskip(
-    "obstore", reason="obstore is not installed: pip install 'holdfast-checkpoint[s3]'"
-)
-pytest.importorskip(
-    "botocore", reason="botocore is not installed: pip install 'holdfast-checkpoint[s3]'"
-)
+pytest.importorskip("obstore", reason="obstore is not installed")
+pytest.importorskip("botocore", reason="botocore is not installed")
 
 STATE = {"x": torch.arange(1000.0), "step": 1}
 LARGE = {"x": torch.arange(3_000_000.0)}

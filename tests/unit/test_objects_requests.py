@@ -31,12 +31,8 @@ from holdfast.errors import (
 
 pytestmark = pytest.mark.clocked
 
-pytest.importorskip(
-    "obstore", reason="obstore is not installed: pip install 'holdfast-checkpoint[s3]'"
-)
-pytest.importorskip(
-    "botocore", reason="botocore is not installed: pip install 'holdfast-checkpoint[s3]'"
-)
+pytest.importorskip("obstore", reason="obstore is not installed")
+pytest.importorskip("botocore", reason="botocore is not installed")
 
 T = TypeVar("T")
 

@@ -173,7 +173,7 @@ def test_without_lz4_both_ways_say_how_to_get_it(
         lambda: holdfast.load(uri),
         lambda: holdfast.copy(uri, tmp_path / "d"),
     ):
-        with pytest.raises(holdfast.UsageError, match=r"pip install 'holdfast-checkpoint\[lz4\]'"):
+        with pytest.raises(holdfast.UsageError, match="pip install lz4"):
             call()
     with holdfast.open(uri) as c:
         assert c.tensors["mixed"].shape == (900_000,)
