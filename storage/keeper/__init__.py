@@ -1,1 +1,1 @@
-"""Keepers: a process for each host, outside the trainers, that holds checkpoints in memory."""
+"""Keepers: one process per host, separate from the trainers, that holds checkpoints in memory."""

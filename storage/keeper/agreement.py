@@ -1,5 +1,4 @@
-"""What a keeper makes of how things stand among the keepers of its job: which generations are
-agreed on, of which one parity is made, and what is written to storage together."""
+"""Tracks the job-wide state of generations on one keeper: agreed, being encoded, being flushed."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 class Agreement:
-    """Of the keeper ``name``. ``tell(event)`` tells the trainers of this epoch; ``run_later(work)``
-    runs a coroutine beside all else."""
+    """Job-wide state of generations, as seen by the keeper ``name``. ``tell(event)`` notifies the
+    trainers of the current epoch; ``run_later(work)`` schedules a coroutine."""
 
     def __init__(
         self,
@@ -49,24 +48,26 @@ class Agreement:
         self._run_later = run_later
         self._writing: Writing | None = None
         self._votes: dict[GenerationId, dict[int, Vote]] = {}
-        """Of generations whose outcome is not known here."""
+        """Votes by rank, for generations without an outcome."""
         self._handed_over: set[GenerationId] = set()
-        """Those of this epoch of which the keeper before had images."""
+        """Generations of this epoch with images from the previous keeper."""
         self._known: dict[GenerationId, Outcome] = {}
-        """The outcomes that were followed."""
+        """Outcomes that this keeper has acted on."""
         self._open: tuple[GenerationId, ...] = ()
         self.protected: GenerationId | None = None
-        """The newest generation of which all keepers know that all have made parity of it."""
+        """Newest generation that every keeper knows to be encoded on all keepers."""
         self._guarded: set[GenerationId] = set()
-        """Those of which this keeper knows it, and has its part."""
+        """Generations known to be encoded on all keepers, with this keeper's parity still held."""
         self._guard_asked: GenerationId | None = None
         self._attempt = ""
-        """What all are to make parity of now, or were to; and the attempt at that."""
+        """Newest generation that the leader asked all keepers to encode, and the id of that
+        attempt."""
         self._guarding: set[GenerationId] = set()
-        """Those of which they make it, or have, which this keeper has not been told."""
+        """Generations that peers may be encoding, or have encoded without this keeper knowing."""
 
     def writes(self, writing: Writing) -> None:
-        """What writes generations, which needs this to do so together with others."""
+        """Set the component that writes generations. Created later, since it needs this object,
+        too."""
         self._writing = writing
 
     def enter(
@@ -76,7 +77,8 @@ class Agreement:
         hosts: Sequence[KeeperHost],
         groups: Sequence[GuardedGroup],
     ) -> None:
-        """A trainer goes on in ``epoch``; it may not be the first one."""
+        """Enter ``epoch`` with one of its trainers. The first trainer of a new epoch resets all
+        votes and drops the parity of steps after ``chosen``."""
         if epoch > self.reporting.lead.epoch:
             self._votes = {}
             self._handed_over = set()
@@ -92,19 +94,20 @@ class Agreement:
         self.reporting.enter(epoch, hosts, groups)
 
     async def vote(self, label: Label, *, handed_over: bool = False) -> None:
-        """An image is sealed; ``handed_over``: by the keeper before, which may have voted, too."""
+        """Count the vote of a sealed image. ``handed_over``: the image comes from the previous
+        keeper, which may have voted already."""
         id = label.generation
         if id.epoch != self._held.generations.epoch:
-            return  # a resume came first, which may have gone on from it
+            return  # a resume began a new epoch, perhaps from this step
         if handed_over:
             self._handed_over.add(id)
         known = self._known.get(id)
         if known is Outcome.AGREED:
-            self._held.generations.agreed(id)  # a trainer has handed it over later
+            self._held.generations.agreed(id)  # a trainer has handed the image over late
             if self._writing is not None:
                 self._writing.begin(id)
         elif known is Outcome.VOID:
-            # It was about to be captured then, and its trainer was not yet listening.
+            # The event was sent while this image was being captured, before its trainer listened.
             self._held.generations.void(id)
             await self._tell(Voided(id, _VOID))
         else:
@@ -115,8 +118,8 @@ class Agreement:
         await self.reporting.tell()
 
     def _incomplete(self) -> list[GenerationId]:
-        """Those of which a rank of this keeper has nothing, and will not. No other keeper has heard
-        of them: votes are told once all ranks of a keeper have voted."""
+        """Return the generations that a rank of this keeper will never seal. Other keepers do not
+        know them: a keeper reports votes only once all its ranks have voted."""
         return [
             id
             for id, votes in self._votes.items()
@@ -130,7 +133,7 @@ class Agreement:
             await self._void(id, _VOID)
 
     async def _void(self, id: GenerationId, text: str) -> None:
-        """Nothing comes of it, as is known here alone."""
+        """Void a generation that only this keeper knows of."""
         votes = self._votes.pop(id, None)
         if votes is not None and not self._held.generations.is_agreed(id):
             self._counters.void += 1
@@ -138,25 +141,25 @@ class Agreement:
             await self._tell(Voided(id, text))
 
     def damaged(self, id: GenerationId) -> None:
-        """Memory no longer holds what was sealed."""
+        """Void a generation whose image has changed in memory."""
         self._votes.pop(id, None)
         if self.reporting.is_alone:
             self.reporting.lead.void(id)
         self._held.generations.void(id)
 
     def look_for_missing(self) -> None:
-        """A rank has gone on: others may wait for what it has left out."""
+        """Void or report the generations that a rank has skipped, so that nobody waits for them."""
         if self._incomplete():
             self._run_later(self._void_incomplete())
         if any(map(self._held.generations.will_not_come, self._open)):
             self.tell_later()
 
     def tell_later(self) -> None:
-        """There is something new here."""
+        """Schedule a report of this keeper's news."""
         self._run_later(self.reporting.tell())
 
     def report(self) -> Report:
-        """All that this keeper knows."""
+        """Return everything that this keeper knows."""
         generations = self._held.generations
         epoch = self.reporting.lead.epoch
         newest = generations.newest_agreed
@@ -175,28 +178,29 @@ class Agreement:
         )
 
     def _made(self) -> GenerationId | None:
-        """Of what there is parity: of what all are to make it of now; else the newest, which may be
-        newer, as where a lead keeper has died that had all make parity of that."""
+        """Return the generation to report as encoded: the last requested one, if its parity is
+        held, else the newest with parity. The latter can be newer, requested by a leader that has
+        died."""
         if self._guard_asked is not None and self._guards.holds(self._guard_asked):
             return self._guard_asked
         return self._guards.guarded
 
     def _whole(self, votes: dict[int, Vote]) -> Sequence[Vote]:
-        """The votes of all ranks of this keeper, none before they are complete: one report for
-        all."""
+        """Return the votes of all ranks of this keeper, or none while some are missing, so that one
+        report carries them all."""
         world = next(iter(votes.values())).world
         if set(self.reporting.own_ranks(world)) <= votes.keys():
             return list(votes.values())
         return ()
 
     async def follow(self, standing: Standing) -> None:
-        """Make use of how things stand."""
+        """Act on a standing of the leader."""
         self._open = standing.open
         guards = (standing.guard, standing.guarded, standing.protected)
         agreed = {*standing.agreed, *filter(None, (*guards, standing.flushed))}
         for id in (*standing.void, *self._settled(standing, agreed)):
             is_news = self._is_news(id, Outcome.VOID, standing)
-            # A lead keeper that has begun anew may not know that it was agreed on before.
+            # A restarted leader may not know that the generation was agreed before.
             if is_news and not self._held.generations.is_agreed(id):
                 self._counters.void += 1
                 self._held.generations.void(id)
@@ -212,16 +216,16 @@ class Agreement:
             await self._writing.follow(standing)
 
     async def _unheard(self, problem: str) -> None:
-        """What only the lead keeper could finish will not be; and nobody waits any longer to hear
-        what it makes of votes, though it may yet make something of them."""
+        """Tell the trainers that pending votes and flushes fail because the leader is unreachable.
+        The votes stay, since the leader may still count them."""
         for id in sorted(self._votes):
             await self._tell(Voided(id, problem))
         if self._writing is not None:
             await self._writing.fail_parts(problem)
 
     def _settled(self, standing: Standing, agreed: Collection[GenerationId]) -> list[GenerationId]:
-        """What has no outcome here, and none in the lead keeper's memory: it went by while this
-        keeper was not reached. Kept any longer it would be in the way of later steps for ever."""
+        """Return the undecided generations whose outcome the leader has already forgotten, because
+        this keeper was unreachable. Kept any longer, they would block later steps for ever."""
         settled = standing.settled
         if settled is None:
             return []
@@ -245,11 +249,12 @@ class Agreement:
         await self._tell(Agreed(id, local))
 
     async def _guard(self, standing: Standing) -> None:
-        """Make parity of what all make it of now; keep that of what all have made it of.
+        """Encode the requested generation, and retain everything that other keepers may rely on.
 
-        Another keeper may know that all have made it when the lead keeper dies, or the epoch ends.
-        So what all were about to make it of is kept until the lead keeper has heard what each
-        knows. And what was protected before is kept until all know."""
+        The leader may die, or the epoch end, when another keeper already knows that all have
+        encoded a generation. So each requested generation is retained until the leader has a report
+        of every keeper, and the protected one until all keepers know of its successor.
+        """
         if standing.heard:
             self._guarding = set()
         if standing.guard is not None:
@@ -278,16 +283,16 @@ class Agreement:
         self._guards.make(standing.guard, group, member, self.reporting.hosts)
 
     def _relied_on(self) -> set[GenerationId]:
-        """Those whose images, and parity of them, others rely on, or may."""
+        """Return the generations whose images and parity other keepers rely on, or may rely on."""
         newest = max(self._guarded, default=None)
         return {*self._guarding, *filter(None, (newest, self.protected))}
 
     async def close(self) -> None:
-        """Take part in nothing more."""
+        """Stop reporting and encoding."""
         await self.reporting.close()
         await self._guards.close()
 
 
 def _is_left(id: GenerationId | None, chosen: int | None) -> bool:
-    """Whether a resume from step ``chosen`` has not dropped it."""
+    """Return whether a generation survives a resume from step ``chosen``."""
     return id is not None and chosen is not None and id.step <= chosen

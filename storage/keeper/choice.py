@@ -1,7 +1,7 @@
-"""What a restart can go on from, by what all keepers that can be reached hold. Pure.
+"""Chooses the generation to resume from, given the inventories of all reachable keepers. Pure.
 
-A generation is of use where all ranks' images can be had: from a keeper that holds them, or made
-again out of the parity of a group that has lost no more members than that makes good.
+A generation is usable if the image of every rank is available: held by a keeper, or recoverable
+from the parity of a group that has lost no more members than its mode tolerates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Choice", "Lost", "Stock", "choices"]
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What one keeper holds."""
+    """A keeper and its inventory."""
 
     host: KeeperHost
     inventory: Inventory
@@ -28,8 +28,8 @@ class Stock:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The image of ``rank`` is to be made again by the keeper ``at``, from what its group has but
-    for the members ``lost``."""
+    """An image to be rebuilt by the keeper ``at``, from the members of ``group`` that are not in
+    ``lost``."""
 
     rank: int
     at: str
@@ -39,8 +39,8 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A generation that can be gone on from. ``holders``: for each rank, the names of keepers that
-    have its image, or will once it is made again."""
+    """A generation to resume from. ``holders``: for each rank, the names of the keepers that hold
+    its image, or will hold it after the rebuild."""
 
     generation: GenerationId
     world: int
@@ -54,12 +54,11 @@ def choices(
     is_of_use: Callable[[GenerationId], bool],
     struck: Collection[tuple[GenerationId, int, str]] = (),
 ) -> tuple[list[Choice], list[str]]:
-    """Return the generations that a resume can use, best first, and the reasons why newer ones
-    cannot be used.
+    """Return the usable generations, best first, and the reasons why newer ones are not usable.
 
-    ``rebuilders``: the keepers that may rebuild images; one whose own copy is damaged does so only
-    where no other can. ``is_of_use``: whether a generation is worth it. ``struck``: damaged images,
-    by generation, rank and keeper.
+    ``rebuilders``: names of keepers that may rebuild images; one whose own copy is damaged does so
+    only if no other can. ``is_of_use``: whether a generation is worth considering. ``struck``:
+    damaged images, as (generation, rank, keeper).
     """
     worlds: dict[GenerationId, int] = {}
     for stock in stocks:
@@ -88,7 +87,7 @@ def _choice(
     rebuilders: Sequence[str],
     struck: Collection[tuple[GenerationId, int, str]],
 ) -> Choice | str:
-    """The choice of a generation, or why there is none."""
+    """Return how to resume from a generation, or why that is impossible."""
     holders: list[list[str]] = [[] for _ in range(world)]
     for stock in stocks:
         for held in stock.inventory.generations:
@@ -124,8 +123,8 @@ def _choice(
 def _rebuilt(
     rank: int, holders: Sequence[Sequence[str]], guards: Mapping[str, HeldGuard]
 ) -> tuple[GuardedGroup, tuple[int, ...]] | str:
-    """Find the group that can rebuild an image, and the members that it has lost in the lane of
-    that image: lanes have nothing in common."""
+    """Return the group that can rebuild an image, and its lost members in the lane of that image
+    (lanes are independent); otherwise the reason why no group can."""
     groups = dict.fromkeys(guard.group for guard in guards.values() if _has(guard.group, rank))
     problem = f"the image of rank {rank} is in no memory, and there is no parity of it"
     for group in groups:

@@ -1,7 +1,7 @@
-"""Ranges of bytes that are made of blocks which other hosts hold: several pulls are under way while
-others that have come are combined, piece by piece, in memory of bounded size.
+"""Computes byte ranges from blocks that other hosts hold, overlapping transfers with arithmetic.
 
-Scope: neither which blocks make what, nor how bytes come from another host.
+Memory is bounded. The caller decides which blocks form a range, and how bytes arrive from another
+host.
 """
 
 from __future__ import annotations
@@ -34,34 +34,33 @@ __all__ = [
 Block: TypeAlias = DataBlock | ParityBlock
 
 BUFFERS_NBYTES = 64 * MIB
-"""Of all that is pulled and not combined yet."""
+"""Limit of all bytes pulled and not yet combined."""
 PULLED_NBYTES_MAX = 16 * MIB
-"""Of one pull: larger ones are no faster."""
+"""Limit of a single pull; larger pulls are no faster."""
 WORKERS = 2
-"""Parts that are made at the same time: while one is combined, another is pulled. More of them take
-no less time, and more processor time, since each of their pulls is smaller."""
+"""Parts in progress at a time: one is combined while another is pulled. More workers take as long
+and use more CPU time, since each pull gets smaller."""
 _COMBINED_NBYTES = MIB
-"""What is made of so many bytes stays in a processor's cache until the last of them is added."""
+"""Output size per step, so that it stays in the CPU cache until its last block is added."""
 Combine: TypeAlias = Callable[[Bytes, Sequence[Bytes]], None]
 
 
 class Pull(Protocol):
-    """Gets bytes of one block from the member that holds it. Several calls are under way at a time.
-    Once a call has ended, also by cancellation, nothing writes to its ``into`` any more."""
+    """A function that reads bytes of one block from the member that holds it. Several calls run
+    concurrently. After a call has ended, even by cancellation, nothing writes to its ``into``."""
 
     async def __call__(
         self, member: int, lane: int, block: Block, start: int, into: memoryview
     ) -> None:
-        """Fill ``into``, which has a byte at least, with bytes of ``block`` of ``lane``, from
-        ``start`` within the block. The block may end before the one that the member holds does.
-        Whoever asked for the whole raises what this raises: StorageError, DamagedError."""
+        """Fill ``into`` (at least one byte) with bytes of ``block`` of ``lane``, from ``start``
+        within the block. The member's own block may be longer. Raises StorageError or DamagedError,
+        which reach the caller of :func:`make_all`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Range:
-    """Bytes to be made, ``nbytes`` of them from ``at`` on in ``memory``, out of the bytes from
-    ``start`` on of ``blocks`` of a lane: by ``combine``, or else they are those of the only
-    block."""
+    """``nbytes`` bytes at ``at`` in ``memory``, computed by ``combine`` from the bytes at ``start``
+    of ``blocks`` in a lane. Without ``combine``, they are a copy of the only block."""
 
     memory: Memory
     at: int
@@ -72,7 +71,7 @@ class Range:
     start: int = 0
 
     def parts(self, nbytes: int) -> Iterator[Range]:
-        """The same, in parts of at most ``nbytes``."""
+        """Yield consecutive parts of at most ``nbytes``."""
         for start in range(0, self.nbytes, nbytes):
             yield Range(
                 self.memory,
@@ -85,12 +84,11 @@ class Range:
             )
 
     def nbytes_of(self, block: Block) -> int:
-        """How many bytes of ``block`` go into this part."""
+        """Return the number of bytes of ``block`` that this part needs."""
         return max(0, min(self.nbytes, block.nbytes - self.start))
 
     def fill(self, pulled: Sequence[memoryview]) -> None:
-        """Combine what was pulled of each block; no more is touched at a time than a cache
-        holds."""
+        """Combine the pulled bytes of each block, in steps that fit the CPU cache."""
         assert self.combine is not None
         out = np.frombuffer(self.memory.view[self.at : self.at + self.nbytes], np.uint8)
         arrays = [np.frombuffer(view, np.uint8) for view in pulled]
@@ -100,9 +98,9 @@ class Range:
 
 
 async def make_all(ranges: Sequence[Range], pull: Pull) -> None:
-    """Make all ranges. Several workers take parts of them in turn, each with buffers of its own:
-    ``BUFFERS_NBYTES`` together, so what is made of many blocks is pulled in smaller parts. Raises
-    what ``pull`` and combining raise, at the first failure, when no pull is under way any more."""
+    """Compute all ranges. Workers take parts in turn and share ``BUFFERS_NBYTES``, so ranges with
+    many blocks are pulled in smaller parts. Raises the first error of ``pull`` or of combining,
+    after all pulls have ended."""
     width = max((len(one.blocks) for one in ranges if one.combine is not None), default=0)
     nbytes = PULLED_NBYTES_MAX
     if width:
@@ -112,7 +110,7 @@ async def make_all(ranges: Sequence[Range], pull: Pull) -> None:
 
     async def work() -> None:
         buffers: list[memoryview] = []
-        for part in parts:  # what one worker has taken no other one sees
+        for part in parts:  # shared, so each part goes to one worker
             count = len(part.blocks) if part.combine is not None else 0
             while len(buffers) < count:
                 buffers.append(HostBuffer.allocate(nbytes).view)

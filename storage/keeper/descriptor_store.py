@@ -1,12 +1,12 @@
-"""What systemd keeps for the service that a keeper is: descriptors of images in memory and of their
-labels, so that the keeper which is started next has them again, also where no trainer is left.
+"""Keeps images alive in systemd's descriptor store while a keeper service restarts.
 
-It is a protocol of a few lines, see sd_notify(3) and sd_listen_fds(3): a service sends descriptors
-with a name, or that those of a name are not wanted any more, and gets what is kept when it is
-started anew. An image and its label have one name, and come back in any order; nobody can change a
-label, which tells it from an image.
+The next keeper gets back the descriptors of images and labels, even if no trainer is left. For the
+protocol see sd_notify(3) and sd_listen_fds(3): a service sends descriptors under a name, removes
+them by that name, and receives the stored ones when it is started again. An image and its label
+share one name and come back in any order. A label is sealed against writes, which tells it from an
+image.
 
-What is kept may be out of date when the keeper dies: whoever goes on from an image verifies it.
+The store may be out of date when a keeper dies, so an image must be verified before it is used.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class KeptImage:
-    """An image that was kept, with its label; ``agreed``: the keeper before knew that it is agreed
-    on."""
+    """An image from the store, with its label. ``agreed``: the previous keeper knew the generation
+    to be agreed."""
 
     slot: HeldSlot
     label: Label
@@ -44,20 +44,20 @@ class KeptImage:
 
 
 class DescriptorStore:
-    """That of this service: ``address`` is where systemd listens, ``kept`` what it has handed over,
-    by name."""
+    """Descriptor store of this service. ``address``: systemd's notification socket; ``kept``:
+    (name, descriptor) pairs that systemd passed to this process."""
 
     def __init__(self, address: str, kept: Sequence[tuple[str, int]]) -> None:
         self._address = address
         self._handed = list(kept)
         self._names: dict[int, str] = {}
-        """What is kept, by the number of the image's memory, which it has as long as anyone has
-        it."""
+        """Names of stored images, by the inode of their memory, which stays the same across
+        keepers."""
 
     @classmethod
     def of_environment(cls, environment: MutableMapping[str, str]) -> DescriptorStore | None:
-        """As systemd has said when it started this process; None where it has not. What it has said
-        is deleted from ``environment``: it is not for processes that this one starts."""
+        """Return the store that systemd announced in ``environment``, or None if this process is no
+        service. Removes the variables, which child processes must not inherit."""
         address = environment.pop("NOTIFY_SOCKET", "")
         pid = environment.pop("LISTEN_PID", "")
         count = environment.pop("LISTEN_FDS", "")
@@ -72,7 +72,7 @@ class DescriptorStore:
         return cls(address, [(name, fd) for name, fd in zip(names, fds, strict=False)])
 
     def take(self, run: str) -> list[KeptImage]:
-        """The images that were kept of this run. All else is given up."""
+        """Return the stored images of ``run``, and drop everything else from the store."""
         by_name: dict[str, list[int]] = {}
         for name, fd in self._handed:
             by_name.setdefault(name, []).append(fd)
@@ -90,8 +90,8 @@ class DescriptorStore:
         return found
 
     def keep(self, held: Held) -> None:
-        """Have systemd keep what is held now, and nothing else. Where that fails, it is logged, and
-        tried again at the next call."""
+        """Make the store match the held images. A failure is logged and retried at the next
+        call."""
         wanted = {
             _number_of(slot): (slot, held.generations.is_restorable(slot.label.generation))
             for number, slot in held.slots.items()
@@ -111,14 +111,14 @@ class DescriptorStore:
                 self._names[number] = name
 
     def say_ready(self) -> None:
-        """Trainers can connect."""
+        """Tell systemd that trainers can connect."""
         self._send("READY=1")
 
     def _forget(self, name: str) -> bool:
         return self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
     def _send(self, text: str, fds: Sequence[int] = ()) -> bool:
-        """Whether systemd will receive it; it never waits for that."""
+        """Send a message without blocking, and return whether that worked."""
         address = self._address
         if address.startswith("@"):
             address = "\0" + address[1:]
@@ -134,8 +134,8 @@ class DescriptorStore:
 
 
 def _name_of(number: int, slot: HeldSlot, agreed: bool) -> str:
-    """It changes with whatever is to be known of what is kept: the same memory holds one image
-    after the other."""
+    """Return the name of a stored image. It identifies the contents, since one memory holds
+    different images over time."""
     assert slot.label is not None
     id = slot.label.generation
     return f"{_AGREED if agreed else _SEALED}-{number}-{id.epoch}-{id.step}"
@@ -146,8 +146,8 @@ def _number_of(slot: HeldSlot) -> int:
 
 
 def _image_of(name: str, fds: Sequence[int], run: str) -> KeptImage:
-    """The image of these descriptors, which are its own then; else they are closed. Raises OSError,
-    ValueError, DamagedError."""
+    """Build an image from its descriptors and take ownership of them; on failure, close them.
+    Raises OSError, ValueError, DamagedError."""
     left = list(fds)
     try:
         if len(fds) != 2:
@@ -171,6 +171,6 @@ def _is_changeable(fd: int) -> bool:
     try:
         return not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
     except OSError as error:
-        if error.errno == errno.EINVAL:  # it is something else altogether
+        if error.errno == errno.EINVAL:  # no memfd at all
             return True
         raise

@@ -1,7 +1,7 @@
-"""A program that executes a keeper, in a session of its own, and ends: so the keeper is nobody's
-child. A trainer need not wait for it, and one that ends does not take it along.
+"""Launcher: starts a keeper in a session of its own, and exits.
 
-A trainer waits for this at its start, so it imports next to nothing.
+So the keeper is no child of the trainer: the trainer need not wait for it, and its end does not
+take the keeper along. Trainers wait for this program at their start, so it imports next to nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 
 def main(options: str) -> None:
-    """``options``: those of the keeper, as JSON."""
+    """Start a keeper with these ``options``, as JSON."""
     subprocess.Popen(
         [sys.executable, "-m", "holdfast.storage.keeper.process", options],
         stdin=subprocess.DEVNULL,

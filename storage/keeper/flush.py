@@ -1,4 +1,4 @@
-"""A flush: a generation in memory becomes a checkpoint in storage, by the same steps as a save."""
+"""Flushes a generation from memory to storage, with the same protocol as a save."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = ["flush", "flush_part", "flush_to", "fragment_of", "opened_for", "writ
 async def opened_for(
     request: Flush, writers: int
 ) -> AsyncIterator[tuple[Driver, Compression | None]]:
-    """What a trainer wants a generation to be written to, and how. What configures drivers is from
-    now on what configures them for that trainer. Raises UsageError and UriError for what is no URI
-    or no options."""
+    """Open the driver and the compression that a trainer has requested, for the body. Applies the
+    environment of the request to this process for good, so the last trainer's driver settings
+    count. Raises UsageError or UriError for a bad URI or options."""
     os.environ.update(request.environment)
     driver = open_driver(request.uri, writers, **json.loads(request.options))
     try:
@@ -45,15 +45,15 @@ async def opened_for(
 async def flush_to(
     request: Flush, images: Sequence[HeldImage], is_wanted: Callable[[], bool] = lambda: True
 ) -> str:
-    """:func:`flush` as a trainer has asked for it; the id of the attempt. Raises as
-    :func:`opened_for`, too."""
+    """Flush as requested by a trainer, and return the id of the attempt. Raises as :func:`flush`
+    and :func:`opened_for`."""
     async with opened_for(request, len(images)) as (driver, compression):
         return (await flush(driver, images, compression, request.branch, is_wanted)).id
 
 
 async def flush_part(request: Flush, attempt: str, images: Sequence[HeldImage]) -> Written:
-    """Write the images of this keeper for an attempt that another keeper commits. They are durable
-    on return. Raises DamagedError where memory no longer holds what was sealed, StorageError; as
+    """Write this keeper's images for an attempt that another keeper commits. They are durable on
+    return. Raises StorageError, DamagedError if an image has changed in memory, and as
     :func:`opened_for`."""
     async with opened_for(request, images[0].label.world) as (driver, compression):
         stored = [await write_part(driver, attempt, image, compression) for image in images]
@@ -67,10 +67,12 @@ async def flush(
     branch: str = ROOT,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> Attempt:
-    """Write the images of a generation, one for each rank, in order; and commit them as one
-    checkpoint. ``is_wanted()`` is asked before the commit. Raises DamagedError where memory no
-    longer holds what was sealed, SupersededError where it is not wanted any more; as
-    :func:`commit_attempt`. Then nothing is committed, unless the put of the manifest failed."""
+    """Write the images of a generation, one per rank in order, and commit them as one checkpoint.
+
+    ``is_wanted()`` is asked right before the commit. Raises DamagedError if an image has changed in
+    memory, SupersededError if the generation is no longer wanted, and as :func:`commit_attempt`.
+    After an error nothing is committed, unless putting the manifest failed.
+    """
     attempt = await begin(driver)
     try:
         stored = [await write_part(driver, attempt.id, image, compression) for image in images]
@@ -90,8 +92,8 @@ async def flush(
 async def write_part(
     driver: Driver, attempt: str, image: HeldImage, compression: Compression | None
 ) -> int:
-    """Write one image for an attempt; the size of its file. A rank without a shard writes none, and
-    that is 0."""
+    """Write one image for an attempt, and return the size of its file; 0 for a rank without shards,
+    which writes none."""
     label = image.label
     if not label.digests:
         return 0
@@ -103,5 +105,5 @@ async def write_part(
 def fragment_of(
     label: Label, attempt: str, stored_nbytes: int, compression: Compression | None
 ) -> Fragment:
-    """What the manifest of an attempt is to say of an image that was written for it."""
+    """Return the manifest fragment of an image that was written for an attempt."""
     return label.fragment(attempt, None if compression is None else stored_nbytes)

@@ -1,5 +1,4 @@
-"""A flush by several keepers: each writes the images that it holds, and the lead keeper commits
-them."""
+"""Flushes a generation with several keepers: each writes its own images, and the leader commits."""
 
 from __future__ import annotations
 
@@ -30,13 +29,14 @@ async def flush_together(
     reporting: Reporting,
     is_wanted: Callable[[], bool],
 ) -> tuple[str, int]:
-    """Have a generation written by all keepers of the job, and commit it; the id of the attempt,
-    and how many bytes its images have. ``images``: those that this keeper, the lead keeper, holds.
+    """Have all keepers of the job write a generation, and commit it. Return the id of the attempt
+    and the total size of the images in bytes. ``images``: the images held by this keeper, the
+    leader.
 
-    Raises SaveError where another keeper cannot write its part, or is not heard any more;
-    DamagedError where memory no longer holds what was sealed; SupersededError where it is not
-    wanted any more, or another keeper has nothing of it. Then nothing is committed. Raises as
-    :func:`commit_attempt`, too.
+    Raises SaveError if another keeper fails to write its part or has not reported for too long,
+    DamagedError if an image has changed in memory, and SupersededError if the generation is no
+    longer wanted or another keeper has dropped it; then nothing is committed. Also raises as
+    :func:`commit_attempt`.
     """
     if not images:
         raise DamagedError(f"nothing of step {generation.step} is in memory")
@@ -70,7 +70,7 @@ async def flush_together(
 
 
 async def _written(reporting: Reporting, is_wanted: Callable[[], bool]) -> Mapping[str, Written]:
-    """What the other keepers have written, once all of them have."""
+    """Return the results of the other keepers, once all of them have finished."""
     others = reporting.lead.names - {reporting.name}
     while True:
         written = reporting.lead.written()
@@ -83,7 +83,7 @@ async def _written(reporting: Reporting, is_wanted: Callable[[], bool]) -> Mappi
         _check_wanted(is_wanted)
         if written.keys() >= others:
             return {name: written[name] for name in sorted(others)}
-        # Those of a job that was begun on other hosts meanwhile say nothing to this one.
+        # If the job was restarted on other hosts meanwhile, its keepers do not report here.
         if gone := [*reporting.unheard(), *sorted(others - reporting.lead.names)]:
             raise SaveError(f"the keeper {gone[0]} is not heard any more")
         await reporting.moved(_LOOK_S)
@@ -101,7 +101,7 @@ async def _labels(
     name: str,
     part: Written,
 ) -> dict[int, Label]:
-    """The labels of the images that another keeper has written."""
+    """Read the labels of the images that another keeper has written."""
     async with peers_of(generation, reporting.hosts, reporting.certificate) as peers:
         found = await asyncio.gather(*(peers.label(name, rank, run) for rank in part.ranks))
     return dict(zip(part.ranks, found, strict=True))

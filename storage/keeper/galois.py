@@ -1,16 +1,14 @@
-"""Parity of blocks in host memory, and blocks again out of parity.
+"""Parity arithmetic on blocks in host memory: encoding and recovery.
 
-P is the XOR of the blocks of a stripe, Q their sum weighted by the powers of 2 in GF(2⁸) with the
-polynomial 0x11d, as in RAID-6 (Anvin, The mathematics of RAID-6, 2004). With both, any two of all
-blocks can be made again. numpy does it at a third of the rate of a memcpy or better; ISA-L, where
-its library is found, at the full rate, and its Q is the same, byte for byte, so hosts with and
-without it may mix.
+P is the XOR of the blocks of a stripe. Q is their sum weighted by the powers of 2 in GF(2⁸) with
+the polynomial 0x11d, as in RAID-6 (Anvin, The mathematics of RAID-6, 2004). With both, any two lost
+blocks can be recovered. numpy reaches at least a third of the rate of a memcpy; ISA-L, if
+installed, the full rate. Its Q is identical, so hosts with and without it may mix.
 
-Everything works on arrays of bytes that the caller has, from place to place, without the
-interpreter's lock, in pieces that stay in a processor's cache. A block that is shorter than the
-output counts as followed by zeros. Outputs must not overlap with inputs.
+All functions work on byte arrays of the caller, without the GIL, in pieces that fit the CPU cache.
+A block shorter than the output counts as padded with zeros. Outputs must not overlap with inputs.
 
-Scope: arithmetic. Which blocks belong together is decided by ``planner/parity.py``.
+``planner/parity.py`` decides which blocks belong together.
 """
 
 from __future__ import annotations
@@ -28,36 +26,36 @@ from ...core.units import ceil_div
 __all__ = ["XOR_PIECE_NBYTES", "Bytes", "Isal", "find_isal", "make_pq", "make_xor", "recover"]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-"""One-dimensional and contiguous: ``np.frombuffer(view, np.uint8)`` makes one of a memoryview."""
+"""One-dimensional contiguous bytes, such as ``np.frombuffer(view, np.uint8)`` of a memoryview."""
 
 POLYNOMIAL = 0x11D
 ORDER = 255
 BLOCKS_MAX = ORDER
-"""Powers of 2 repeat after so many."""
+"""Number of distinct powers of 2 in the field."""
 XOR_PIECE_NBYTES = 256 << 10
 PQ_PIECE_NBYTES = 128 << 10
 PRODUCT_PIECE_NBYTES = 64 << 10
 _REDUCTION = np.uint8(POLYNOMIAL & 0xFF)
 _ISAL_NAMES = ("libisal.so.2",)
 _ISAL_ALIGN_NBYTES = 64
-"""What the widest of ISA-L's implementations wants of addresses and lengths."""
+"""Alignment of addresses and lengths that the widest implementation in ISA-L needs."""
 _ISAL_CALL_NBYTES = 256 << 20
-"""Lengths are given to it as a C int."""
+"""Limit of one call: ISA-L takes lengths as a C int."""
 
 
 class Isal:
-    """ISA-L's RAID functions, called without the interpreter's lock."""
+    """The RAID functions of ISA-L, called without the GIL."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Raises AttributeError where ``library`` has no such functions."""
+        """Raise AttributeError if ``library`` lacks these functions."""
         self._functions = {1: library.xor_gen, 2: library.pq_gen}
         for function in self._functions.values():
             function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
             function.restype = ctypes.c_int
 
     def made_nbytes(self, outputs: Sequence[Bytes], blocks: Sequence[Bytes]) -> int:
-        """Make P, or P and Q, in ``outputs``, as far as ISA-L can: as all blocks reach, in memory
-        that is aligned. Returns how many bytes that were; the rest is left to the caller."""
+        """Compute P, or P and Q, in ``outputs``, up to the end of the shortest array and only if
+        all are aligned. Return the number of bytes done; the caller computes the rest."""
         if len(blocks) < 2:
             return 0
         arrays = (*blocks, *outputs)
@@ -75,7 +73,7 @@ class Isal:
 
 @functools.cache
 def find_isal() -> Isal | None:
-    """ISA-L, if this host has it in the version that is known."""
+    """Return ISA-L, or None if this host lacks it or has an unknown version."""
     for name in _ISAL_NAMES:
         try:
             return Isal(ctypes.CDLL(name))
@@ -85,8 +83,8 @@ def find_isal() -> Isal | None:
 
 
 def make_xor(out: Bytes, blocks: Sequence[Bytes], isal: Isal | None = None) -> None:
-    """Fill ``out`` with the XOR of ``blocks``, with zeros where there are none; by ``isal`` where
-    it can."""
+    """Fill ``out`` with the XOR of ``blocks``; without any, with zeros. Uses ``isal`` where
+    possible."""
     _check_lengths(len(out), blocks)
     blocks = [block for block in blocks if len(block)]
     done = 0
@@ -98,8 +96,8 @@ def make_xor(out: Bytes, blocks: Sequence[Bytes], isal: Isal | None = None) -> N
 
 
 def make_pq(p: Bytes, q: Bytes, blocks: Sequence[Bytes], isal: Isal | None = None) -> None:
-    """Fill ``p`` and ``q``, which are equally long, with the parity of ``blocks``: the block at
-    position i counts 2ⁱ times in Q. By ``isal`` where it can.
+    """Fill ``p`` and ``q``, of equal length, with the parity of ``blocks``. The block at position i
+    has weight 2ⁱ in Q. Uses ``isal`` where possible.
 
     Raises ValueError for more blocks than there are powers.
     """
@@ -126,10 +124,10 @@ def recover(
 ) -> None:
     """Fill ``out`` with the lost block at position ``wanted``.
 
-    ``data`` has the blocks that are left, by position; what is neither there nor in ``unknown`` is
-    zeros. ``parity`` has at least one row, 0 (P) or 1 (Q), for each unknown block, and each is as
-    long as ``out`` or longer. Data beyond ``out`` is not looked at. Raises ValueError where that
-    does not suffice.
+    ``data``: surviving blocks by position; a position in neither ``data`` nor ``unknown`` counts as
+    zeros. ``parity``: rows by number, 0 (P) or 1 (Q), at least as many as unknown blocks, and each
+    at least as long as ``out``. Data beyond the length of ``out`` is ignored. Raises ValueError if
+    that is not enough.
     """
     nbytes = len(out)
     if wanted not in unknown or len(set(unknown)) > len(parity):
@@ -150,9 +148,9 @@ def recover(
 def _through_q(
     out: Bytes, lost: Sequence[int], known: Mapping[int, Bytes], parity: Mapping[int, Bytes]
 ) -> None:
-    """The first of one or two lost blocks. What is known is taken off Q, which leaves 2ˣ·x. With
-    two of them, it leaves 2ˣ·x + 2ʸ·y; x + y, which is what it leaves of P, in the place of y makes
-    that (2ˣ + 2ʸ)·x."""
+    """Recover the first of one or two lost blocks, with Q. Subtracting the known blocks from Q
+    leaves 2ˣ·x, or 2ˣ·x + 2ʸ·y for two lost blocks. In that case P leaves x + y in the same way;
+    counted in Q at position y, it turns the rest into (2ˣ + 2ʸ)·x."""
     weight = 0
     for position in lost:
         weight ^= _power(position)
@@ -173,7 +171,7 @@ def _through_q(
 
 
 class _Product:
-    """Multiplies pieces by one factor: two bytes at a time are looked up in a table."""
+    """Multiplies pieces by one factor, with a lookup table for pairs of bytes."""
 
     def __init__(self, factor: int, nbytes: int) -> None:
         pairs = ceil_div(min(PRODUCT_PIECE_NBYTES, nbytes), 2)
@@ -182,20 +180,20 @@ class _Product:
         self._found = np.empty(pairs, np.uint16)
 
     def into(self, out: Bytes, piece: Bytes) -> None:
-        """Fill ``out`` with as many bytes of ``piece``, which has at least one more where they are
-        an odd number, times the factor."""
+        """Fill ``out`` with the first bytes of ``piece`` times the factor. If ``out`` has an odd
+        length, ``piece`` must have at least one byte more."""
         pairs = ceil_div(len(out), 2)
         index = self._index[:pairs]
         found = self._found[:pairs]
         np.copyto(index, piece[: 2 * pairs].view(np.uint16))
-        # Every index is within the table; "clip" is the mode that needs no copy of the outcome.
+        # Every index is in the table; "clip" is the mode that needs no copy of the result.
         np.take(self._table, index, out=found, mode="clip")
         np.copyto(out, found.view(np.uint8)[: len(out)])
 
 
 def _xor_piece(out: Bytes, blocks: Sequence[Bytes]) -> None:
     if len(blocks) >= 2 and len(blocks[0]) == len(blocks[1]) == len(out):
-        # A pass less than to copy the first one.
+        # One pass less than copying the first block.
         np.bitwise_xor(blocks[0], blocks[1], out=out)
         rest = blocks[2:]
     else:
@@ -206,7 +204,7 @@ def _xor_piece(out: Bytes, blocks: Sequence[Bytes]) -> None:
 
 
 def _pq_piece(p: Bytes, q: Bytes, blocks: Sequence[Bytes], spare: Bytes) -> None:
-    """Horner's scheme, from the last block to the first: Q is doubled before each is added."""
+    """Compute P and Q by Horner's scheme, from the last block to the first."""
     last = blocks[-1] if blocks else p[:0]
     _copy(p, last)
     _copy(q, last)
@@ -217,7 +215,7 @@ def _pq_piece(p: Bytes, q: Bytes, blocks: Sequence[Bytes], spare: Bytes) -> None
 
 
 def _q_piece(q: Bytes, blocks: Sequence[Bytes], spare: Bytes) -> None:
-    """Q alone, in the same way."""
+    """Compute Q alone by Horner's scheme."""
     _copy(q, blocks[-1])
     for block in reversed(blocks[:-1]):
         _double(q, spare[: len(q)])
@@ -235,8 +233,8 @@ def _add(out: Bytes, block: Bytes) -> None:
 
 
 def _double(q: Bytes, spare: Bytes) -> None:
-    """Multiply each byte by 2: shifted, and reduced where its highest bit was set, which is to say
-    where it is negative as a signed number."""
+    """Multiply each byte by 2: shift it, and reduce it if its highest bit was set, so if it is
+    negative as a signed number."""
     np.less(q.view(np.int8), 0, out=spare.view(np.bool_))
     np.multiply(spare, _REDUCTION, out=spare)
     np.add(q, q, out=q)
@@ -250,7 +248,7 @@ def _check_lengths(nbytes: int, blocks: Sequence[Bytes]) -> None:
 
 
 def _powers() -> tuple[int, ...]:
-    """All powers of 2, from that of 0 on."""
+    """Return all powers of 2, starting with exponent 0."""
     found = [1]
     while len(found) < ORDER:
         value = found[-1] << 1
@@ -262,7 +260,7 @@ _POWERS = _powers()
 
 
 def _power(exponent: int) -> int:
-    """2 to some power, which may be negative."""
+    """Return 2 to the power ``exponent``, which may be negative."""
     return _POWERS[exponent % ORDER]
 
 
@@ -273,13 +271,14 @@ def _product(a: int, b: int) -> int:
 
 
 def _quotient(a: int, b: int) -> int:
-    """``a`` divided by ``b``, neither of which is 0."""
+    """Return ``a`` divided by ``b``, both of them non-zero."""
     return _power(_POWERS.index(a) - _POWERS.index(b))
 
 
 @functools.lru_cache(maxsize=16)
 def _products(factor: int) -> npt.NDArray[np.uint16]:
-    """What each pair of bytes is when both are multiplied by ``factor``: 128 KiB."""
+    """Return a table of 128 KiB that maps each pair of bytes to the pair multiplied by
+    ``factor``."""
     single = np.array([_product(factor, value) for value in range(256)], np.uint16)
     table: npt.NDArray[np.uint16] = (single[:, None] << np.uint16(8) | single[None, :]).ravel()
     return table

@@ -1,22 +1,21 @@
-"""Which slots there are, what is in them, and which of them may be filled: a pure state machine. No
-I/O, no clock.
+"""State machine of a keeper's slots: their contents, and which may be overwritten. Pure.
 
-A slot holds the image of one rank. A *generation* is one step of the job: it is *agreed* once all
-ranks' images are sealed and alike where they have to be. What may not be written over:
+A slot holds the image of one rank. A *generation* is one step of the job; it is *agreed* once all
+ranks have sealed their images, and replicated values match. Each resume begins an *epoch* and
+discards all later steps; otherwise a later restart could pick up an abandoned branch. If a rank has
+no slot left, the step is skipped on all ranks.
 
-- the newest generation that is agreed, since a restart may need it; or what this epoch went on
-  from, until one of this epoch is agreed, since it may not be known here that it is agreed, too;
-- the newest of which all keepers have made parity, since a restart without one of the hosts may
-  need it; and the one that they make parity of now;
-- one that is being sealed, flushed, or read by a trainer that restarts, even if it was dropped;
-- memory that a living process of an older epoch has mapped: there is no way to take that from it;
-  nor memory that has outlived a keeper, of which nobody knows who has mapped it;
-- an image of a generation that may yet be agreed, or a rank that is ahead would always write over
-  what the others are about to seal.
+These are never overwritten:
 
-Where a rank has no slot left, the step is left out, for all ranks. Each resume begins an *epoch*.
-What it did not go on from of later steps is dropped for good, or a later restart might jump to an
-abandoned branch.
+- the newest agreed generation, which a restart may need; before this epoch has one, the generation
+  that it resumed from, which may be agreed without this keeper knowing
+- the newest generation that all keepers have encoded, which is needed after the loss of a host; and
+  any generation being encoded now
+- an image that is being sealed, flushed, or read by a restarting trainer, even if it was dropped
+- memory mapped by a live process of an older epoch, since it cannot be revoked; and memory that
+  outlived a keeper, since nobody knows who has it mapped
+- an image of a generation that may still be agreed; otherwise a rank that runs ahead would keep
+  overwriting the steps that the others are about to seal
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from .slots import Content, Grant, HeldRanks, Reason, Refusal, Slot
 __all__ = ["SLOTS_PER_RANK", "Generations"]
 
 SLOTS_PER_RANK = 3
-"""The newest agreed one, the one that is about to be, and the one that is being filled."""
+"""For the newest agreed image, the next to be agreed, and the image being filled."""
 LEFT_OUT_KEPT = 64
-"""So many steps that were left out are remembered: ranks are hardly ever that far apart."""
+"""Number of skipped steps to remember: ranks are hardly ever that far apart."""
 
 
 @dataclass(eq=False)
@@ -42,14 +41,14 @@ class _Generation:
     world: int
     agreed: bool = False
     was_agreed: bool = False
-    """As the keeper before knew. Until it is known here anew, too, or its epoch is over, an older
-    one does not give way to it: other keepers may rely on that."""
+    """Agreed according to the previous keeper. It displaces no older generation, on which other
+    keepers may rely, until this keeper learns of the agreement as well or its epoch ends."""
     lost: bool = False
-    """Whether a rank has no image of it, or not any more: it will not be whole."""
+    """True if the image of some rank is missing for good, so that it stays incomplete."""
 
 
 class Generations:
-    """The slots of one keeper. A *client* is a number for one trainer's process."""
+    """The slots of one keeper. A *client* is a number that identifies one trainer process."""
 
     def __init__(self, budget_nbytes: int, slots_per_rank: int = SLOTS_PER_RANK) -> None:
         self.budget_nbytes = budget_nbytes
@@ -58,28 +57,28 @@ class Generations:
         self._slots: dict[int, Slot] = {}
         self._generations: dict[GenerationId, _Generation] = {}
         self._epochs: dict[int, int] = {}
-        """The epoch that each living client is in."""
+        """Epoch of each live client."""
         self._ranks: dict[int, int] = {}
-        """The rank of each living client."""
+        """Rank of each live client."""
         self.epoch = -1
         self._flushing: dict[GenerationId, list[list[Slot]]] = {}
-        """What flushes read, even where it was dropped meanwhile."""
+        """Slots that flushes read, by generation. They stay here when the generation is dropped."""
         self._newest_step: dict[int, int] = {}
-        """By rank: the newest step of this epoch that was granted."""
+        """Newest step of this epoch granted to each rank."""
         self._left_out: list[int] = []
-        """The newest steps of this epoch for which a rank had no slot, here or on another host."""
+        """Recent steps of this epoch that some rank, here or on another host, had no slot for."""
         self._chosen: GenerationId | None = None
-        """What this epoch went on from, if it is here."""
+        """Generation that this epoch resumed from, if it is held here."""
         self._guarding: frozenset[GenerationId] = frozenset()
 
     @property
     def slots(self) -> set[int]:
-        """The numbers of all slots."""
+        """Numbers of all slots."""
         return set(self._slots)
 
     @property
     def newest_agreed(self) -> GenerationId | None:
-        """What a restart can go on from, whichever processes die."""
+        """Newest generation that a restart can use, whichever processes die."""
         known = (
             id
             for id, of in self._generations.items()
@@ -89,19 +88,19 @@ class Generations:
 
     @property
     def undecided(self) -> list[GenerationId]:
-        """Those of this epoch whose outcome is not known here."""
+        """Generations of this epoch whose outcome this keeper does not know."""
         return [
             id for id, of in self._generations.items() if id.epoch == self.epoch and not of.agreed
         ]
 
     def guarding(self, ids: Collection[GenerationId]) -> None:
-        """Parity is made of these generations, or has been made of all their images: other keepers
-        read them, and they are what is left where a host is lost."""
+        """Set the generations that are being encoded, or are encoded on all keepers. Other keepers
+        read their images, and need them if a host is lost."""
         self._guarding = frozenset(ids)
 
     def will_not_come(self, id: GenerationId) -> bool:
-        """Whether a rank of this keeper will never seal its image of this generation: it has none,
-        and has gone on."""
+        """Return whether some rank of this keeper will never seal its image of a generation,
+        because it has moved on without one."""
         if id.epoch != self.epoch:
             return True
         of = self._generations.get(id)
@@ -115,9 +114,9 @@ class Generations:
         )
 
     def enter(self, client: int, rank: int, epoch: int, chosen: int | None) -> Refusal | None:
-        """``client`` goes on in ``epoch``, from step ``chosen``; None: from the beginning. The
-        first to enter an epoch ends the one before."""
-        # What was made again after its host was lost may be all that is known of its epoch.
+        """Enter ``epoch``, resumed from step ``chosen`` (None: from scratch), as ``client``. The
+        first client of a new epoch ends the previous one."""
+        # A rebuilt generation may be all that this keeper knows of its epoch.
         newest = max([self.epoch, *(id.epoch for id in self._generations)])
         if epoch < newest:
             return Refusal(Reason.STALE_EPOCH, f"epoch {epoch} is over: this is epoch {newest}")
@@ -137,27 +136,29 @@ class Generations:
                 self._empty(slot)
             elif slot.content is Content.CAPTURED:
                 slot.content = Content.ABANDONED
-        # What is of this epoch was made again after its host was lost: a trainer of it comes late.
+        # Generations of this epoch were rebuilt after the loss of a host; this trainer is a late
+        # one.
         earlier = [id for id in self._generations if id.epoch < self.epoch]
         for id in [id for id in earlier if chosen is None or id.step > chosen]:
             self._forget(id)
 
     def _empty(self, slot: Slot) -> None:
-        """There is no image in it; nor is there a generation any more if this was its last."""
+        """Mark a slot as free, and forget its generation if this was the last image of it."""
         id = slot.generation
         slot.empty()
         if id is not None and not self._is_held(id):
             self._generations.pop(id, None)
 
     def _forget(self, id: GenerationId) -> None:
-        """Its images are no more, but one that is being filled now stays so."""
+        """Discard a generation with its sealed images. A slot that is being filled stays as it
+        is."""
         self._generations.pop(id, None)
         for slot in self._slots.values():
             if slot.generation == id and slot.content is Content.SEALED:
                 slot.empty()
 
     def fill(self, client: int, rank: int, step: int, nbytes: int, world: int) -> Grant | Refusal:
-        """A slot of ``nbytes`` for the image of ``rank`` at ``step`` of this epoch."""
+        """Grant ``rank`` a slot of ``nbytes`` for ``step`` of this epoch, or refuse."""
         if self._epochs.get(client) != self.epoch:
             return Refusal(Reason.STALE_EPOCH, f"this is epoch {self.epoch}")
         if step <= self._newest_step.get(rank, -1):
@@ -184,8 +185,8 @@ class Generations:
         return Grant(number, fresh, freed)
 
     def _make_room(self, rank: int, nbytes: int) -> tuple[Refusal | None, tuple[int, ...]]:
-        """Why there is no room for one more slot of ``rank``, if there is none; and what was freed
-        for it."""
+        """Free memory for one more slot of ``rank``. Return why there is still no room (None if
+        there is), and the slots that were freed."""
         freed: tuple[int, ...] = ()
         problem = self._no_room(rank, nbytes)
         if problem is not None and problem.reason is Reason.NO_MEMORY:
@@ -200,14 +201,15 @@ class Generations:
         self._left_out = [*self._left_out, step][-LEFT_OUT_KEPT:]
 
     def _give_up_behind(self, rank: int, step: int) -> None:
-        """``rank`` goes on to ``step``: what it has not captured before will not be whole."""
+        """Mark earlier generations without an image of ``rank`` as lost: it has moved on to
+        ``step``."""
         held = {slot.generation for slot in self._slots.values() if slot.rank == rank}
         for id, of in self._generations.items():
             if id.epoch == self.epoch and id.step < step and id not in held:
                 of.lost = of.lost or not of.agreed
 
     def _lose(self, slot: Slot) -> None:
-        """What is in it gives way: other slots may hold more of its generation."""
+        """Discard the image in a slot to reuse it. Its generation is incomplete from now on."""
         of = self._generations.get(slot.generation) if slot.generation else None
         if of is not None:
             of.lost = True
@@ -226,8 +228,8 @@ class Generations:
         return any(slot.generation == id for slot in self._slots.values())
 
     def _free_useless(self, rank: int, nbytes: int, world: int) -> tuple[int, ...]:
-        """Slots whose memory has outlived a keeper, those of ranks that are no more, and those of a
-        former size of the state are of no use once nothing protects what is in them."""
+        """Free unprotected slots that no step can use: memory that outlived a keeper, ranks that no
+        longer exist, images of a former size, and surplus slots."""
         freed = [
             number
             for number, slot in self._slots.items()
@@ -241,8 +243,7 @@ class Generations:
         return self._given_up(freed)
 
     def _free_foreign(self, rank: int) -> tuple[int, ...]:
-        """Slots of ranks that another keeper has now are in the way of others, once nothing
-        protects what is in them."""
+        """Free unprotected slots of ranks that another keeper serves now."""
         ranks = self._ranks_now(rank)
         freed = [
             number
@@ -252,8 +253,9 @@ class Generations:
         return self._given_up(freed)
 
     def _free_thirds(self, rank: int, nbytes: int) -> tuple[int, ...]:
-        """A third slot of another rank gives way to the first or second of ``rank``: no step comes
-        about without an image of each. What an epoch went on from takes room until then."""
+        """Free third slots of other ranks if ``rank`` lacks its first or second: no step is agreed
+        without an image of every rank. Memory is short until then, since the generation that the
+        epoch resumed from is retained."""
         mine = sum(slot.nbytes == nbytes for slot in self._of_rank(rank).values())
         ranks = self._ranks_now(rank)
         if mine >= self._slots_per_rank - 1 or self._wanted_nbytes(ranks, rank, nbytes) > (
@@ -267,15 +269,16 @@ class Generations:
         return self._given_up(freed)
 
     def _given_up(self, numbers: Collection[int]) -> tuple[int, ...]:
-        """These slots are no more."""
+        """Remove these slots, and return their numbers."""
         for number in numbers:
             self._lose(self._slots[number])
             del self._slots[number]
         return tuple(numbers)
 
     def _surplus(self, rank: int) -> list[int]:
-        """Slots that took the place of others, which a process of an older epoch had mapped until
-        it ended: the other ranks may have too few because of them."""
+        """Return the slots of ``rank`` beyond its share. They stood in for slots mapped by a
+        process of an older epoch, which has ended since; other ranks may lack memory because of
+        them."""
         count = sum(not self._is_mapped_by_stale(slot) for slot in self._of_rank(rank).values())
         return self._by_loss(rank)[: max(0, count - self._slots_per_rank)]
 
@@ -283,7 +286,7 @@ class Generations:
         return {number: slot for number, slot in self._slots.items() if slot.rank == rank}
 
     def _by_loss(self, rank: int) -> list[int]:
-        """The slots of ``rank`` that may be filled, those whose loss matters least first."""
+        """Return the slots of ``rank`` that may be overwritten, the least valuable first."""
         mine = self._of_rank(rank)
         usable = [number for number, slot in mine.items() if self._may_be_filled(slot)]
         return sorted(usable, key=lambda number: mine[number].generation or GenerationId(-1, -1))
@@ -296,7 +299,8 @@ class Generations:
         return slot.generation is None or not self._is_wanted(slot.generation)
 
     def _is_wanted(self, id: GenerationId) -> bool:
-        """Whether it is the newest that is agreed, or may become it."""
+        """Return whether a generation is the newest agreed one, is encoded, or may still be
+        agreed."""
         newest = self._gone_on_from
         if id == newest or id in self._guarding:
             return True
@@ -307,14 +311,14 @@ class Generations:
 
     @property
     def _gone_on_from(self) -> GenerationId | None:
-        """What the next restart goes on from, as far as it is known here."""
+        """Generation that the next restart would use, to this keeper's knowledge."""
         newest = self.newest_agreed
         if self._chosen in self._generations and (newest is None or newest.epoch < self.epoch):
             return self._chosen
         return newest
 
     def _is_mapped_by_stale(self, slot: Slot) -> bool:
-        """Whether a living process of an older epoch may write to it."""
+        """Return whether a live process of an older epoch may write to the slot."""
         return any(self._epochs.get(client, -1) < self.epoch for client in slot.mappers)
 
     def _no_room(self, rank: int, nbytes: int) -> Refusal | None:
@@ -345,14 +349,14 @@ class Generations:
         return Refusal(Reason.NO_MEMORY, text)
 
     def _ranks_now(self, rank: int) -> set[int]:
-        """Those that have entered this epoch, and ``rank``."""
+        """Return the ranks that have entered this epoch, and ``rank``."""
         entered = {
             of for client, of in self._ranks.items() if self._epochs.get(client) == self.epoch
         }
         return entered | {rank}
 
     def _wanted_nbytes(self, ranks: Collection[int], rank: int, nbytes: int) -> int:
-        """What all slots of ``ranks`` take, where an image of ``rank`` has ``nbytes``."""
+        """Return the size of all slots of ``ranks``, given images of ``nbytes`` for ``rank``."""
         sizes = dict.fromkeys(ranks, nbytes)
         for slot in self._slots.values():
             of_epoch = slot.generation is not None and slot.generation.epoch == self.epoch
@@ -361,16 +365,16 @@ class Generations:
         return self._slots_per_rank * sum(sizes.values())
 
     def made(self, slot: int) -> None:
-        """A fresh slot has its memory, whatever has become of its filler meanwhile."""
+        """Record that a fresh slot has its memory, even if its client has given up meanwhile."""
         self._slots[slot].made = True
 
     def unmade(self, slot: int) -> None:
-        """The memory of a fresh slot could not be had."""
+        """Remove a fresh slot whose memory could not be allocated."""
         self._empty(self._slots[slot])
         del self._slots[slot]
 
     def is_filling(self, slot: int, client: int, id: GenerationId) -> bool:
-        """Whether ``client`` fills the slot with its image of this generation."""
+        """Return whether ``client`` is filling the slot with its image of this generation."""
         held = self._slots.get(slot)
         return (
             held is not None
@@ -379,20 +383,22 @@ class Generations:
         )
 
     def captured(self, slot: int) -> None:
-        """All bytes of the image are in it, whatever becomes of its writer; it is sealed now. To be
-        followed by :meth:`sealed` or :meth:`unsealed`, once nothing writes to it any more."""
+        """Record that the image is complete, and is being sealed. The end of its trainer no
+        longer matters. Call :meth:`sealed` or :meth:`unsealed` once nothing writes to the slot
+        any more."""
         self._slots[slot].content = Content.CAPTURED
 
     def sealed(self, slot: int) -> None:
-        """It is hashed and labelled."""
+        """Record that the image is hashed and labelled."""
         self._slots[slot].content = Content.SEALED
 
     def unsealed(self, slot: int) -> None:
-        """Sealing has ended without a label."""
+        """Free a slot whose sealing has failed."""
         self._empty(self._slots[slot])
 
     def dropped(self, slot: int, client: int) -> bool:
-        """``client`` has captured nothing into it. Whether it was the one to fill it."""
+        """Free a slot into which ``client`` has captured nothing. Return whether ``client`` was
+        filling it."""
         held = self._slots.get(slot)
         if held is None or held.content is not Content.FILLING or held.filler != client:
             return False
@@ -400,18 +406,18 @@ class Generations:
         return True
 
     def drop_unfinished(self, client: int) -> None:
-        """``client`` will not go on with what it was filling."""
+        """Free the slots that ``client`` was filling."""
         for number in self._slots:
             self.dropped(number, client)
 
     def is_sealing(self, slot: int, id: GenerationId) -> bool:
-        """Whether the image of this generation is still what is being sealed there."""
+        """Return whether the slot is still sealing its image of this generation."""
         held = self._slots.get(slot)
         return held is not None and held.content is Content.CAPTURED and held.generation == id
 
     def agreed(self, id: GenerationId) -> bool:
-        """All ranks have sealed it, and it is alike where it has to be. Whether it can be gone on
-        from: not where a rank that was ahead has written over its image meanwhile."""
+        """Record that a generation is agreed. Return False if it cannot be restored, because a rank
+        that ran ahead has overwritten its image."""
         of = self._generations.get(id)
         if of is None or of.lost:
             return False
@@ -419,28 +425,29 @@ class Generations:
         return True
 
     def is_agreed(self, id: GenerationId) -> bool:
-        """Whether it is."""
+        """Return whether this keeper knows the generation to be agreed."""
         of = self._generations.get(id)
         return of is not None and of.agreed
 
     def was_agreed(self, id: GenerationId) -> None:
-        """The keeper before knew that it is agreed on: a restart may go on from it."""
+        """Record that the previous keeper knew the generation to be agreed, so a restart may use
+        it."""
         self._generations[id].was_agreed = True
 
     def is_restorable(self, id: GenerationId) -> bool:
-        """Whether a restart may go on from it."""
+        """Return whether a restart may use the generation."""
         of = self._generations.get(id)
         return of is not None and (of.agreed or of.was_agreed)
 
     def void(self, id: GenerationId) -> None:
-        """It does not belong together, is damaged, or a rank has nothing of it. A rank that is
-        behind leaves it out."""
+        """Discard a generation that is inconsistent, damaged or incomplete. Ranks that are behind
+        skip its step."""
         self._forget(id)
         if id.epoch == self.epoch:
             self._leave_out(id.step)
 
     def flushing(self, id: GenerationId) -> None:
-        """It is read to be written to storage; to be followed by :meth:`flushed`."""
+        """Pin the sealed images of a generation until :meth:`flushed`."""
         slots = [
             slot
             for slot in self._slots.values()
@@ -451,7 +458,7 @@ class Generations:
         self._flushing.setdefault(id, []).append(slots)
 
     def flushed(self, id: GenerationId) -> None:
-        """That has ended, well or not."""
+        """Unpin the images of one :meth:`flushing` call, whether or not the flush succeeded."""
         flushes = self._flushing[id]
         for slot in flushes.pop():
             slot.flushes -= 1
@@ -459,8 +466,8 @@ class Generations:
             del self._flushing[id]
 
     def open(self, client: int, id: GenerationId, rank: int) -> int | None:
-        """The slot of an image, which ``client`` reads until it is :meth:`released`; None where
-        there is none."""
+        """Return the slot of an image, pinned for ``client`` until :meth:`released`; None if there
+        is no such image."""
         for number, slot in self._slots.items():
             if (slot.generation, slot.rank, slot.content) == (id, rank, Content.SEALED):
                 slot.readers.add(client)
@@ -468,13 +475,12 @@ class Generations:
         return None
 
     def holds(self, slot: int, id: GenerationId) -> bool:
-        """Whether a sealed image of this generation is in it, and was not given up."""
+        """Return whether the slot has a sealed image of this generation that was not dropped."""
         held = self._slots.get(slot)
         return held is not None and (held.generation, held.content) == (id, Content.SEALED)
 
     def offer(self, client: int) -> None:
-        """``client`` is about to choose what to go on from: what is agreed stays until
-        :meth:`released`."""
+        """Pin everything that ``client`` may choose to resume from, until :meth:`released`."""
         for slot in self._slots.values():
             id = slot.generation
             if slot.content is not Content.SEALED or id is None:
@@ -483,12 +489,12 @@ class Generations:
                 slot.readers.add(client)
 
     def released(self, client: int) -> None:
-        """``client`` reads nothing any more."""
+        """Unpin all slots that ``client`` reads."""
         for slot in self._slots.values():
             slot.readers.discard(client)
 
     def client_gone(self, client: int) -> None:
-        """Its process has ended: it has no memory mapped."""
+        """Forget a client whose process has ended, so that it has no memory mapped."""
         self._epochs.pop(client, None)
         self._ranks.pop(client, None)
         self.drop_unfinished(client)
@@ -499,14 +505,16 @@ class Generations:
     def adopt(
         self, client: int, id: GenerationId, rank: int, world: int, nbytes: int
     ) -> int | Refusal:
-        """A slot for a sealed image of this epoch, which ``client`` has from a keeper that is gone.
-        Of older epochs it is not known here what a resume has dropped."""
+        """Return a slot for a sealed image of this epoch that ``client`` has kept from a dead
+        keeper. Images of older epochs are refused: this keeper cannot know which of their steps a
+        resume dropped."""
         if id.epoch != self.epoch or self._epochs.get(client) != self.epoch:
             return Refusal(Reason.STALE_EPOCH, f"this is epoch {self.epoch}")
         for number, slot in self._slots.items():
             if slot.generation == id and slot.rank == rank:
                 if slot.outlived and slot.nbytes == nbytes:
-                    # It was granted to this client, and so to none of an older epoch that lives.
+                    # The memory was granted to this client, so no live process of an older epoch
+                    # has it mapped.
                     slot.outlived = False
                     slot.mappers.add(client)
                     self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
@@ -531,10 +539,13 @@ class Generations:
         epoch: bool = True,
         outlived: bool = False,
     ) -> int | Refusal:
-        """A slot for a sealed image that is here again: of an earlier keeper, before any trainer
-        has come, whose ``epoch`` this one begins with; or one that was lost with its host.
-        ``outlived``: it is in the memory that the earlier keeper had, which others may have
-        mapped."""
+        """Return a slot for a sealed image that is available again.
+
+        With ``epoch``, it was kept by an earlier keeper or on local storage, and this keeper begins
+        in its epoch, before any trainer has connected. Without, it was rebuilt after the loss of
+        its host. ``outlived``: the memory comes from the earlier keeper, and other processes may
+        have it mapped.
+        """
         for slot in self._slots.values():
             if slot.generation == id and slot.rank == rank:
                 return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is held already")
@@ -556,7 +567,7 @@ class Generations:
         return Refusal(Reason.NO_MEMORY, text)
 
     def restorable(self) -> list[HeldRanks]:
-        """The generations of which there are sealed images, the newest first."""
+        """Return the generations with sealed images, newest first."""
         found: dict[GenerationId, list[int]] = {}
         for slot in self._slots.values():
             if slot.content is Content.SEALED and slot.generation is not None:

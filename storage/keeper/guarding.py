@@ -1,10 +1,8 @@
-"""Guarding: the members of a group of keepers hold parity of each other's images, and make an image
-again that was lost with its host.
+"""Encodes parity among the keepers of a group, and rebuilds an image that was lost with its host.
 
-Which bytes go into which stripe is planned by ``planner/parity.py``, and the arithmetic is that of
-:mod:`.galois`; :mod:`.combining` moves bytes by both.
-
-Scope: neither when this is done, nor how bytes come from another host.
+``planner/parity.py`` assigns bytes to stripes, :mod:`.galois` does the arithmetic, and
+:mod:`.combining` moves the bytes. The caller decides when to encode, and how bytes arrive from
+another host.
 """
 
 from __future__ import annotations
@@ -39,13 +37,13 @@ __all__ = [
 ]
 
 _SPARE_ALIGN_NBYTES = 64
-"""Memory that ISA-L is given is aligned like that; all else is, to pages."""
+"""Alignment of memory given to ISA-L. All other memory here is aligned to pages."""
 
 
 @dataclass(eq=False)
 class HeldParity:
-    """A block of parity that this member holds. ``memory``: of ``block.nbytes``, or None where that
-    is nothing; ``digest``: xxh3-128 of its bytes."""
+    """A parity block that this member holds. ``memory``: ``block.nbytes`` bytes, None if that is 0;
+    ``digest``: xxh3-128 of the bytes."""
 
     lane: int
     block: ParityBlock
@@ -54,21 +52,21 @@ class HeldParity:
 
     @property
     def view(self) -> memoryview:
-        """Its bytes, which nobody may change."""
+        """The bytes of the block, not to be modified."""
         if self.memory is None:
             return memoryview(b"")
         return self.memory.view
 
     def close(self) -> None:
-        """Give its memory back. Safe to call twice."""
+        """Release the memory. Safe to call twice."""
         if self.memory is not None:
             self.memory.close()
 
 
 @dataclass(eq=False)
 class Guarded:
-    """What one member of a group holds for one generation: the ``labels`` of all ranks of the
-    group, encoded, and its ``parities``, lane by lane. Owns the memory of these."""
+    """Parity of one generation on one member of a group: its ``parities``, lane by lane, and copies
+    of the encoded ``labels`` of all ranks of the group. Owns the memory."""
 
     group: GuardedGroup
     member: int
@@ -78,19 +76,19 @@ class Guarded:
 
     @property
     def nbytes(self) -> int:
-        """Of all parity, and of the labels."""
+        """Size of the parity and the labels."""
         labels = sum(map(len, self.labels.values()))
         return labels + sum(parity.block.nbytes for parity in self.parities)
 
     def close(self) -> None:
-        """Give all memory back. Safe to call twice."""
+        """Release all memory. Safe to call twice."""
         while self.parities:
             self.parities.pop().close()
 
 
 def image_nbytes(label: Label) -> int:
-    """How many bytes of the image of a rank are guarded: none where it has no shard. It has a slot
-    even so, whose bytes mean nothing."""
+    """Return the number of bytes of an image that parity covers: 0 for a rank without shards, whose
+    slot holds no meaningful bytes."""
     return label.nbytes if label.digests else 0
 
 
@@ -102,15 +100,14 @@ async def guard(
     pull: Pull,
     room: Callable[[int], Memory],
 ) -> Guarded:
-    """Make the parity that ``member`` holds of a generation, out of the images of the others.
+    """Encode the parity that ``member`` holds of a generation from the images of the others.
 
-    ``labels``: of all ranks of the group, encoded; ``room``: makes memory of so many bytes, at
-    least one, in a thread. Either all of it is made, or all memory is given back, whatever has
-    happened, and no pull is under way any more. No more than ``BUFFERS_NBYTES`` are held besides.
+    ``labels``: encoded labels of all ranks of the group; ``room``: allocates memory of at least one
+    byte, in a thread. Either all parity is encoded, or all memory is released and no pull is in
+    flight any more. Uses up to ``BUFFERS_NBYTES`` besides the result.
 
-    Raises what ``pull`` raises, OSError where there is no room; DamagedError where a label is
-    damaged, or contradicts itself or others; UsageError where one is missing, or the group cannot
-    be one.
+    Raises as ``pull``; OSError if there is no memory; DamagedError if a label is damaged or
+    contradicts itself or another one; UsageError if a label is missing or the group is not valid.
     """
     if not 0 <= member < len(group.names):
         raise UsageError(f"a group of {len(group.names)} hosts has no member {member}")
@@ -143,17 +140,17 @@ async def rebuild(
     pull: Pull,
     memory: Memory,
 ) -> Label:
-    """Make the image of ``want_rank`` again in ``memory``, which has the size that its label tells,
-    and return its label.
+    """Rebuild the image of ``want_rank`` in ``memory``, which has the size given by its label.
+    Return the label.
 
-    ``lost``: the members from which nothing can be pulled; that of the rank counts as one of them.
-    ``labels``: of all ranks of the group. No more is pulled than is needed, at most
-    ``BUFFERS_NBYTES`` at a time. The whole image is compared with the label. If this raises, what
-    lies in ``memory`` is no image. Nothing is done for a rank that has no image.
+    ``lost``: members that cannot be read; the member of ``want_rank`` counts as one of them.
+    ``labels``: encoded labels of all ranks of the group. Pulls only what is needed, with at most
+    ``BUFFERS_NBYTES`` in flight, and verifies the whole image against its label. After an error
+    ``memory`` holds no valid image. Does nothing for a rank without an image.
 
-    Raises what ``pull`` raises; DamagedError where too many members are lost, where what was made
-    is not the image, or a label is damaged; UsageError where a label is missing, the rank is not of
-    the group, or the memory has another size.
+    Raises as ``pull``; DamagedError if too many members are lost, the result does not match its
+    label, or a label is damaged; UsageError if a label is missing, the rank is not in the group, or
+    ``memory`` has another size.
     """
     known = await offload(_decoded, group, labels)
     if want_rank not in known:
@@ -188,13 +185,13 @@ async def rebuild(
 
 
 async def parity_is_intact(held: HeldParity) -> bool:
-    """Whether its bytes are those that were made: to be asked before they are handed out. Reads all
-    of them, in a thread."""
+    """Return whether the bytes still match their digest, as must be checked before they are handed
+    out. Reads the whole block, in a thread."""
     return await offload(digest, held.view) == held.digest
 
 
 def _decoded(group: GuardedGroup, labels: Mapping[int, bytes]) -> dict[int, Label]:
-    """The labels of all ranks of the group."""
+    """Return the decoded and checked labels of all ranks of the group."""
     found: dict[int, Label] = {}
     for rank in (rank for ranks in group.ranks for rank in ranks):
         if rank not in labels:
@@ -225,7 +222,7 @@ def _lanes(group: GuardedGroup, labels: Mapping[int, Label]) -> tuple[Lane, ...]
 
 
 def _make_room(held: HeldParity, room: Callable[[int], Memory]) -> None:
-    # Not returned: who waits for it may be cancelled, and would never know of it.
+    # Assigned here, not returned: a cancelled caller would not see the result, and leak it.
     held.memory = room(held.block.nbytes)
 
 
@@ -234,13 +231,13 @@ def _seal(held: HeldParity) -> None:
 
 
 def _of_parity(held: HeldParity, lane: Lane) -> Range:
-    """How a block of parity is made."""
+    """Return the range that computes a parity block."""
     assert held.memory is not None
     block = held.block
     data = lane.data(block.stripe)
     combine: Combine | None = _into_q
     if block.row == 0:
-        # What is no data adds nothing; in Q it counts, by its position.
+        # Empty blocks add nothing to P. In Q they count, by position.
         data = tuple(each for each in data if each.nbytes)
         combine = None if len(data) == 1 else _into_p
     return Range(held.memory, 0, block.nbytes, held.lane, data, combine)
@@ -251,19 +248,19 @@ def _into_p(out: Bytes, data: Sequence[Bytes]) -> None:
 
 
 def _into_q(out: Bytes, data: Sequence[Bytes]) -> None:
-    # P is made along with it, and thrown away: another member holds that one.
+    # P comes with Q and is discarded: another member holds it.
     spare = np.empty(len(out) + _SPARE_ALIGN_NBYTES, np.uint8)
     start = -spare.ctypes.data % _SPARE_ALIGN_NBYTES
     make_pq(spare[start : start + len(out)], out, data, find_isal())
 
 
 def _of_repair(repair: StripeRepair, lane: int, memory: Memory) -> Range:
-    """How a block of a lost image is made again."""
+    """Return the range that recovers a block of a lost image."""
     wanted = repair.wanted
     blocks = repair.pulled
     combine: Combine | None = partial(_recovered, repair)
     if len(blocks) == 1 and repair.parity[0].row == 0:
-        combine = None  # P of one block is that block
+        combine = None  # P of a single block is a copy of it
     return Range(memory, wanted.start, wanted.nbytes, lane, blocks, combine)
 
 

@@ -1,5 +1,5 @@
-"""The parity that a keeper holds of the images of its group, and when it makes it; and images that
-are made again out of that of others."""
+"""Holds a keeper's parity of the images of its group, and decides when to encode it. Rebuilds lost
+images from the parity of others."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 
 class Guards:
-    """``certificate``: a file, of those whom other keepers are trusted by. ``changed()`` is called
-    when parity was made, or could not be."""
+    """Parity that one keeper holds. ``certificate``: PEM file to verify other keepers with;
+    ``changed()`` is called when an encoding has succeeded or failed."""
 
     def __init__(self, run: str, certificate: str, changed: Callable[[], None]) -> None:
         self._run = run
@@ -35,28 +35,28 @@ class Guards:
         self._changed = changed
         self._held: dict[GenerationId, Guarded] = {}
         self._pinned: list[Guarded] = []
-        """What is read now."""
+        """Parity that is being read."""
         self._offered: dict[int, set[GenerationId]] = {}
-        """What stays for each client that chooses what to go on from."""
+        """Generations retained for each client that is choosing one to resume from."""
         self._worlds: dict[GenerationId, int] = {}
         self._task: asyncio.Task[None] | None = None
         self._making: GenerationId | None = None
         self.failures = 0
         self.unguarded: GenerationId | None = None
-        """The newest generation of which parity could not be made."""
+        """Newest generation that could not be encoded."""
 
     @property
     def guarded(self) -> GenerationId | None:
-        """The newest generation of which there is parity."""
+        """Newest generation with parity."""
         return max(self._held, default=None)
 
     @property
     def nbytes(self) -> int:
-        """Of all parity."""
+        """Size of all parity."""
         return sum(held.nbytes for held in self._held.values())
 
     def inventory(self) -> tuple[HeldGuard, ...]:
-        """What there is."""
+        """Return the held parity, newest first."""
         return tuple(
             HeldGuard(id, self._worlds[id], held.group, held.member)
             for id, held in sorted(self._held.items(), reverse=True)
@@ -65,8 +65,7 @@ class Guards:
     def make(
         self, id: GenerationId, group: GuardedGroup, member: int, hosts: Sequence[KeeperHost]
     ) -> None:
-        """Begin to make the parity that the keeper in place ``member`` holds of a generation; what
-        was being made is given up."""
+        """Start to encode, as member ``member`` of the group. Cancels an encoding in progress."""
         if id == self._making or id in self._held:
             return
         self.stop()
@@ -96,28 +95,28 @@ class Guards:
         self._changed()
 
     def keep(self, ids: Collection[GenerationId]) -> None:
-        """Let go of the parity of all other generations, but the newest, and what is offered."""
+        """Drop all parity except for the newest, for ``ids``, and for offers to clients."""
         kept = set(ids).union(*self._offered.values())
         for id in sorted(self._held)[:-1]:
             if id not in kept:
                 self._let_go(id)
 
     def holds(self, id: GenerationId) -> bool:
-        """Whether there is parity of it."""
+        """Return whether there is parity of the generation."""
         return id in self._held
 
     def offer(self, client: int, ids: Collection[GenerationId]) -> None:
-        """``client`` is about to choose what to go on from, maybe one of these generations: parity
-        of them, also if it is made later, stays until :meth:`released`, or until a resume drops
-        it."""
+        """Retain parity for ``client``, which is choosing a generation to resume from: everything
+        held now, and ``ids`` even if they are encoded later. Ends with :meth:`released`, or when a
+        resume drops the parity."""
         self._offered.setdefault(client, set()).update(self._held, ids)
 
     def released(self, client: int) -> None:
-        """``client`` has chosen, or its process has ended."""
+        """Forget the offer to a client that has chosen, or has ended."""
         self._offered.pop(client, None)
 
     def drop_later(self, chosen: int | None) -> None:
-        """A resume has dropped what is later than this step."""
+        """Drop the parity of all steps after ``chosen``."""
         for id in [id for id in self._held if chosen is None or id.step > chosen]:
             self._let_go(id)
 
@@ -129,7 +128,7 @@ class Guards:
 
     @contextmanager
     def opened(self, id: GenerationId) -> Iterator[Guarded | None]:
-        """What there is of a generation; it stays until the end of the body."""
+        """Pin the parity of a generation for the body. Yields None without parity."""
         held = self._held.get(id)
         if held is None:
             yield None
@@ -143,14 +142,14 @@ class Guards:
                 held.close()
 
     def stop(self) -> None:
-        """Make nothing more now."""
+        """Cancel the encoding in progress."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
             self._making = None
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Cancel the encoding in progress, and release all memory."""
         task = self._task
         self.stop()
         if task is not None:
@@ -160,11 +159,11 @@ class Guards:
 
 
 async def _unseen() -> None:
-    """Nobody waits for it."""
+    """Ignore progress."""
 
 
 class _Pull:
-    """Reads blocks from the keepers of a group. ``moved()``: called after each."""
+    """Reads blocks from the keepers of a group. Calls ``moved()`` after each."""
 
     def __init__(
         self, peers: Peers, group: GuardedGroup, moved: Callable[[], Awaitable[None]] = _unseen
@@ -186,7 +185,7 @@ class _Pull:
 
 
 async def _labels(peers: Peers, group: GuardedGroup, run: str) -> dict[int, Label]:
-    """Of all ranks of a group, from the keepers that hold their images."""
+    """Read the labels of all ranks of a group from the keepers that hold their images."""
     asked = [
         (rank, peers.label(name, rank, run))
         for name, ranks in zip(group.names, group.ranks, strict=True)
@@ -202,12 +201,12 @@ async def rebuilt(
     certificate: str,
     moved: Callable[[], Awaitable[None]] = _unseen,
 ) -> tuple[Label, Memory]:
-    """Rebuild a lost image, and verify it. ``moved()`` is called on progress. A member whose blocks
-    are damaged or cannot be read is left out, if parity allows. Raises DamagedError, StorageError,
-    OSError where there is no memory for the image."""
+    """Rebuild a lost image, and verify it. Calls ``moved()`` on progress. A member whose blocks are
+    damaged or cannot be read is left out, if parity allows. Raises DamagedError, StorageError,
+    OSError if memory is short."""
     group, id = request.group, request.generation
     lost = {group.names[member] for member in request.lost}
-    # A label has a checksum of its own, so a member whose image is damaged may have a good one.
+    # A label has its own checksum, so it may be intact on a member whose image is damaged.
     names = sorted(group.names, key=lambda name: name in lost)
     async with peers_of(id, request.hosts, certificate) as peers:
         labels = await _labels_of_group(peers, names, group, run)
@@ -238,7 +237,7 @@ async def _made_without(
         for member, name in enumerate(group.names):
             if member in lost:
                 continue
-            with suppress(HoldfastError):  # the first problem is the one to report
+            with suppress(HoldfastError):  # the first problem is reported
                 label = await make({*lost, member})
                 _log.warning(
                     "the image of rank %d of step %d was rebuilt without the keeper %s: %s",
@@ -251,7 +250,7 @@ async def _made_without(
 async def _labels_of_group(
     peers: Peers, names: Sequence[str], group: GuardedGroup, run: str
 ) -> dict[int, Label]:
-    """Read the labels of all ranks of a group, of which each member has copies."""
+    """Read the labels of all ranks of a group. Each member has copies of them."""
     ranks = [rank for ranks in group.ranks for rank in ranks]
     found = await asyncio.gather(*(_label_of_any(peers, names, rank, run) for rank in ranks))
     return dict(zip(ranks, found, strict=True))

@@ -1,5 +1,5 @@
-"""What a keeper holds: the memory of its slots, with the labels of the images in it; and the state
-machine that decides about them."""
+"""Owns the memory of a keeper's slots, the labels of the images in them, and the state machine that
+decides about both."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .tiers import HeldImage
 __all__ = ["RESERVE_NBYTES", "Held", "HeldSlot", "spared_memory"]
 
 RESERVE_NBYTES = 256 << 20
-"""So much memory is left to the system."""
+"""Memory left to the rest of the system."""
 
 
 @dataclass(eq=False)
 class HeldSlot:
-    """The memory of a slot; and its label, once the image in it is whole."""
+    """Memory of a slot, and its label once the image in it is complete."""
 
     memory: Memory
     label: Label | None = None
@@ -57,36 +57,36 @@ class HeldSlot:
         self.memory.view[:] = memory.view
 
     def unlabel(self) -> None:
-        """What is in it is no image any more."""
+        """Remove the label: the memory no longer holds an image."""
         self.label = None
         if self.label_fd >= 0:
             os.close(self.label_fd)
             self.label_fd = -1
 
     def close(self) -> None:
-        """Give its memory back to the system."""
+        """Release the memory."""
         self.unlabel()
         self.memory.close()
 
 
 class Held:
-    """The slots of a keeper, by number. ``budget_nbytes``: for all of them; ``given_nbytes``: the
-    most that this may become, None where it was not given but found out."""
+    """The slots of a keeper, by number. ``budget_nbytes``: limit for all of them; ``given_nbytes``:
+    the limit that the user has set, None if the budget was derived from free memory."""
 
     def __init__(self, budget_nbytes: int, given_nbytes: int | None = None) -> None:
         self.generations = Generations(budget_nbytes)
         self._given_nbytes = given_nbytes
         self.slots: dict[int, HeldSlot] = {}
         self._making_nbytes = 0
-        """What is being taken from the system now, which it may not count as taken yet."""
+        """Memory being allocated now, which the system may not report as used yet."""
 
     @property
     def nbytes(self) -> int:
-        """Of all slots."""
+        """Size of all slots."""
         return sum(slot.memory.nbytes for slot in self.slots.values())
 
     async def take_memory(self, slot: int, nbytes: int) -> str:
-        """Take the memory of a slot from the system; or say why not."""
+        """Allocate the memory of a slot. Return "", or the reason why that failed."""
         spare_nbytes = available_nbytes() - RESERVE_NBYTES - self._making_nbytes
         problem = f"{nbytes:,} bytes are wanted, and the system can spare {spare_nbytes:,}"
         if nbytes <= spare_nbytes:
@@ -103,8 +103,8 @@ class Held:
         return problem
 
     def in_use_already(self, nbytes: int, take: Callable[[], int | Refusal]) -> int | Refusal:
-        """The slot that ``take()`` finds for memory which this keeper did not make, within a budget
-        that it adds to: the system could not spare it because it was in use already."""
+        """Return the slot that ``take()`` finds for memory of an earlier keeper. Extends the budget
+        by its size, unless refused: that memory was in use already when the budget was derived."""
         before_nbytes = self.generations.budget_nbytes
         budget_nbytes = before_nbytes + nbytes
         self.generations.budget_nbytes = min(budget_nbytes, self._given_nbytes or budget_nbytes)
@@ -114,8 +114,8 @@ class Held:
         return number
 
     def images(self, generation: GenerationId) -> list[HeldImage]:
-        """Those of a generation, by rank. What was given up is none of them, though its bytes are
-        there until its slot is filled again."""
+        """Return the images of a generation, by rank. Excludes dropped images, even if their slots
+        are not overwritten yet."""
         found = [
             HeldImage(slot.label, slot.memory)
             for number, slot in self.slots.items()
@@ -132,20 +132,21 @@ class Held:
         return None
 
     def close_unheld(self) -> list[int]:
-        """Give back the memory of slots that the state machine has given up; their numbers."""
+        """Release the memory of slots that the state machine has removed, and return their
+        numbers."""
         unheld = [number for number in self.slots if number not in self.generations.slots]
         for number in unheld:
             self.slots.pop(number).close()
         return unheld
 
     def close(self) -> None:
-        """Give back all memory."""
+        """Release all memory."""
         while self.slots:
             self.slots.popitem()[1].close()
 
 
 def spared_memory(nbytes: int, moved: Callable[[], None] = lambda: None) -> Memory:
-    """As ``reserved_memory`` makes it, unless the system cannot spare so much. Raises OSError."""
+    """Return reserved memory. Raises OSError if the system cannot spare that much."""
     spare_nbytes = available_nbytes() - RESERVE_NBYTES
     if nbytes > spare_nbytes:
         raise OSError(

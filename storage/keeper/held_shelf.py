@@ -1,6 +1,8 @@
-"""What a keeper holds, as other hosts and other tools see it: a folder of checkpoints, one for each
-step that is agreed on and is here as a whole. Other keepers, and trainers of the run, read single
-images, labels and parity besides, see :mod:`.reading`."""
+"""Shows a keeper's memory to other hosts as a folder of checkpoints, one per complete agreed step.
+
+Other keepers and trainers of the run can also read single images, labels and parity, see
+:mod:`.reading`.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ _MANIFESTS_KEPT = 4
 
 
 class HeldShelf:
-    """A :class:`.shelf.Shelf` of the steps of ``run``. Of two epochs that have come to one step,
-    the later one is shown. ``inventory()`` says what there is."""
+    """A :class:`.shelf.Shelf` of the steps of ``run``. If two epochs have the same step, it shows
+    the later epoch. ``inventory()`` returns the full inventory."""
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class HeldShelf:
         self._manifests = LruCache[bytes](_MANIFESTS_KEPT)
 
     def listing(self) -> Sequence[Item]:
-        """See :class:`.shelf.Shelf`."""
+        """Implement :meth:`.shelf.Shelf.listing`."""
         items = []
         for prefix, generation in self._shown().items():
             images = self._held.images(generation)
@@ -61,7 +63,7 @@ class HeldShelf:
         return items
 
     def _shown(self) -> dict[str, GenerationId]:
-        """The generations that can be read, by the folders that they are shown as."""
+        """Return the readable generations, by the names of their folders."""
         whole = [
             one
             for one in self._held.generations.restorable()
@@ -78,7 +80,7 @@ class HeldShelf:
 
     @contextmanager
     def open(self, key: str) -> Iterator[Content]:
-        """See :class:`.shelf.Shelf`."""
+        """Implement :meth:`.shelf.Shelf.open`."""
         if key == INVENTORY_KEY:
             data = codec(Inventory).encode(self._inventory())
             yield Content(memoryview(data), time.time())
@@ -105,7 +107,7 @@ class HeldShelf:
     def _opened_image(
         self, generation: GenerationId, kind: str, numbers: tuple[int, ...], key: str
     ) -> Iterator[Content]:
-        """An image, or its label; of a label others of the group have copies."""
+        """Pin an image, or return its label, which other members of the group have copies of."""
         (rank,) = numbers
         for image in self._held.images(generation):
             if image.label.rank == rank:
@@ -147,11 +149,11 @@ class HeldShelf:
         raise NotFoundError("no such image is in memory", key=key)
 
     def status(self) -> Mapping[str, object]:
-        """See :class:`.shelf.Shelf`."""
+        """Implement :meth:`.shelf.Shelf.status`."""
         return self._status().as_json()
 
     def metrics(self) -> str:
-        """See :class:`.shelf.Shelf`."""
+        """Implement :meth:`.shelf.Shelf.metrics`."""
         status = self._status()
         agreed = [held.generation.step for held in status.generations if held.agreed]
         gauges = {

@@ -1,4 +1,4 @@
-"""What an HTTP request asks of a keeper: from its text to a value, or to a refusal. No I/O."""
+"""Parses HTTP requests to a keeper into values. No I/O."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = [
 LIST_PATH = "/v1/list"
 OBJECT_PATH = "/v1/object/"
 REPORT_PATH = "/v1/report"
-"""The one path that is posted to."""
+"""The only path that accepts POST."""
 
 What = Literal["health", "status", "metrics", "list", "object"]
 
 _PLAIN: dict[str, What] = {"/health": "health", "/status": "status", "/metrics": "metrics"}
-# More digits than these are beyond any memory.
+# Longer numbers exceed any memory.
 _RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))", re.ASCII)
 
 
 class RequestError(Exception):
-    """A request that is refused. ``status``: of HTTP."""
+    """A rejected request. ``status``: HTTP status code."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -45,15 +45,14 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """``key``: of an object, or the prefix of a list."""
+    """A parsed request. ``key``: an object's key, or the prefix of a listing."""
 
     what: What
     key: str = ""
 
 
 def asked_of(target: str) -> Asked:
-    """What the target of a request line, a path and perhaps a query, asks for. Raises
-    RequestError."""
+    """Parse the target of a request line: a path with an optional query. Raises RequestError."""
     path, _, query = target.partition("?")
     if path == LIST_PATH:
         return Asked("list", _prefix(query))
@@ -85,8 +84,8 @@ def _key(text: str) -> str:
 
 
 def range_of(header: str | None, nbytes: int) -> range | None:
-    """The bytes that the header ``Range`` asks for of an object of ``nbytes``; None where it asks
-    for all. Raises RequestError: 416 where the object has none of them, 400 where it is no single
+    """Return the bytes that a ``Range`` header selects of an object of ``nbytes``; None without a
+    header. Raises RequestError: 416 if the object ends before them, 400 for anything but a single
     range of bytes."""
     if header is None:
         return None
@@ -110,8 +109,7 @@ def range_of(header: str | None, nbytes: int) -> range | None:
 
 
 def is_authorized(header: str | None, token: str) -> bool:
-    """Whether the header ``Authorization`` carries ``token``; how long this takes does not say how
-    much of it is right."""
+    """Return whether the ``Authorization`` header carries ``token``. Compares in constant time."""
     if header is None:
         return False
     kind, _, given = header.partition(" ")

@@ -1,9 +1,7 @@
-"""The HTTP server of a keeper, on aiohttp: memory is written to sockets from where it lies, a
-mebibyte at a time.
+"""HTTP server of a keeper, on aiohttp. Sends memory without copies, 1 MiB at a time.
 
-Whatever a client sends, the server lives: there are limits for lines, headers, requests at a time,
-connections, and for how long a client may be quiet. No request has a body but the reports of other
-keepers, and theirs is limited.
+No client can stop the server: lines, headers, concurrent requests, connections and idle times are
+limited. Only reports of other keepers have a body, of limited size.
 """
 
 from __future__ import annotations
@@ -29,12 +27,11 @@ from .shelf import Content, Shelf
 __all__ = ["MODIFIED_HEADER", "Hear", "MemoryServer", "Served"]
 
 Hear = Callable[[bytes], Awaitable[bytes]]
-"""Takes the report of another keeper, and answers it. Raises CoordinationError for what is none,
-:class:`.reporting.StaleReportError`."""
+"""Takes the report of another keeper, and returns the answer. Raises CoordinationError if it is no
+report, :class:`.reporting.StaleReportError`."""
 
 MODIFIED_HEADER = "X-Holdfast-Modified"
-"""When an object was made, in seconds since the epoch with their fraction, which Last-Modified
-lacks."""
+"""Modification time in seconds since the epoch, with the fraction that Last-Modified lacks."""
 
 _WRITE_NBYTES = 1 << 20
 _LINE_NBYTES_MAX = 8190
@@ -43,14 +40,13 @@ _BACKLOG = 128
 
 _log = logging.getLogger(__name__)
 _unread = logging.getLogger(f"{__name__}.unread")
-"""Where aiohttp says what it could not read as a request. Anyone may send such, so it is not
-kept."""
+"""Logger for malformed requests. Silenced, since anyone can send these."""
 _unread.setLevel(logging.CRITICAL)
 
 
 @dataclass
 class Served:
-    """What has happened since the server began. ``nbytes``: of objects."""
+    """Counters since the server began. ``nbytes``: bytes of objects sent."""
 
     requests: int = 0
     refused: int = 0
@@ -58,7 +54,7 @@ class Served:
 
 
 class MemoryServer:
-    """Serves while the ``async with`` statement runs; ``port`` is known from its beginning."""
+    """An HTTP server that runs during its ``async with`` body, where ``port`` is known."""
 
     def __init__(
         self,
@@ -68,7 +64,7 @@ class MemoryServer:
         tls: ssl.SSLContext | None,
         hear: Hear | None = None,
     ) -> None:
-        """``hear``: takes reports; None: there is nothing to report here."""
+        """Create the server. ``hear``: takes reports; None: reports are rejected."""
         self.address = address
         self.port = options.port
         self.served = Served()
@@ -81,11 +77,11 @@ class MemoryServer:
 
     @property
     def connections(self) -> int:
-        """How many there are now."""
+        """Number of open connections."""
         return len(self._connections)
 
     async def __aenter__(self) -> Self:
-        """Raises OSError where the address cannot be used."""
+        """Start to listen. Raises OSError if the address cannot be used."""
         loop = asyncio.get_running_loop()
         self._http = web.Server(
             self._answer,
@@ -108,7 +104,7 @@ class MemoryServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Answers under way have a few seconds to end."""
+        """Stop listening, and allow running requests a few seconds to finish."""
         self._listening.close()
         self._http.pre_shutdown()
         await self._http.shutdown(_GRACE_S)
@@ -134,8 +130,8 @@ class MemoryServer:
         except (ConnectionError, TimeoutError) as error:
             _log.debug("the client is gone, or takes nothing: %s", error)
             connection.abort()
-            return web.Response(status=400)  # which nobody gets
-        except Exception:  # whatever it is, other requests are served
+            return web.Response(status=400)  # never delivered
+        except Exception:  # must not affect other requests
             _log.exception("a request of %s has failed", request.remote)
             return web.Response(status=500)
         finally:
@@ -166,7 +162,7 @@ class MemoryServer:
         return self._small(asked)
 
     async def _report(self, request: web.BaseRequest) -> web.Response:
-        """The report of another keeper."""
+        """Answer the report of another keeper."""
         if self._hear is None:
             raise RequestError(404, "this is no keeper of a job")
         body = await self._body(request)
@@ -179,7 +175,7 @@ class MemoryServer:
         return web.Response(body=answer)
 
     async def _body(self, request: web.BaseRequest) -> bytes:
-        """Received as a whole, in time."""
+        """Receive the whole body within ``quiet_s``."""
         nbytes = request.content_length
         if not nbytes or nbytes > REPORT_NBYTES_MAX:
             raise RequestError(400, f"a report has a length, of {REPORT_NBYTES_MAX:,} at most")
@@ -253,8 +249,8 @@ class MemoryServer:
         view: memoryview,
         wanted: range,
     ) -> None:
-        """Returns when the system has all of it: the memory may be used for something else
-        then."""
+        """Send the selected bytes. On return the system has all of them, so the memory may be
+        reused."""
         try:
             for start in range(wanted.start, wanted.stop, _WRITE_NBYTES):
                 async with asyncio.timeout(self._options.quiet_s):
@@ -262,7 +258,7 @@ class MemoryServer:
                     await response.write(part)
                     await connection.drained()
                 self.served.nbytes += len(part)
-        except BaseException:  # cancelled, too late, or gone: nothing more is sent from there
+        except BaseException:  # cancelled, timed out, or disconnected
             connection.abort()
             raise
 
@@ -271,7 +267,7 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def _headed(content: Content, wanted: range | None) -> web.StreamResponse:
-    """An answer of which only the head is known."""
+    """Return a response with headers, and no body yet."""
     nbytes = len(content.view)
     headers = {
         hdrs.ACCEPT_RANGES: "bytes",
@@ -298,14 +294,14 @@ def _refusal(error: RequestError) -> web.Response:
     elif error.status == 503:
         headers[hdrs.RETRY_AFTER] = "1"
     response = web.Response(status=error.status, text=f"{error}\n", headers=headers)
-    if error.status in (400, 405):  # a body may follow, which nobody reads
+    if error.status in (400, 405):  # an unread body may follow
         response.force_close()
     return response
 
 
 class _Connection(asyncio.Protocol):
-    """Around aiohttp's side of one connection: closes it where there are too many, or where no
-    request is whole in time; and knows when the system has taken what was written."""
+    """Wraps aiohttp's handler of one connection. Closes it if there are too many, or if no complete
+    request arrives in time; tells when the system has taken all written data."""
 
     def __init__(
         self,
@@ -329,8 +325,8 @@ class _Connection(asyncio.Protocol):
             _log.warning("a connection is one too many: %d", len(self._others))
             transport.abort()
             return
-        # A writer waits until the system has taken everything. With TLS, where it is copied as it
-        # is encrypted, 0 would mean that a writer waits while there is nothing to take.
+        # Writers wait until the system has taken everything. TLS copies data when it encrypts; a
+        # limit of 0 would then make writers wait with nothing left to send.
         transport.set_write_buffer_limits(high=1 if self._options.certificate else 0, low=0)
         self._others[transport] = self
         self.answered()
@@ -357,24 +353,24 @@ class _Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
     def asked(self) -> None:
-        """A request is whole."""
+        """Stop the timer: a request is complete."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def answered(self) -> None:
-        """The next request is awaited."""
+        """Start the timer for the next request."""
         self.asked()
         if self._transport is not None and not self._transport.is_closing():
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._options.quiet_s, self.abort)
 
     async def drained(self) -> None:
-        """Returns when nothing that was written is in this process's memory."""
+        """Wait until the system has taken everything that was written."""
         await self._is_drained.wait()
 
     def abort(self) -> None:
-        """End it at once; what was not sent is dropped."""
+        """Close the connection at once, and drop unsent data."""
         self.asked()
         if self._transport is not None:
             self._transport.abort()

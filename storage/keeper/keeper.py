@@ -1,9 +1,9 @@
-"""What a keeper does with what trainers tell it: the shell around :mod:`.generations`, which
-decides about slots. What is agreed on with other keepers is the subject of :mod:`.agreement`.
+"""Serves the trainers of one host: the shell around :mod:`.generations`, which decides about slots.
+:mod:`.agreement` coordinates with other keepers.
 
-All of this runs on one event loop. Trainers are known by their processes: a process that has ended
-has no memory mapped any more, and only the kernel knows when (by a pidfd), since a forked child
-keeps a line open.
+Everything runs on one event loop. Trainers are identified by their processes. Only after a process
+has ended is its memory no longer mapped, and only a pidfd tells when: a forked child may keep its
+connection open.
 """
 
 from __future__ import annotations
@@ -76,20 +76,20 @@ from .writing import Writing
 __all__ = ["Keeper"]
 
 HELLO_S = 10.0
-"""How long a process that connects may take to say who it is."""
+"""Time limit for a connecting process to identify itself."""
 
 _log = logging.getLogger(__name__)
 _Reply = tuple[Answer, Sequence[int]]
 
 
 class Keeper:
-    """The keeper of one run on one host. ``name``: its own among the keepers of the run;
-    ``store``: what keeps its memory where it is a service that is started anew."""
+    """The keeper of one run on one host. ``name``: unique among the keepers of the run; ``store``:
+    keeps the memory while a keeper service restarts."""
 
     def __init__(
         self, options: KeeperOptions, name: str = "keeper", store: DescriptorStore | None = None
     ) -> None:
-        """Raises OSError where the system does not say how much memory it has."""
+        """Raise OSError if the system does not tell how much memory is available."""
         self.options = options
         self.name = name
         self._store = store
@@ -132,9 +132,9 @@ class Keeper:
             self.status,
             self.inventory,
         )
-        """What is served over HTTP."""
+        """The contents served over HTTP."""
         self.address = ""
-        """Where."""
+        """HTTP address, "" if not served."""
         self._token = ""
         self.ended = asyncio.Event()
         self._recalling = Recalling()
@@ -152,8 +152,8 @@ class Keeper:
         }
 
     async def recall(self) -> None:
-        """Have again what the keeper before had in memory, and what is on storage of this host.
-        Trainers that come meanwhile wait until :meth:`welcomes`."""
+        """Restore the images of the previous keeper and of the local level. Trainers that connect
+        meanwhile wait until :meth:`welcomes`."""
         if self._store is not None:
             recall_kept(self.held, self._store.take(self.options.run))
             self.keep_over()
@@ -161,27 +161,28 @@ class Keeper:
             await recall_local(self.held, self._local.read(self._recalling.moved))
 
     def keep_over(self) -> None:
-        """Have what is held now outlive this process, where there is something that keeps it."""
+        """Hand all images to the descriptor store, if any, so that they outlive this process."""
         if self._store is not None:
             self._store.keep(self.held)
 
     def welcomes(self) -> None:
-        """Trainers are let in from now on."""
+        """Let trainers in."""
         self._recalling.over.set()
 
     def serves_at(self, address: str, token: str) -> None:
-        """What it holds can be read there, by whoever knows the token."""
+        """Set the HTTP address, and the token that readers need."""
         self.address = address
         self._token = token
 
     @property
     def host(self) -> KeeperHost:
-        """It, as others name it."""
+        """This keeper's entry in the list of hosts, without its ranks."""
         tls = bool(self.options.certificate)
         return KeeperHost(self.name, self.options.host, self.address, self._token, tls)
 
     async def attend(self, line: Line) -> None:
-        """Serve one line until it ends. Whatever comes over it, the keeper lives."""
+        """Serve one connection until it ends. Bad messages close the connection, never the
+        keeper."""
         trainer: Trainer | None = None
         try:
             trainer = await self._welcome(line)
@@ -191,7 +192,7 @@ class Keeper:
                     number, message = decode(received.data)
                     trainer.asks = number
                     answer, out = await self._answer(trainer, message, received.fds)
-                    self.keep_over()  # before a slot is filled anew
+                    self.keep_over()  # before a slot is overwritten
                 finally:
                     for fd in received.fds:
                         os.close(fd)
@@ -204,7 +205,7 @@ class Keeper:
             line.close()
 
     def run_later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` beside all else; what it raises is logged."""
+        """Schedule ``work``. Exceptions are logged."""
         self._keep(asyncio.ensure_future(work))
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
@@ -217,7 +218,8 @@ class Keeper:
             _log.error("a task of the keeper has failed", exc_info=task.exception())
 
     async def _welcome(self, line: Line) -> Trainer | None:
-        """The trainer at the other end; None where it is refused, or only asks for a status."""
+        """Return the connecting trainer, or None if it is refused or was a command such as
+        status."""
         if line.peer_uid != os.getuid():
             raise MessageError(f"it belongs to the user {line.peer_uid}")
         async with asyncio.timeout(HELLO_S):
@@ -267,7 +269,8 @@ class Keeper:
         self._agreement.tell_later()
 
     async def _answer(self, trainer: Trainer, message: Message, fds: Sequence[int]) -> _Reply:
-        """The answer to a request, and the descriptors that go with it; ``fds`` came with it."""
+        """Handle a request that came with ``fds``. Return the answer, and the descriptors to send
+        along."""
         self._used_s = time.monotonic()
         handler = self._handlers.get(type(message))
         if handler is None:
@@ -291,7 +294,7 @@ class Keeper:
         return Done(), []
 
     def _stale(self, trainer: Trainer) -> Refused | None:
-        """Why a trainer of an older epoch may change nothing."""
+        """Return a refusal if the trainer belongs to an older epoch, and so may change nothing."""
         if trainer.epoch == self._generations.epoch:
             return None
         text = f"epoch {trainer.epoch} is over: this is epoch {self._generations.epoch}"
@@ -329,13 +332,13 @@ class Keeper:
         return filled, [slot.memory.fd]
 
     async def _make(self, trainer: Trainer, grant: Grant, message: Fill) -> Refused | None:
-        """Have the memory of a slot made; or say why it is not there in time."""
+        """Allocate the memory of a slot. Return a refusal if that fails or takes too long."""
         making = asyncio.ensure_future(self.held.take_memory(grant.slot, message.nbytes))
         self._keep(making)
         done, _ = await asyncio.wait({making}, timeout=message.within_s)
         if not done:
-            # It goes on, for a later step: the larger an image is, the longer this takes, and
-            # training does not wait for it.
+            # Allocation continues, for a later step. Large images take long, and training must not
+            # wait.
             self._generations.dropped(grant.slot, trainer.number)
             self._agreement.look_for_missing()
             text = f"the memory for {size_text(message.nbytes)} is still being taken"
@@ -385,7 +388,7 @@ class Keeper:
         return Done(), []
 
     async def _seal(self, trainer: Trainer, number: int, slot: HeldSlot, draft: Label) -> None:
-        """Hash the image, label it, and vote for it."""
+        """Hash and label the image, and vote for it."""
         try:
             digests = await seal(
                 slot.memory, draft.hashed_end, draft.chunk_nbytes, draft.block_nbytes
@@ -396,7 +399,7 @@ class Keeper:
             self._generations.unsealed(number)
             raise
         if not self._generations.is_sealing(number, draft.generation):
-            self._generations.unsealed(number)  # a resume has dropped it meanwhile
+            self._generations.unsealed(number)  # dropped by a resume meanwhile
             os.close(label_fd)
             return
         slot.label_fd = label_fd
@@ -412,7 +415,7 @@ class Keeper:
         await self._trainers.tell_all(event, self._generations.epoch)
 
     def inventory(self) -> Inventory:
-        """What it holds."""
+        """Return the images and parity that this keeper holds."""
         held = self._generations.restorable()
         return Inventory(
             self._generations.epoch,
@@ -443,7 +446,7 @@ class Keeper:
         return Opened(slot.memory.nbytes), [slot.memory.fd, slot.label_fd]
 
     async def _rebuild(self, trainer: Trainer, message: Rebuild, fds: Sequence[int]) -> _Reply:
-        self._generations.flushing(message.generation)  # no slot of it is filled meanwhile
+        self._generations.flushing(message.generation)  # keep its slots from being overwritten
         try:
             return await self._make_again(trainer, message), []
         finally:
@@ -464,7 +467,7 @@ class Keeper:
         if struck is not None:
             await struck.mend(image)
         else:
-            # From here to where it is held there is no await: what is said to be here can be read.
+            # No await from here until it is held: the inventory must not list what cannot be read.
             number = self._generations.recall(
                 label.generation, label.rank, label.world, label.nbytes, epoch=False
             )
@@ -473,7 +476,7 @@ class Keeper:
                 return Refused(number.reason.value, number.text)
             self.held.slots[number] = image
         self._generations.agreed(label.generation)
-        if trainer in self._trainers:  # else nobody would ever release it
+        if trainer in self._trainers:  # otherwise nobody would release it
             self._generations.offer(trainer.number)
         self._counters.rebuilt += 1
         _log.info(
@@ -496,7 +499,7 @@ class Keeper:
         )
         if isinstance(number, Refusal):
             memory.close()
-            if number.reason is Reason.DUPLICATE:  # it was the line alone that was lost
+            if number.reason is Reason.DUPLICATE:  # this keeper lived, only the connection was lost
                 return Done(), []
             return Refused(number.reason.value, number.text), []
         outlived = self.held.slots.pop(number, None)
@@ -514,13 +517,13 @@ class Keeper:
         return Done(), []
 
     def _close_unheld(self) -> None:
-        """Close what the state machine has given up."""
+        """Release the memory of slots that the state machine has removed."""
         for number in self.held.close_unheld():
             for trainer in self._trainers:
                 trainer.handed.discard(number)
 
     def status(self) -> KeeperStatus:
-        """What it does now."""
+        """Return the current status."""
         return KeeperStatus(
             run=self.options.run,
             host=self.options.host,
@@ -544,7 +547,7 @@ class Keeper:
 
     @property
     def idle_s(self) -> float:
-        """How long it has been of no use to anyone."""
+        """Seconds since this keeper was last in use; 0 while it has trainers or tasks."""
         if self._trainers or self._tasks:
             return 0.0
         return time.monotonic() - self._used_s
@@ -554,19 +557,19 @@ class Keeper:
         return await self._reporting.hear(report)
 
     async def leave(self) -> None:
-        """Take part in what other keepers do no more: nobody is kept waiting for an answer."""
+        """Stop taking part in the job, and answer the keepers that wait for news."""
         await self._reporting.close()
 
     async def finish(self, grace_s: float) -> None:
-        """Go on until what is under way is done and the trainers here have gone, for ``grace_s`` at
-        most. They may be told to end at the same time, and save what they have."""
+        """Wait, for ``grace_s`` at most, until all tasks are done and all trainers are gone.
+        Trainers may be stopped at the same time, and still save."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while self._tasks:
                     await asyncio.wait(self._tasks)
 
     async def close(self) -> None:
-        """Let go of all memory."""
+        """Cancel all tasks, and release all memory."""
         await self._agreement.close()
         for task in list(self._tasks):
             task.cancel()

@@ -1,8 +1,8 @@
-"""What the lead keeper decides for the keepers of a job: which generations are agreed on, of which
-one all make parity, and what is flushed together. A pure state machine. No I/O, no clock.
+"""State machine of the leader, the keeper of rank 0. Decides which generations are agreed, which
+one to encode, and which one to flush together. Pure.
 
-All of it follows from reports, which keepers repeat until they have seen an answer. So a lead
-keeper that begins anew comes to the same outcomes.
+All decisions follow from reports, which keepers repeat until they have seen an answer. A restarted
+leader therefore reaches the same decisions.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from .votes import Ballot, Outcome
 __all__ = ["REST_MAX", "Lead", "incarnation_of", "is_newer"]
 
 REST_MAX = 32
-"""So many generations at most are left out after one of which parity could not be made."""
+"""Most outcomes to skip after failed encodings."""
 
 
 def incarnation_of(version: str) -> str:
-    """Which lead keeper has made a standing, of those that take each other's place."""
+    """Return which leader made a standing: each process that leads has its own incarnation."""
     return version.rpartition("/")[0]
 
 
 def is_newer(version: str, than: str) -> bool:
-    """Whether a standing was made after another one; answers overtake each other. That of another
-    lead keeper is."""
+    """Return whether a standing is newer than another one, since answers may overtake each other. A
+    standing of another incarnation counts as newer."""
     if incarnation_of(version) != incarnation_of(than):
         return True
     return int(version.rpartition("/")[2]) > int(than.rpartition("/")[2])
 
 
 class Lead:
-    """``incarnation``: begins the versions of standings, so that those of another lead keeper are
-    told apart from them."""
+    """The leader's state. ``incarnation``: prefix of its standings' versions, unique to each
+    process."""
 
     def __init__(self, incarnation: str = "") -> None:
         self._incarnation = incarnation
@@ -43,24 +43,24 @@ class Lead:
         self._epoch = -1
         self._names: frozenset[str] = frozenset()
         self._heard: set[str] = set()
-        """Those of them that have reported in this epoch, and knew already that this one leads:
-        what they have heard of another lead keeper, they have said."""
+        """Keepers that have reported in this epoch after seeing a standing of this leader. By then
+        they have passed on everything they know from an earlier one."""
         self._guards = False
         self._guard: GenerationId | None = None
         self._attempt = ""
-        """The version of the standing that has said so first."""
+        """Version of the standing that first requested the encoding of ``_guard``."""
         self._have_guarded: set[str] = set()
         self._guarded: GenerationId | None = None
         self._told: dict[str, GenerationId] = {}
-        """The newest that each keeper knows all to have made parity of."""
+        """Newest generation that each keeper knows to be encoded on all keepers."""
         self._protected: GenerationId | None = None
         self._failures = 0
         self._rest = 0
-        """After so many more outcomes the newest generation that is agreed on is guarded again."""
+        """Number of outcomes to skip before the next encoding."""
         self._newest: GenerationId | None = None
-        """The newest outcome in this epoch."""
+        """Newest generation with an outcome in this epoch."""
         self._tried: GenerationId | None = None
-        """The newest of which parity was, or is, to be made."""
+        """Newest generation whose encoding was requested."""
         self._flush: FlushOrder | None = None
         self._written: dict[str, Written] = {}
         self._ended: FlushEnd | None = None
@@ -68,27 +68,27 @@ class Lead:
 
     @property
     def epoch(self) -> int:
-        """-1 where none has begun."""
+        """Current epoch; -1 before the first."""
         return self._epoch
 
     @property
     def names(self) -> frozenset[str]:
-        """The keepers that report."""
+        """Names of the keepers that report."""
         return self._names
 
     @property
     def version(self) -> str:
-        """Of the standing."""
+        """Version of the current standing."""
         return f"{self._incarnation}/{self._count}"
 
     @property
     def wanted(self) -> frozenset[GenerationId]:
-        """What waits at other keepers to be written to storage."""
+        """Generations that wait at other keepers to be flushed."""
         return frozenset(self._wanted)
 
     def begin(self, epoch: int, names: Collection[str], *, guards: bool) -> None:
-        """An epoch of these keepers begins; ``guards``: they make parity. Votes of former epochs
-        come to nothing."""
+        """Begin an epoch with these keepers, and drop older votes. ``guards``: whether they encode
+        parity."""
         if epoch <= self._epoch:
             return
         self._epoch = epoch
@@ -96,18 +96,17 @@ class Lead:
         self._guards = guards
         self._heard = set()
         self._guard = self._tried = self._newest = None
-        self._guarded = self._protected = None  # reports say what is left of it
+        self._guarded = self._protected = None  # reports will tell
         self._told = {}
         self._have_guarded = set()
         self._failures = self._rest = 0
         self._wanted = set()
-        # What was ordered is still waited for: keepers say what has become of it.
+        # A flush that was ordered stays pending: keepers report its result in this epoch, too.
         self._written = {}
         self._count += 1
 
     def hear(self, report: Report) -> None:
-        """Take a report into account; one of another epoch, or of no keeper of this one, says
-        nothing."""
+        """Take a report into account. Ignores other epochs and unknown keepers."""
         if report.epoch != self._epoch or report.name not in self._names:
             return
         before = self._state()
@@ -145,7 +144,7 @@ class Lead:
             self._wanted.add(generation)
 
     def void(self, generation: GenerationId) -> None:
-        """Memory no longer holds what was sealed."""
+        """Void a generation whose image has changed in memory."""
         self._ballot.decide(generation, Outcome.VOID)
         self._choose_guard()
         self._count += 1
@@ -179,8 +178,9 @@ class Lead:
             self._guarded = id
 
     def _protect(self) -> None:
-        """Trainers are told of it, and what was guarded before is given up, once all keepers know:
-        then any one that is left can say so in the next epoch, or to the next lead keeper."""
+        """Mark the encoded generation as protected once all keepers know that it is encoded. Only
+        then are trainers told and older parity is dropped: any surviving keeper can now tell the
+        next leader or the next epoch."""
         if all(self._told.get(name) == self._guarded for name in self._names):
             self._protected = self._guarded
 
@@ -189,10 +189,13 @@ class Lead:
         self._have_guarded = set()
 
     def _choose_guard(self) -> None:
-        """Guard the newest generation, one at a time: once all keepers have been heard, and know
-        what is guarded, which they keep until then beside the one before. After a failure some are
-        left out: what is guarded takes memory that steps need. Those that are void count, too: if
-        it is for lack of slots, it takes another guarded one for slots to be given up."""
+        """Request the encoding of the newest agreed generation, one at a time.
+
+        Waits until all keepers have reported, and know the last one to be encoded; they retain its
+        predecessor until then. After a failure some outcomes are skipped, since retained
+        generations take memory that steps need. Void outcomes count as well: if there are too few
+        slots, only a newer encoded generation frees any.
+        """
         if self._guard is not None and self._ballot.outcomes.get(self._guard) is Outcome.VOID:
             self._release_guard()
         if not self._guards or self._heard != self._names or self._guarded != self._protected:
@@ -209,17 +212,17 @@ class Lead:
             self._attempt = f"{self._incarnation}/{self._count + 1}"
 
     def order(self, flush: FlushOrder) -> None:
-        """All keepers are to write this now."""
+        """Order all keepers to write their images for this flush."""
         self._flush = flush
         self._written = {}
         self._count += 1
 
     def written(self) -> dict[str, Written]:
-        """What has become of the flush that was ordered, by keeper."""
+        """Return the results of the ordered flush, by keeper."""
         return dict(self._written)
 
     def end(self, flush: FlushEnd) -> None:
-        """A flush has ended."""
+        """Record the end of a flush."""
         self._flush = None
         self._written = {}
         self._ended = flush
@@ -228,7 +231,7 @@ class Lead:
         self._count += 1
 
     def standing(self) -> Standing:
-        """How things stand."""
+        """Return the current standing."""
         outcomes = self._ballot.outcomes
         settled = self._ballot.settled
         return Standing(

@@ -1,10 +1,11 @@
-"""The local level: what a keeper has in memory, written to storage of its own host from time to
-time, so that a keeper which begins after the host did has it again.
+"""The local level: generations written to storage of the keeper's own host, every few steps, so
+that a keeper can load them after a reboot.
 
     <run>/<epoch>-<step>/<rank>.safetensors    an image
     <run>/<epoch>-<step>/<rank>.label          its label, written after it
 
-There is no manifest: of a job on several hosts, each has a part. The two newest generations stay.
+There is no manifest: in a job on several hosts, each host has a part. The two newest generations
+are kept.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ _log = logging.getLogger(__name__)
 
 
 class LocalLevel:
-    """What a keeper has on storage of its own host. ``uri``: a folder, for the keepers of any run;
-    ``every``: steps between two generations that are written."""
+    """Storage of the keeper's own host. ``uri``: a folder, shared by the keepers of all runs;
+    ``every``: steps between written generations."""
 
     def __init__(self, uri: str, every: int, run: str) -> None:
-        """Raises UriError, UsageError."""
+        """Raise UriError or UsageError for a bad ``uri``."""
         self._driver = open_driver(join(uri, run))
         self._every = every
         self._run = run
         self._last: int | None = None
 
     def due(self, step: int) -> bool:
-        """Whether the generation of ``step`` is to be written. Asked in the order of steps."""
+        """Return whether to write the generation of ``step``. Must be called in the order of
+        steps."""
         last = self._last
         self._last = step
         if last is None:
@@ -54,8 +56,8 @@ class LocalLevel:
         return step // self._every > last // self._every
 
     async def write(self, images: Sequence[HeldImage]) -> None:
-        """Write a generation, durably; then delete older ones. Raises StorageError; DamagedError
-        where memory no longer holds what was sealed."""
+        """Write a generation durably, then delete old ones. Raises StorageError, and DamagedError
+        if an image has changed in memory."""
         if not images:
             raise DamagedError("nothing of it is in memory any more")
         folder = _folder_of(images[0].label.generation)
@@ -68,7 +70,7 @@ class LocalLevel:
             await self._driver.delete_all(_folder_of(old))
 
     async def _generations(self) -> list[GenerationId]:
-        """Those that there is anything of, the newest first."""
+        """Return all generations with any file, newest first."""
         found = set[GenerationId]()
         async for info in self._driver.list():
             match = _FOLDER.fullmatch(info.key.partition("/")[0])
@@ -77,9 +79,9 @@ class LocalLevel:
         return sorted(found, reverse=True)
 
     async def read(self, moved: Callable[[], None]) -> AsyncIterator[HeldImage]:
-        """What is there of the newest generations, in memory again, one image after the other. What
-        cannot be read, or has no room, is left out, with a warning. Whoever loads it verifies it.
-        ``moved()`` is called whenever there is more of it."""
+        """Load the images of the newest generations into memory, one by one. Skips images that
+        cannot be read or do not fit into memory, with a warning. The bytes are not verified here.
+        Calls ``moved()`` on progress."""
         try:
             generations = await self._generations()
             moved()
@@ -116,7 +118,7 @@ class LocalLevel:
         return HeldImage(label, memory)
 
     async def close(self) -> None:
-        """Close its driver."""
+        """Close the driver."""
         await self._driver.close()
 
 
@@ -125,7 +127,7 @@ def _folder_of(generation: GenerationId) -> str:
 
 
 async def _read(driver: Driver, key: str, memory: Memory, moved: Callable[[], None]) -> None:
-    """Read an image to where it belongs in ``memory``. Raises StorageError, DamagedError."""
+    """Read an image into ``memory``. Raises StorageError, DamagedError."""
     if (await driver.stat(key)).nbytes != memory.nbytes:
         raise DamagedError("the image has another size than its label says", key=key)
     moved()

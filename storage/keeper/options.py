@@ -1,4 +1,4 @@
-"""What a keeper is told when it begins."""
+"""Options of a keeper."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ __all__ = ["KeeperOptions", "cpus_of"]
 
 @dataclass(frozen=True, slots=True)
 class KeeperOptions:
-    """``run``: the id of the run. ``host``: the name of the failure domain. ``budget_nbytes``: of
-    all images in memory; None: what the system can spare. ``linger_s``: after so long without a
-    trainer the keeper ends. ``local``: a folder on storage of this host, to which a generation is
-    written every ``local_every`` steps; None: none is. ``serve``: where what it holds can be read
-    over HTTP: an interface or an address, and perhaps a port after a colon; None: nowhere.
-    ``certificate`` and ``key``: files, for TLS. ``max_bytes_per_s``: what is read from other
-    keepers, of all of them together; None: as much as there is. ``cpus``: the processors that it
-    runs on, as :func:`cpus_of` takes them; "": any."""
+    """Options of a keeper.
+
+    ``run``: id of the run. ``host``: name of the failure domain. ``budget_nbytes``: limit of all
+    images in memory (None: all memory that the system can spare). ``linger_s``: the keeper exits
+    after this time without a trainer. ``local``: folder on storage of this host that gets a
+    generation every ``local_every`` steps (None: no local level). ``serve``: interface or address,
+    with an optional port after a colon, that serves the memory over HTTP (None: not served).
+    ``certificate`` and ``key``: files for TLS. ``max_bytes_per_s``: limit of all reads from other
+    keepers (None: no limit). ``cpus``: CPUs to run on, in the format of :func:`cpus_of` ("": any).
+    """
 
     run: str
     host: str
@@ -36,7 +38,7 @@ _CPUS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
 
 def cpus_of(text: str) -> frozenset[int]:
-    """Processors as Linux lists them: ``0-3,8``. Raises ValueError for anything else."""
+    """Parse a list of CPUs in the format of Linux, such as ``0-3,8``. Raises ValueError."""
     cpus = set[int]()
     for part in text.split(","):
         match = _CPUS.fullmatch(part.strip())

@@ -1,8 +1,7 @@
-"""The process of a keeper: it holds its run's lock, listens to trainers, and ends when nobody needs
-it any more.
+"""The keeper process: holds the lock of its run, accepts trainers, and exits when unused.
 
-It is executed anew, never forked from a trainer, in a session of its own: a signal to the trainer's
-group does not reach it. It runs without torch.
+It is a newly executed process in a session of its own, never a fork of a trainer, so signals to the
+trainer's group do not reach it. It does not import torch.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ if TYPE_CHECKING:
 __all__ = ["RunningError", "keep", "main"]
 
 TOKEN_VARIABLE = "HOLDFAST_PEER_TOKEN"
-"""The variable that has the token, if that is not a new one for each keeper."""
+"""Environment variable with the token; without it, each keeper makes one."""
 RATE_VARIABLE = "HOLDFAST_PEER_MAX_BYTES_PER_S"
-"""The variable by which drivers of other keepers' memory are told how much they may read."""
+"""Environment variable that tells drivers how fast they may read from other keepers."""
 GRACE_S = 30.0
-"""How long a keeper that is told to end goes on with what is under way, and for its trainers."""
+"""Time that a stopping keeper allows its tasks and trainers to finish."""
 _LOOK_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class RunningError(UsageError):
 
 @contextlib.contextmanager
 def _locked(folder: KeeperFolder) -> Iterator[None]:
-    """One keeper of a run at a time. Raises RunningError."""
+    """Hold the lock of the run for the body. Raises RunningError if another keeper holds it."""
     fd = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -71,9 +70,9 @@ def _locked(folder: KeeperFolder) -> Iterator[None]:
 async def keep(
     options: KeeperOptions, folder: KeeperFolder, store: DescriptorStore | None = None
 ) -> None:
-    """Be the keeper of a run until it is told to end (SIGTERM, SIGINT, or a message), or nobody
-    has needed it for a while. ``store``: where this process is a service, what keeps its memory
-    when it is started anew. Raises RunningError, UsageError, OSError."""
+    """Run the keeper of a run until it is stopped (by SIGTERM, SIGINT or a message) or has been
+    idle for ``linger_s``. ``store``: keeps the memory while a keeper service restarts. Raises
+    RunningError, UsageError, OSError."""
     folder.make()
     with _locked(folder):
         _confine(options)
@@ -86,7 +85,7 @@ async def keep(
         try:
             async with contextlib.AsyncExitStack() as serving:
                 async with _accepting(keeper, folder):
-                    if store is not None:  # not later: a service manager does not wait for long
+                    if store is not None:  # early: a service manager does not wait for long
                         store.say_ready()
                     await keeper.recall()
                     await serving.enter_async_context(_served(keeper, folder, port))
@@ -94,7 +93,7 @@ async def keep(
                     where = os.getpid(), folder.path
                     _log.info("keeper of run %s, process %d, %s", options.run, *where)
                     await _until_ended(keeper, options.linger_s)
-                await keeper.finish(GRACE_S)  # together with other keepers, as before
+                await keeper.finish(GRACE_S)  # still together with the other keepers
                 await keeper.leave()
         finally:
             await keeper.close()
@@ -102,7 +101,7 @@ async def keep(
 
 
 def _confine(options: KeeperOptions) -> None:
-    """Keep this process within its limits, before it has begun any thread. Raises UsageError."""
+    """Apply the CPU and rate limits, before any thread starts. Raises UsageError."""
     if options.cpus:
         try:
             os.sched_setaffinity(0, cpus_of(options.cpus))
@@ -117,7 +116,7 @@ def _confine(options: KeeperOptions) -> None:
 
 @contextlib.asynccontextmanager
 async def _accepting(keeper: Keeper, folder: KeeperFolder) -> AsyncIterator[None]:
-    """In the body, trainers can connect."""
+    """Accept connections of trainers during the body."""
     sock = listening(folder.socket)
     accepting = asyncio.ensure_future(_accept(sock, keeper))
     try:
@@ -131,10 +130,12 @@ async def _accepting(keeper: Keeper, folder: KeeperFolder) -> AsyncIterator[None
 
 @contextlib.asynccontextmanager
 async def _served(keeper: Keeper, folder: KeeperFolder, port: int) -> AsyncIterator[None]:
-    """In the body, what the keeper holds can be read over HTTP, if it is to be. The token is that
-    of the environment, or that of the keeper before, or else a new one; it lies in the keeper's
-    folder. ``port``: of the keeper before, whose place this one takes for other hosts, too, if it
-    can."""
+    """Serve the keeper's memory over HTTP during the body, if configured.
+
+    The token comes from the environment, else from the previous keeper, else it is new; it is
+    written to the keeper's folder. ``port``: port of the previous keeper, reused if possible so
+    that other hosts find this keeper in its place.
+    """
     options = keeper.options
     if options.serve is None:
         folder.write_identity(keeper.name, 0)
@@ -156,9 +157,9 @@ async def _served(keeper: Keeper, folder: KeeperFolder, port: int) -> AsyncItera
 async def _bound(
     keeper: Keeper, options: ServeOptions, port: int, stack: contextlib.AsyncExitStack
 ) -> MemoryServer:
-    """A server at the port that is named; else at ``port``; else at any."""
+    """Start a server on the configured port, else on ``port``, else on any free one."""
     if port and not options.port:
-        with contextlib.suppress(OSError):  # somebody else has it by now
+        with contextlib.suppress(OSError):  # somebody else has taken it
             preferred = replace(options, port=port)
             return await stack.enter_async_context(serve(keeper.shelf, preferred, keeper.hear))
     return await stack.enter_async_context(serve(keeper.shelf, options, keeper.hear))
@@ -182,14 +183,14 @@ async def _until_ended(keeper: Keeper, linger_s: float) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be a keeper, as a trainer starts it: with its options as JSON."""
+    """Run a keeper started by a trainer, with its options as JSON. Return the exit status."""
     (text,) = arguments
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
         options = KeeperOptions(**json.loads(text))
         asyncio.run(keep(options, KeeperFolder.of(options.run)))
     except RunningError:
-        return 0  # another process of this host was first
+        return 0  # another process of this host was faster
     except (HoldfastError, OSError) as error:
         _log.error("%s", error)
         return 1

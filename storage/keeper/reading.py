@@ -1,8 +1,8 @@
-"""What a keeper holds, read from another host: images, labels and parity, as they lie.
+"""Reads images, labels and parity from the memory of keepers on other hosts.
 
-Below ``held`` a keeper shows to other keepers and to trainers of its run:
+A keeper serves these keys to other keepers and to trainers of its run:
 
-    held/inventory                          what there is, as :class:`~..arenas.messages.Inventory`
+    held/inventory                          :class:`~..arenas.messages.Inventory`
     held/<epoch>-<step>/<rank>.label        the label of an image
     held/<epoch>-<step>/<rank>.safetensors  an image
     held/<epoch>-<step>/<lane>.<row>.parity a block of parity
@@ -35,7 +35,7 @@ __all__ = [
 HELD = "held"
 INVENTORY_KEY = f"{HELD}/inventory"
 QUIET_S = 20.0
-"""For how long nothing may come from a keeper that is read from."""
+"""Time without any data after which a read fails."""
 TRIES = 3
 
 _HELD = re.compile(
@@ -45,28 +45,28 @@ _HELD = re.compile(
 
 
 def generation_folder(generation: GenerationId) -> str:
-    """Below what its images are."""
+    """Return the name of a generation's folder."""
     return f"{generation.epoch}-{generation.step}"
 
 
 def label_file(rank: int) -> str:
-    """The name of a label."""
+    """Return the file name of a label."""
     return f"{rank}.label"
 
 
 def image_file(rank: int) -> str:
-    """The name of an image."""
+    """Return the file name of an image."""
     return f"{rank}.safetensors"
 
 
 def parity_file(lane: int, row: int) -> str:
-    """The name of a block of parity."""
+    """Return the file name of a parity block."""
     return f"{lane}.{row}.parity"
 
 
 def parse_held(key: str) -> tuple[GenerationId, str, tuple[int, ...]] | None:
-    """What a key names: of which generation; ``label``, ``safetensors`` or ``parity``; and its
-    rank, or its lane and row. None where it names none of these."""
+    """Parse a key into its generation, its kind (``label``, ``safetensors`` or ``parity``), and its
+    rank or its lane and row. Return None for any other key."""
     match = _HELD.fullmatch(key)
     if match is None:
         return None
@@ -85,8 +85,8 @@ def opened_peer(
     timeout_s: float = QUIET_S,
     tries: int = TRIES,
 ) -> Driver:
-    """A driver for what ``host`` serves below ``folder``. ``certificate``: a file in PEM, of those
-    who are trusted. ``tries``: of each request. Raises UriError, UsageError."""
+    """Return a driver for the folder that ``host`` serves. ``certificate``: PEM file to verify it
+    with; ``tries``: attempts per request. Raises UriError, UsageError."""
     options: dict[str, object] = {
         "token": host.token,
         "timeout": f"{timeout_s:g}s",
@@ -99,7 +99,7 @@ def opened_peer(
 
 
 class Peers:
-    """The keepers that images of a generation are read from, each opened once."""
+    """Drivers for the keepers that hold a generation, each opened on first use."""
 
     def __init__(
         self, generation: GenerationId, hosts: Sequence[KeeperHost], certificate: str = ""
@@ -110,8 +110,8 @@ class Peers:
         self._drivers: dict[str, Driver] = {}
 
     def driver(self, name: str) -> Driver:
-        """For what the keeper ``name`` holds of the generation. Raises DamagedError where it is
-        not known."""
+        """Return the driver for the keeper ``name``. Raises DamagedError if it is unknown or not
+        served."""
         driver = self._drivers.get(name)
         if driver is None:
             host = self._hosts.get(name)
@@ -122,7 +122,8 @@ class Peers:
         return driver
 
     async def label(self, name: str, rank: int, run: str) -> Label:
-        """The label of an image. Raises DamagedError where it is another's, StorageError."""
+        """Read the label of an image. Raises StorageError, and DamagedError if it belongs to
+        another one."""
         label = Label.decode(await self.driver(name).get(label_file(rank)))
         if (label.run, label.generation, label.rank) != (run, self.generation, rank):
             raise DamagedError(f"the keeper {name} has the label of another image for rank {rank}")
@@ -130,7 +131,7 @@ class Peers:
         return label
 
     async def close(self) -> None:
-        """Close all of them."""
+        """Close all drivers."""
         while self._drivers:
             _, driver = self._drivers.popitem()
             await driver.close()
@@ -140,7 +141,7 @@ class Peers:
 async def peers_of(
     generation: GenerationId, hosts: Sequence[KeeperHost], certificate: str
 ) -> AsyncIterator[Peers]:
-    """:class:`Peers`, closed at the end."""
+    """Open :class:`Peers` for the body."""
     peers = Peers(generation, hosts, certificate)
     try:
         yield peers

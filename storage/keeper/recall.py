@@ -1,5 +1,5 @@
-"""What a keeper begins with: images that the keeper before had in memory, and those that are on
-storage of this host. A restart may go on from them before any trainer has come."""
+"""Restores images when a keeper begins, from the previous keeper and from the local level. They are
+ready before any trainer connects."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 def recall_kept(held: Held, images: Iterable[KeptImage]) -> None:
-    """Have the memory again that has outlived the keeper before. Others may have it mapped still.
-    Closes what there is no slot for."""
+    """Take over memory that outlived the previous keeper; other processes may still have it mapped.
+    Closes images that get no slot."""
     for image in images:
         label = image.label
         recall = partial(held.generations.recall, *_of_image(label), outlived=True)
@@ -38,8 +38,8 @@ def recall_kept(held: Held, images: Iterable[KeptImage]) -> None:
 
 
 async def recall_local(held: Held, images: AsyncIterator[HeldImage]) -> None:
-    """Have images again that were written to storage of this host. Closes what there is no slot
-    for. Raises what reading them raises."""
+    """Take over images that were loaded from the local level. Closes images that get no slot.
+    Raises as reading them."""
     async for image in images:
         label = image.label
         number = held.generations.recall(*_of_image(label))
@@ -49,7 +49,7 @@ async def recall_local(held: Held, images: AsyncIterator[HeldImage]) -> None:
             continue
         label_fd = sealed_bytes(await offload(label.encode))
         held.slots[number] = HeldSlot(image.memory, label, label_fd)
-        # Only what was agreed on is written there.
+        # Only agreed generations are written there.
         held.generations.agreed(label.generation)
         _log.info("step %d of rank %d is in memory again", label.generation.step, label.rank)
 

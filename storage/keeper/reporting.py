@@ -1,8 +1,8 @@
-"""How keepers of one job keep in step: each reports to the lead keeper, over HTTP, and follows how
-things stand. The lead keeper, which is that of rank 0, reports to itself.
+"""Keeps the keepers of a job in step: each reports to the leader over HTTP, and acts on the
+standing that it gets in return. The leader, the keeper of rank 0, reports to itself.
 
-A keeper without news always has one request waiting with the lead keeper, which is answered as soon
-as something changes. What is lost on the way is said again.
+A keeper without news always has one request pending at the leader, which answers as soon as
+something changes (long polling). Lost messages are repeated.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ __all__ = ["REPORT_NBYTES_MAX", "Reporting", "StaleReportError"]
 
 REPORT_NBYTES_MAX = 16 << 20
 WAIT_S = 10.0
-"""For so long the lead keeper has nothing to say, and answers all the same."""
+"""The leader answers a pending request after this time, even without news."""
 ANSWER_S = 30.0
 PAUSES_S = (0.1, 0.5, 2.0, 5.0)
-"""How long a keeper waits after each report that had no answer; then the last of them again and
-again."""
+"""Pauses after consecutive reports without an answer; the last one repeats."""
 UNHEARD_S = 60.0
-"""A keeper that has not been heard for so long takes part in nothing."""
+"""A keeper that is silent for this long counts as gone."""
 
 _log = logging.getLogger(__name__)
 
 
 class StaleReportError(Exception):
-    """A report that this keeper has no use for. ``later``: it may have, in a moment."""
+    """A report that does not match this keeper's state. ``later``: it may match soon."""
 
     def __init__(self, text: str, *, later: bool) -> None:
         super().__init__(text)
@@ -49,10 +48,13 @@ class StaleReportError(Exception):
 
 
 class Reporting:
-    """One keeper's part. ``compose()`` says what it knows, ``follow(standing)`` makes use of
-    how things stand; it is never called twice at a time. ``unheard(problem)`` is called where
-    the lead keeper has not answered for long. ``run_later(work)`` runs a coroutine beside all else.
-    ``certificate``: a file, of those whom other keepers are trusted by."""
+    """One keeper's side of the reporting.
+
+    ``compose()`` returns its report; ``follow(standing)`` acts on a standing, and is never called
+    concurrently; ``unheard(problem)`` is called when the leader has not answered for long;
+    ``run_later(work)`` schedules a coroutine. ``certificate``: PEM file to verify other keepers
+    with.
+    """
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class Reporting:
         self.hosts: tuple[KeeperHost, ...] = ()
         self.groups: tuple[GuardedGroup, ...] = ()
         self.failures = 0
-        """Reports that had no answer."""
+        """Number of reports without an answer."""
         self._compose = compose
         self._follow = follow
         self._unheard = unheard
@@ -77,11 +79,11 @@ class Reporting:
         self._turn = asyncio.Lock()
         self._news = asyncio.Event()
         self._moved = asyncio.Event()
-        """Set, and replaced, when something changes at the lead keeper."""
+        """Set and replaced on every change at this leader."""
         self._seen = ""
         self._asked = itertools.count()
         self._since = 0
-        """Which question was the next when the lead keeper that is followed now was first heard."""
+        """Number of the next question at the time of the current leader's first answer."""
         self._heard_s: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
@@ -89,37 +91,38 @@ class Reporting:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other keeper."""
+        """True if there is no other keeper."""
         return len(self.hosts) < 2
 
     @property
     def leads(self) -> bool:
-        """Whether this is the lead keeper."""
+        """True if this keeper is the leader."""
         return self._lead_host is None
 
     @property
     def _lead_host(self) -> KeeperHost | None:
-        """The lead keeper, where that is another one."""
+        """The leader, unless it is this keeper."""
         for host in self.hosts:
             if 0 in host.ranks and host.name != self.name:
                 return host
         return None
 
     def own_ranks(self, world: int) -> Sequence[int]:
-        """Those whose images are held here."""
+        """Return the ranks whose images this keeper holds."""
         for host in self.hosts:
             if host.name == self.name:
                 return host.ranks
         return range(world)
 
     def group(self) -> GuardedGroup | None:
-        """The group that this keeper is in."""
+        """Return this keeper's group."""
         return next((group for group in self.groups if self.name in group.names), None)
 
     def enter(
         self, epoch: int, hosts: Sequence[KeeperHost], groups: Sequence[GuardedGroup]
     ) -> None:
-        """An epoch of these keepers begins, or goes on: one of its trainers has come."""
+        """Enter an epoch of these keepers. Does nothing if another trainer has entered it
+        before."""
         if (epoch, tuple(hosts)) == (self.lead.epoch, self.hosts):
             return
         self.hosts = tuple(hosts)
@@ -137,8 +140,8 @@ class Reporting:
                 task.add_done_callback(_note_end)
 
     async def tell(self) -> None:
-        """There is something new here. Returns when the lead keeper, if it is this one, has taken
-        it into account."""
+        """Report this keeper's news. If it is the leader, return once its own report has been
+        handled."""
         self._news.set()
         if not self.leads:
             return
@@ -158,8 +161,8 @@ class Reporting:
         await self._follow(self.lead.standing())
 
     async def hear(self, body: bytes) -> bytes:
-        """Take the report of another keeper; the answer is how things stand. Raises
-        CoordinationError for what is no report, :class:`StaleReportError`."""
+        """Handle the report of another keeper, and return the current standing, encoded. Raises
+        CoordinationError if it is no report, StaleReportError."""
         report = codec(Report).decode(body, "a report")
         if not self.leads:
             raise StaleReportError("this is not the lead keeper", later=False)
@@ -185,17 +188,17 @@ class Reporting:
         return codec(Standing).encode(self.lead.standing())
 
     def order(self, flush: FlushOrder) -> None:
-        """All keepers are to write this; for the lead keeper."""
+        """Order all keepers to write this flush. Only for the leader."""
         self.lead.order(flush)
         self.run_later(self.tell())
 
     def end(self, flush: FlushEnd) -> None:
-        """A flush has ended; for the lead keeper."""
+        """Announce the end of a flush. Only for the leader."""
         self.lead.end(flush)
         self.run_later(self.tell())
 
     def unheard(self) -> list[str]:
-        """The other keepers that have not been heard for long."""
+        """Return the other keepers that have not reported for long."""
         now_s = asyncio.get_running_loop().time()
         others = self.lead.names - {self.name}
         for name in others:
@@ -203,7 +206,7 @@ class Reporting:
         return sorted(name for name in others if now_s - self._heard_s[name] > UNHEARD_S)
 
     async def moved(self, timeout_s: float) -> None:
-        """Returns when something has changed at this lead keeper, or after a while."""
+        """Wait until something changes at this leader, or the timeout ends."""
         moved = self._moved
         try:
             async with asyncio.timeout(timeout_s):
@@ -212,7 +215,7 @@ class Reporting:
             pass
 
     async def _report_news(self) -> None:
-        """Say what is new, until the lead keeper has answered."""
+        """Send each piece of news until the leader answers."""
         while True:
             await self._news.wait()
             for tried in itertools.count():
@@ -222,7 +225,7 @@ class Reporting:
                 await asyncio.sleep(PAUSES_S[min(tried, len(PAUSES_S) - 1)])
 
     async def _wait_for_news(self) -> None:
-        """Hear what is new at the lead keeper."""
+        """Poll the leader for newer standings."""
         loop = asyncio.get_running_loop()
         answered_s = loop.time()
         failed = 0
@@ -237,7 +240,7 @@ class Reporting:
             failed += 1
 
     async def _reported(self, *, waits: bool) -> bool:
-        """Report once, and follow the answer; whether there was one."""
+        """Report once, and act on the answer. Return whether there was one."""
         host = self._lead_host
         assert host is not None
         report = self._compose()
@@ -257,8 +260,8 @@ class Reporting:
         return True
 
     def _is_news(self, standing: Standing, asked: int) -> bool:
-        """Whether an answer is to be followed. That of a lead keeper which has died may come after
-        that of the next one: it answers a question from before that one was heard."""
+        """Return whether to act on a standing. The answer of a dead leader may arrive after one of
+        its successor; it is stale if its question was sent before the successor's first answer."""
         if standing.epoch != self.lead.epoch:
             return False
         is_another = incarnation_of(standing.version) != incarnation_of(self._seen)
@@ -267,7 +270,7 @@ class Reporting:
         return is_newer(standing.version, self._seen)
 
     async def _sent(self, host: KeeperHost, report: Report) -> Standing:
-        """Raises CoordinationError, OSError, TimeoutError."""
+        """Send a report, and return the answer. Raises CoordinationError, OSError, TimeoutError."""
         import aiohttp
 
         if self._session is None:
@@ -299,7 +302,7 @@ class Reporting:
         self._tasks = []
 
     async def close(self) -> None:
-        """Report no more, and answer those who wait. Safe to call twice."""
+        """Stop reporting, and answer pending requests. Safe to call twice."""
         self._closed = True
         self._moved.set()
         tasks = self._tasks
@@ -312,6 +315,6 @@ class Reporting:
 
 
 def _note_end(task: asyncio.Task[None]) -> None:
-    """Reporting goes on until it is cancelled."""
+    """Log if a reporting task ends, which only cancellation should cause."""
     if not task.cancelled():
         _log.error("this keeper no longer reports", exc_info=task.exception())

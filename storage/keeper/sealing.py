@@ -1,5 +1,5 @@
-"""Sealing: a captured image is hashed where it lies, and its pages are written behind it. Whether
-memory holds the image of a label is found out likewise."""
+"""Hashes captured images in place, and appends their digest pages. Verifies images in the same
+way."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["is_sealed", "seal"]
 
 async def seal(memory: Memory, hashed_end: int, chunk_nbytes: int, block_nbytes: int) -> bytes:
     """Hash bytes [0, hashed_end) of the image in ``memory``, write its pages, and return the
-    digests of its chunks, 16 bytes each. Nothing is done where nothing is hashed: a rank without a
-    shard has no image."""
+    digests of its chunks, 16 bytes each. With nothing to hash, the rank has no shards, and so no
+    image."""
     digests = bytearray(DIGEST_NBYTES * ceil_div(hashed_end, chunk_nbytes))
 
     def sealed(chunk: int, page: bytes, at: int) -> None:
@@ -31,8 +31,8 @@ async def seal(memory: Memory, hashed_end: int, chunk_nbytes: int, block_nbytes:
 
 
 async def is_sealed(memory: Memory, label: Label) -> bool:
-    """Whether what lies in ``memory``, of ``label.nbytes``, is the image of ``label``, with its
-    pages. The sizes that the label tells are those of an image: see ``check_sizes``."""
+    """Return whether ``memory``, of ``label.nbytes``, holds the image of ``label`` with its pages.
+    The label must have passed ``check_sizes``."""
     damaged = set[int]()
     digests = label.digests
 
@@ -54,8 +54,8 @@ async def _each_page(
     block_nbytes: int,
     take: Callable[[int, bytes, int], None],
 ) -> None:
-    """Hash all chunks. ``take`` is given each one's number, its page, and where in the image that
-    belongs; it is called in threads."""
+    """Hash all chunks, and call ``take`` in threads with each one's number, page, and the offset of
+    that page in the image."""
     page_nbytes = DIGEST_NBYTES * (chunk_nbytes // block_nbytes)
 
     def hash_chunk(chunk: int) -> None:

@@ -1,8 +1,8 @@
-"""Serves memory to other hosts over HTTP: where, to whom, and within which limits.
+"""Configures the HTTP server for a keeper's memory: address, token, TLS and limits.
 
-A server listens on loopback unless an interface is named. All but ``/health`` takes the run's
-token, which is for the ranks of its job alone. TLS is spoken where a certificate is given; without
-it the token and the images cross the network as they are.
+It listens on loopback unless an interface is given. Everything but ``/health`` needs the run's
+token, known only to the ranks of its job. Without a certificate there is no TLS: token and images
+cross the network in clear text.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ _SIOCGIFADDR = 0x8915
 def serve(
     shelf: Shelf, options: ServeOptions, hear: Hear | None = None
 ) -> AbstractAsyncContextManager[MemoryServer]:
-    """Serve ``shelf`` until the end of the body, and take reports by ``hear``. Raises UsageError
-    for options that cannot be right, or where aiohttp is not installed; OSError where the address
-    cannot be used."""
+    """Serve ``shelf`` for the body, with ``hear`` to take reports. Raises UsageError for bad
+    options or if aiohttp is not installed, and OSError if the address cannot be used."""
     if not is_token(options.token):
         raise UsageError("the token of a run has 32 hexadecimal digits")
     try:
@@ -52,8 +51,8 @@ def serve(
 
 
 def interface_and_port(text: str) -> tuple[str, int]:
-    """What ``eth0:7070``, ``10.0.0.5``, ``[::1]:7070`` and the like say; port 0 where none is
-    named. Raises UsageError."""
+    """Parse ``eth0:7070``, ``10.0.0.5``, ``[::1]:7070`` and the like; the port is 0 if omitted.
+    Raises UsageError."""
     match = _WHERE.fullmatch(text)
     if match is None or int(match["port"] or 0) > _PORT_MAX:
         raise UsageError(
@@ -64,8 +63,8 @@ def interface_and_port(text: str) -> tuple[str, int]:
 
 
 def address_of(interface: str) -> str:
-    """The address to listen on: that of the network interface of this name, or ``interface``, which
-    is an address. Raises UsageError where it is neither."""
+    """Return the address to listen on, given the name of a network interface or an address. Raises
+    UsageError if it is neither."""
     try:
         return str(ipaddress.ip_address(interface))
     except ValueError:
@@ -85,8 +84,8 @@ def address_of(interface: str) -> str:
 
 
 def address_and_port(address: str, port: int) -> str:
-    """Where others find what listens there. What listens everywhere is found by this host's
-    name."""
+    """Return the address for other hosts. If the server listens on all interfaces, that is this
+    host's name."""
     parsed = ipaddress.ip_address(address)
     if parsed.is_unspecified:
         return f"{socket.gethostname()}:{port}"
@@ -94,7 +93,7 @@ def address_and_port(address: str, port: int) -> str:
 
 
 def is_token(text: str) -> bool:
-    """Whether it can be the token of a run."""
+    """Return whether ``text`` has the format of a token."""
     return _TOKEN.fullmatch(text) is not None
 
 

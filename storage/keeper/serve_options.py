@@ -1,4 +1,4 @@
-"""Where a keeper serves its memory, to whom, and within which limits."""
+"""Options of the HTTP server for a keeper's memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """``token``: of :func:`new_token`. ``interface``: a name such as ``eth0``, or an address.
-    ``port``: 0 for any that is free. ``certificate`` and ``key``: files in PEM; empty: no TLS."""
+    """``token``: from :func:`new_token`. ``interface``: a name such as ``eth0``, or an address.
+    ``port``: 0 for any free one. ``certificate`` and ``key``: PEM files; empty for no TLS."""
 
     token: str = field(repr=False)
     interface: str = LOOPBACK
@@ -21,13 +21,13 @@ class ServeOptions:
     certificate: str = ""
     key: str = ""
     requests_max: int = 64
-    """More at a time are told to come back later."""
+    """Further requests get status 503 and Retry-After."""
     connections_max: int = 256
-    """More are closed as they come."""
+    """Further connections are closed at once."""
     quiet_s: float = 60.0
-    """How long a client may take for its next request, or to take a mebibyte of an answer."""
+    """Time limit for a client to send its next request, or to accept 1 MiB of an answer."""
 
 
 def new_token() -> str:
-    """128 random bits, as text."""
+    """Return 128 random bits in hexadecimal."""
     return secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""What a keeper shows to other hosts: objects in memory, by keys like those of a storage."""
+"""Interface to the objects that a keeper serves to other hosts, by keys as in storage."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["Content", "Item", "Shelf"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One object. ``key``: as below a run's folder, after the run's name:
-    ``<run>/step-00000500/manifest.safetensors``. ``modified_s``: since the epoch."""
+    """One object. ``key``: starts with the name of the run, as in
+    ``<run>/step-00000500/manifest.safetensors``. ``modified_s``: seconds since the epoch."""
 
     key: str
     nbytes: int
@@ -22,25 +22,24 @@ class Item:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Content:
-    """The bytes of an object, where they lie."""
+    """The bytes of an object, not copied."""
 
     view: memoryview
     modified_s: float
 
 
 class Shelf(Protocol):
-    """For reading only. All methods are called on the event loop of the server, so none of them
-    waits for anything."""
+    """Read-only objects in memory. All methods are called on the event loop of the server, and must
+    not block."""
 
     def listing(self) -> Sequence[Item]:
-        """Every object, in any order."""
+        """Return all objects, in any order."""
 
     def open(self, key: str) -> AbstractContextManager[Content]:
-        """An object. Until the end of the body its memory is not used for anything else. Raises
-        NotFoundError on entry, or at the call."""
+        """Pin an object for the body. Raises NotFoundError, at the call or on entry."""
 
     def status(self) -> Mapping[str, object]:
-        """What the keeper does, as JSON has it. Without secrets."""
+        """Return the status of the keeper as a JSON object, without secrets."""
 
     def metrics(self) -> str:
-        """Figures, in Prometheus' text format."""
+        """Return the metrics in the text format of Prometheus."""

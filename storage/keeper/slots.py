@@ -1,5 +1,5 @@
-"""A slot of a keeper: what is in it, and who can write to it; and what is answered to those who ask
-for one. What may become of it is decided by :mod:`.generations`."""
+"""Slots of a keeper, and the answers to requests for one. :mod:`.generations` decides about
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Content", "Grant", "HeldRanks", "Reason", "Refusal", "Slot"]
 
 
 class Reason(enum.Enum):
-    """Why a request is refused."""
+    """Reasons to refuse a request."""
 
     STALE_EPOCH = "stale-epoch"
     OLD_STEP = "old-step"
@@ -23,7 +23,7 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why, in one word and in a sentence."""
+    """A reason, and a sentence that explains it."""
 
     reason: Reason
     text: str
@@ -31,9 +31,9 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A slot to fill. ``fresh``: its memory is yet to be made, which is to be followed by
-    :meth:`.generations.Generations.made` or ``unmade``. ``freed``: slots that are no more,
-    because images have another size now."""
+    """A slot to fill. ``fresh``: its memory must be allocated, followed by a call of
+    :meth:`.generations.Generations.made` or ``unmade``. ``freed``: slots that were removed for
+    it."""
 
     slot: int
     fresh: bool
@@ -42,7 +42,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class HeldRanks:
-    """A generation, and the ranks whose images are sealed."""
+    """A generation, and the ranks with sealed images."""
 
     id: GenerationId
     world: int
@@ -51,19 +51,19 @@ class HeldRanks:
 
 
 class Content(enum.Enum):
-    """What is in a slot."""
+    """Contents of a slot."""
 
     FREE = enum.auto()
     FILLING = enum.auto()
     CAPTURED = enum.auto()
     SEALED = enum.auto()
     ABANDONED = enum.auto()
-    """A resume has dropped it while it was sealed, which writes to it until it ends."""
+    """Dropped by a resume while it is being sealed, which still writes to it."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """One image of ``rank``, of ``nbytes``. ``filler``: the client that fills it."""
+    """Memory of ``nbytes`` for one image of ``rank``. ``filler``: the client that fills it."""
 
     rank: int
     nbytes: int
@@ -73,17 +73,17 @@ class Slot:
     mappers: set[int] = field(default_factory=set)
     """Clients that can write to it."""
     readers: set[int] = field(default_factory=set)
-    """Clients that go on from it, or may."""
+    """Clients that restore from it, or may do so."""
     flushes: int = 0
-    """How many flushes read it."""
+    """Number of flushes that read it."""
     made: bool = True
-    """Whether it has its memory."""
+    """False until its memory is allocated."""
     outlived: bool = False
-    """Whether its memory has outlived a keeper, and processes that are not known here may have it
-    mapped: it is never filled again."""
+    """True if its memory outlived a keeper. Unknown processes may have it mapped, so it is never
+    filled again."""
 
     def empty(self) -> None:
-        """There is no image in it."""
+        """Mark the slot as free."""
         self.content = Content.FREE
         self.generation = None
         self.filler = -1

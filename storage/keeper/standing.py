@@ -1,7 +1,7 @@
-"""What keepers of one job tell each other: each reports to the *lead keeper*, which is that of rank
-0, and the answer is how things stand.
+"""Messages between the keepers of one job. Each keeper reports to the *leader*, the keeper of rank
+0, which answers with a standing.
 
-Reports and standings may be lost, come twice, or come late: each says all that its sender knows.
+Reports and standings may be lost, duplicated or late, so each repeats everything its sender knows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ __all__ = ["FlushEnd", "FlushOrder", "Report", "Standing", "Written"]
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What has become of a keeper's part of a flush. ``stored_nbytes``: of the files of ``ranks``,
-    0 for one without shards; ``problem``: why there are none; ``damaged``: memory no longer holds
-    what was sealed; ``gone``: nor anything of it, as where a keeper has taken the place of one that
-    was to write it."""
+    """Result of one keeper's part of a flush. ``stored_nbytes``: file sizes by ``ranks``, 0 without
+    shards; ``problem``: the error, if any; ``damaged``: an image has changed in memory; ``gone``:
+    the keeper holds no images of the generation, as after it has replaced a dead one."""
 
     attempt: str
     ranks: tuple[int, ...] = ()
@@ -31,17 +30,17 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the keeper ``name`` knows in ``epoch``.
+    """Everything that the keeper ``name`` knows in ``epoch``.
 
-    ``votes``: of its ranks, for generations whose outcome it does not know. ``missing``: of those
-    that the lead waits for, the ones that a rank of this keeper will never vote for. ``agreed``:
-    the newest generation that it knows to be agreed on. ``guarded``: what all are to make parity of
-    now, if it holds its part of that, else the newest one for which it does; ``unguarded``: the
-    newest one for which it could not make that in this ``attempt``; ``told``: the newest one that
-    it knows all to have made it of, in this epoch or before.
-    ``written``: its part of the newest flush; ``wanted``: what is agreed on, and waits here for the
-    lead keeper to have it written to storage. ``seen``: the version of the standing that it knows;
-    ``waits``: it has no news, and waits for a newer one."""
+    ``votes``: of its ranks, for generations without an outcome. ``missing``: generations that the
+    leader waits for, but a rank of this keeper will never vote for. ``agreed``: newest generation
+    known to be agreed. ``guarded``: the generation to be encoded now, if this keeper has encoded
+    it, else the newest one that it has encoded. ``unguarded``: newest generation that it failed to
+    encode in this ``attempt``. ``told``: newest generation that it knows to be encoded on all
+    keepers, in this epoch or before. ``written``: its part of the newest flush. ``wanted``: agreed
+    generations that wait here to be flushed. ``seen``: version of the last standing. ``waits``:
+    nothing is new, so the answer may wait for a newer standing.
+    """
 
     name: str
     epoch: int
@@ -60,7 +59,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class FlushOrder:
-    """Every keeper is to write its images of ``generation`` for this attempt."""
+    """An order to all keepers to write their images of ``generation`` for this attempt."""
 
     generation: GenerationId
     attempt: str
@@ -68,8 +67,8 @@ class FlushOrder:
 
 @dataclass(frozen=True, slots=True)
 class FlushEnd:
-    """What has become of the flush of a generation: ``problem`` is "" where it is durable.
-    ``final``: it is not tried again."""
+    """The end of a flush. ``problem``: the error, "" if the generation is durable. ``final``: it
+    will not be retried."""
 
     generation: GenerationId
     attempt: str
@@ -80,13 +79,16 @@ class FlushEnd:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How things stand in ``epoch``. ``agreed`` and ``void``: the newest outcomes; ``open``:
-    generations with votes, and without an outcome; ``settled``: those of this epoch that are not
-    newer, and are not named here, are void, or of no use any more. ``guard``: what all are to make
-    parity of now, in this ``attempt``; ``guarded``: the newest one that all have made it of, as far
-    as the lead keeper knows; ``protected``: the newest one of which all know that; ``heard``: the
-    lead keeper has heard all keepers since they know of it, and so knows. ``flush``: what all
-    are to write now; ``ended``: the newest flush that has ended."""
+    """The leader's view of ``epoch``.
+
+    ``agreed`` and ``void``: the newest outcomes. ``open``: generations with votes but no outcome.
+    ``settled``: all generations of this epoch up to this one that are not named here are void or
+    obsolete. ``guard``: generation to encode now, in this ``attempt``. ``guarded``: newest
+    generation that the leader knows to be encoded on all keepers. ``protected``: newest generation
+    that all keepers know to be so. ``heard``: whether every keeper has reported since it first saw
+    this leader's standing, so that the leader knows all that they know. ``flush``: the flush to
+    write now. ``ended``: the newest flush that has ended.
+    """
 
     version: str
     epoch: int
@@ -104,8 +106,7 @@ class Standing:
 
     @property
     def flushed(self) -> GenerationId | None:
-        """What the lead keeper has all write to storage, until that comes to an end. However old it
-        is, it is agreed on."""
+        """Generation that is being flushed or will be retried. It is agreed, however old it is."""
         if self.flush is not None:
             return self.flush.generation
         if self.ended is not None and not self.ended.final:

@@ -1,4 +1,4 @@
-"""What a keeper does, for people and for machines."""
+"""Status of a keeper, for people and for machines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ __all__ = ["Counters", "KeeperStatus"]
 
 @dataclass
 class Counters:
-    """What has happened since the keeper began. ``sealed``: images; ``agreed`` and ``void``:
-    generations; ``skipped``: steps that got no slot; ``refused``: requests; ``flushed`` and
-    ``flush_failures``: flushes to storage; ``local`` and ``local_failures``: generations written to
-    storage of this host; ``protected`` and ``protect_failures``: generations of whose images there
-    is parity, or was to be; ``rebuilt``: images; ``report_failures``: reports that the lead keeper
-    has not answered."""
+    """Events since the keeper began.
+
+    ``sealed``: images; ``agreed`` and ``void``: generations; ``skipped``: steps without a free
+    slot; ``refused``: requests; ``flushed`` and ``flush_failures``: flushes to storage; ``local``
+    and ``local_failures``: writes to the local level; ``protected`` and ``protect_failures``:
+    generations that were, or could not be, encoded; ``rebuilt``: images; ``report_failures``:
+    reports that the leader has not answered.
+    """
 
     sealed: int = 0
     agreed: int = 0
@@ -37,12 +39,14 @@ class Counters:
 
 @dataclass(frozen=True)
 class KeeperStatus:
-    """What a keeper does now. ``ranks``: those whose processes are connected. ``flushing``: the
-    generation that is being written to storage. ``address``: where memory is served, "" where it
-    is not. ``name``: among the keepers of the run; ``hosts``: the names of all of its job;
-    ``protection``: how they guard each other; ``protected``: the newest generation of whose
-    images all of them have parity, or copies; what this one has takes ``parity_nbytes``. ``ready``:
-    not while it reads what it begins with, for which trainers wait."""
+    """Current state of a keeper.
+
+    ``ranks``: ranks with a connected process. ``flushing``: generation being flushed. ``address``:
+    HTTP address, "" if not served. ``name``: the keeper's name in the run; ``hosts``: names of all
+    keepers of the job. ``protection``: mode of parity; ``protected``: newest protected generation;
+    ``parity_nbytes``: size of this keeper's parity. ``ready``: False while it loads its first
+    images and lets trainers wait.
+    """
 
     run: str
     host: str
@@ -64,7 +68,7 @@ class KeeperStatus:
     ready: bool = True
 
     def as_json(self) -> dict[str, object]:
-        """It, as JSON has it."""
+        """Return the status as a JSON object."""
         return {
             "run": self.run,
             "host": self.host,

@@ -1,5 +1,5 @@
-"""A generation in memory as a driver: what is below the root of a checkpoint, for reading only. So
-whatever reads a checkpoint reads one that is in memory, of this host and of others."""
+"""Presents a generation in memory as a read-only driver, so that all code which reads checkpoints
+can read from the memory of this host and of others."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .reading import image_file
 __all__ = ["HeldImage", "PeerImage", "TiersDriver", "manifest_of"]
 
 READ_NBYTES = 64 << 20
-"""So that the C library copies it past the processor's cache."""
+"""Read size at which the C library bypasses the CPU cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeldImage:
-    """An image in memory, and what is known of it."""
+    """An image in memory, and its label."""
 
     label: Label
     memory: Memory
@@ -42,8 +42,8 @@ class HeldImage:
 
 @dataclass(frozen=True, eq=False)
 class PeerImage:
-    """An image in the memory of another host, below ``driver``, and what is known of it. ``name``:
-    the keeper that holds it."""
+    """An image in the memory of another host, below ``driver``, and its label. ``name``: the keeper
+    that holds it."""
 
     label: Label
     driver: Driver
@@ -51,22 +51,22 @@ class PeerImage:
 
 
 def manifest_of(labels: Sequence[Label]) -> bytes:
-    """The manifest of a generation, from the labels of all its ranks. It is the same wherever it is
-    made. Raises DamagedError, CoverageError, SaveError where they do not make a checkpoint."""
+    """Return the manifest of a generation, given the labels of all ranks. The result is the same on
+    every host. Raises DamagedError, CoverageError or SaveError if they do not form a checkpoint."""
     in_order = sorted(labels, key=lambda label: label.rank)
     return merge([join([label.fragment() for label in in_order])]).encode()
 
 
 class TiersDriver(ReadOnly, Driver):
-    """The images of one generation, and their manifest. ``read_nbytes``: what was read so far, of
-    this host and of ``peers``."""
+    """The images of one generation, and their manifest. ``own_nbytes`` and ``peer_nbytes`` count
+    the bytes read from this host and from others."""
 
     reading_only: ClassVar[str] = "a checkpoint in memory is for reading only"
     remote: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
     def __init__(self, uri: str, manifest: bytes, images: Sequence[HeldImage | PeerImage]) -> None:
-        """``uri``: what errors name."""
+        """Create the driver. ``uri``: named in errors."""
         self.uri = uri
         is_all_here = all(isinstance(image, HeldImage) for image in images)
         self.traits = Traits(
@@ -79,7 +79,7 @@ class TiersDriver(ReadOnly, Driver):
             exclusive_is_atomic=False,
             shared=False,
             hands_over=True,
-            # What comes from another host takes memory.
+            # Reading from another host allocates memory.
             read_nbytes=READ_NBYTES if is_all_here else 0,
         )
         self._manifest = manifest
@@ -96,7 +96,7 @@ class TiersDriver(ReadOnly, Driver):
             try:
                 await content.driver.read(image_file(content.label.rank), start, into)
             except (DamagedError, StorageError) as error:
-                # Under the key of the image, so that the caller knows which one to strike.
+                # Use the image's key, so that the caller knows which image to exclude.
                 text = f"the keeper {content.name} cannot provide it: {error}"
                 raise DamagedError(text, uri=self.uri, key=key) from error
             self.peer_nbytes += len(into)
@@ -114,7 +114,7 @@ class TiersDriver(ReadOnly, Driver):
         self.own_nbytes += nbytes
         image = self._images.get(key)
         if isinstance(image, HeldImage):
-            # Else whoever reads a page first waits for it with the GIL held.
+            # Otherwise the first reader of each page waits for it with the GIL held.
             await offload(image.memory.populate, start, start + nbytes)
         return content[start : start + nbytes]
 
@@ -161,7 +161,7 @@ def _nbytes(content: memoryview | PeerImage) -> int:
 def _check_range(
     content: memoryview | PeerImage, start: int, nbytes: int, uri: str, key: str
 ) -> None:
-    """Raise DamagedError where the object ends before that."""
+    """Raise DamagedError if the object ends before the range does."""
     end = _nbytes(content)
     if not 0 <= start <= start + nbytes <= end:
         raise DamagedError(f"object ends at byte {end}, before {start + nbytes}", uri=uri, key=key)

@@ -1,8 +1,7 @@
-"""The trainers of a keeper: processes that have connected, until the kernel tells that they have
-ended.
+"""Tracks the connected trainer processes until the kernel reports their end.
 
-A line says little about that: a forked child keeps it open. A pidfd is readable once the process
-has ended and its memory is gone, so that what it had mapped may be used for something else.
+A closed connection proves nothing: a forked child may keep it open. A pidfd becomes readable after
+the process has ended and its memory is gone, so that slots it had mapped can be reused.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from ..arenas.messages import Event, Hello, UnderWay, encode
 __all__ = ["Recalling", "Trainer", "Trainers"]
 
 TELL_S = 5.0
-"""How long a trainer may take to receive what it is told."""
+"""Time limit for a trainer to receive a message."""
 UNDER_WAY_S = 0.5
-"""How often one that waits for something long is told that it gets on."""
+"""Interval of progress messages to a trainer that waits for a long request."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Trainer:
-    """A process that has connected. ``number``: for the state machine. ``handed``: the slots whose
-    memory it has. ``asks``: the number of the request that is answered now."""
+    """A connected process. ``number``: identifies it in the state machine; ``handed``: slots whose
+    memory it was given; ``asks``: number of the request being answered."""
 
     number: int
     pid: int
@@ -47,19 +46,19 @@ class Trainer:
 
 
 class Recalling:
-    """What a keeper does before it lets trainers in: ``over`` is set when it does."""
+    """Startup of a keeper; ``over`` is set when trainers are let in."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
         self._moves = 0
 
     def moved(self) -> None:
-        """It gets on."""
+        """Record progress."""
         self._moves += 1
 
     async def waited_for(self, tell: Callable[[], Awaitable[None]]) -> None:
-        """Until it is over; meanwhile ``tell()`` says to who waits that it gets on. Raises what it
-        raises where nobody waits any more."""
+        """Wait until startup is over, and call ``tell()`` on progress. Raises as ``tell()`` does
+        when the waiting trainer has gone."""
         if self.over.is_set():
             return
         told = self._moves
@@ -74,8 +73,8 @@ class Recalling:
 
 
 class Trainers:
-    """All trainers that are alive. ``gone(trainer)`` is called when one has ended,
-    ``back(trainer)`` when one has connected anew, and has lost what it was filling."""
+    """All live trainers. ``gone(trainer)`` is called when one has ended; ``back(trainer)`` when one
+    has reconnected, and lost the image that it was filling."""
 
     def __init__(self, gone: Callable[[Trainer], None], back: Callable[[Trainer], None]) -> None:
         self._gone = gone
@@ -93,14 +92,14 @@ class Trainers:
         return self._by_pid.get(trainer.pid) is trainer
 
     def at(self, line: Line, hello: Hello) -> Trainer:
-        """The process at the other end of ``line``, watched until its end. Raises OSError where it
-        has ended already."""
+        """Return the process at the other end of ``line``, watched until it ends. Raises OSError if
+        it has ended already."""
         pid = line.peer_pid
         known = self._by_pid.get(pid)
         if known is not None:
             known.line.close()
             known.line = line
-            known.handed.clear()  # it has closed what it was handed, or has given it to us
+            known.handed.clear()  # the trainer has closed these, or hands them over
             known.rank, known.world, known.host = hello.rank, hello.world, hello.host
             self._back(known)
             return known
@@ -113,7 +112,7 @@ class Trainers:
         return trainer
 
     def _ended(self, trainer: Trainer) -> None:
-        """A process has ended, and its memory is gone."""
+        """Handle the end of a process, whose memory is gone."""
         self._unwatch(trainer)
         del self._by_pid[trainer.pid]
         trainer.line.close()
@@ -125,12 +124,12 @@ class Trainers:
         os.close(trainer.pidfd)
 
     async def tell(self, trainer: Trainer, event: Event, fds: Sequence[int] = ()) -> None:
-        """Tell a trainer, if it is still there."""
+        """Send an event to a trainer, unless it has disconnected."""
         await self._send(trainer, encode(0, event), fds)
 
     def under_way(self, trainer: Trainer) -> Callable[[], Awaitable[None]]:
-        """To be called as often as one likes while what a trainer asks for now gets on: it is told
-        so, but not too often."""
+        """Return a callback that reports progress on the trainer's current request. May be called
+        often: messages are rate-limited."""
         number, told_s = trainer.asks, time.monotonic()
 
         async def moved() -> None:
@@ -145,18 +144,18 @@ class Trainers:
         try:
             async with asyncio.timeout(TELL_S):
                 await trainer.line.send(data, fds)
-        except TimeoutError:  # it does not read: it is stopped, and finds its line closed
+        except TimeoutError:  # it is stopped, and will find its connection closed
             trainer.line.close()
         except OSError as error:
             _log.debug("rank %d is not told: %s", trainer.rank, error)
 
     async def tell_all(self, event: Event, epoch: int) -> None:
-        """Tell all trainers of an epoch, side by side."""
+        """Send an event to all trainers of an epoch, concurrently."""
         told = [self.tell(trainer, event) for trainer in self if trainer.epoch == epoch]
         await asyncio.gather(*told)
 
     def close(self) -> None:
-        """Watch them no more."""
+        """Stop watching all trainers."""
         for trainer in self:
             self._unwatch(trainer)
         self._by_pid.clear()

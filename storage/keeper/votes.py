@@ -1,9 +1,9 @@
-"""Votes: whether the images of one step, which each rank has captured by itself, belong together. A
-pure state machine.
+"""State machine that decides whether images of one step, captured by each rank on its own, belong
+together. Pure.
 
-Ranks go by a plan that they agreed on earlier, their *accord*; what was equal on several ranks then
-is written by one of them. So a generation is whole if all ranks have sealed their images, by the
-same accord, and what has to be equal still is.
+Ranks follow a plan that they agreed on earlier, their *accord*: values that were equal on several
+ranks are written by one of them. So a generation is whole if all ranks have sealed their images
+under the same accord, and these values are still equal.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..arenas.label import GenerationId, Label
 __all__ = ["Ballot", "Outcome", "Vote"]
 
 KEPT = 16
-"""So many generations without an outcome are remembered: those before will not have one."""
+"""Number of undecided generations to remember; older ones will never be decided."""
 
 
 class Outcome(enum.Enum):
-    """Of a generation."""
+    """Outcome of a generation."""
 
     AGREED = "agreed"
     VOID = "void"
@@ -29,7 +29,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Vote:
-    """That a rank has sealed its image of a generation; see :class:`~..arenas.label.Label`."""
+    """A rank's statement that it has sealed its image; see :class:`~..arenas.label.Label`."""
 
     generation: GenerationId
     rank: int
@@ -39,7 +39,7 @@ class Vote:
 
     @classmethod
     def of(cls, label: Label) -> Vote:
-        """What a label says."""
+        """Return the vote that a label implies."""
         return cls(label.generation, label.rank, label.world, label.accord, dict(label.equal))
 
 
@@ -56,13 +56,12 @@ class Ballot:
         self._counts: dict[GenerationId, _Count] = {}
         self._outcomes: dict[GenerationId, Outcome] = {}
         self.settled: GenerationId | None = None
-        """The newest whose outcome is forgotten. What is not newer, and has none here, is void, but
-        for what was agreed on before something newer was."""
+        """Newest generation whose outcome was forgotten. Generations up to this one without an
+        outcome are void, or agreed and superseded."""
 
     def cast(self, vote: Vote) -> Outcome | None:
-        """Count a vote; the outcome, once it is known. A vote that comes twice counts once. One
-        that contradicts an earlier one of the same rank, or the size of the world, voids the
-        generation."""
+        """Count a vote, and return the outcome if it is known. Duplicates count once. A vote that
+        contradicts an earlier one of its rank, or the world size, voids the generation."""
         known = self._outcomes.get(vote.generation)
         if known is not None:
             return known
@@ -83,21 +82,21 @@ class Ballot:
 
     @property
     def outcomes(self) -> Mapping[GenerationId, Outcome]:
-        """Of the newest generations."""
+        """Outcomes of the newest generations."""
         return self._outcomes
 
     @property
     def agreed(self) -> list[GenerationId]:
-        """Those of them that are agreed on."""
+        """Agreed generations among the outcomes."""
         return [id for id, outcome in self._outcomes.items() if outcome is Outcome.AGREED]
 
     @property
     def open(self) -> list[GenerationId]:
-        """Those with votes, and without an outcome."""
+        """Generations with votes but no outcome."""
         return list(self._counts)
 
     def decide(self, generation: GenerationId, outcome: Outcome) -> None:
-        """Its outcome is known otherwise: votes that come again change nothing."""
+        """Record an outcome that is known from elsewhere; later votes do not change it."""
         self._counts.pop(generation, None)
         self._outcomes[generation] = outcome
         self._forget_old()

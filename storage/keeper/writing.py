@@ -1,9 +1,8 @@
-"""What a keeper writes: generations that trainers want in storage, and those that are due on
-storage of the host itself. Neither is in the way of anything else: a failure is told, counted and
-tried again.
+"""Writes generations to storage on request, and to the local level when due.
 
-What is to be in storage is committed by the lead keeper. Where there are others, each writes the
-images that it holds when the lead keeper says for which attempt.
+Writes block nothing else: failures are reported, counted and retried. The leader commits to
+storage. With several keepers, each writes the images that it holds once the leader has named the
+attempt.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .status import Counters
 __all__ = ["Writing"]
 
 FLUSH_PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""How long a keeper waits after each failed flush; then the last of them again and again."""
+"""Pauses after consecutive failed flushes; the last one repeats."""
 _REPLACED = "a later step is to be written in the place of this one"
 _OVERTAKEN = "the flush of a later step has ended, and how this one ended was not heard here"
 _LOST = "not all images of this step are in memory any more where it was to be committed"
@@ -37,8 +36,8 @@ _log = logging.getLogger(__name__)
 
 
 class Writing:
-    """What is being written, and what is to be. ``tell(event)`` tells the trainers;
-    ``damaged(generation)`` is called where memory no longer holds what was sealed."""
+    """Pending and running writes of one keeper. ``tell(event)`` notifies the trainers;
+    ``damaged(generation)`` is called if an image has changed in memory."""
 
     def __init__(
         self,
@@ -58,23 +57,23 @@ class Writing:
         self._damaged = damaged
         self._wanted: dict[GenerationId, Flush] = {}
         self._begun: set[GenerationId] = set()
-        """What is being flushed, or waits for its turn."""
+        """Generations being flushed, or queued for it."""
         self._turn = asyncio.Lock()
         self._writes_locally = False
         self._parts: dict[GenerationId, Flush] = {}
-        """What waits for the lead keeper, and is kept for that."""
+        """Generations pinned here until the leader has them flushed."""
         self._order: FlushOrder | None = None
-        """The newest that was followed."""
+        """Newest order that was followed."""
         self._ended: FlushEnd | None = None
-        """The newest that is known here."""
+        """Newest end of a flush known here."""
         self.written: Written | None = None
-        """What has become of this keeper's part of the newest flush."""
+        """Result of this keeper's part of the newest flush."""
         self.flushing: GenerationId | None = None
-        """What is being flushed."""
+        """Generation being flushed."""
 
     def want(self, generation: GenerationId, request: Flush) -> None:
-        """A generation is to be in storage, once it is agreed on. A trainer whose line was cut asks
-        again, maybe for what waits already, or has ended."""
+        """Request that a generation is flushed once it is agreed. A trainer that has reconnected
+        repeats its request, even if the flush is pending or has ended."""
         if generation in self._parts or self.handed_over(generation):
             return
         over = self._over
@@ -86,8 +85,8 @@ class Writing:
         self._give_up_lost()
 
     def handed_over(self, generation: GenerationId) -> bool:
-        """A trainer whose line was cut is here again, with this generation. Whether it is the one
-        whose flush has ended last: trainers are told again, since this one may have missed it."""
+        """Handle a generation handed over by a reconnected trainer. If its flush was the last to
+        end, announce that again, since the trainer may have missed it, and return True."""
         over = self._over
         if over is None or generation != over.generation:
             return False
@@ -96,13 +95,13 @@ class Writing:
 
     @property
     def _over(self) -> FlushEnd | None:
-        """The newest end, unless what has failed is tried again."""
+        """The newest end of a flush, unless it will be retried."""
         ended = self._ended
         return ended if ended is not None and ended.final else None
 
     def agreed(self, generation: GenerationId) -> bool:
-        """A generation is agreed on: write it to where it is wanted. It is kept for that from now
-        on. Whether it is written to storage of the host."""
+        """Begin the flush of an agreed generation, if wanted, and the write to the local level, if
+        due; both pin it. Return whether the local write has begun."""
         self.begin(generation)
         local = self._local
         if local is None or not local.due(generation.step) or self._writes_locally:
@@ -113,8 +112,7 @@ class Writing:
         return True
 
     def forget_dropped(self) -> None:
-        """What is not agreed on, and will not be, since a resume has come, is not wanted any
-        more."""
+        """Forget flushes that can no longer be agreed, since a resume began a new epoch."""
         generations = self._held.generations
         for generation in list(self._wanted):
             is_old = generation.epoch < generations.epoch
@@ -124,8 +122,8 @@ class Writing:
             self._release_part(generation)
 
     def begin(self, generation: GenerationId) -> None:
-        """Begin to write a generation to storage, if it is wanted there, agreed on, and all here:
-        trainers hand over their images one after the other."""
+        """Begin a flush if it is wanted, agreed, and complete on this host: trainers hand over
+        their images one by one."""
         if generation not in self._wanted or generation in self._begun:
             return
         if not self._held.generations.is_agreed(generation) or not self._is_whole(generation):
@@ -139,19 +137,19 @@ class Writing:
         self._run_later(self._settle_parts())
 
     def _is_whole(self, generation: GenerationId) -> bool:
-        """Whether there is the image of each rank of this host."""
+        """Return whether the images of all ranks of this host are held."""
         labels = [image.label for image in self._held.images(generation)]
         ranks = {label.rank for label in labels}
         return bool(labels) and ranks.issuperset(self._reporting.own_ranks(labels[0].world))
 
     def _is_lost(self, generation: GenerationId) -> bool:
-        """Whether an image of it is not here, and will not be."""
+        """Return whether an image of this host is missing for good."""
         is_whole = self._is_whole(generation)
         return not is_whole and self._held.generations.will_not_come(generation)
 
     async def _settle_parts(self) -> None:
-        """Beside the part that is being written, only the newest is kept: each takes a slot. One
-        that was agreed on late may have ended before."""
+        """Keep only the newest pending part, and the part being written, since each takes a slot.
+        If the flush of one has already ended, because it was agreed late here, announce that."""
         order = None if self._order is None else self._order.generation
         await self._fail_parts([id for id in sorted(self._parts)[:-1] if id != order], _REPLACED)
         over = self._over
@@ -160,7 +158,7 @@ class Writing:
         await self._reporting.tell()
 
     def waiting(self, epoch: int) -> tuple[GenerationId, ...]:
-        """What is agreed on, and waits for the lead keeper of this epoch."""
+        """Return the agreed generations that wait for the leader of this epoch."""
         return tuple(id for id in sorted(self._parts) if id.epoch == epoch)
 
     async def _fail_parts(self, generations: Sequence[GenerationId], problem: str) -> None:
@@ -177,8 +175,8 @@ class Writing:
         self._held.generations.flushed(generation)
 
     async def follow(self, standing: Standing) -> None:
-        """Write what the lead keeper says, and tell what has become of it. That keeper itself says
-        what it will not have written."""
+        """Act on a standing: write the ordered part, and announce flushes that have ended. The
+        leader only ends the flushes that are lost."""
         self._give_up_lost()
         if self._reporting.leads:
             self._end_lost()
@@ -192,8 +190,8 @@ class Writing:
             await self._tell_end(ended)
 
     def _give_up_lost(self) -> None:
-        """Nobody waits for what is not all here, and will not be, as where a keeper has taken the
-        place of one that has died, and not all of its trainers had an image to hand over."""
+        """Fail requested flushes with images missing for good, as when a keeper was replaced and
+        some trainer had no image to hand over."""
         waiting = self._wanted.keys() - self._begun
         lost = sorted(filter(self._is_lost, waiting))
         for generation in lost:
@@ -202,13 +200,14 @@ class Writing:
             self._run_later(self._fail(lost, _LOST))
 
     def _end_lost(self) -> None:
-        """Nor at other hosts. One at a time: keepers hear of the newest end."""
+        """Fail the flush that other keepers wait for, but whose images are missing here for good.
+        One at a time, since keepers learn only of the newest end."""
         lost = max(filter(self._is_lost, self._reporting.lead.wanted), default=None)
         if lost is not None and self.flushing is None:
             self._reporting.end(FlushEnd(lost, "", problem=_LOST))
 
     async def _write_part(self, order: FlushOrder) -> None:
-        """Write the images that are held here; say what has become of it."""
+        """Write the images held here for this order, and report the result."""
         request = self._parts.get(order.generation)
         images = self._held.images(order.generation)
         if request is None or not images:
@@ -228,7 +227,7 @@ class Writing:
             await self._reporting.tell()
 
     async def fail_parts(self, problem: str) -> None:
-        """What waits for the lead keeper here will not be committed by it."""
+        """Fail the parts that wait for an unreachable leader."""
         self._order = None
         await self._fail_parts(sorted(self._parts), problem)
 
@@ -243,7 +242,7 @@ class Writing:
             await self._fail_parts(older, _OVERTAKEN)
 
     async def _say(self, ended: FlushEnd) -> None:
-        """Trainers are told."""
+        """Announce the end of a flush to the trainers."""
         if ended.problem:
             await self._tell(FlushFailed(ended.generation, ended.problem, ended.final))
         else:
@@ -264,9 +263,7 @@ class Writing:
         await self._tell(Local(generation, problem))
 
     async def _flush_until_durable(self, generation: GenerationId, request: Flush) -> None:
-        """Flush, and try again where that fails, until it is durable, a later one is to be flushed,
-        a resume has dropped it or made others let go of it, or memory no longer holds what was
-        sealed."""
+        """Flush, with retries, until the generation is durable, superseded, dropped or damaged."""
         try:
             async with self._turn:
                 self.flushing = generation
@@ -286,13 +283,13 @@ class Writing:
         )
 
     def _is_dropped(self, generation: GenerationId) -> bool:
-        """Whether a resume has dropped it; or other keepers have let go of it when one came."""
+        """Return whether a resume has dropped the generation, here or on other keepers."""
         generations = self._held.generations
         is_old = generation.epoch < generations.epoch
         return not generations.is_agreed(generation) or (is_old and not self._reporting.is_alone)
 
     async def _has_ended(self, generation: GenerationId, request: Flush) -> bool:
-        """Flush once; whether there is nothing left to do."""
+        """Flush once. Return whether no retry is needed."""
         began_s = time.perf_counter()
         try:
             attempt, nbytes = await self._flush(generation, request)
@@ -312,13 +309,13 @@ class Writing:
         return True
 
     async def _end(self, ended: FlushEnd) -> None:
-        """All are told."""
+        """Announce the end of a flush to keepers and trainers."""
         self._ended = ended
         self._reporting.end(ended)
         await self._say(ended)
 
     async def _flush(self, generation: GenerationId, request: Flush) -> tuple[str, int]:
-        """The id of the attempt, and how many bytes its images have."""
+        """Flush, and return the id of the attempt and the total size of the images in bytes."""
 
         def is_wanted() -> bool:
             return self._held.generations.is_agreed(generation)

@@ -1,4 +1,4 @@
-"""An image in memory, written to storage from where it lies."""
+"""Writes an image from memory to storage, without a copy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .tiers import HeldImage
 __all__ = ["write_image"]
 
 BUDGET_NBYTES = 256 << 20
-"""Of what packing holds; what is written as it lies takes no memory."""
+"""Limit for compressed chunks. Uncompressed chunks are written in place and take none of it."""
 
 
 async def write_image(
     driver: Driver, key: str, image: HeldImage, compression: Compression | None = None
 ) -> int:
-    """Write an image that has shards; return the size of its file. It is durable on return. Raises
-    DamagedError where memory no longer holds what was sealed, StorageError."""
+    """Write an image that has shards, and return the size of its file. It is durable on return.
+    Raises StorageError, and DamagedError if the image has changed in memory."""
     label = image.label
     layout = _layout_of(label)
     writer = ImageWriter(
@@ -48,8 +48,7 @@ async def write_image(
 
 
 def _layout_of(label: Label) -> ImageLayout:
-    """The layout of an image whose shards are of no interest: where its chunks and its pages
-    are."""
+    """Return a layout with the chunks and pages of an image, but without its shards."""
     whole = np.zeros(1, np.int64)
     return ImageLayout(
         header=b"",
