@@ -1,1 +1,1 @@
-"""``holdfast keeper``: a group of commands, one in each module."""
+"""``holdfast keeper``: a group of commands, one module each."""

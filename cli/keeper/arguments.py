@@ -1,6 +1,6 @@
-"""What each command of ``holdfast keeper`` takes.
+"""Arguments of the commands of ``holdfast keeper``.
 
-Scope: read at every start of the command line, so it imports nothing that takes time.
+Imported at every start of the command line, so it imports nothing slow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def add_commands(
     keeper: argparse.ArgumentParser, with_json: Callable[[argparse.ArgumentParser], None]
 ) -> None:
-    """Add the commands of the group to ``keeper``; ``with_json`` adds the option --json to one."""
+    """Add the commands of the group to ``keeper``. ``with_json`` adds the option --json to a
+    parser."""
     commands = keeper.add_subparsers(
         title="commands", metavar="COMMAND", dest="command", required=True
     )

@@ -1,4 +1,4 @@
-"""Runs the command of ``holdfast keeper`` that was asked for."""
+"""Dispatches the commands of ``holdfast keeper``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["run"]
 
 
 def run(command: str, **arguments: Any) -> int:
-    """Run ``command`` with its ``arguments``; the exit status."""
+    """Run ``command`` with its ``arguments``, and return the exit status."""
     if command == "periods":
         from .periods import periods
 

@@ -23,7 +23,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*/\s*(.+)", re.ASCII)
 
 
 def periods(step: str, cost: Sequence[str], rate: Sequence[str], *, json_output: bool) -> int:
-    """Print the period of each level; 0. Raises UsageError for what makes no sense."""
+    """Print the period of each level, and return 0. Raises UsageError for bad arguments."""
     step_s = _of("--step", step, parse_duration)
     costs = _by_level("--cost", cost, parse_duration)
     rates = _by_level("--rate", rate, _rate_per_s)
@@ -71,7 +71,7 @@ def _of(option: str, text: str, parse: Callable[[str], T]) -> T:
 
 
 def _rate_per_s(text: str) -> float:
-    """The rate that ``1/2h`` means, per second. Raises ValueError."""
+    """Parse a rate such as ``1/2h`` into failures per second. Raises ValueError."""
     match = _RATE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no rate")
@@ -99,7 +99,7 @@ def _row(period: Period) -> tuple[str, ...]:
 
 
 def _time_text(seconds: float) -> str:
-    """Three digits and the largest unit that is not above the time."""
+    """Format a time with three digits, in the largest unit that it reaches."""
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     for nseconds, unit in ((3600, "h"), (60, "min")):

@@ -41,8 +41,8 @@ _TITLES = (
 
 
 def run(uri: str, **options: Any) -> int:
-    """Be the keeper of a run in the foreground, until a signal, or nobody needs it any more; 1 if
-    another one is alive. ``options``: of a :class:`Keeper`."""
+    """Run the keeper of a run in the foreground, until a signal or until it is idle; return 1 if
+    another one is alive. ``options``: fields of :class:`Keeper`."""
     option = Keeper(**options)
     store = DescriptorStore.of_environment(os.environ)
 
@@ -61,7 +61,7 @@ def run(uri: str, **options: Any) -> int:
 
 
 def _folders(uri: str | None) -> list[KeeperFolder]:
-    """Those of one run, or of all."""
+    """Return the folder of one run, or of all runs."""
     if uri is None:
         return keeper_folders()
 
@@ -81,7 +81,7 @@ def _statuses(uri: str | None) -> list[dict[str, Any]]:
 
 
 def status(uri: str | None, *, watch: bool, json_output: bool) -> int:
-    """Print what the keeper of a run does, or what all do; 0 also where there is none."""
+    """Print the status of one run's keeper, or of all. Returns 0 even without any."""
     if watch and not json_output:
         return _watch(uri)
     return _show(_statuses(uri), json_output=json_output)
@@ -107,7 +107,7 @@ def _watch(uri: str | None) -> int:
 
 
 def _cells(status: dict[str, Any]) -> tuple[str, ...]:
-    """One line of the table."""
+    """Return the cells of one table row."""
     generations = status["generations"]
     agreed = [held["step"] for held in generations if held["agreed"]]
     steps = [held["step"] for held in generations]
@@ -127,7 +127,7 @@ def _cells(status: dict[str, Any]) -> tuple[str, ...]:
 
 
 def stop(uri: str | None) -> int:
-    """Have the keeper of a run end, or all; 1 if there was none."""
+    """Stop the keeper of one run, or all. Returns 1 if there was none."""
     stopped = sum(control.stop(folder) for folder in _folders(uri))
     if not stopped:
         complain("no keeper is alive on this host")

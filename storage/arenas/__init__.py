@@ -1,1 +1,1 @@
-"""Memory that outlives its writer: what trainers and keepers have in common."""
+"""Memory that outlives its writer, shared by trainers and keepers."""

@@ -1,11 +1,10 @@
-"""The memory of this host's keeper, as one rank uses it: slots to capture into, what the keeper
-makes of them, and images to go on from.
+"""One rank's access to the memory of its keeper: slots to capture into, and images to restore.
 
-A keeper that is gone, or does not answer in time, is never in training's way: there is no slot
-then, and in the background the rank looks for the keeper, or for the one that takes its place,
-which it hands the images that it still has mapped.
+A keeper that has died, or does not answer in time, never holds up training: there is no slot then.
+In the background the rank looks for a keeper, perhaps a new one, and hands over the images that it
+still has mapped.
 
-For the engine's loop.
+Runs on the engine's loop.
 """
 
 from __future__ import annotations
@@ -57,27 +56,24 @@ from .messages import (
 __all__ = ["Arena", "Capture", "FillingSlot", "KeeperLost", "Listener"]
 
 PAUSES_S = (0.2, 1.0, 5.0, 30.0)
-"""How long a rank waits before it looks for a keeper again; then the last of them again and
-again."""
+"""Pauses between attempts to find a keeper; the last one repeats."""
 REBUILD_S = 120.0
-"""How long a keeper that makes a lost image again may say nothing of getting on: it pulls it from
-other hosts."""
+"""Time limit without progress while a keeper rebuilds an image from other hosts."""
 _MAKING_SHARE = 0.5
-"""Of the deadline: so long a rank waits for memory that the keeper takes from the system."""
+"""Share of the deadline that a rank waits for the keeper to allocate memory."""
 _CONNECT_PAUSE_S = 0.02
 
 A = TypeVar("A")
 Listener = Callable[["Event | KeeperLost"], bool]
-"""Is told what becomes of its generation, and which later one is protected in its place; whether
-it wants to be told more. One that does so after :class:`KeeperLost` is told by the next keeper."""
+"""Called with each event of its generation, and with the protection of a later one. Returns whether
+it wants more events; after :class:`KeeperLost`, these come from the next keeper."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class KeeperLost:
-    """There is no keeper any more that would say what becomes of a sealed generation; there may be
-    another one soon."""
+    """No keeper is left to report on a sealed generation; another one may appear soon."""
 
     generation: GenerationId
     text: str
@@ -93,8 +89,8 @@ class FillingSlot:
 
 @dataclass(frozen=True)
 class Capture:
-    """What is known of an image that was captured. ``has_shards``: whether there is anything in
-    it. The others as in :class:`.label.Label`."""
+    """Description of a captured image. ``has_shards``: False if it is empty. For the other fields
+    see :class:`.label.Label`."""
 
     layout: ImageLayout
     has_shards: bool
@@ -105,11 +101,10 @@ class Capture:
 
 
 class Arena:
-    """One rank's part of its keeper's memory.
+    """One rank's connection to the memory of its keeper.
 
-    ``start()`` starts a keeper where none is alive; None: one is only looked for.
-    ``mapped(memory)`` is called in a thread with the memory of each slot, once it is mapped to be
-    captured into.
+    ``start()`` starts a keeper if none is alive; None: never start one. ``mapped(memory)`` is
+    called in a thread once the memory of a slot is mapped for capturing.
     """
 
     def __init__(
@@ -128,33 +123,33 @@ class Arena:
         self._client: KeeperClient | None = None
         self._enters = Enter(-1, None)
         self._slots: dict[int, Memory] = {}
-        """Memory of slots, by number, mapped to be written to."""
+        """Memory of slots, by number, mapped for writing."""
         self._sealed: dict[int, tuple[GenerationId, int]] = {}
-        """What is sealed, by slot, with the descriptor of its label."""
+        """Sealed generation of each slot, with the descriptor of its label."""
         self._listeners: dict[GenerationId, Listener] = {}
         self._outliving: dict[GenerationId, Listener] = {}
-        """Those that wait for the next keeper."""
+        """Listeners that wait for the next keeper."""
         self._wishes: dict[GenerationId, Flush] = {}
-        """What a keeper was to write to storage, and has not said the end of."""
+        """Requested flushes whose end is not known."""
         self._capturing = 0
-        """Slots that are being captured into: as long as there are any, no other keeper is looked
-        for, since it might give the same memory to the next capture."""
+        """Number of slots being captured into. No other keeper is looked for until it is 0, since
+        that keeper might give the same memory to the next capture."""
         self._no_capture = asyncio.Event()
         self._no_capture.set()
         self._reopening: asyncio.Task[None] | None = None
         self._closed = False
         self.problem = "no keeper was looked for"
-        """Why there is no slot."""
+        """Reason of the last failure."""
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a keeper that answers."""
+        """True while a keeper answers."""
         return self._client is not None
 
     async def open(self, goes_on: Callable[[], None] = lambda: None) -> bool:
-        """Find the keeper, or start one; whether one has answered in time. If not,
-        :attr:`problem` says why. One that says that it gets on with what it begins with has more
-        time, and ``goes_on()`` is called."""
+        """Connect to the keeper, or start one. Return whether it answers in time; if not, see
+        :attr:`problem`. Each sign of progress from a starting keeper extends the deadline and calls
+        ``goes_on()``."""
         try:
             async with asyncio.timeout(self._deadline_s) as wait:
                 await self._connect(partial(go_on, wait, self._deadline_s, goes_on))
@@ -164,7 +159,7 @@ class Arena:
             return False
 
     async def _connect(self, goes_on: Callable[[], None]) -> None:
-        """Connect; where nobody listens, start a keeper, and wait for it."""
+        """Connect; if nobody listens, start a keeper and wait for it."""
         with contextlib.suppress(FileNotFoundError, ConnectionError):
             await self._connect_once(goes_on)
             return
@@ -185,19 +180,18 @@ class Arena:
 
     @property
     def host(self) -> KeeperHost | None:
-        """The keeper; None where there is none."""
+        """The connected keeper, if any."""
         return None if self._client is None else self._client.host
 
     async def enter(self, enters: Enter) -> bool:
-        """Training goes on in an epoch; whether the keeper agrees."""
+        """Enter an epoch. Return whether the keeper accepts that."""
         self._enters = enters
         return await self._done(enters)
 
     async def fill(self, step: int, nbytes: int) -> FillingSlot | None:
-        """A slot for an image of this epoch; None where there is none: :attr:`problem` says
-        why."""
+        """Return a slot for an image of this epoch, or None, with the reason in :attr:`problem`."""
         if self.is_open and self._reopening is not None and not self._reopening.done():
-            # A rank that has gone on has nothing earlier, as far as a keeper can tell.
+            # A keeper assumes that a rank which has moved on has no earlier images to hand over.
             self.problem = "the next keeper has yet to be handed what there is"
             return None
         within_s = _MAKING_SHARE * self._deadline_s
@@ -218,13 +212,13 @@ class Arena:
         return FillingSlot(filled.slot, memory)
 
     async def _map(self, slot: int, fd: int, nbytes: int) -> bool:
-        """Map the memory of a slot to be captured into; whether it could be."""
+        """Map the memory of a slot for capturing. Return whether that worked."""
         client = self._client
         try:
             memory = self._slots[slot] = Memory(fd, nbytes)
         except OSError as error:
             self.problem = str(error)
-            if client is not None:  # it would not hand out the same memory over this line again
+            if client is not None:  # it sends each memory only once per connection
                 await client.close()
                 self._give_up(client)
             return False
@@ -243,8 +237,8 @@ class Arena:
             os.close(sealed[1])
 
     def _forget_other_sizes(self, nbytes: int) -> None:
-        """Unmap slots of a former layout, once there are two of this one: the memory that the
-        keeper gives up is not free before."""
+        """Unmap slots of a former size, once there are two of this one. The keeper's memory is not
+        freed before."""
         sizes = [memory.nbytes for memory in self._slots.values()]
         if sizes.count(nbytes) < 2:
             return
@@ -257,8 +251,8 @@ class Arena:
     async def captured(
         self, slot: FillingSlot, step: int, capture: Capture, listener: Listener
     ) -> bool:
-        """Hand over an image that was captured; ``listener`` is told what becomes of it. Whether
-        the keeper has taken it."""
+        """Hand a captured image to the keeper, and register ``listener`` for its events. Return
+        whether the keeper accepts it."""
         generation = GenerationId(self._enters.epoch, step)
         layout = capture.layout
         message = Captured(
@@ -286,13 +280,13 @@ class Arena:
         return taken
 
     async def dropped(self, slot: FillingSlot) -> None:
-        """Give back a slot into which nothing was captured."""
+        """Return a slot into which nothing was captured."""
         self._capture_has_ended()
         await self._done(Dropped(slot.number))
 
     async def flush(self, request: Flush) -> bool:
-        """Have a generation written to storage, once it is agreed on; whether the keeper has taken
-        that on. Where it dies before that has come to an end, the next one is asked."""
+        """Request that a generation is flushed once it is agreed. Return whether the keeper accepts
+        that. If it dies before the flush has ended, the request is repeated to the next keeper."""
         generation = GenerationId(self._enters.epoch, request.step)
         if generation in self._listeners:
             self._wishes[generation] = request
@@ -302,13 +296,13 @@ class Arena:
         return taken
 
     async def look_up(self) -> Inventory | None:
-        """What there is to go on from; None where no keeper answers."""
+        """Return the keeper's inventory; None if no keeper answers."""
         answer = await self._try(LookUp(), Inventory)
         return None if answer is None else answer[0]
 
     async def image(self, generation: GenerationId, rank: int) -> tuple[Label, Memory]:
-        """An image of a generation, to be read, and its label. It stays as it is until
-        :meth:`release`. Raises DamagedError where it is not there, or not what it should be."""
+        """Open an image for reading, and return it with its label. It stays unchanged until
+        :meth:`release`. Raises DamagedError if it is missing or not the requested one."""
         answer = await self._try(Open(generation, rank), Opened)
         if answer is None:
             raise DamagedError(f"the image of rank {rank} cannot be had: {self.problem}")
@@ -328,13 +322,13 @@ class Arena:
         return label, memory
 
     async def rebuild(self, request: Rebuild, goes_on: Callable[[], None] = lambda: None) -> bool:
-        """Have a lost image made again, in the keeper's memory; whether it is there then.
-        ``goes_on()`` is called each time that the keeper says that it gets on."""
+        """Have the keeper rebuild a lost image. Return whether it now holds it. Calls ``goes_on()``
+        on progress."""
         answer = await self._try(request, Done, deadline_s=REBUILD_S, goes_on=goes_on)
         return answer is not None
 
     async def release(self) -> None:
-        """What was opened may be written over."""
+        """Allow all opened images to be overwritten."""
         await self._done(Release())
 
     async def _done(self, request: Request, fds: Sequence[int] = ()) -> bool:
@@ -348,8 +342,8 @@ class Arena:
         deadline_s: float | None = None,
         goes_on: Callable[[], None] = lambda: None,
     ) -> tuple[A, tuple[int, ...]] | None:
-        """The keeper's answer; None where it refuses, or is gone: :attr:`problem` says why. One
-        that does not answer in time is as good as gone."""
+        """Return the keeper's answer, or None if it refuses or has died, with the reason in
+        :attr:`problem`. A keeper that misses the deadline counts as dead."""
         client = self._client
         if client is None:
             return None
@@ -366,7 +360,7 @@ class Arena:
             return None
 
     def _told(self, event: Event, fds: Sequence[int]) -> None:
-        """The keeper has something to tell."""
+        """Dispatch an event of the keeper."""
         if isinstance(event, Sealed) and len(fds) == 1 and event.slot in self._slots:
             self._sealed[event.slot] = (event.generation, fds[0])
         else:
@@ -383,13 +377,13 @@ class Arena:
             self._wishes.pop(event.generation, None)
 
     def _lost(self) -> None:
-        """The line is gone: the keeper has died, or has closed it."""
+        """Handle the loss of the connection."""
         self.problem = "the keeper is gone"
         if self._client is not None:
             self._give_up(self._client)
 
     def _give_up(self, client: KeeperClient) -> None:
-        """Go on without a keeper, and look for one in the background."""
+        """Continue without a keeper, and look for one in the background."""
         if self._client is not client:
             return
         self._client = None
@@ -412,8 +406,8 @@ class Arena:
         self._void(outliving)
 
     async def _reopen(self) -> None:
-        """Look for a keeper until there is one, and hand it what this rank has sealed. Nobody waits
-        for one for longer than for an answer."""
+        """Look for a keeper until one accepts this rank, and hand over the sealed images. Listeners
+        that outlived the keeper wait no longer than for an answer."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._deadline_s
         for tried in itertools.count():
@@ -427,20 +421,20 @@ class Arena:
             if await self._hand_over():
                 _log.info("rank %d has a keeper again", self._hello.rank)
                 return
-            if self._client is not None:  # it does not let this rank in
+            if self._client is not None:  # it refuses this rank
                 await self._client.close()
                 self._client = None
 
     async def _hand_over(self) -> bool:
-        """Give a keeper, which may be a new one, the images that this rank has sealed in this
-        epoch; whether it has let this rank in."""
+        """Hand the sealed images of this epoch to a keeper, perhaps a new one. Return whether it
+        accepts this rank."""
         slots, sealed = dict(self._slots), dict(self._sealed)
         self._slots.clear()
         self._sealed.clear()
         try:
             if not await self.enter(self._enters):
                 return False
-            # In order: of a rank that has handed over a step, nothing earlier is waited for.
+            # Oldest first: once a rank has handed over a step, no earlier one is expected of it.
             for number, (generation, label_fd) in sorted(sealed.items(), key=lambda one: one[1]):
                 listener = self._outliving.pop(generation, None)
                 if listener is not None:
@@ -461,8 +455,8 @@ class Arena:
                 self._slots, self._sealed = slots, sealed
 
     async def _wish_again(self, generation: GenerationId, *, adopted: bool) -> None:
-        """The next keeper has been handed an image, and may not have taken it. Have it written, if
-        that was wanted, and the keeper before has not said the end of it."""
+        """Repeat a flush request after handing over an image, unless it has ended; void the
+        generation if the keeper has not accepted the image or the request."""
         wish = self._wishes.pop(generation, None)
         if wish is not None and adopted:
             adopted = await self.flush(wish)
@@ -472,7 +466,7 @@ class Arena:
             self._void({generation: listener})
 
     async def close(self) -> None:
-        """Let go of the keeper, which goes on. Safe to call twice."""
+        """Disconnect; the keeper lives on. Safe to call twice."""
         self._closed = True
         if self._reopening is not None:
             self._reopening.cancel()
@@ -493,7 +487,7 @@ class Arena:
 
 
 def _is_end(event: Event) -> bool:
-    """Whether nothing more comes of a flush."""
+    """Return whether this event ends a flush."""
     if isinstance(event, FlushFailed):
         return event.final
     return isinstance(event, Durable | Voided)

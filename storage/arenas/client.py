@@ -1,7 +1,6 @@
-"""A trainer's line to the keeper of its host: requests and their answers, and what the keeper
-tells.
+"""A trainer's connection to the keeper of its host: requests, answers and events.
 
-For the engine's loop. Every wait has a deadline: a keeper that does not answer is as good as none.
+Runs on the engine's loop. Every wait has a deadline: a keeper that does not answer counts as dead.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ A = TypeVar("A")
 
 
 class Refusal(Exception):
-    """The keeper has refused a request. ``reason``: one word, for what to do about it."""
+    """Raised when the keeper refuses a request. ``reason``: one word, for the caller to act on."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -47,17 +46,15 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request that waits for its ``answer``. ``goes_on()`` is called where that takes long, and
-    comes nearer."""
+    """A request that waits for its ``answer``. ``goes_on()`` is called on progress."""
 
     answer: asyncio.Future[tuple[Answer, tuple[int, ...]]]
     goes_on: Callable[[], None]
 
 
 class KeeperClient:
-    """A line to a keeper. ``told(event, fds)`` is called for all that the keeper tells, in order;
-    the descriptors are the caller's to close. ``lost()`` is called once when the line is gone
-    without :meth:`close`."""
+    """A connection to a keeper. ``told(event, fds)`` is called for all events in order, and owns
+    the descriptors. ``lost()`` is called once if the connection ends without :meth:`close`."""
 
     def __init__(
         self,
@@ -74,7 +71,7 @@ class KeeperClient:
         self._asked: dict[int, _Asked] = {}
         self._closed = False
         self.host = KeeperHost("", "")
-        """Which keeper it is."""
+        """Identity of the keeper."""
         self._reading = asyncio.ensure_future(self._read())
 
     @classmethod
@@ -87,9 +84,9 @@ class KeeperClient:
         lost: Callable[[], None] = lambda: None,
         goes_on: Callable[[], None] = lambda: None,
     ) -> KeeperClient:
-        """A line to the keeper at ``path``, which has welcomed this rank; ``goes_on()`` is called
-        where it says that it is about to. Raises OSError where none listens there,
-        CoordinationError where it belongs to another user, DeadlineError, and :class:`Refusal`."""
+        """Connect to the keeper at ``path`` and introduce this rank. Calls ``goes_on()`` while the
+        keeper is still starting. Raises OSError if nobody listens, CoordinationError if the keeper
+        belongs to another user, DeadlineError, and :class:`Refusal`."""
         line = connected(path)
         if line.peer_uid != os.getuid():
             line.close()
@@ -111,11 +108,13 @@ class KeeperClient:
         deadline_s: float | None = None,
         goes_on: Callable[[], None] = lambda: None,
     ) -> tuple[A, tuple[int, ...]]:
-        """The answer to ``request``, and the descriptors that came with it, which are the caller's
-        to close. ``deadline_s``: for what takes longer than other requests: until the answer, or
-        until the keeper says that it goes on, which is when ``goes_on()`` is called. Raises
-        :class:`Refusal`; CoordinationError where the line is gone, or the keeper answers something
-        else; DeadlineError."""
+        """Send a request, and return the answer with its descriptors, owned by the caller.
+
+        ``deadline_s``: for requests that take longer than usual. The deadline applies until the
+        answer or the next sign of progress, which also calls ``goes_on()``. Raises
+        :class:`Refusal`; CoordinationError if the connection is lost or the answer is of another
+        kind; DeadlineError.
+        """
         deadline_s = deadline_s or self._deadline_s
         if self._closed or self._reading.done():
             raise CoordinationError("the keeper is gone")
@@ -136,7 +135,7 @@ class KeeperClient:
         finally:
             self._asked.pop(number, None)
             if not answered and future.done() and future.exception() is None:
-                _close(future.result()[1])  # it came too late by a moment
+                _close(future.result()[1])  # a moment too late
         if isinstance(found, answer):
             return found, received
         _close(received)
@@ -167,7 +166,7 @@ class KeeperClient:
             self._told(message, received.fds)
             return
         asked = self._asked.get(number)
-        if asked is None or asked.answer.done():  # it was given up
+        if asked is None or asked.answer.done():  # nobody waits any more
             received.close()
             return
         if isinstance(message, UnderWay):
@@ -177,7 +176,7 @@ class KeeperClient:
         asked.answer.set_result((message, received.fds))  # type: ignore[arg-type]
 
     async def close(self) -> None:
-        """Close the line. The keeper goes on. Safe to call twice."""
+        """Close the connection; the keeper lives on. Safe to call twice."""
         self._closed = True
         self._reading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -186,7 +185,7 @@ class KeeperClient:
 
 
 def go_on(wait: asyncio.Timeout, deadline_s: float, goes_on: Callable[[], None]) -> None:
-    """A wait of ``deadline_s`` begins anew, unless it is over; and ``goes_on()`` is called."""
+    """Restart a wait of ``deadline_s``, unless it has expired, and call ``goes_on()``."""
     if not wait.expired():
         wait.reschedule(asyncio.get_running_loop().time() + deadline_s)
         goes_on()

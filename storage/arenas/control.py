@@ -1,4 +1,4 @@
-"""What a command asks a keeper, once: what it does, and to end."""
+"""One-off requests of a command to a keeper: status and stop."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ANSWER_S = 5.0
 
 
 def status_of(folder: KeeperFolder) -> dict[str, Json] | None:
-    """What the keeper of a run does, as JSON; None where none is alive. Raises CoordinationError
-    where it does not answer."""
+    """Return the status of a run's keeper as JSON, or None if no keeper is alive. Raises
+    CoordinationError if it does not answer."""
     answer = _answer(folder, StatusAsked())
     if answer is None:
         return None
@@ -32,8 +32,8 @@ def status_of(folder: KeeperFolder) -> dict[str, Json] | None:
 
 
 def stop(folder: KeeperFolder) -> bool:
-    """Have the keeper of a run end; False where none is alive. It finishes what it writes to
-    storage, and lets go of what is in memory. Raises CoordinationError where it does not answer."""
+    """Stop the keeper of a run; return False if none is alive. It finishes its flushes, and
+    releases all memory. Raises CoordinationError if it does not answer."""
     answer = _answer(folder, Stop())
     if answer is not None and not isinstance(answer, Done):
         raise CoordinationError(f"a keeper has answered with a {type(answer).__name__}")

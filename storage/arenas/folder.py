@@ -1,12 +1,12 @@
-"""Where keepers of this host are found: a folder that is its user's alone, with one for each run.
+"""Folders by which keepers of this host are found, private to one user, one per run.
 
-    <base>/<run>/lock      held by the keeper of the run as long as it lives; names its process
+    <base>/<run>/lock      locked by the live keeper; contains its process id
     <base>/<run>/socket    where trainers connect
-    <base>/<run>/token     what whoever reads its memory over HTTP has to know
-    <base>/<run>/identity  its name among the keepers of the run, and the port that it serves at
-    <base>/<run>/log       what the keeper says, if a trainer has started it
+    <base>/<run>/token     secret for reading the memory over HTTP
+    <base>/<run>/identity  the keeper's name in the run, and its HTTP port
+    <base>/<run>/log       output of a keeper that a trainer has started
 
-The base is what HOLDFAST_KEEPER_DIR names, else ``$XDG_RUNTIME_DIR/holdfast``, else
+The base is HOLDFAST_KEEPER_DIR if set, else ``$XDG_RUNTIME_DIR/holdfast``, else
 ``/tmp/holdfast-<uid>``.
 """
 
@@ -25,23 +25,23 @@ __all__ = ["KEEPER_DIR_VARIABLE", "RUN_PATTERN", "KeeperFolder", "base_folder", 
 
 KEEPER_DIR_VARIABLE = "HOLDFAST_KEEPER_DIR"
 RUN_PATTERN = re.compile(r"[0-9a-f]{32}")
-"""The ids of runs."""
+"""Format of run ids."""
 NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,100}")
-"""The names of keepers."""
+"""Format of keeper names."""
 _PATH_NBYTES_MAX = 107
-"""Of a unix socket."""
+"""Limit of the path of a unix socket."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeeperFolder:
-    """The folder of the keeper of one run."""
+    """Folder of one run's keeper."""
 
     path: Path
 
     @classmethod
     def of(cls, run: str, base: Path | None = None) -> KeeperFolder:
-        """Of the run with this id. Nothing is made. Raises UsageError for what is no id, and where
-        the path is too long for a socket."""
+        """Return the folder for a run id, without creating it. Raises UsageError for a malformed
+        id, or if the path is too long for a socket."""
         if not RUN_PATTERN.fullmatch(run):
             raise UsageError(f"{run!r:.50} is no id of a run")
         folder = cls((base or base_folder()) / run)
@@ -54,51 +54,51 @@ class KeeperFolder:
 
     @property
     def socket(self) -> str:
-        """Where trainers connect."""
+        """Path of the socket where trainers connect."""
         return str(self.path / "socket")
 
     @property
     def lock(self) -> Path:
-        """Held by the keeper."""
+        """Path of the lock file."""
         return self.path / "lock"
 
     @property
     def token(self) -> Path:
-        """What whoever reads the keeper's memory over HTTP has to know."""
+        """Path of the file with the secret for reading over HTTP."""
         return self.path / "token"
 
     def write_token(self, token: str) -> None:
-        """Leave it for this user's processes."""
+        """Write the token, readable by this user alone."""
         _write(self.token, token)
 
     def read_token(self) -> str:
-        """That of a former keeper; "" where there was none."""
+        """Return the token of an earlier keeper, "" without one."""
         return _read(self.token)
 
     @property
     def identity(self) -> Path:
-        """What a keeper that takes the place of another goes on as."""
+        """Path of the file with a keeper's name and port, which its successor reuses."""
         return self.path / "identity"
 
     def read_identity(self) -> tuple[str, int]:
-        """The name and the port of the keeper before, "" and 0 where there was none."""
+        """Return the name and port of the previous keeper, or ("", 0)."""
         name, _, port = _read(self.identity).partition(" ")
         if not NAME_PATTERN.fullmatch(name) or not port.isdecimal():
             return "", 0
         return name, int(port)
 
     def write_identity(self, name: str, port: int) -> None:
-        """Leave it for the keeper that takes this one's place."""
+        """Write the name and port for the next keeper."""
         _write(self.identity, f"{name} {port}")
 
     @property
     def log(self) -> Path:
-        """What a keeper says that a trainer has started."""
+        """Path of the log of a keeper that a trainer has started."""
         return self.path / "log"
 
     def make(self) -> None:
-        """Make it, and the base, for this user alone. Raises UsageError where another user could
-        put something there."""
+        """Create the folder and the base, private to this user. Raises UsageError if another user
+        could write there."""
         for path in (self.path.parent, self.path):
             path.mkdir(mode=0o700, parents=path == self.path.parent, exist_ok=True)
             check_own(path)
@@ -114,7 +114,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _read(path: Path) -> str:
-    """A short file; "" where there is none."""
+    """Return the contents of a short file, "" if it does not exist."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def _read(path: Path) -> str:
 
 
 def check_own(path: Path) -> None:
-    """Raise UsageError unless ``path`` is a folder, no link, and this user's alone."""
+    """Raise UsageError unless ``path`` is a real folder, private to this user."""
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode):
         problem = "is no folder"
@@ -143,7 +143,7 @@ def check_own(path: Path) -> None:
 
 
 def base_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder below which each run has its own."""
+    """Return the folder that holds the folders of all runs."""
     named = environment.get(KEEPER_DIR_VARIABLE)
     if named:
         return Path(named)
@@ -154,8 +154,8 @@ def base_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def keeper_folders(base: Path | None = None) -> list[KeeperFolder]:
-    """Those of all runs, by the ids of runs; none where there is no base. Raises UsageError where
-    it is not this user's alone."""
+    """Return the folders of all runs, by run id. Raises UsageError if the base is not private to
+    this user."""
     base = base or base_folder()
     if not base.exists():
         return []

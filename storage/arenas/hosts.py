@@ -1,4 +1,4 @@
-"""The hosts of a job, as their keepers and trainers name them to each other."""
+"""Hosts of a job, as keepers and trainers describe them to each other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ __all__ = ["GuardedGroup", "KeeperHost"]
 
 @dataclass(frozen=True, slots=True)
 class KeeperHost:
-    """A keeper. ``name``: no other keeper of the run has it; ``domain``: what fails together with
-    it; ``address``: where it serves its memory over HTTP, as ``host:port``, "" where it does not;
-    ``token``: what whoever reads it there has to know; ``tls``: whether it speaks TLS; ``ranks``:
-    those whose trainers it serves."""
+    """A keeper. ``name``: unique in the run; ``domain``: failure domain; ``address``: HTTP address
+    as ``host:port``, "" if not served; ``token``: secret for reading over HTTP; ``tls``: whether it
+    uses TLS; ``ranks``: ranks that it serves."""
 
     name: str
     domain: str
@@ -26,31 +25,31 @@ class KeeperHost:
 
 @dataclass(frozen=True, slots=True)
 class GuardedGroup:
-    """Keepers that guard each other's images. ``mode``: ``copy``, ``xor`` or ``pq``; ``names`` of
-    the keepers, and the ``ranks`` whose images each holds, both in the order that blocks go by."""
+    """Keepers that protect each other's images. ``mode``: ``copy``, ``xor`` or ``pq``; ``names`` of
+    the keepers, and the ``ranks`` whose images each holds, both in the order used for blocks."""
 
     mode: str
     names: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
 
     def member_of(self, rank: int) -> int:
-        """The place of the keeper that holds the image of ``rank``. Raises ValueError where none
-        does."""
+        """Return the index of the keeper that holds the image of ``rank``. Raises ValueError if
+        none does."""
         for member, ranks in enumerate(self.ranks):
             if rank in ranks:
                 return member
         raise ValueError(f"rank {rank} is in no place of this group")
 
     def lanes(self, nbytes: dict[int, int]) -> tuple[Lane, ...]:
-        """How the images are cut; ``nbytes``: the size of each rank's image, 0 where it has
-        none. The image of a rank is in the lane of its place among its keeper's ranks."""
+        """Return how the images are cut into blocks. ``nbytes``: image size of each rank, 0 without
+        an image. An image belongs to the lane given by its index among its keeper's ranks."""
         parity = Protection(_mode(self.mode)).parity
         width = 1 if self.mode == "copy" else len(self.names) - parity
         return lanes([[nbytes[rank] for rank in ranks] for ranks in self.ranks], parity, width)
 
 
 def _mode(text: str) -> Mode:
-    """Raises ValueError for what protects nothing."""
+    """Return the mode. Raises ValueError for an unknown one."""
     if text == "copy":
         return "copy"
     if text == "xor":

@@ -1,8 +1,7 @@
-"""Labels: what is known of the image that a slot holds. Written last, so an image with a label is
-whole.
+"""Labels: metadata of the images in slots. Written last, so an image with a label is complete.
 
-The bytes of a label are a line of JSON, an array that :mod:`..ranks.messages` describes, and the
-contents of its fields of bytes; then an xxh3-128 digest of all that.
+A label is encoded as a line of JSON (an array, see :mod:`..ranks.messages`), the contents of its
+byte fields, and the xxh3-128 digest of everything before it.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ _NO_TIME = "19700101T000000"
 
 @dataclass(frozen=True, slots=True, order=True)
 class GenerationId:
-    """One step of a job in memory. Each resume begins an epoch; steps grow within one."""
+    """One step of a job in memory. Each resume begins an epoch; steps increase within one."""
 
     epoch: int
     step: int
 
     @property
     def attempt(self) -> str:
-        """The id of the attempt that a manifest of this generation names: it follows from epoch and
-        step, so that no rank has to be asked for it."""
+        """Attempt id in the manifest of this generation. Derived from epoch and step, so that no
+        rank has to ask for it."""
         return f"{_NO_TIME}-{digest(f'{self.epoch}/{self.step}'.encode())[:4].hex()}"
 
 
 @dataclass(frozen=True)
 class Label:
-    """What is known of one image in memory.
+    """Metadata of one image in memory.
 
-    ``run``: the id of the run. ``nbytes``: of the image's file, of which ``hashed_end`` bytes are
-    hashed in chunks of ``chunk_nbytes``. ``accord``: the plan by which ranks have divided the
-    writing among them, "" for a rank without peers; ``equal``: digests of what has to be equal on
-    the ranks of a group, by the group's name. ``host``: the host that it was captured on.
-    ``draft``: the rank's fragment of the manifest, without its image. ``digests``: 16 bytes for
-    each chunk; none where the rank has no shard, and so no image.
+    ``run``: id of the run. ``nbytes``: size of the image's file; its first ``hashed_end`` bytes are
+    hashed in chunks of ``chunk_nbytes``. ``accord``: the plan by which ranks share the writing, ""
+    for a rank without peers; ``equal``: digests of the values that must be equal in a group of
+    ranks, by the name of the group. ``host``: host of the capture. ``draft``: the rank's fragment
+    of the manifest, without its image. ``digests``: 16 bytes per chunk; empty if the rank has no
+    shards, and so no image.
     """
 
     run: str
@@ -70,17 +69,17 @@ class Label:
 
     @property
     def key(self) -> str:
-        """The key of the image in a checkpoint of this generation."""
+        """Key of the image in a checkpoint of this generation."""
         return image_key(self.generation.attempt, self.rank)
 
     def encode(self) -> bytes:
-        """The bytes of the label."""
+        """Return the encoded label."""
         body = codec(Label).encode(self)
         return body + digest(body)
 
     @classmethod
     def decode(cls, data: bytes) -> Label:
-        """The inverse of :meth:`encode`. Raises DamagedError."""
+        """Decode the result of :meth:`encode`. Raises DamagedError."""
         body = data[:-DIGEST_NBYTES]
         if digest(body) != data[-DIGEST_NBYTES:]:
             raise DamagedError("a label does not match its own checksum")
@@ -90,9 +89,9 @@ class Label:
             raise DamagedError(f"a label is malformed: {error.message}") from error
 
     def fragment(self, attempt: str | None = None, stored_nbytes: int | None = None) -> Fragment:
-        """The rank's fragment of a manifest, with its image. ``attempt``: the attempt that the
-        image is a part of, if it is not that of the generation; ``stored_nbytes``: the size of its
-        file, if it is compressed. Raises DamagedError."""
+        """Return the rank's fragment of a manifest, including its image. ``attempt``: the image's
+        attempt, by default the generation's own; ``stored_nbytes``: size of the image's file if
+        compressed. Raises DamagedError."""
         draft = decode_fragment(self.draft, "the draft of a label", {})
         digests = np.frombuffer(self.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
         count = int(len(digests) > 0)
@@ -107,8 +106,8 @@ class Label:
 
 
 def check_sizes(label: Label) -> None:
-    """Raise DamagedError where the sizes that a label tells cannot be those of an image: whoever
-    hashes it would leave its memory."""
+    """Raise DamagedError if the sizes in a label are inconsistent; hashing such an image would read
+    beyond its memory."""
     sizes = (label.nbytes, label.chunk_nbytes, label.block_nbytes)
     problem = ""
     if min(sizes) < 1 or label.hashed_end < 0 or label.hashed_end % PAGE_NBYTES:

@@ -1,5 +1,5 @@
-"""A line between a trainer and a keeper of one host: a unix socket that keeps messages apart, and
-passes descriptors along with them."""
+"""Connections between trainers and the keeper of one host: unix sockets that keep message
+boundaries and pass descriptors."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = [
 MESSAGE_NBYTES_MAX = 64 << 10
 DESCRIPTORS_MAX = 2
 _CREDENTIALS = struct.Struct("3i")
-_PEERPIDFD = 77  # Linux 6.5; which socket does not name
+_PEERPIDFD = 77  # Linux 6.5; missing in module socket
 _BACKLOG = 128
 
 
 class MessageError(Exception):
-    """What arrived is no message of ours: the line is of no use any more."""
+    """An incoming message is malformed, so the connection is unusable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message, and the descriptors that came with it, which are the receiver's to close."""
+    """A message and its descriptors, owned by the receiver."""
 
     data: bytes
     fds: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class Received:
 
 
 class Line:
-    """One end of a line. Raises ConnectionError when the other end is gone."""
+    """One end of a connection. Methods raise ConnectionError when the other end is gone."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -57,12 +57,12 @@ class Line:
 
     @property
     def peer_uid(self) -> int:
-        """The user of the process at the other end."""
+        """User id of the process at the other end."""
         return self._credentials()[1]
 
     @property
     def peer_pid(self) -> int:
-        """The process at the other end, when the line was made."""
+        """Id of the process at the other end, when it connected."""
         return self._credentials()[0]
 
     def _credentials(self) -> tuple[int, int, int]:
@@ -71,23 +71,23 @@ class Line:
         return pid, uid, gid
 
     def peer_pidfd(self) -> int:
-        """A descriptor that is readable once the process at the other end has ended, and its memory
-        is gone. The line itself does not tell: a forked child keeps it open. Raises OSError."""
+        """Return a descriptor that becomes readable when the process at the other end has ended and
+        its memory is gone. The socket cannot tell: a forked child keeps it open. Raises OSError."""
         try:
             data = self._socket.getsockopt(socket.SOL_SOCKET, _PEERPIDFD, 4)
-        except OSError:  # an older kernel
+        except OSError:  # older kernel
             return os.pidfd_open(self.peer_pid)
         (fd,) = struct.unpack("i", data)
         os.set_inheritable(fd, False)
         return int(fd)
 
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a message, and descriptors with it. Several tasks may call this at once. Raises
-        ValueError for a message that no other end would take."""
+        """Send a message with descriptors. Safe to call from several tasks. Raises ValueError for
+        an empty or oversize message."""
         if not 0 < len(data) <= MESSAGE_NBYTES_MAX:
             raise ValueError(f"a message of {len(data):,} bytes")
-        # Copies: while this waits for an end that does not read, their owner may close them, and
-        # their numbers may become those of other files.
+        # Copies, since the caller may close them while this waits for a slow reader, and their
+        # numbers may be reused for other files.
         copies = [os.dup(fd) for fd in fds]
         try:
             async with self._sending:
@@ -106,8 +106,8 @@ class Line:
                 await self._until(loop.add_writer, loop.remove_writer)
 
     async def receive(self) -> Received:
-        """The next message. Raises MessageError for what is cut, empty of sense, or too large: all
-        that came with it is closed."""
+        """Return the next message. Raises MessageError for a truncated message, after closing its
+        descriptors, and ConnectionError at the end of the stream."""
         while True:
             try:
                 data, fds, flags, _ = socket.recv_fds(
@@ -131,8 +131,8 @@ class Line:
         add: Callable[[socket.socket, Callable[[], object]], object],
         remove: Callable[[socket.socket], object],
     ) -> None:
-        """Return when the socket can be read from, or written to. Raises ConnectionError where it
-        is closed here."""
+        """Wait until the socket is readable or writable. Raises ConnectionError if it is closed
+        here."""
         ready = asyncio.Event()
         self._waiting.add(ready)
         add(self._socket, ready.set)
@@ -146,12 +146,12 @@ class Line:
             raise ConnectionResetError("closed on this side")
 
     def close(self) -> None:
-        """Whoever waits for it gets a ConnectionError. Safe to call twice."""
+        """Close the socket. Waiting tasks get a ConnectionError. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
         if self._waiting:
-            # Before it is closed: the number of its descriptor is used again at once.
+            # Before closing: the descriptor's number is reused at once.
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._socket)
             loop.remove_writer(self._socket)
@@ -161,7 +161,7 @@ class Line:
 
 
 def connected(path: str) -> Line:
-    """A line to the keeper that listens at ``path``. Raises OSError where none does."""
+    """Connect to the keeper at ``path``. Raises OSError if none listens."""
     sock = _socket()
     try:
         sock.connect(path)
@@ -172,8 +172,8 @@ def connected(path: str) -> Line:
 
 
 def listening(path: str) -> socket.socket:
-    """A socket that trainers can connect to at ``path``, in a folder that is its user's alone. What
-    a keeper that died has left there is replaced. Raises OSError."""
+    """Return a listening socket at ``path``, in a folder private to this user. Replaces the socket
+    of a dead keeper. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     sock = _socket()

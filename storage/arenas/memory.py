@@ -1,8 +1,8 @@
-"""Memory without a name that processes of one host share by its descriptor: a memfd, sealed.
+"""Anonymous memory shared between processes of one host by descriptor: sealed memfds.
 
-No limit of /dev/shm applies to it, nobody who is not handed its descriptor can open it, and it is
-gone when the last process closes it, however that process ends. Its size is sealed: memory that is
-mapped cannot be cut off by anyone, which would kill the processes that read it.
+They are not subject to the limit of /dev/shm, only a process that gets the descriptor can open
+them, and they vanish with the last process that has them open, however it ends. The size is sealed:
+nobody can truncate mapped memory, which would kill its readers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def sealed_memory(nbytes: int) -> int:
-    """The descriptor of ``nbytes`` of zeros, at least one, that can be written to. Raises
-    OSError."""
+    """Return the descriptor of ``nbytes`` (at least one) zero bytes, writable. Raises OSError."""
     fd = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -52,18 +51,17 @@ def sealed_memory(nbytes: int) -> int:
 
 
 def reserved_memory(nbytes: int, moved: Callable[[], None] = lambda: None) -> Memory:
-    """Sealed memory of ``nbytes`` of zeros, whose pages are taken from the system now, rather than
-    when they are first written to: huge pages, where it gives them. ``moved()`` is called for each
-    part of them. Raises OSError.
+    """Return sealed memory of ``nbytes`` zero bytes, with all pages allocated now instead of on
+    first write, as huge pages if possible. Calls ``moved()`` on progress. Raises OSError.
 
-    The pages are charged to the control group of this process, which is killed if they are beyond
-    its limit: compare with :func:`.room.available_nbytes` first.
+    Pages are charged to the control group of this process. Exceeding its limit kills the process,
+    so check :func:`.room.available_nbytes` first.
     """
     memory = Memory(sealed_memory(nbytes), nbytes)
     try:
         for start in range(0, nbytes, _RESERVED_AT_ONCE_NBYTES):
             part_nbytes = min(_RESERVED_AT_ONCE_NBYTES, nbytes - start)
-            # Through the mapping first: the descriptor alone cannot ask for huge pages.
+            # Through the mapping first: fallocate cannot request huge pages.
             memory.populate(start, start + part_nbytes)
             os.posix_fallocate(memory.fd, start, part_nbytes)
             moved()
@@ -74,8 +72,8 @@ def reserved_memory(nbytes: int, moved: Callable[[], None] = lambda: None) -> Me
 
 
 def sealed_bytes(data: bytes) -> int:
-    """The descriptor of memory that holds ``data``, at least one byte, which nobody can change.
-    Raises OSError."""
+    """Return the descriptor of immutable memory that holds ``data`` (at least one byte). Raises
+    OSError."""
     fd = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(fd, "wb", closefd=False) as file:
@@ -88,8 +86,8 @@ def sealed_bytes(data: bytes) -> int:
 
 
 def check_sealed(fd: int, nbytes: int | None = None, *, unchangeable: bool = False) -> int:
-    """The size of the memory behind ``fd``. Raises OSError where it is no sealed memory, or not of
-    ``nbytes``; with ``unchangeable``, also where it can be written to."""
+    """Return the size of the memory behind ``fd``. Raises OSError if it is not sealed, has not
+    ``nbytes``, or, with ``unchangeable``, is writable."""
     seals = _ALL_SEALS if unchangeable else SIZE_SEALS
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals:
         raise OSError(errno.EPERM, "that memory is not sealed: its owner could cut it off")
@@ -100,8 +98,8 @@ def check_sealed(fd: int, nbytes: int | None = None, *, unchangeable: bool = Fal
 
 
 def read_sealed(fd: int, nbytes_max: int) -> bytes:
-    """What :func:`sealed_bytes` has put behind ``fd``. Raises OSError where it is something else,
-    or larger than ``nbytes_max``."""
+    """Return the bytes that :func:`sealed_bytes` has stored. Raises OSError if ``fd`` is anything
+    else, or larger than ``nbytes_max``."""
     nbytes = check_sealed(fd, unchangeable=True)
     if nbytes > nbytes_max:
         raise OSError(errno.EFBIG, f"that memory has {nbytes:,} bytes, more than {nbytes_max:,}")
@@ -112,13 +110,13 @@ def read_sealed(fd: int, nbytes_max: int) -> bytes:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:
-    """madvise without the GIL, unlike :mod:`mmap`."""
+    """Call madvise without the GIL, unlike :mod:`mmap`."""
     _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
 
 
 class _Mapping:
-    """A mapping, which lasts as long as this object. ``before_unmapping``: called before it is
-    undone; raises nothing."""
+    """A mapping that lasts as long as this object. ``before_unmapping``: called before it is
+    unmapped; must not raise."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self.mapped = mapped
@@ -129,17 +127,17 @@ class _Mapping:
     def __del__(self) -> None:
         if self.before_unmapping is not None:
             self.before_unmapping()
-        # Without the GIL, which the interpreter holds while it unmaps. The bytes stay.
+        # Free the pages without the GIL, which unmapping would hold. The memfd keeps its bytes.
         _advise(self.address, self._nbytes, mmap.MADV_DONTNEED)
 
 
 @dataclass(eq=False)
 class Memory:
-    """Sealed memory of ``nbytes``, mapped into this process. Owns ``fd``. Raises OSError where it
-    is not sealed, or of another size; then ``fd`` is closed.
+    """Sealed memory of ``nbytes``, mapped into this process. Owns ``fd``, even if the constructor
+    raises OSError because ``fd`` is not sealed or has another size.
 
-    A forked child does not inherit the mapping: memory that a living process has mapped cannot be
-    used for anything else.
+    Forked children do not inherit the mapping, since a slot is not reused while any live process
+    has it mapped.
     """
 
     fd: int
@@ -148,7 +146,7 @@ class Memory:
     view: memoryview = field(init=False)
     address: int = field(init=False)
     _mapping: _Mapping | None = field(init=False)
-    """None once it is closed: buffers have it still."""
+    """None after close(); exported buffers may still reference the memory."""
 
     def __post_init__(self) -> None:
         try:
@@ -159,32 +157,31 @@ class Memory:
             os.close(self.fd)
             raise
         mapped.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError):  # a kernel that has none
+        with contextlib.suppress(OSError):  # older kernel
             mapped.madvise(mmap.MADV_HUGEPAGE)
         self._mapping = _Mapping(mapped)
         self.view = memoryview(mapped)
         self.address = self._mapping.address
 
     def populate(self, start: int = 0, stop: int | None = None) -> None:
-        """Have the system enter the pages of bytes [start, stop), by default of all, into this
-        process's table, without the GIL: copying through a mapping that is not populated takes four
-        times as long. Does nothing on a kernel before 5.14."""
+        """Map the pages of bytes [start, stop), by default all, without the GIL. Copying through
+        unmapped pages takes four times as long. No effect before Linux 5.14."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         nbytes = (self.nbytes if stop is None else stop) - first
         advice = _POPULATE_WRITE if self.writable else _POPULATE_READ
         _advise(self.address + first, nbytes, advice)
 
     def buffer(self, start: int, nbytes: int) -> HostBuffer:
-        """Bytes of it, which keep it mapped. Raises ValueError beyond its end."""
+        """Return bytes that keep the memory mapped. Raises ValueError beyond its end."""
         if not 0 <= start <= start + nbytes <= self.nbytes:
             raise ValueError(f"bytes {start}:{start + nbytes} of {self.nbytes}")
-        # By address: torch warns of read-only views, though it is only read here.
+        # By address: torch warns about read-only views, although it only reads here.
         memory = (ctypes.c_ubyte * nbytes).from_address(self.address + start)
         return HostBuffer(memoryview(memory).cast("B"), self.address + start, self._mapping)
 
     @property
     def before_unmapping(self) -> Callable[[], None] | None:
-        """Called when no buffer uses the mapping any more, before it is undone. Raises nothing."""
+        """Function called after the last buffer is gone, before unmapping; must not raise."""
         return None if self._mapping is None else self._mapping.before_unmapping
 
     @before_unmapping.setter
@@ -193,8 +190,8 @@ class Memory:
             self._mapping.before_unmapping = call
 
     def close(self) -> None:
-        """Close the descriptor; the memory stays mapped until the last buffer and view of it are
-        gone. Safe to call twice."""
+        """Close the descriptor. The memory stays mapped until the last buffer or view is gone. Safe
+        to call twice."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -1,7 +1,7 @@
-"""What trainers and keepers say to each other.
+"""Messages between trainers and keepers.
 
-A trainer asks, and the keeper answers each request, with the number that it had. What the keeper
-tells without being asked has the number 0. Descriptors go with the messages that say so.
+The keeper answers each request with the request's number. Events, which it sends unasked, have
+number 0. Some messages carry descriptors, as documented.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ VERSION = 5
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of a trainer. ``host``: its failure domain."""
+    """First message of a trainer. ``host``: its failure domain."""
 
     version: int
     run: str
@@ -71,9 +71,9 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """Training goes on in ``epoch``, from ``chosen``: a step of memory or of storage, None for the
-    run's beginning. What is later is dropped for good. ``hosts``: the keepers of the job, this one
-    among them; none where this one is alone. ``groups``: of those that guard each other."""
+    """Enters ``epoch``, resumed from ``chosen``: a step in memory or storage, None for the
+    beginning of the run. All later steps are dropped for good. ``hosts``: keepers of the job,
+    including this one; empty if it is alone. ``groups``: keepers that protect each other."""
 
     epoch: int
     chosen: int | None
@@ -83,8 +83,8 @@ class Enter:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A slot for an image of ``nbytes``, in this epoch. ``within_s``: how long the trainer waits
-    where its memory has to be made first; what takes longer is there for a later step."""
+    """Requests a slot for an image of ``nbytes`` in this epoch. ``within_s``: how long the trainer
+    waits if memory must be allocated first; memory that takes longer serves a later step."""
 
     step: int
     nbytes: int
@@ -93,8 +93,8 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """All bytes of a slot have been copied. With the draft of the label, unchangeable. The fields
-    are those of the label."""
+    """Reports that the image is complete. Carries the draft of the label, immutable. For the fields
+    see :class:`.label.Label`."""
 
     slot: int
     step: int
@@ -108,20 +108,20 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The capture into a slot has failed."""
+    """Reports that the capture into a slot has failed."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """What is there to go on from?"""
+    """Requests the inventory, to choose a generation to resume from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Hand over an image, to be read from; and its label. It stays as it is until it is
-    released."""
+    """Requests an image and its label for reading. The image stays unchanged until
+    :class:`Release`."""
 
     generation: GenerationId
     rank: int
@@ -129,8 +129,8 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """Make the image of ``rank``, which is lost, again, out of what the others of its ``group``
-    have: all but the members ``lost``. ``hosts``: where they are."""
+    """Requests that the lost image of ``rank`` is rebuilt from the members of ``group`` that are
+    not in ``lost``. ``hosts``: their addresses."""
 
     generation: GenerationId
     rank: int
@@ -141,22 +141,22 @@ class Rebuild:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """All that this trainer has opened may be written over."""
+    """Allows all images that this trainer has opened to be overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """An image that a former keeper has held, with the image and its label."""
+    """Hands over an image of an earlier keeper. Carries the image and its label."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Once the generation of this step is agreed on, write it to ``uri``. ``options``: of the
-    driver, as JSON. ``environment``: what configures the driver, with its secrets; never
-    stored. ``compression``: of its images, "" for none. ``branch``: of the run, as the manifest
-    records it."""
+    """Requests that the generation of this step is written to ``uri`` once it is agreed.
+    ``options``: driver options as JSON. ``environment``: variables that configure the driver,
+    including secrets; never stored. ``compression``: codec of the images, "" for none. ``branch``:
+    branch of the run, for the manifest."""
 
     step: int
     uri: str
@@ -168,17 +168,17 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class StatusAsked:
-    """What does this keeper do?"""
+    """Requests the status."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End, and let go of all that is in memory."""
+    """Requests that the keeper exits and releases all memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answers :class:`Hello`: which keeper this is, but for its ranks."""
+    """Answers :class:`Hello` with the keeper's identity, without its ranks."""
 
     pid: int
     host: KeeperHost
@@ -186,7 +186,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Answers any request that is not granted. ``reason``: one word."""
+    """Answers any request that is refused. ``reason``: one word."""
 
     reason: str
     text: str
@@ -194,13 +194,12 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Answers a request that has no other answer."""
+    """Answers requests without a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Answers :class:`Fill`; with the memory of the slot, if this trainer was not handed it
-    before."""
+    """Answers :class:`Fill`. Carries the memory of the slot, unless this trainer already has it."""
 
     slot: int
     nbytes: int
@@ -208,8 +207,8 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class HeldGeneration:
-    """A generation in memory, by the ranks whose images are held; ``agreed``: all ranks' are known
-    to be whole and alike."""
+    """A generation in memory, and the ranks whose images are held. ``agreed``: all ranks have
+    matching images."""
 
     generation: GenerationId
     world: int
@@ -219,8 +218,7 @@ class HeldGeneration:
 
 @dataclass(frozen=True, slots=True)
 class HeldGuard:
-    """A keeper's part of the parity of a generation: that of the ``member`` of ``group`` in this
-    place."""
+    """A keeper's parity of a generation, as the ``member`` with this index in ``group``."""
 
     generation: GenerationId
     world: int
@@ -230,7 +228,7 @@ class HeldGuard:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Answers :class:`LookUp`. ``hosts``: the keepers of the last job."""
+    """Answers :class:`LookUp`. ``hosts``: keepers of the last job."""
 
     epoch: int
     generations: tuple[HeldGeneration, ...]
@@ -240,21 +238,21 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Answers :class:`Open`; with the memory and its label."""
+    """Answers :class:`Open`. Carries the memory and the label."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Answers :class:`StatusAsked`; ``text`` is JSON."""
+    """Answers :class:`StatusAsked` with JSON."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Tells that an image is whole, hashed and labelled; with its label."""
+    """Event: an image is complete, hashed and labelled. Carries the label."""
 
     slot: int
     generation: GenerationId
@@ -262,8 +260,8 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Tells that all ranks' images of a generation are whole, and alike where they have to be.
-    ``local``: the keeper writes its images to storage of the host now, see :class:`Local`."""
+    """Event: all ranks have sealed matching images of a generation. ``local``: the keeper is
+    writing its images to the local level, see :class:`Local`."""
 
     generation: GenerationId
     local: bool = False
@@ -271,7 +269,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Tells that the images of this host are on its own storage; ``problem``: why they are not."""
+    """Event: the write to the local level has ended; ``problem``: the error, if any."""
 
     generation: GenerationId
     problem: str = ""
@@ -279,15 +277,14 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Protected:
-    """Tells that there is parity, or are copies, of all images of a generation: it outlives
-    hosts."""
+    """Event: all images of a generation have parity or copies, so it survives the loss of hosts."""
 
     generation: GenerationId
 
 
 @dataclass(frozen=True, slots=True)
 class Voided:
-    """Tells that a generation is not one: ranks disagree, or it was dropped."""
+    """Event: a generation is void: ranks disagree, or it was dropped."""
 
     generation: GenerationId
     text: str
@@ -295,7 +292,7 @@ class Voided:
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """Tells that a generation is committed at the URI it was to be flushed to."""
+    """Event: a generation is committed at the URI of its :class:`Flush`."""
 
     generation: GenerationId
     attempt: str
@@ -304,7 +301,7 @@ class Durable:
 
 @dataclass(frozen=True, slots=True)
 class FlushFailed:
-    """Tells that a flush has failed; ``final``: it is not tried again."""
+    """Event: a flush has failed. ``final``: it will not be retried."""
 
     generation: GenerationId
     text: str
@@ -313,8 +310,7 @@ class FlushFailed:
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """Comes before an answer, with its number: what was asked for takes long, and more of it is
-    done."""
+    """Precedes the answer to a long request, with its number, and reports progress."""
 
 
 Request: TypeAlias = (
@@ -343,7 +339,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """A message on the line: its number, its class, and its encoding."""
+    """Envelope of a message: its number, class name, and encoding."""
 
     number: int
     kind: str
@@ -351,13 +347,14 @@ class _Numbered:
 
 
 def encode(number: int, message: Message) -> bytes:
-    """The bytes of a message."""
+    """Return the encoded message."""
     kind = type(message)
     return codec(_Numbered).encode(_Numbered(number, kind.__name__, codec(kind).encode(message)))
 
 
 def decode(data: bytes) -> tuple[int, Message]:
-    """The number of a message, and what it says. Raises CoordinationError for anything else."""
+    """Decode a message, and return its number and contents. Raises CoordinationError if
+    malformed."""
     numbered = codec(_Numbered).decode(data, "a message on the line")
     kind = _KINDS.get(numbered.kind)
     if kind is None:

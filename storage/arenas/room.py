@@ -1,5 +1,5 @@
-"""How much memory this process may still take: what the system has, and what its control groups
-allow. Memory beyond a control group's limit is not an error, but the end of the process."""
+"""Measures how much memory this process may still allocate, according to the system and to control
+groups. Exceeding the limit of a control group is no error: it kills the process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def available_nbytes(proc: Path = Path("/proc"), groups: Path = _GROUPS) -> int:
-    """Bytes that this process can take without swapping, and without being killed, as far as the
-    system says; it may say nothing of control groups of version 1."""
+    """Return the number of bytes that this process can allocate without swapping or being killed.
+    Limits of control groups version 1 are not seen."""
     found = [_system_nbytes(proc)]
     folder = groups / _group_of_this_process(proc)
     while folder.is_relative_to(groups):
@@ -34,19 +34,21 @@ def _system_nbytes(proc: Path) -> int:
 
 
 def _group_of_this_process(proc: Path) -> str:
-    """Its path below the root of control groups, "" where there is none of version 2."""
+    """Return the path of this process's version 2 control group below the root, "" if there is
+    none."""
     try:
         for line in (proc / "self" / "cgroup").read_text().splitlines():
             number, _, rest = line.partition(":")
             if number == "0":
                 return rest.partition(":")[2].lstrip("/")
     except OSError:
-        pass  # a system without control groups
+        pass  # no control groups
     return ""
 
 
 def _left_in_group(folder: Path) -> int | None:
-    """None where the group has no limit. Its file cache can be taken back, so it does not count."""
+    """Return the memory left in a group, None without a limit. Reclaimable file cache counts as
+    free."""
     try:
         limit = (folder / "memory.max").read_text().strip()
         if limit == "max":
