@@ -1,2 +1,1 @@
-"""Ranks hand each other what they have read, over connections on which both sides are
-authenticated."""
+"""Exchange of loaded bytes between ranks, over mutually authenticated connections."""

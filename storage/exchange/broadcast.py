@@ -1,7 +1,7 @@
-"""What all ranks of a host need as a whole, such as a manifest, is read by one of them, and handed
-to the others in shared memory.
+"""Reads an object that all ranks of a host need, such as a manifest, on one of them, and shares it
+in memory.
 
-Where that is impossible, each rank reads for itself: none depends on another.
+If that fails, each rank reads for itself; no rank depends on another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SharedObject:
-    """Where the other ranks of the host find what one of them has read."""
+    """Location and digest of an object that one rank of the host has read."""
 
     address: Address
     nbytes: int
@@ -38,7 +38,7 @@ class SharedObject:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What the reading rank announces; ``shared`` None: each rank reads for itself."""
+    """Announcement of the reading rank. With ``shared`` None, each rank reads for itself."""
 
     shared: SharedObject | None = None
 
@@ -46,10 +46,9 @@ class Offer:
 async def read_once(
     team: Team, name: str, ranks: Sequence[int], read: Callable[[], Awaitable[bytes]]
 ) -> bytes | memoryview:
-    """What ``read`` returns, on this rank or on the first of ``ranks``, which are the ranks of this
-    host; all of them call this. What another rank has read is returned as a view of shared memory.
-    ``name`` is used once in the team's life. Raises what ``read`` raises, DeadlineError and
-    RankFailedError."""
+    """Return the result of ``read``, called on this rank or on the first of ``ranks``, the ranks of
+    this host. All of them must call this. Other ranks get a view of shared memory. ``name`` must be
+    unique in the team's life. Raises as ``read``, DeadlineError and RankFailedError."""
     if len(ranks) == 1:
         return await read()
     if team.rank == ranks[0]:
@@ -71,7 +70,7 @@ async def _read_and_offer(
     try:
         data = await read()
     except BaseException:
-        await team.all_gather(name, codec(Offer), ranks, Offer())  # each of the others reads
+        await team.all_gather(name, codec(Offer), ranks, Offer())  # the others read for themselves
         raise
     with contextlib.ExitStack() as resources:
         arena, listener = open_listener(resources, len(data), 1, team.host)
@@ -88,10 +87,10 @@ async def _read_and_offer(
 
 
 async def _serve(team: Team, name: str, ranks: Sequence[int], listener: Listener) -> None:
-    """Give the other ranks access, until all of them report that they are done."""
+    """Give the other ranks access until all of them report that they are done."""
     accepting = asyncio.ensure_future(_accept(listener, ranks[1:]))
     try:
-        # Also ranks that could not connect report.
+        # Ranks that could not connect report as well.
         await team.gather(f"{name}/taken", codec(Nothing), ranks, Nothing())
     finally:
         accepting.cancel()
@@ -112,8 +111,8 @@ async def _accept(listener: Listener, ranks: Sequence[int]) -> None:
 
 
 async def _received(shared: SharedObject, team: Team) -> memoryview | None:
-    """The shared object; None where it cannot be reached, or is not what was announced through the
-    job's store."""
+    """Return the shared object; None if it cannot be reached or does not match its announced
+    digest."""
     try:
         async with asyncio.timeout(CONNECT_ALL_TIMEOUT_S):
             connection = await connect(shared.address, team.rank, team.host)

@@ -1,4 +1,4 @@
-"""A connection between two ranks: a socket, used by coroutines and by threads that poll."""
+"""A connection between two ranks: a socket, used by coroutines and by polling threads."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def closed_in_child(sock: socket.socket) -> socket.socket:
-    """``sock``, which a forked child closes: its peer is to notice when this process dies."""
+    """Return ``sock``, registered to be closed in forked children, so that its peer notices when
+    this process dies."""
     _sockets.add(sock)
     return sock
 
 
 class Connection:
-    """A connection to another rank. Raises ConnectionError when that rank is gone. ``window``: its
-    memory, if that is shared. ``key``: the key of :meth:`digest`, set after the handshake."""
+    """A connection to another rank. Methods raise ConnectionError when that rank is gone.
+    ``window``: its shared memory, if any. ``key``: key of :meth:`digest`, set after the
+    handshake."""
 
     def __init__(self, sock: socket.socket, window: Window | None = None) -> None:
         closed_in_child(sock)
@@ -41,7 +43,7 @@ class Connection:
         self._sending = asyncio.Lock()
 
     async def send(self, *parts: bytes | memoryview) -> None:
-        """Send all parts, one after the other. Several tasks may call this at once."""
+        """Send all parts in order. Safe to call from several tasks."""
         async with self._sending:
             for part in parts:
                 await asyncio.get_running_loop().sock_sendall(self._socket, part)
@@ -55,44 +57,43 @@ class Connection:
             buffer = buffer[nbytes:]
 
     async def receive(self, nbytes: int) -> bytes:
-        """The next ``nbytes`` bytes."""
+        """Receive and return exactly ``nbytes`` bytes."""
         data = bytearray(nbytes)
         await self.receive_into(memoryview(data))
         return bytes(data)
 
     def digest(self, context: bytes, data: bytes | memoryview) -> bytes:
-        """16 bytes that only the two ends of this connection can compute: of ``data``, and of what
-        it is, such as its number."""
+        """Return 16 bytes that only the two ends of this connection can compute from ``data`` and
+        its ``context``, such as its number."""
         mac = hmac.new(self.key, struct.pack("<I", len(context)) + context, "sha256")
         mac.update(data)
         return mac.digest()[:DIGEST_NBYTES]
 
     def register(self, poll: select.poll) -> int:
-        """Have ``poll`` report when :meth:`receive_now` would return; the number that it reports
-        then."""
+        """Register with ``poll`` for reading, and return the number that it will report."""
         poll.register(self._socket, select.POLLIN)
         return self._socket.fileno()
 
     def receive_now(self, nbytes: int) -> bytes:
-        """:meth:`receive` for a thread, after ``poll`` has reported this connection. Messages are
-        so short that each arrives as a whole."""
+        """Receive a message in a thread, after ``poll`` has reported this connection. Messages are
+        short enough to arrive whole."""
         data = self._socket.recv(nbytes)
         if len(data) != nbytes:
             raise ConnectionResetError("closed by the other side")
         return data
 
     def send_now(self, data: bytes) -> None:
-        """:meth:`send` for a thread. Short messages always fit into the socket's buffer, since the
+        """Send a message in a thread. Short messages always fit into the socket's buffer, since the
         other side keeps reading."""
         self._socket.sendall(data)
 
     def shut_down(self) -> None:
-        """Wake up a thread that polls this connection: it sees the end of the stream."""
+        """Wake up a thread that polls this connection, which sees the end of the stream."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     async def receive_descriptor(self, nbytes: int) -> tuple[bytes, int | None]:
-        """The next message, of at most ``nbytes``, and the file descriptor that came with it."""
+        """Return the next message, of at most ``nbytes``, and its file descriptor, if any."""
         readable = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket, readable.set)
@@ -104,17 +105,17 @@ class Connection:
         return data, next(iter(descriptors), None)
 
     def send_descriptor(self, data: bytes, fd: int) -> None:
-        """Send a short message, and a file descriptor with it. So little was sent before that it
-        fits into the socket's buffer."""
+        """Send a short message with a file descriptor. It fits into the socket's buffer, since
+        little was sent before."""
         socket.send_fds(self._socket, [data], [fd])
 
     def peer_uid(self) -> int:
-        """The user of the process at the other end of a unix socket."""
+        """Return the user id of the process at the other end of a unix socket."""
         data = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return int(_CREDENTIALS.unpack(data)[1])
 
     def close(self) -> None:
-        """Safe to call twice. Views of the window stay valid."""
+        """Close the socket. Safe to call twice. Views of the window stay valid."""
         self._socket.close()
         self.window = None
 

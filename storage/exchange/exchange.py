@@ -1,19 +1,17 @@
-"""A load without redundant reads: of ranks that want the same bytes one reads them, and hands them
-to the others at once.
+"""Zero-redundant load: bytes that several ranks want are read by one, and exchanged at once.
 
-The ranks of a group tell each other which bytes they want, and all compute the same assignment of
-reads (``planner.sharing``). Reads go on as in any load. What was read and verified is handed on,
-unit by unit, while the next one is read; its buffer is free when all that wanted it have it. To
-receive a unit takes nothing but this host's processor, so there is no deadlock, in whatever order
-units come.
+The ranks of a group announce which bytes they want, and all compute the same assignment of reads
+(``planner.sharing``). Each rank reads as in any load. It hands on each verified unit while it reads
+the next, and reuses the buffer once all ranks that want the unit have it. Receiving needs only this
+host's CPU, so there is no deadlock, in whatever order units arrive.
 
-Ranks of one host copy from memory that they share (``shared_memory``), where the reader puts what
-it has verified. It does not read into that memory: its pages are small and scattered, and some
-disks read into such at a third of their rate. What came over a network is compared with a digest
-that was sent along, which only the two ranks can compute (``connection``).
+Ranks of one host copy from shared memory (``shared_memory``), where the reader puts verified units.
+It does not read into that memory directly: the pages are small and scattered, and some disks read
+into such memory at a third of their rate. Bytes that crossed a network are checked against a digest
+that only the two ranks can compute (``connection``).
 
-Where any rank cannot take part, all read for themselves. When a rank fails later, its connections
-close, and the others raise what it has reported.
+If any rank cannot take part, all ranks read for themselves. If a rank fails later, its connections
+close, and the others raise the failure that it has reported.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ _log = logging.getLogger(__name__)
 
 
 class Exchange:
-    """The part of one rank. ``plan`` is what it reads or receives: units of the sharing; ``jobs``
-    of them at a time."""
+    """One rank's side of the exchange. ``plan``: the units that it reads or receives, ``jobs`` of
+    them at a time."""
 
     def __init__(
         self,
@@ -82,8 +80,8 @@ class Exchange:
         )
 
     async def join(self, listener: Listener, addresses: Sequence[Address]) -> bool:
-        """Connect with the members that this rank reads for, and with those that read for it.
-        Whether that was possible."""
+        """Connect to the members that read for this rank, and to those it reads for. Return whether
+        that worked."""
         group = self._group
 
         async def connect_to(member: int) -> None:
@@ -100,14 +98,14 @@ class Exchange:
         except* OSError as errors:
             joined = False
             _log.warning("another rank cannot be reached: %s", errors.exceptions[0])
-            # A task group's frame holds the error that holds the frame, and with it what this rank
+            # A task group's frame and its error hold each other, and so the memory that this rank
             # shares.
             traceback.clear_frames(errors.__traceback__)
         return joined
 
     async def run(self, deliver: Deliver) -> None:
-        """Read, hand on and receive what is wanted; ``deliver`` gets jobs of ``plan``. Raises what
-        reading raises, and RankFailedError, DeadlineError and CoordinationError for the others."""
+        """Read, hand on and receive all wanted units; ``deliver`` gets jobs of ``plan``. Raises as
+        reading, and RankFailedError, DeadlineError and CoordinationError for other ranks."""
         members = self._sender.owed.keys() | self._receiver.awaited.keys()
         ranks = [self._group.ranks[member] for member in members]
         try:
@@ -124,7 +122,7 @@ class Exchange:
         self._reader.bytes_received = self._sharing.handed_nbytes(self._group.me)
 
     def close(self) -> None:
-        """Leave. Ranks that still wait for this one notice it."""
+        """Leave the exchange. Ranks that still wait for this one notice."""
         self._sender.close()
         self._receiver.close()
         self._arena.close()
@@ -138,7 +136,7 @@ class Exchange:
             tasks.create_task(self._read(deliver))
 
     async def _read(self, deliver: Deliver) -> None:
-        """Read what this rank reads, for itself and for others."""
+        """Read this rank's units, for itself and for others."""
         own: list[int] = self._own.tolist()
         columns = {name: getattr(self.plan, name)[self._own] for name in ("image", "start", "stop")}
 
@@ -156,7 +154,7 @@ class Exchange:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The first of the errors of a group."""
+    """Return the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

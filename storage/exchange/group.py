@@ -1,5 +1,4 @@
-"""The ranks that exchange what they read, what they send each other, and what a lost connection
-means."""
+"""The group of ranks in an exchange: its messages, limits, and the handling of lost connections."""
 
 from __future__ import annotations
 
@@ -35,15 +34,15 @@ T = TypeVar("T")
 REPORT_PAUSE_S = 0.05
 
 HANDOVER = struct.Struct(f"<QQ{DIGEST_NBYTES}s")
-"""From the rank that has read a unit: its number; its position in the arena; over a network, the
-digest of the bytes that follow."""
+"""Sent by the rank that has read a unit: number of the unit; position in the arena; over a network,
+the digest of the bytes that follow."""
 RECEIPT = struct.Struct("<Q")
-"""The answer: the number of a unit that was received."""
+"""The answer: number of a unit that has arrived."""
 NO_DIGEST = bytes(DIGEST_NBYTES)
 
 
 class _ConnectionLost(Exception):
-    """The connection to ``member`` was lost in a thread."""
+    """A thread has lost the connection to ``member``."""
 
     def __init__(self, member: int, error: OSError) -> None:
         self.member = member
@@ -52,23 +51,23 @@ class _ConnectionLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeLimits:
-    """What bounds an exchange."""
+    """Limits of an exchange."""
 
     slots: int = 2
-    """Units in shared memory at a time. Shared memory is expensive: each page of it is mapped,
-    cleared and given back by itself."""
+    """Units in shared memory at a time. Shared memory is expensive: the system maps, clears and
+    frees each page separately."""
     unit_nbytes: int = 8 << 20
-    """The least length of a unit, which is what one rank reads, and hands on, at a time."""
+    """Minimum length of a unit, the bytes that one rank reads and hands on at a time."""
     connect_all_timeout_s: float = 30.0
     failure_report_s: float = 5.0
-    """How long after its connection was lost a rank may take to report its failure."""
+    """Time that a rank has to report its failure after its connection is lost."""
 
 
 @dataclass(frozen=True)
 class ExchangeGroup:
-    """Ranks of a team that exchange what they read, the *members*. ``name`` is used once in the
-    team's life. ``host_ranks``: how many ranks this host has. ``job_host`` as for a Listener. To
-    share fewer than ``least_nbytes`` is not worth it."""
+    """Ranks of a team that exchange loaded bytes, the *members*. ``name``: unique in the team's
+    life; ``host_ranks``: number of ranks on this host; ``job_host``: as for a Listener;
+    ``least_nbytes``: minimum of shared bytes for which an exchange pays."""
 
     team: Team
     name: str
@@ -80,17 +79,17 @@ class ExchangeGroup:
 
     @property
     def me(self) -> int:
-        """The number of this rank among the members."""
+        """Index of this rank among the members."""
         return self.ranks.index(self.team.rank)
 
     async def all_gather(self, what: str, kind: Codec[T], message: T) -> list[T]:
-        """The messages of all members."""
+        """Exchange messages, and return those of all members."""
         return await self.team.all_gather(f"{self.name}/{what}", kind, self.ranks, message)
 
     @contextlib.asynccontextmanager
     async def blaming(self, member: int) -> AsyncIterator[None]:
-        """Where the connection to ``member`` is lost in the body, raise the failure that this rank
-        reports, now or within a moment."""
+        """If the connection to ``member`` is lost in the body, raise the failure that this rank has
+        reported, or reports within a moment."""
         try:
             yield
         except OSError as error:
@@ -109,7 +108,7 @@ class ExchangeGroup:
 
     @contextlib.asynccontextmanager
     async def blaming_named(self) -> AsyncIterator[None]:
-        """As :meth:`blaming`, for the member that a thread has named (:func:`naming_member`)."""
+        """Do the same as :meth:`blaming` for a member named by a thread (:func:`naming_member`)."""
         try:
             yield
         except _ConnectionLost as lost:
@@ -117,7 +116,7 @@ class ExchangeGroup:
                 raise lost.error from None
 
     def protocol_error(self, member: int) -> CoordinationError:
-        """The error of a member that sends what was not agreed upon."""
+        """Return the error for a member that violates the protocol."""
         rank = self.ranks[member]
         return CoordinationError(
             f"rank {rank} hands on what was not agreed upon",
@@ -129,7 +128,7 @@ class ExchangeGroup:
 def by_path(
     connections: Mapping[int, Connection],
 ) -> tuple[dict[int, Connection], dict[int, Connection]]:
-    """The connections to members of this host, and those to members of other hosts."""
+    """Split connections into those to members of this host, and those to other hosts."""
     local: dict[int, Connection] = {}
     remote: dict[int, Connection] = {}
     for member, connection in connections.items():
@@ -139,7 +138,7 @@ def by_path(
 
 @contextlib.contextmanager
 def naming_member(member: int) -> Iterator[None]:
-    """In a thread, where the connection to ``member`` is lost: say which one it was."""
+    """In a thread, raise the loss of the connection to ``member`` with its number."""
     try:
         yield
     except OSError as error:
@@ -152,9 +151,9 @@ async def serve_in_thread(
     connections: dict[int, Connection],
     serve: Callable[[int], bool],
 ) -> None:
-    """Call ``serve`` with each member that has sent something, until it has returned True for all
-    of them. In a thread: a turn of the event loop for each message takes as long as to copy what
-    the message is about."""
+    """Call ``serve`` with each member that has sent a message, until it has returned True for all
+    of them. Runs in a thread: an event loop iteration per message takes as long as copying the
+    unit."""
     if not connections:
         return
     loop = asyncio.get_running_loop()
@@ -166,14 +165,14 @@ async def serve_in_thread(
         for connection in connections.values():
             connection.shut_down()
         await wait_out([serving])
-        # It has seen the connections shut down, or something after what this was cancelled for.
+        # Retrieve its error: it saw the shutdown, or failed after the cause of the cancellation.
         serving.exception()
         raise
 
 
 def _serve(connections: Mapping[int, Connection], serve: Callable[[int], bool]) -> None:
-    """Has no deadline of its own: when a rank falls silent, the task that watches the ranks fails,
-    and the connections are shut down."""
+    """Poll without a deadline: if a rank falls silent, the watching task fails, and shuts down the
+    connections."""
     poll = select.poll()
     waiting = {connection.register(poll): member for member, connection in connections.items()}
     while waiting:

@@ -1,8 +1,8 @@
-"""Mutual authentication of two ranks of one job, by a secret that neither sends.
+"""Mutual authentication of two ranks of a job, by a secret that is never sent.
 
-A challenge-response protocol: each side sends a nonce that it uses once, and gets an HMAC of both
-nonces under the secret. The proofs of the two sides differ, so that neither can be reflected; and a
-key for this one connection is derived from the same nonces.
+A challenge-response protocol: each side sends a fresh nonce, and gets an HMAC of both nonces under
+the secret. The proofs of the two sides differ, so a proof cannot be reflected. The key of the
+connection is derived from the same nonces.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PROOF_NBYTES = 32
 
 @dataclass(frozen=True)
 class Handshake:
-    """The nonces of a client and of a server, and what can be derived from them with the secret.
-    ``member``: the number under which the client connects."""
+    """Nonces of a client and a server, and the values derived from them with the secret.
+    ``member``: number of the client."""
 
     secret: bytes
     client_nonce: bytes
@@ -29,20 +29,20 @@ class Handshake:
 
     @property
     def server_proof(self) -> bytes:
-        """What the server sends to prove that it knows the secret."""
+        """Proof by the server that it knows the secret."""
         return self._derived(b"server")
 
     @property
     def client_proof(self) -> bytes:
-        """What the client sends to prove that it knows the secret."""
+        """Proof by the client that it knows the secret."""
         return self._derived(b"client")
 
     @property
     def key(self) -> bytes:
-        """The key of the digests of this connection."""
+        """Key for the digests of this connection."""
         return self._derived(b"digests")
 
     def _derived(self, purpose: bytes) -> bytes:
-        """32 bytes for one purpose, of no use for another one or in another connection."""
+        """Return 32 bytes that are valid for one purpose in this connection only."""
         nonces = self.client_nonce + self.server_nonce + struct.pack("<I", self.member)
         return hmac.digest(self.secret, nonces + purpose, "sha256")

@@ -1,5 +1,5 @@
-"""What other ranks read for this one: copied from shared memory, or received over a network and
-compared with its digest."""
+"""Receives units that other ranks read: copies them from shared memory, or receives them over a
+network and checks their digests."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["Receiver"]
 
 
 class Receiver:
-    """``jobs``: for each job of ``plan`` that another member reads, that member and the job;
-    ``units``: by job, the number of its unit in ``sharing``. ``pool`` has the buffers for what
-    comes over a network."""
+    """Receives one rank's units. ``jobs``: (member, job) for each job of ``plan`` that another
+    member reads; ``units``: number of each job's unit in ``sharing``; ``pool``: buffers for units
+    from a network."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Receiver:
         self._units = units
         self._pool = pool
         self.awaited: dict[int, dict[int, int]] = {}
-        """By member that reads for this one: by unit, the job."""
+        """For each member that reads for this rank: its jobs, by unit."""
         for member, job in jobs:
             self.awaited.setdefault(member, {})[units[job]] = job
         self.connections: dict[int, Connection] = {}
@@ -55,8 +55,8 @@ class Receiver:
         copiers: int,
         gate: asyncio.Semaphore,
     ) -> None:
-        """Receive all that is awaited: in ``copiers`` threads from members of this host; from other
-        hosts, as many units at a time as ``gate`` admits."""
+        """Start to receive: from members of this host in ``copiers`` threads; from other hosts, as
+        many units at a time as ``gate`` admits."""
         local, remote = by_path(self.connections)
 
         def copy(member: int) -> bool:
@@ -75,7 +75,7 @@ class Receiver:
         self.connections.clear()
 
     def _copy(self, member: int, deliver: Deliver) -> bool:
-        """Deliver the next unit that ``member`` has read; whether it was the last."""
+        """Deliver the next unit that ``member`` has read. Return whether it was the last."""
         connection = self.connections[member]
         awaited = self.awaited[member]
         unit, position, _ = HANDOVER.unpack(connection.receive_now(HANDOVER.size))
@@ -95,7 +95,7 @@ class Receiver:
     async def _fetch(
         self, member: int, connection: Connection, deliver: Deliver, gate: asyncio.Semaphore
     ) -> None:
-        """Receive all units that ``member``, of another host, reads for this rank."""
+        """Receive all units that ``member``, on another host, reads for this rank."""
         awaited = self.awaited[member]
         async with asyncio.TaskGroup() as tasks, self._group.blaming(member):
             while awaited:
@@ -117,7 +117,7 @@ class Receiver:
         deliver: Deliver,
         gate: asyncio.Semaphore,
     ) -> None:
-        """Check and deliver what was received, and confirm it."""
+        """Check, deliver and confirm a received unit."""
         connection = self.connections[member]
         receipt = RECEIPT.pack(self._units[job])
 
@@ -143,7 +143,7 @@ class Receiver:
         gate.release()
 
     def _wanted_part(self, job: int) -> slice:
-        """What this rank wants of a unit, in a buffer that begins where the unit does."""
+        """Return the part of a unit that this rank wants, relative to the start of the unit."""
         low, high = self._sharing.hull(self._units[job], self._group.me)
         start = int(self._plan.start[job])
         return slice(low - start, high - start)

@@ -1,5 +1,5 @@
-"""What a rank reads for others: it offers each unit as soon as that is verified, and keeps it until
-all have confirmed that they have it."""
+"""Hands the units that a rank reads to others: offers each one once it is verified, and keeps it
+until all of them have confirmed it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ __all__ = ["Sender"]
 
 @dataclass
 class _Pending:
-    """A unit that others want. ``members`` have yet to confirm it; ``local`` are those that see it
-    in the arena, from ``start`` on, once there was room for it; ``confirmed``: all have it."""
+    """A unit that others want. ``members`` have yet to confirm it; ``local`` members read it from
+    the arena at ``start``, which is None until there was room; ``confirmed``: done when all have
+    it."""
 
     members: set[int]
     local: list[int]
@@ -40,8 +41,8 @@ class _Pending:
 
 
 class Sender:
-    """``jobs``: those jobs of ``plan`` that this rank reads; ``units``: by job, the number of its
-    unit in ``sharing``."""
+    """Sends one rank's units. ``jobs``: the jobs of ``plan`` that this rank reads; ``units``:
+    number of each job's unit in ``sharing``."""
 
     def __init__(
         self,
@@ -58,23 +59,23 @@ class Sender:
         self._plan = plan
         self._units = units
         self.owed = Counter(member for job in jobs for member, *_ in sharing.takers(units[job]))
-        """By member: how many units it has yet to confirm."""
+        """Number of units that each member has yet to confirm."""
         self.connections: dict[int, Connection] = {}
         self._pending: dict[int, _Pending] = {}  # by unit
         self._slot_freed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     def start(self, tasks: asyncio.TaskGroup, threads: ThreadPoolExecutor) -> None:
-        """Receive the confirmations of all members, until no more are due."""
+        """Start to receive the confirmations of all members."""
         local, remote = by_path(self.connections)
         tasks.create_task(serve_in_thread(self._group, threads, local, self._confirmed_locally))
         for member, connection in remote.items():
             tasks.create_task(self._receive_confirmations(member, connection))
 
     def offer(self, job: int, buffer: HostBuffer) -> None:
-        """Show a unit to those members of this host that want it, if there is room for it now. In
-        the thread that has verified it, and before it is copied for this rank itself, so that no
-        member waits longer than it must."""
+        """Publish a unit to the members of this host that want it, if the arena has room now.
+        Called in the thread that has verified it, before this rank copies it for itself, so that no
+        member waits longer than necessary."""
         unit = self._units[job]
         members = {member for member, *_ in self._sharing.takers(unit)}
         if not members:
@@ -88,7 +89,8 @@ class Sender:
             self._publish(job, buffer, start)
 
     async def hand_over(self, job: int, buffer: HostBuffer) -> None:
-        """Send a unit to the members that do not have it yet; return when all have confirmed it."""
+        """Send a unit to the members that do not have it yet. Returns when all have confirmed
+        it."""
         unit = self._units[job]
         start = int(self._plan.start[job])
         pending = self._pending.get(unit)
@@ -114,7 +116,7 @@ class Sender:
         self.connections.clear()
 
     def _publish(self, job: int, buffer: HostBuffer, start: int) -> None:
-        """Put a unit into the arena, and tell the members of this host."""
+        """Put a unit into the arena, and notify the members of this host."""
         unit = self._units[job]
         self._arena.fill(start, buffer, int(self._plan.stop[job] - self._plan.start[job]))
         pending = self._pending[unit]
@@ -124,9 +126,9 @@ class Sender:
                 self.connections[member].send_now(HANDOVER.pack(unit, start, NO_DIGEST))
 
     async def _free_slot(self) -> int:
-        """A slot of the arena, as soon as one is free."""
+        """Wait for a free slot of the arena, and return it."""
         while (start := self._arena.take()) is None:
-            self._slot_freed.clear()  # none was freed since: slots are freed in this thread
+            self._slot_freed.clear()  # safe: slots are freed in this thread
             await self._slot_freed.wait()
         return start
 
@@ -137,13 +139,14 @@ class Sender:
             await connection.send(HANDOVER.pack(unit, 0, digest), part)
 
     async def _receive_confirmations(self, member: int, connection: Connection) -> None:
-        """Of a member of another host."""
+        """Receive confirmations of a member on another host."""
         async with self._group.blaming(member):
             while self.owed[member]:
                 self._confirm(member, await connection.receive(RECEIPT.size))
 
     def _confirmed_locally(self, member: int) -> bool:
-        """Receive the next confirmation of a member of this host; whether it was the last."""
+        """Receive the next confirmation of a member of this host. Return whether it was the
+        last."""
         self._confirm(member, self.connections[member].receive_now(RECEIPT.size))
         return not self.owed[member]
 
@@ -159,5 +162,5 @@ class Sender:
 
 
 def _set_done(future: asyncio.Future[None]) -> None:
-    if not future.done():  # cancelled, where this rank is failing
+    if not future.done():  # cancelled, if this rank is failing
         future.set_result(None)

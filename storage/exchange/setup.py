@@ -1,6 +1,5 @@
-"""How an exchange begins: ranks that may want the same bytes tell each other what they want, find
-out whether reading it once pays, and connect.
-"""
+"""Sets up an exchange: ranks announce which bytes they want, decide whether sharing pays, and
+connect."""
 
 from __future__ import annotations
 
@@ -23,18 +22,18 @@ from .transport import Address, open_listener
 __all__ = ["LEAST_NBYTES", "begin_exchange"]
 
 LEAST_NBYTES = 32 << 20
-"""With less to be shared than this, reading it several times takes no longer than to connect."""
+"""Minimum of shared bytes. Reading less several times takes no longer than connecting."""
 UNIT_GAPS = 64
-"""A read is to be so many times as long as what the storage could transfer within the latency of a
-request."""
+"""Minimum length of a read, as a multiple of the bytes that the storage transfers within the
+latency of a request."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a rank wants to have read: a compressed ``planner.sharing.WantedRanges``, in units of
-    ``unit_nbytes``; and where others reach the rank, if they can."""
+    """The bytes that a rank wants: a compressed ``planner.sharing.WantedRanges`` in units of
+    ``unit_nbytes``; and the address of the rank, if others can reach it."""
 
     address: Address | None
     wanted: bytes
@@ -43,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """Whether a rank is connected with all that it exchanges with."""
+    """Tells if a rank is connected to all its partners."""
 
     connected: bool
 
@@ -51,8 +50,8 @@ class Connected:
 async def begin_exchange(
     group: ExchangeGroup, reader: ImageReader, targets: Targets
 ) -> Exchange | None:
-    """Connect with the other members, which all call this, each with what it wants. None, on all
-    ranks, where little would be shared, or some rank cannot be reached."""
+    """Connect to the other members; each calls this with its own targets. Returns None on all ranks
+    if little would be shared, or some rank cannot be reached."""
     limits = group.limits
     unit_nbytes = _unit_nbytes(reader, limits.unit_nbytes)
     with contextlib.ExitStack() as resources:
@@ -64,7 +63,7 @@ async def begin_exchange(
         plan = await offload(plan_reads, reader.driver, reader.manifest, targets, unit_nbytes)
         wanted = await offload(_compressed_ranges, plan)
         address = None
-        if listener is not None and not is_exiting():  # to exchange takes threads
+        if listener is not None and not is_exiting():  # an exchange needs threads
             address = listener.address
         requests = await group.all_gather(
             "wanted", codec(Request), Request(address, wanted, unit_nbytes)
@@ -93,8 +92,8 @@ async def begin_exchange(
 
 
 def _unit_nbytes(reader: ImageReader, least_nbytes: int) -> int:
-    """The length of a read: short, since fresh shared memory is expensive, yet much longer than
-    the latency of a request."""
+    """Return the length of a read: short, since fresh shared memory is expensive, but much longer
+    than the latency of a request."""
     manifest = reader.manifest
     unit_nbytes = manifest.chunk_nbytes
     least_nbytes = max(least_nbytes, UNIT_GAPS * reader.driver.traits.coalesce_nbytes)
@@ -104,10 +103,12 @@ def _unit_nbytes(reader: ImageReader, least_nbytes: int) -> int:
 
 
 def _jobs(group: ExchangeGroup, reader: ImageReader, unit_nbytes: int) -> int:
-    """How many units are read, verified or handed on at a time. Ranks of a host share what it can
-    read at a time, unless each has connections of its own. A disk of the host's own gets half of
-    that: it serves a long queue in its own order, and all ranks wait for the one that it serves
-    last."""
+    """Return how many units are read, verified or handed on at a time.
+
+    Ranks of a host share its concurrency, unless each has connections of its own. A disk of the
+    host gets half as many: it serves a long queue in its own order, and all ranks wait for the
+    last.
+    """
     traits = reader.driver.traits
     if traits.shared:
         share = group.host_ranks

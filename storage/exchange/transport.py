@@ -1,17 +1,17 @@
-"""Listeners and connections between ranks that exchange what they have read. Which rank sends what
-is decided in ``exchange``.
+"""Listeners and connections between ranks of an exchange. ``exchange`` decides which rank sends
+which bytes.
 
 Ranks of one host connect over a unix socket in the abstract namespace; the kernel reports the user
-at the other end. What is exchanged stays in memory that is shared (``shared_memory``), and only its
-position is sent. Ranks of different hosts connect over TCP, and the bytes follow.
+at the other end. Units stay in shared memory (``shared_memory``), and only their positions are
+sent. Ranks of different hosts connect over TCP, and the bytes follow.
 
-Both sides prove that they know the listener's secret (``handshake``), which was sent through the
-job's store alone, and never over the connection. What follows over TCP carries a digest under a key
-of this connection. So neither a process that has taken a rank's name or port, nor one in between,
-can pass for a rank.
+Both sides prove that they know the listener's secret (``handshake``), which is distributed through
+the job's store only, never over the connection. Over TCP, all further bytes carry a digest under a
+key of this connection. So neither a process that has taken a rank's name or port, nor one in
+between, can impersonate a rank.
 
-Scope: nothing is encrypted. Every process that can read the job's store, or that runs as the same
-user on one of its hosts and can look into its processes, is trusted.
+Nothing is encrypted. Any process is trusted that can read the job's store, or that runs as the same
+user on one of its hosts and can inspect its processes.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .shared_memory import Arena, Window, identity_of
 __all__ = ["Address", "Listener", "connect", "open_listener"]
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""How long a client may take to authenticate itself."""
+"""Time limit for a client to authenticate itself."""
 CONNECT_TIMEOUT_S = 30.0
-"""How long to wait for a server's answer: the rank may not accept connections yet."""
+"""Time limit for a server's answer; the rank may not be accepting connections yet."""
 STRANGERS_MAX = 64
-"""So many unauthenticated clients are served at a time, besides members."""
+"""Limit of unauthenticated clients served at a time, in addition to the members."""
 BACKLOG = 1024
 
 _SECRET_NBYTES = 32
-_CLIENT_HELLO = struct.Struct(f"<{NONCE_NBYTES}sI")  # nonce, and number of the member
-_SERVER_HELLO = struct.Struct(f"<{NONCE_NBYTES}s{PROOF_NBYTES}s")  # nonce, and proof
+_CLIENT_HELLO = struct.Struct(f"<{NONCE_NBYTES}sI")  # nonce, number of the member
+_SERVER_HELLO = struct.Struct(f"<{NONCE_NBYTES}s{PROOF_NBYTES}s")  # nonce, proof
 _OVER_NETWORK = b"w"
 
 _log = logging.getLogger(__name__)
@@ -52,10 +52,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where other ranks reach a rank, and the secret that both sides prove to know. ``host``: see
-    :func:`~holdfast.storage.ranks.hosts.host_key`; ``unix``: the name of its unix socket;
-    ``nbytes``: the size of the memory that it shares; ``tcp``: host and port, where ranks of other
-    hosts may connect."""
+    """A rank's address, and the secret that both sides prove to know. ``host``: see
+    :func:`~holdfast.storage.ranks.hosts.host_key`; ``unix``: name of its unix socket; ``nbytes``:
+    size of its shared memory; ``tcp``: host and port, if ranks of other hosts may connect."""
 
     host: str | None
     unix: str
@@ -65,13 +64,12 @@ class Address:
 
 
 class Listener:
-    """Accepts connections of other members of a group. Raises OSError where it cannot listen."""
+    """Accepts connections of other members of a group. Raises OSError if it cannot listen."""
 
     def __init__(self, fd: int, host: str | None, job_host: str) -> None:
-        """``fd``: the memory that members on this host get access to. ``host``: this host, as in an
-        Address. ``job_host``: a host of the
-        job, to find the address of this host on the way there; "" where all members are on this
-        host."""
+        """Start to listen. ``fd``: the memory shared with members of this host. ``host``: this
+        host, as in an Address. ``job_host``: a host of the job, used to find this host's address on
+        the way there; "" if all members are on this host."""
         self._fd = fd
         self._secret = secrets.token_bytes(_SECRET_NBYTES)
         name = f"\0holdfast-{secrets.token_hex(16)}"
@@ -89,8 +87,8 @@ class Listener:
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         """Accept connections until all of ``members`` have connected, and add them to
-        ``connections``. Clients of another user are refused, and clients that do not know the
-        secret, or send nothing."""
+        ``connections``. Refuses clients of another user, clients that do not know the secret, and
+        silent ones."""
         if not members:
             return
         complete = asyncio.Event()
@@ -106,7 +104,7 @@ class Listener:
                     connections[member] = connection
                     if len(connections) == len(members):
                         complete.set()
-            except OSError as error:  # a timeout, too
+            except OSError as error:  # including timeouts
                 _log.info("a client was refused: %s", str(error) or type(error).__name__)
             finally:
                 room.release()
@@ -122,12 +120,12 @@ class Listener:
         async with asyncio.TaskGroup() as group:
             tasks += [group.create_task(listen(listening)) for listening in self._sockets]
             await complete.wait()
-            for task in tasks:  # also those that serve strangers
+            for task in tasks:  # including those that serve strangers
                 task.cancel()
 
     async def _authenticate(self, connection: Connection) -> int | None:
-        """The member at the other end, which has been given access to the memory; None for a
-        stranger. Raises OSError."""
+        """Authenticate a client and give it access to the memory. Return its member number, or None
+        for a stranger. Raises OSError."""
         if not connection.over_network and connection.peer_uid() != os.getuid():
             return None
         nonce, member = _CLIENT_HELLO.unpack(await connection.receive(_CLIENT_HELLO.size))
@@ -144,7 +142,7 @@ class Listener:
         return int(member)
 
     def close(self) -> None:
-        """Accept nothing more. Connections stay open."""
+        """Stop listening. Connections stay open."""
         for sock in self._sockets:
             sock.close()
 
@@ -156,8 +154,8 @@ def open_listener(
     host: str | None,
     job_host: str = "",
 ) -> tuple[Arena, Listener] | tuple[None, None]:
-    """Memory for other members, and a listener that gives access to it; ``resources`` closes both.
-    Where that is impossible, it is logged."""
+    """Allocate memory for other members, and a listener that gives access to it; ``resources``
+    closes both. A failure is logged."""
     try:
         arena = Arena(slot_nbytes, slots)
         resources.callback(arena.close)
@@ -172,9 +170,8 @@ def open_listener(
 async def connect(
     address: Address, member: int, host: str | None, timeout_s: float = CONNECT_TIMEOUT_S
 ) -> Connection:
-    """Connect to the rank at ``address``, as member number ``member`` on ``host``. Raises OSError:
-    where nothing answers in time, where what answers is not that rank, and where its memory is not
-    what it should be."""
+    """Connect to the rank at ``address``, as member number ``member`` on ``host``. Raises OSError
+    if nothing answers in time, the answer is not from that rank, or its memory is not valid."""
     is_local = address.host == host
     target: str | tuple[str, int] | None
     if is_local:
@@ -206,7 +203,7 @@ async def connect(
 
 
 async def _introduce(connection: Connection, secret: bytes, member: int) -> None:
-    """Have the server authenticate itself, and then authenticate this rank."""
+    """Authenticate the server, then this rank."""
     nonce = secrets.token_bytes(NONCE_NBYTES)
     await connection.send(_CLIENT_HELLO.pack(nonce, member))
     server_nonce, proof = _SERVER_HELLO.unpack(await connection.receive(_SERVER_HELLO.size))
@@ -220,7 +217,7 @@ async def _introduce(connection: Connection, secret: bytes, member: int) -> None
 
 
 async def _window(connection: Connection, nbytes: int) -> Window:
-    """The memory that the other side gives access to. Raises OSError."""
+    """Receive and map the other side's memory. Raises OSError."""
     proof, fd = await connection.receive_descriptor(DIGEST_NBYTES)
     if fd is None:
         raise ConnectionRefusedError("that rank has refused the connection")
@@ -243,7 +240,7 @@ def _listening(family: socket.AddressFamily, address: str | tuple[str, int]) -> 
 
 
 def _own_address(job_host: str) -> str:
-    """The address of this host on the way to ``job_host``. No packet is sent."""
+    """Return the address of this host on the way to ``job_host``. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((job_host, 1))
         return str(probe.getsockname()[0])
