@@ -45,7 +45,7 @@ async def opened_for(
 async def flush_to(
     request: Flush, images: Sequence[HeldImage], is_wanted: Callable[[], bool] = lambda: True
 ) -> str:
-    """Flush as requested by a trainer, and return the id of the attempt. Raises as :func:`flush`
+    """Flush for the request of a trainer, and return the id of the attempt. Raises as :func:`flush`
     and :func:`opened_for`."""
     async with opened_for(request, len(images)) as (driver, compression):
         return (await flush(driver, images, compression, request.branch, is_wanted)).id
