@@ -1,1 +1,1 @@
-"""Images as they move: written, read, packed and unpacked."""
+"""Images in motion: writing, reading, packing and unpacking them."""

@@ -1,6 +1,8 @@
-"""Capture: the chunks of an image, copied out of the tensors. Into buffers, when an
-:class:`~.image_writer.ImageWriter` asks for them; or all of them into memory that a keeper holds,
-after which the state may change."""
+"""Capture: copies the chunks of an image out of the tensors.
+
+Either into buffers, as an :class:`~.image_writer.ImageWriter` requests them; or a whole image into
+a keeper's memory, after which the state may change.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,13 @@ from .chunks import chunks_to_write
 __all__ = ["TensorChunks", "capture_into"]
 
 PIECE_NBYTES = 64 << 20
-"""How much of an image is copied at once at most."""
+"""Most bytes of an image copied by one call."""
 _PIECES_PER_THREAD = 4
-"""At least so many, so that threads end at about the same time."""
+"""Minimum number of pieces per thread, so that threads finish at about the same time."""
 
 
 class TensorChunks:
-    """A :class:`.chunks.ChunkSource` of chunks that are copied out of the tensors when they are
-    taken."""
+    """A :class:`.chunks.ChunkSource` that copies chunks out of the tensors on demand."""
 
     reads = None
 
@@ -39,7 +40,7 @@ class TensorChunks:
         self._counted = counting("device_copy")
 
     async def take(self, chunk: int) -> HostBuffer:
-        """See :class:`.chunks.ChunkSource`."""
+        """Copy a chunk into a new buffer; see :class:`.chunks.ChunkSource`."""
         buffer = self.pool.take()
         try:
             await self.copy(chunk, buffer)
@@ -66,7 +67,7 @@ class TensorChunks:
             source.copy(start, stop, buffer)
 
     def close(self) -> None:
-        """Let go of the trainer's tensors."""
+        """Release the trainer's tensors."""
         self._source = None
 
 
@@ -76,8 +77,10 @@ async def capture_into(
     chunks: TensorChunks,
     moved: Callable[[], None] = lambda: None,
 ) -> None:
-    """Copy a whole image, but for its pages, to where it belongs in ``memory``, and close
-    ``chunks``. ``moved`` is called for each piece that is copied."""
+    """Copy a whole image except its pages into ``memory``, then close ``chunks``.
+
+    ``moved`` is called for each copied piece.
+    """
 
     def range_of(piece: range) -> tuple[int, int]:
         return layout.chunk_range(piece[0])[0], layout.chunk_range(piece[-1])[1]
@@ -102,10 +105,10 @@ async def capture_into(
 
 
 def _pieces(layout: ImageLayout) -> list[range]:
-    """The chunks of an image, in groups that are copied at once.
+    """Return the chunks of an image in groups that are copied by one call.
 
-    A long run of memory is copied by one call: the C library does not take it through the
-    processor's cache then, which is faster by half, and leaves the trainer's data in the cache.
+    The C library copies a long run of memory past the processor's cache. That is faster by half,
+    and leaves the trainer's data in the cache.
     """
     count = chunks_to_write(layout)
     at_once = min(PIECE_NBYTES // layout.chunk_nbytes, count // (_PIECES_PER_THREAD * CPU_THREADS))

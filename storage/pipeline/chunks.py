@@ -1,5 +1,4 @@
-"""What an image that is written comes from: its chunks, handed out one by one; and chunks that lie
-in memory as an image already."""
+"""Sources of an image's chunks: the protocol, and chunks that are already in memory."""
 
 from __future__ import annotations
 
@@ -18,31 +17,31 @@ class ChunkSource(Protocol):
 
     @property
     def reads(self) -> int | None:
-        """How many chunks are read from storage at a time; None where chunks are copied, which
-        takes a processor."""
+        """Number of chunks read from storage at a time; None if chunks are copied by a
+        processor."""
 
     @property
     def pool(self) -> HostPool:
-        """Where the buffers of the chunks come from, and go when they are no longer used."""
+        """The pool that the chunks' buffers come from and return to."""
 
     async def take(self, chunk: int) -> HostBuffer:
-        """A buffer that begins with the bytes of ``chunk``. It is the caller's, which gives it
-        back to the pool."""
+        """Return a buffer that begins with the bytes of ``chunk``. The caller returns it to the
+        pool."""
 
     def close(self) -> None:
-        """Let go of everything that was not taken. Does no harm where it is called twice."""
+        """Release everything that was not taken. Idempotent."""
 
 
 @dataclass
 class _Lent(HostPool):
-    """A pool that buffers are not given back to, since they are parts of an image."""
+    """A pool that does not take buffers back, because they are parts of an image."""
 
     def give(self, buffer: HostBuffer) -> None:
         """Keep nothing."""
 
 
 class MemoryChunks:
-    """The chunks of an image in ``memory``: they are written from where they are."""
+    """The chunks of an image in ``memory``, written from there without a copy."""
 
     reads = None
 
@@ -52,19 +51,18 @@ class MemoryChunks:
         self._memory: Memory | None = memory
 
     async def take(self, chunk: int) -> HostBuffer:
-        """See :class:`ChunkSource`."""
+        """Return the chunk's memory; see :class:`ChunkSource`."""
         assert self._memory is not None
         start, stop = self._layout.chunk_range(chunk)
         return self._memory.buffer(start, stop - start)
 
     def close(self) -> None:
-        """See :class:`ChunkSource`."""
+        """Release the memory; see :class:`ChunkSource`."""
         self._memory = None
 
 
 def chunks_to_write(layout: ImageLayout) -> int:
-    """The number of chunks of the image; none where it has no shard, for then no file is
-    written."""
+    """Return the number of chunks to write; 0 for an image without shards, which has no file."""
     if len(layout.start) == 0:
         return 0
     return layout.chunks

@@ -1,7 +1,7 @@
-"""Chunks of an image whose tensors lie in files: read from them when they are taken.
+"""Chunks of an image whose tensors lie in files, read on demand.
 
-Models have thousands of small tensors, and a request for each would take longer than its bytes. So
-what lies close together in a file is read at once, and copied from there.
+A request for each of a model's thousands of small tensors would take longer than its bytes. So
+neighbouring parts of a file are read together and copied from there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..runtime.engine import offload
 __all__ = ["ENCLOSED_NBYTES_MAX", "Enclosed", "FileChunks", "Stretch"]
 
 ENCLOSED_NBYTES_MAX = 1 << 20
-"""More than this is not read to find something in it."""
+"""Largest range that is read to locate bytes in it."""
 _MERGED_NBYTES_MAX = 1 << 20
-"""More than this is worth a request of its own, which needs no copy."""
+"""Larger parts get a request of their own, which needs no copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """``nbytes`` bytes of the file ``key``, from byte ``start`` on."""
+    """``nbytes`` bytes at offset ``start`` of the file ``key``."""
 
     key: str
     start: int
@@ -38,9 +38,12 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Enclosed:
-    """``nbytes`` bytes somewhere in ``around``, of at most ``ENCLOSED_NBYTES_MAX``. When that has
-    been read, ``find(content)`` says where they begin: ``skip`` bytes behind what it returns. It
-    raises what is wrong with the content, and runs in any thread."""
+    """``nbytes`` bytes at an unknown position in ``around``, which has at most
+    ``ENCLOSED_NBYTES_MAX``.
+
+    Given the content of ``around``, ``find(content)`` returns a position; the bytes begin ``skip``
+    bytes after it. It raises if the content is invalid, and runs in any thread.
+    """
 
     around: Stretch
     nbytes: int
@@ -48,16 +51,18 @@ class Enclosed:
     find: Callable[[memoryview], int] = field(compare=False)
 
     def begin_in(self, content: memoryview) -> int:
-        """Where in ``content`` they begin."""
+        """Return the position of the bytes in ``content``."""
         return self.find(content) + self.skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """``nbytes`` bytes that lie at ``at`` of a chunk. They are bytes [start, stop) of the file
-    ``key``; or, where ``enclosed`` is given, in them, ``skip`` bytes from its beginning on. They
-    are of several tensors if these follow one another in file and chunk, none larger than
-    ``tensor_nbytes``."""
+    """``nbytes`` bytes at offset ``at`` of a chunk.
+
+    They are bytes [start, stop) of the file ``key``; or, with ``enclosed``, in that range, ``skip``
+    bytes after its beginning. A part spans several tensors if these are adjacent in both file and
+    chunk; none is larger than ``tensor_nbytes``.
+    """
 
     key: str
     enclosed: Enclosed | None
@@ -69,7 +74,7 @@ class _Part:
     skip: int
 
     def copy(self, content: memoryview, into: memoryview) -> None:
-        """Copy it from what was read for it to the chunk."""
+        """Copy the part from the content read for it into the chunk."""
         begin = 0
         if self.enclosed is not None:
             begin = self.skip + self.enclosed.begin_in(content)
@@ -82,28 +87,29 @@ class _Part:
 
 @dataclass(slots=True)
 class _Run:
-    """Parts that are read at once."""
+    """Parts that are read together."""
 
     parts: list[_Part]
     stop: int
 
     @property
     def key(self) -> str:
-        """Of the file."""
+        """Key of the file."""
         return self.parts[0].key
 
     @property
     def start(self) -> int:
-        """Where in the file it begins."""
+        """Offset in the file."""
         return self.parts[0].start
 
     @property
     def is_one(self) -> bool:
-        """Whether it lies in the chunk as it lies in the file."""
+        """True if the run is contiguous in the chunk exactly as in the file."""
         return len(self.parts) == 1 and self.parts[0].enclosed is None
 
     def takes(self, part: _Part, gap_nbytes: int) -> bool:
-        """Whether it is better read with ``part``, which begins behind it, than before it."""
+        """Return whether to read ``part``, which comes later in the file, together with this
+        run."""
         return (
             part.key == self.key
             and part.start - self.stop <= gap_nbytes
@@ -112,12 +118,11 @@ class _Run:
 
 
 class FileChunks:
-    """A :class:`.chunks.ChunkSource` that reads from ``driver``. ``places`` are where the shards
-    of ``layout`` lie, in its order of shards; ``skips`` are bytes before them there. ``check`` is
-    awaited when everything is read; what it raises is raised in place of the last chunk.
+    """A :class:`.chunks.ChunkSource` that reads from ``driver``.
 
-    A chunk that is being read takes the memory of two. What encloses a place is at most as large as
-    a chunk.
+    ``places`` locate the shards of ``layout``, in its order of shards: place, bytes to skip in it,
+    size. ``check`` is awaited after the last read; an error from it replaces the last chunk. A
+    chunk being read takes the memory of two. An enclosing range is no larger than a chunk.
     """
 
     def __init__(
@@ -138,8 +143,8 @@ class FileChunks:
         self._untaken = layout.chunks
 
     async def take(self, chunk: int) -> HostBuffer:
-        """See :class:`.chunks.ChunkSource`. Raises what the driver's ``read`` raises, and the
-        ``find`` of a place."""
+        """Read a chunk; see :class:`.chunks.ChunkSource`. Raises errors of ``driver.read`` and
+        of ``find``."""
         start, stop = self._layout.chunk_range(chunk)
         buffer = self.pool.take()
         view = buffer.view[: stop - start]
@@ -159,10 +164,10 @@ class FileChunks:
         return buffer
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
     def _fill_the_rest(self, view: memoryview, start: int, stop: int) -> None:
-        """What is in no file: the header, and zeros behind the data."""
+        """Fill in the bytes that are in no file: the header, and zeros after the data."""
         header = self._layout.header[start:stop]
         view[: len(header)] = header
         padding = max(self._layout.data_end, start)
@@ -170,7 +175,7 @@ class FileChunks:
             view[padding - start :] = bytes(stop - padding)
 
     def _set_columns(self, places: Sequence[tuple[Stretch | Enclosed, int, int]]) -> None:
-        """Where shards lie, as columns: a model has thousands."""
+        """Convert the places to columns, because a model has thousands."""
         self._enclosed = [place if isinstance(place, Enclosed) else None for place, _, _ in places]
         around = [place.around if isinstance(place, Enclosed) else place for place, _, _ in places]
         numbers = {key: number for number, key in enumerate({where.key: None for where in around})}
@@ -183,7 +188,7 @@ class FileChunks:
         self._stop = self._start + np.array([nbytes for _, _, nbytes in places], np.int64)
 
     def _parts(self, start: int, stop: int) -> list[_Part]:
-        """What bytes [start, stop) of the image consist of, in the order of files."""
+        """Return the parts of bytes [start, stop) of the image, ordered by file."""
         first = int(self._stop.searchsorted(start, side="right"))
         last = int(self._start.searchsorted(stop, side="left"))
         if last <= first:
@@ -222,7 +227,7 @@ class FileChunks:
         return [_Part(self._files[of], self._enclosed[shard], *where) for of, shard, *where in rows]
 
     def _runs(self, parts: Iterable[_Part]) -> Iterator[_Run]:
-        """What is read at once: parts, and small ones that are close together."""
+        """Yield runs: parts on their own, and groups of small parts that are close together."""
         gap_nbytes = self._driver.traits.coalesce_nbytes
         run: _Run | None = None
         for part in parts:
@@ -239,12 +244,11 @@ class FileChunks:
             yield run
 
     def _aligned(self, start: int) -> int:
-        """The byte of a file from which on to read, in place of ``start``, because reads that are
-        aligned avoid a copy."""
+        """Align ``start`` downwards: aligned reads avoid a copy."""
         return start // self._align_nbytes * self._align_nbytes
 
     async def _read_in_place(self, runs: Sequence[_Run], view: memoryview) -> None:
-        """Read what lies in the chunk as it lies in the file."""
+        """Read runs that are contiguous in the chunk directly into it."""
 
         async def read(part: _Part) -> None:
             into = view[part.at : part.at + part.nbytes]
@@ -253,7 +257,7 @@ class FileChunks:
         await at_most(self._driver.traits.concurrency, (read(run.parts[0]) for run in runs))
 
     async def _read_and_copy(self, runs: Sequence[_Run], view: memoryview) -> None:
-        """Read the others, as many at a time as one more buffer holds, and copy their parts."""
+        """Read other runs into a scratch buffer, a batch at a time, and copy their parts."""
         if not runs:
             return
         scratch = self.pool.take()
@@ -267,13 +271,13 @@ class FileChunks:
             self.pool.give(scratch)
 
     def _room_of(self, run: _Run) -> int:
-        """The memory that a run takes of a buffer."""
+        """Return the bytes that a run takes in the scratch buffer."""
         return round_up(run.stop - self._aligned(run.start), self._align_nbytes)
 
     def _laid(
         self, batch: Sequence[_Run], memory: memoryview
     ) -> Iterator[tuple[_Run, int, memoryview]]:
-        """The memory of each run of a batch, and the byte of the file with which that begins."""
+        """Yield each run of a batch with its aligned file offset and its memory."""
         at = 0
         for run in batch:
             start = self._aligned(run.start)

@@ -1,7 +1,7 @@
-"""Reads ranges of tensors' bytes, in row-major order, however their shards lie. Files over tensors
-are read this way, and whatever walks through whole tensors in bounded memory.
+"""Reads byte ranges of tensors in row-major order, whatever their shards' layout.
 
-Verified as every read is, and without torch: numpy copies.
+Used to read files that consist of tensors, and to walk through whole tensors in bounded memory.
+Verified like every read. Needs no torch: numpy copies.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatRanges:
-    """Ranges of tensors' bytes, as columns; all go to the memory ``into``.
+    """Byte ranges of tensors, as columns; all are read into the memory ``into``.
 
-    ``row``      (n,) the tensor, which is no alias
-    ``start``    (n,) whole elements: from this byte of it
-    ``stop``     (n,) to this one
-    ``at``       (n,) where in ``into`` they go
+    ``row``      (n,) the tensor, not an alias
+    ``start``    (n,) first byte of the range, at an element boundary
+    ``stop``     (n,) end of the range, at an element boundary
+    ``at``       (n,) offset in ``into``
     """
 
     row: Ints
@@ -47,7 +47,7 @@ class FlatRanges:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int, int, int]], into: Bytes) -> FlatRanges:
-        """Of row, start, stop and place of each."""
+        """Build columns from (row, start, stop, at) tuples."""
         row, start, stop, at = np.array(list(rows), np.int64).reshape(-1, 4).T
         return cls(row, start, stop, at, into)
 
@@ -55,10 +55,10 @@ class FlatRanges:
 async def read_flat(
     driver: Driver, manifest: Manifest, row: int, start: int, stop: int, budget_nbytes: int
 ) -> memoryview:
-    """Bytes [start, stop) of the tensor in ``row``, which is no alias. Reads only the blocks that
-    hold them.
+    """Read bytes [start, stop) of the tensor in ``row``, which must not be an alias.
 
-    Raises ValueError for a range that is not within the tensor; DamagedError; StorageError.
+    Reads only the blocks that hold them. Raises ValueError for a range outside the tensor;
+    DamagedError; StorageError.
     """
     itemsize = int(manifest.tensors.itemsize[row])
     first = start // itemsize * itemsize
@@ -73,8 +73,10 @@ async def read_flat(
 async def read_ranges(
     driver: Driver, manifest: Manifest, ranges: Sequence[FlatRanges], budget_nbytes: int
 ) -> None:
-    """Fill all of ``ranges``. Reads only the blocks that hold them, each once. Raises as
-    :func:`read_flat` does; then what is in their memory is nothing."""
+    """Fill all ``ranges``, reading only their blocks, each once.
+
+    Raises like :func:`read_flat`; the memory's content is then undefined.
+    """
     plan, delivery = await offload(_planned, driver, manifest, ranges)
     reader = ImageReader(driver, manifest, budget_nbytes)
     await reader.run(plan, delivery.deliver, places=delivery.in_place)
@@ -90,7 +92,7 @@ def _planned(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Where targets go: each to the place ``at`` of one of ``memories``, which ``memory`` says."""
+    """Destinations of targets: offset ``at`` in one of ``memories``, selected by ``memory``."""
 
     memories: Sequence[Bytes]
     memory: Ints
@@ -98,8 +100,10 @@ class _Places:
 
 
 def _targets(ranges: Sequence[FlatRanges], tensors: TensorTable) -> tuple[Targets, _Places]:
-    """The boxes that the ranges consist of, and where they go. Ranges are mostly whole tensors,
-    which are boxes already: those are not looked at one by one."""
+    """Return the boxes of the ranges, and their destinations.
+
+    Most ranges are whole tensors, which already are boxes, so those are handled as columns.
+    """
     none = np.empty(0, np.int64)
     rows = np.concatenate([none, *(of.row for of in ranges)])
     starts = np.concatenate([none, *(of.start for of in ranges)])
@@ -135,8 +139,7 @@ def _targets(ranges: Sequence[FlatRanges], tensors: TensorTable) -> tuple[Target
 
 
 def _boxes(tensors: TensorTable, row: int, start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """The boxes that bytes [start, stop) of a tensor consist of, and how many bytes are before
-    each."""
+    """Yield the boxes of bytes [start, stop) of a tensor, and the number of bytes before each."""
     itemsize = int(tensors.itemsize[row])
     begin = 0
     for box in flat_to_boxes(tensors.shape_of(row), start // itemsize, stop // itemsize):
@@ -145,7 +148,7 @@ def _boxes(tensors: TensorTable, row: int, start: int, stop: int) -> Iterator[tu
 
 
 class _Delivery:
-    """Copies what is read to the memory of the targets."""
+    """Copies read data to the memory of the targets."""
 
     def __init__(
         self, manifest: Manifest, targets: Targets, places: _Places, plan: LoadPlan
@@ -156,11 +159,11 @@ class _Delivery:
         self._places = places
         self._plan = plan
         self.in_place = _in_place(places, plan)
-        """By number, the reads of which every byte is wanted in one stretch of memory; and that."""
+        """Reads whose bytes are all wanted in one stretch of memory, with that memory, by
+        number."""
 
     def deliver(self, read: int, buffer: HostBuffer) -> None:
-        """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for
-        distinct reads."""
+        """Copy the wanted parts of read number ``read``. Thread-safe for distinct reads."""
         if self.in_place.get(read) is buffer:
             return
         plan = self._plan
@@ -172,8 +175,7 @@ class _Delivery:
             self._copy_strided(copy, int(plan.target[plan.pair[copy]]), buffer, base)
 
     def _copy_runs(self, copies: Ints, buffer: HostBuffer, base: int) -> None:
-        """Copy what is one run of bytes on both sides. Runs that follow one another on both sides
-        are one."""
+        """Copy runs that are contiguous on both sides, joining adjacent ones."""
         if not len(copies):
             return
         plan = self._plan
@@ -194,7 +196,7 @@ class _Delivery:
             self._places.memories[number][to : to + count] = data[begin : begin + count]
 
     def _copy_strided(self, copy: int, target: int, buffer: HostBuffer, base: int) -> None:
-        """``buffer`` holds the image from byte ``base`` on."""
+        """Copy a strided box. ``buffer`` holds the image from byte ``base`` on."""
         row = int(self._targets.tensor[target])
         ndim = int(self._tensors.ndim[row])
         itemsize = int(self._tensors.itemsize[row])
@@ -214,8 +216,10 @@ class _Delivery:
 
 
 def _in_place(places: _Places, plan: LoadPlan) -> dict[Hashable, HostBuffer]:
-    """The reads that are one copy each, of all their bytes, if copies that follow one another on
-    both sides are taken for one; and where they go."""
+    """Return the reads that are a single contiguous copy of all their bytes, with their memory.
+
+    Adjacent copies count as one.
+    """
     count = len(plan.pair)
     if not count:
         return {}
@@ -227,7 +231,7 @@ def _in_place(places: _Places, plan: LoadPlan) -> dict[Hashable, HostBuffer]:
         & (into[1:] == (into + plan.nbytes)[:-1])
         & (plan.src[1:] == (plan.src + plan.nbytes)[:-1])
     )
-    begun = np.cumsum(np.append(0, ~follows))  # of each copy, the number of breaks before it
+    begun = np.cumsum(np.append(0, ~follows))  # per copy, the number of breaks before it
     head = plan.first[:-1]
     tail = plan.first[1:] - 1
     is_strided = np.cumsum(np.append(0, plan.dst < 0))

@@ -1,12 +1,11 @@
-"""Copies images from one storage to another: read, verified and written chunk by chunk, with all
-stages at work at once.
+"""Copies images between storages, chunk by chunk: read, verify and write in parallel.
 
-Every byte that is written has been verified against the manifest: data by the digest of its chunk,
-and the pages at the end of an image are computed anew. So an image that arrives whole is what was
-saved, whatever the source holds.
+Every byte is verified against the manifest before it is written: data by the digest of its chunk;
+the pages at the end of an image are recomputed. So a complete copy equals the saved image, whatever
+the source returned.
 
-Compressed images are copied as they are stored, and unpacked only to be verified; so all copies of
-a checkpoint are equal byte by byte.
+Compressed images are copied in stored form and unpacked only for verification, so all copies of a
+checkpoint are identical.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ __all__ = ["ImageCopier", "balanced"]
 
 @dataclass
 class ImageCopier:
-    """Copies of one checkpoint's images. ``destination`` gets them under the name of ``attempt``.
+    """Copies one checkpoint's images to ``destination``, under the name of ``attempt``.
 
-    ``sent(nbytes)`` is called when so many more bytes of an image have been written.
+    Calls ``sent(nbytes)`` after writing that many more bytes of an image.
     """
 
     source: ImageReader
@@ -53,9 +52,10 @@ class ImageCopier:
         self.sizes: list[int] = self.target.images.file_nbytes(self.target.block_nbytes).tolist()
 
     async def whole(self) -> list[int]:
-        """The images that the destination already has: of full size, and with the digests of all
-        their blocks. Their data is not read again, because a driver whose upload was committed
-        holds all of it."""
+        """Return the images that the destination already has, with full size and intact digests.
+
+        Their data is not read again: a committed upload is complete.
+        """
         found: list[int] = []
         images = image_driver(self.destination, self.target)
         reader = ImageReader(images, self.target, self.budget_nbytes)
@@ -68,24 +68,26 @@ class ImageCopier:
                     await reader.read_pages(image, starts)
                     found.append(image)
             except (NotFoundError, DamagedError):
-                return  # it will be written, or replaced
+                return  # will be written or replaced
 
         await at_most(self.destination.traits.concurrency, map(check, range(len(self.sizes))))
         return sorted(found)
 
     def chunks(self, image: int) -> list[Chunk]:
-        """The chunks of an image, in the order in which the destination wants them."""
+        """Return the chunks of an image in the order in which to write them."""
         chunks = chunks_of(self.target, image)
-        if self.target.compression is not None:  # where their parts of the file end is not known
+        if self.target.compression is not None:  # stored sizes of chunks are unknown
             return chunks
         traits = self.destination.traits
         order = writing_order(len(chunks), self.target.chunk_nbytes, self.sizes[image], traits)
         return [chunks[i] for i in order]
 
     async def run(self, images: Sequence[int]) -> None:
-        """Copy these images; each is durable and visible when this returns. After an error, the
-        images that were committed before it stay, and nothing is left of the others. Raises
-        DamagedError, with file, bytes and tensors; StorageError."""
+        """Copy these images; each is durable and visible on return.
+
+        After an error, images committed earlier stay and nothing of the others is left. Raises
+        DamagedError, with file, bytes and tensors; StorageError.
+        """
         groups = balanced([self.sizes[i] for i in images], self._pipelines())
         failed: BaseException | None = None
         try:
@@ -99,16 +101,17 @@ class ImageCopier:
             raise failed
 
     def _pipelines(self) -> int:
-        """How many pipelines run side by side. Where the parts of one upload go in parallel, one
-        pipeline keeps all lanes busy; where they go one after the other, that takes several
-        uploads."""
+        """Return the number of pipelines to run in parallel.
+
+        One suffices if the parts of an upload are written in parallel; serial uploads need several.
+        """
         traits = self.destination.traits
         if traits.part_order != "serial":
             return 1
         return max(1, min(traits.concurrency, self.budget_nbytes // self._job_nbytes))
 
     def budget(self, pipelines: int) -> Budget:
-        """What each of the pipelines may use."""
+        """Return the budget of each pipeline."""
         source = self.source.driver.traits
         destination = self.destination.traits
         writes = ceil_div(destination.concurrency, pipelines)
@@ -123,8 +126,8 @@ class ImageCopier:
 
     @property
     def _job_nbytes(self) -> int:
-        """What a chunk takes of the budget: its buffer, which is one of ours, because the writer
-        may want it aligned, and what the source itself holds."""
+        """Budget of a chunk: its buffer, which is our own because the writer may need it
+        aligned, and copies held by the source."""
         return self.target.chunk_nbytes * self.source.driver.traits.read_copies
 
 
@@ -149,7 +152,7 @@ class _Copies:
             self._left[image] = len(chunks)
 
     async def run(self, pipelines: int) -> None:
-        """Copy them; on an error, drop the uploads that are not committed."""
+        """Copy the chunks; on an error, drop the uncommitted uploads."""
         in_order = self._copier.destination.traits.part_order != "any"
         pipeline = Pipeline(
             [
@@ -217,7 +220,7 @@ class _Copies:
             raise damaged(m, uri, chunk.image, chunk.start, chunk.stop, what) from error
 
     async def _upload(self, image: int) -> Upload:
-        """The image's upload, opened for the first chunk that asks."""
+        """Return the image's upload, opening it for the first chunk."""
         if image not in self._uploads:
             key = self._copier.target.image_key(image)
             create = self._copier.destination.create(key, self._copier.sizes[image])
@@ -225,8 +228,10 @@ class _Copies:
         return await self._uploads[image].upload()
 
     async def _finish(self, image: int, upload: Upload, buffer: HostBuffer) -> None:
-        """Write the pages, and the index if there is one, after the chunks that they cover; then
-        commit. ``buffer`` is free by now."""
+        """Write the pages, and the index if any, after the chunks they cover; then commit.
+
+        ``buffer`` is free for reuse.
+        """
         trailer = b"".join(self._pages.pop(image)) + await self._reader.stored_index(image)
         await write_pages(upload, trailer, self._copier.sizes[image] - len(trailer), buffer)
         self._copier.sent(len(trailer))
@@ -235,11 +240,11 @@ class _Copies:
 
 
 def balanced(sizes: Sequence[int], groups: int) -> list[list[int]]:
-    """Indices of ``sizes`` in at most ``groups`` groups of about equal sums, each in ascending
-    order; none is empty.
+    """Split the indices of ``sizes`` into at most ``groups`` groups of similar sums, each ascending
+    and none empty.
 
-    The longest-processing-time rule (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies",
-    1969): the largest first, each to the group with the smallest sum.
+    Uses the longest-processing-time rule (R. L. Graham, "Bounds on Multiprocessing Timing
+    Anomalies", 1969): the largest first, each to the group with the smallest sum.
     """
     found: list[list[int]] = [[] for _ in range(min(groups, len(sizes)))]
     sums = [0] * len(found)

@@ -1,5 +1,4 @@
-"""Reads planned ranges of images, verifies them, and delivers each: all at once, within a
-budget."""
+"""Reads planned ranges of images, verifies and delivers them, in parallel within a budget."""
 
 from __future__ import annotations
 
@@ -32,11 +31,11 @@ from .unpacking import Stored, Unpacked
 __all__ = ["Deliver", "Forward", "ImageReader", "plan_reads"]
 
 Deliver = Callable[[int, HostBuffer], None]
-"""Called in a worker thread with the number of a read and the buffer that begins with its verified
+"""Called on a worker thread with a read's number and a buffer that begins with its verified
 bytes."""
 
 Forward = Callable[[int, HostBuffer], Awaitable[None]]
-"""Called with the same arguments after the delivery; the buffer is free when this has returned."""
+"""Called with the same arguments after the delivery; the buffer is free once it returns."""
 
 _READS_PER_THREAD = 4
 
@@ -46,9 +45,11 @@ NOT_WHAT_WAS_WRITTEN = "are not what was written"
 def plan_reads(
     driver: Driver, manifest: Manifest, targets: Targets, read_nbytes: int | None = None
 ) -> LoadPlan:
-    """Plan what to read of a checkpoint to fill ``targets``: at most ``read_nbytes`` at a time,
-    which divide a chunk, or are several (None: what suits the driver; as a rule, a chunk). Raises
-    DamagedError where the manifest contradicts itself."""
+    """Plan the reads that fill ``targets``.
+
+    Each reads at most ``read_nbytes``, a divisor or a multiple of the chunk size (None: a size that
+    suits the driver, usually a chunk). Raises DamagedError if the manifest contradicts itself.
+    """
     m = manifest
     _check_coverage(m, targets)
     if read_nbytes is None:
@@ -65,8 +66,8 @@ def plan_reads(
 
 
 def _read_nbytes(m: Manifest, driver: Driver) -> int:
-    """A piece, where the driver reads in pieces that divide a chunk into whole blocks; several
-    chunks, where it hands over memory that is there already; else a chunk."""
+    """Return the read size: a piece if the driver's pieces divide chunks into whole blocks;
+    several chunks if it hands over existing memory; otherwise a chunk."""
     traits = driver.traits
     if m.compression is not None:
         return m.chunk_nbytes
@@ -76,15 +77,15 @@ def _read_nbytes(m: Manifest, driver: Driver) -> int:
         return traits.piece_nbytes
     if not traits.hands_over:
         return m.chunk_nbytes
-    # Not so much that some threads have nothing to do at the end.
+    # Limited, so that no thread runs out of work at the end.
     share_nbytes = int(m.images.hashed_nbytes.sum()) // (_READS_PER_THREAD * CPU_THREADS)
     chunks = min(traits.read_nbytes, share_nbytes) // m.chunk_nbytes
     return max(1, chunks) * m.chunk_nbytes
 
 
 def _check_coverage(m: Manifest, targets: Targets) -> None:
-    """Raise DamagedError where shards of a wanted tensor overlap: then some other part of it would
-    not be filled."""
+    """Raise DamagedError if shards of a wanted tensor overlap: another part of it would not be
+    filled."""
     wanted = np.zeros(len(m.tensors), bool)
     wanted[targets.tensor] = True
     s = m.shards
@@ -101,10 +102,11 @@ def _check_coverage(m: Manifest, targets: Targets) -> None:
 
 @dataclass
 class ImageReader:
-    """Reads the images of one checkpoint; ``driver`` is the one for its images (``image_driver``).
+    """Reads the images of one checkpoint; ``driver`` must be the driver for images
+    (``image_driver``).
 
-    ``bytes_read`` counts what was requested of the driver, checksums included; ``bytes_received``
-    what other ranks have read and sent here.
+    ``bytes_read`` counts bytes requested from the driver, checksums included; ``bytes_received``
+    counts bytes that other ranks read and sent here.
     """
 
     driver: Driver
@@ -124,12 +126,12 @@ class ImageReader:
         forward: Forward | None = None,
         places: Mapping[Hashable, HostBuffer] | None = None,
     ) -> None:
-        """Perform all reads of ``plan``. Raises DamagedError before a damaged byte is delivered,
-        and StorageError.
+        """Perform all reads of ``plan``.
 
-        ``jobs`` is the number of reads under way at a time; by default, what :meth:`jobs` allows of
-        the reads that the driver takes. Reads that are in ``places``, by number, may be read into
-        the memory there, unverified at first; ``deliver`` gets that memory then.
+        ``jobs``: number of reads in flight; by default, as many of the driver's reads as
+        :meth:`jobs` allows. Reads with an entry in ``places``, by number, may be read into that
+        memory before verification; ``deliver`` then gets that memory. Raises DamagedError before
+        delivering a damaged byte, and StorageError.
         """
         self.bytes_wanted = plan.bytes_wanted
         with span("checksums"):
@@ -149,7 +151,7 @@ class ImageReader:
         jobs: int | None,
         forward: Forward | None,
     ) -> None:
-        """Each read of the plan is one of the driver."""
+        """Run the plan with one driver read per planned read."""
         images = plan.image.tolist()
         starts = plan.start.tolist()
         sizes = (plan.stop - plan.start).tolist()
@@ -188,13 +190,14 @@ class ImageReader:
             release=buffers.release,
             where=where,
         )
-        # Jobs are counted, not bytes: buffers are of one size, however short the read.
+        # Counts jobs instead of bytes: all buffers have one size, however short the read.
         await pipeline.run(range(len(sizes)), [1] * len(sizes))
 
     async def _run_in_pieces(
         self, plan: LoadPlan, deliver: Deliver, pages: dict[tuple[int, int], bytes]
     ) -> None:
-        """One read of the driver covers connected reads of the plan; each is one of its pieces."""
+        """Run the plan with one driver read per connected run; each planned read is one of its
+        pieces."""
         images = plan.image.tolist()
         starts = plan.start.tolist()
         stops = plan.stop.tolist()
@@ -227,21 +230,26 @@ class ImageReader:
         await pipeline.run(reads, [1] * len(reads))
 
     def jobs(self, reads: int, extra_nbytes: int = 0) -> int:
-        """How many jobs the budget allows where each takes ``extra_nbytes`` beyond its buffer:
-        at most ``reads``, and as many more as can be verified meanwhile."""
+        """Return how many jobs fit the budget if each needs ``extra_nbytes`` beyond its buffer.
+
+        At most ``reads``, plus as many as can be verified meanwhile.
+        """
         buffer_nbytes = ReadBuffers(self.driver, self.manifest.chunk_nbytes).job_nbytes
         allowed = max(1, self.budget_nbytes // (buffer_nbytes + extra_nbytes))
         return min(allowed, reads + CPU_THREADS)
 
     async def read(self, image: int, start: int, into: memoryview) -> None:
-        """Fill ``into`` from byte ``start`` of an image, unverified. Raises DamagedError where the
-        bytes are not there."""
+        """Fill ``into`` from byte ``start`` of an image, unverified. Raises DamagedError if
+        bytes are missing."""
         with self._reading(image, start, len(into)) as key:
             await self.driver.read(key, start, into)
 
     async def read_stored(self, chunk: Chunk, into: memoryview) -> Stored:
-        """Fill the beginning of ``into`` with what is stored of a chunk: the chunk itself, unless
-        images are compressed. Raises as :meth:`read` does."""
+        """Fill the beginning of ``into`` with the stored form of a chunk: the chunk itself, unless
+        compressed.
+
+        Raises like :meth:`read`.
+        """
         if not isinstance(self.driver, Unpacked):
             nbytes = chunk.stop - chunk.start
             await self.read(chunk.image, chunk.start, into[:nbytes])
@@ -250,17 +258,19 @@ class ImageReader:
             return await self.driver.read_stored(chunk.image, chunk.start, chunk.stop, into)
 
     async def stored_index(self, image: int) -> bytes:
-        """The index at the end of a compressed image's file; empty where images are not compressed.
-        Raises as :meth:`read` does."""
+        """Return the index at the end of a compressed image's file; empty if not compressed.
+
+        Raises like :meth:`read`.
+        """
         if not isinstance(self.driver, Unpacked):
             return b""
         return (await self.driver.index(image)).encode()
 
     async def read_pages(self, image: int, starts: Sequence[int]) -> dict[tuple[int, int], bytes]:
-        """The verified pages of the chunks that begin at ``starts``, which ascend: in one read,
-        with what lies between them. By image and start of the chunk.
+        """Return the verified pages of the chunks at ``starts`` (ascending), by image and chunk
+        start.
 
-        Raises DamagedError.
+        Reads them in one request, along with the pages in between. Raises DamagedError.
         """
         m = self.manifest
         chunks = [chunk_at(m, image, start) for start in starts]
@@ -280,15 +290,14 @@ class ImageReader:
 
     @contextmanager
     def _reading(self, image: int, start: int, nbytes: int) -> Iterator[str]:
-        """The key to read from. Counts the read; an error for bytes that are not there names
-        them."""
+        """Count a read, and yield the key to read from. Errors for missing bytes name them."""
         self.bytes_read += nbytes
         where = (self.manifest, self.driver.uri, image, start, start + nbytes)
         try:
             yield self.manifest.image_key(image)
         except DamagedError as error:
             if self.manifest.compression is None:
-                # All that a driver can find wrong is that the file ends too early.
+                # The only problem that a driver can detect is that the file ends too early.
                 raise damaged(*where, "are beyond the end of the file") from error
             raise damaged(*where, error.message) from error
         except NotFoundError as error:
@@ -306,14 +315,14 @@ class ImageReader:
                 raise damaged(m, self.driver.uri, image, *bad[0], NOT_WHAT_WAS_WRITTEN)
 
     def _parts(self, image: int, start: int, stop: int) -> Iterator[tuple[Chunk, int, int]]:
-        """The chunks that a read touches, and which bytes of each, as (start, stop)."""
+        """Yield the chunks that a read touches, and the range [start, stop) in each."""
         while start < stop:
             chunk = self._chunk_at(image, start)
             yield chunk, start, min(stop, chunk.stop)
             start = chunk.stop
 
     def _chunk_at(self, image: int, start: int) -> Chunk:
-        """As :func:`chunk_at`, which looks into many columns, once for all pieces of a chunk."""
+        """Cache :func:`chunk_at`, which accesses many columns, for all pieces of a chunk."""
         key = (image, start // self.manifest.chunk_nbytes)
         chunk = self._chunks.get(key)
         if chunk is None:
@@ -322,8 +331,7 @@ class ImageReader:
         return chunk
 
     async def _pages(self, plan: LoadPlan) -> dict[tuple[int, int], bytes]:
-        """The verified pages of the chunks that are read in part, by image and start of the
-        chunk."""
+        """Return the verified pages of partly read chunks, by image and chunk start."""
         partial: list[Chunk] = []
         columns = (plan.image.tolist(), plan.start.tolist(), plan.stop.tolist())
         for read in zip(*columns, strict=True):
@@ -342,7 +350,7 @@ class ImageReader:
         return pages
 
     def _together(self, partial: Sequence[Chunk]) -> Iterator[tuple[int, list[int]]]:
-        """Groups of chunks whose pages lie close enough to each other to be read as one."""
+        """Yield groups of chunks whose pages are close enough to be read in one request."""
         m = self.manifest
         page_nbytes = m.chunk_nbytes // m.block_nbytes * DIGEST_NBYTES
         gap = self.driver.traits.coalesce_nbytes // page_nbytes

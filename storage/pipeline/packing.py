@@ -11,11 +11,11 @@ __all__ = ["Packing"]
 
 
 class Packing:
-    """One image that is being packed. ``nbytes_max`` is the most that its file can take; ``end`` is
-    how far its chunks reach by now.
+    """One image being packed.
 
-    Chunks are packed in any order, on worker threads. Where a chunk begins is known once all chunks
-    before it are packed.
+    ``nbytes_max``: upper bound for its file; ``end``: end of the chunks placed so far. Chunks are
+    packed in any order, on worker threads. A chunk's position is known once all earlier chunks are
+    packed.
     """
 
     def __init__(self, layout: ImageLayout) -> None:
@@ -30,14 +30,14 @@ class Packing:
         self._chunks[chunk] = pack(data, self._layout.block_nbytes)
 
     def place(self, chunk: int) -> tuple[int, int]:
-        """Where in the file a packed chunk begins, and its size. Chunks are placed in order."""
+        """Return the file offset and size of a packed chunk. Call in order of chunks."""
         start = self.end
         nbytes = self._chunks[chunk].nbytes
         self.end += nbytes
         return start, nbytes
 
     def index(self) -> bytes:
-        """The end of the file, when all chunks are placed."""
+        """Return the trailing index of the file, once all chunks are placed."""
         layout = self._layout
         chunks = [self._chunks[number] for number in sorted(self._chunks)]
         sizes = np.array([size for chunk in chunks for size in chunk.sizes], np.int64)

@@ -1,5 +1,7 @@
-"""Reads of a plan that arrive as the pieces of one read of the driver: each is verified and
-delivered while the processor's cache holds it."""
+"""Matches the pieces of a driver's read to the reads of a plan.
+
+Each is verified and delivered while it is still in the processor's cache.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ __all__ = ["PieceDelivery", "are_pieces", "connected_reads"]
 
 
 def are_pieces(plan: LoadPlan, piece_nbytes: int) -> bool:
-    """Whether each read of ``plan`` lies within a piece of a driver with this trait."""
+    """Return whether each read of ``plan`` lies within one piece of the driver."""
     if not piece_nbytes:
         return False
     return bool((plan.start // piece_nbytes == (plan.stop - 1) // piece_nbytes).all())
 
 
 def connected_reads(plan: LoadPlan, chunk_nbytes: int) -> Iterator[range]:
-    """Numbers of the reads of one chunk that begin where the one before ends."""
+    """Yield runs of reads in one chunk that are adjacent to each other."""
     images = plan.image.tolist()
     starts = plan.start.tolist()
     stops = plan.stop.tolist()
@@ -37,9 +39,9 @@ def connected_reads(plan: LoadPlan, chunk_nbytes: int) -> Iterator[range]:
 
 
 class PieceDelivery:
-    """Calls ``deliver`` with the number of each read and the piece that it is, in order.
+    """Calls ``deliver`` with each read's number and its piece, in order.
 
-    ``numbers`` are those of the reads; ``sizes`` are the bytes of each read of the plan.
+    ``numbers`` are the expected reads; ``sizes`` the bytes of each read of the plan.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class PieceDelivery:
         self._error: Exception | None = None
 
     def take(self, piece: memoryview) -> None:
-        """See :data:`TakePiece`. After an error this does nothing."""
+        """Deliver a piece; see :data:`TakePiece`. Does nothing after an error."""
         if self._error is not None:
             return
         try:
@@ -61,16 +63,16 @@ class PieceDelivery:
             self._error = error
 
     def finish(self) -> None:
-        """Raise the error of ``deliver``, if there was one; StorageError where the driver passed on
-        other pieces than its traits promise."""
+        """Raise the error of ``deliver``, if any; StorageError if the driver's pieces violate
+        its traits."""
         if self._error is not None:
             raise self._error
         if self._taken < len(self._numbers):
             raise _wrong_piece(self._taken, 0, self._sizes[self._numbers[self._taken]])
 
     def _next(self, nbytes: int) -> int:
-        """The number of the read that a piece of ``nbytes`` is. A piece that is cut elsewhere would
-        look like a damaged file."""
+        """Return the read that a piece of ``nbytes`` fulfils. A wrong piece would look like a
+        damaged file."""
         due_nbytes = 0
         if self._taken < len(self._numbers):
             due_nbytes = self._sizes[self._numbers[self._taken]]

@@ -1,10 +1,9 @@
-"""Begins to read a checkpoint before it is known where its bytes belong: storage behind a network
-is not idle while a state of thousands of tensors is looked at.
+"""Starts reading a checkpoint before the destinations of its bytes are known.
 
-What a strict load of a whole checkpoint reads is known from the manifest alone: all of it. So the
-digests and the first chunks are asked for at once, unverified, and whoever reads them later gets
-them from here. Nothing is delivered earlier than otherwise, and a load that does not fit fails as
-it would otherwise; it has then read so much in vain.
+This keeps remote storage busy while a state of thousands of tensors is inspected. A strict load of
+a whole checkpoint reads everything that the manifest lists, so digests and the first chunks are
+requested immediately, unverified, and served from here later. Nothing is delivered earlier than
+without it, and a load that does not fit fails in the same way, with these reads wasted.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from ..runtime.engine import offload
 __all__ = ["ReadAhead", "read_ahead"]
 
 _MOST_NBYTES = 32 << 20
-"""More gains nothing that could be told from noise, and takes memory."""
+"""More brings no measurable gain and takes memory."""
 _TENSOR_NBYTES = 16 << 10
-"""What a fast store sends while a tensor is looked at, which takes 15 µs. Large tensors are better
-read in pieces, which need no memory besides."""
+"""Bytes a fast store sends while one tensor is inspected, which takes 15 µs. Large tensors are
+better read in pieces, which need no extra memory."""
 _DIGESTS_MOST_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Range:
-    """Bytes [start, stop) of an object, on their way."""
+    """Bytes [start, stop) of an object, being read."""
 
     key: str
     start: int
@@ -44,19 +43,24 @@ class _Range:
 
 
 class ReadAhead(Layer):
-    """Holds what is read ahead: each range until it has been read from here, all of them until
-    this is closed. Raises what the driver below raises, when a range is read."""
+    """Holds ranges that were read ahead, each until it is read from here or this is closed.
+
+    Errors of the inner driver are raised when a range is read.
+    """
 
     def __init__(self, inner: Driver, budget_nbytes: int) -> None:
         super().__init__(inner)
         self.limit_nbytes = min(_MOST_NBYTES, budget_nbytes // 4)
-        """Memory that this may hold, besides 1 MiB of digests."""
+        """Memory that this may hold, in addition to 1 MiB of digests."""
         self._ranges: list[_Range] = []
         self._closed = False
 
     def begin(self, manifest: Manifest) -> None:
-        """Ask for the beginning of the images of ``manifest``, in the order in which a plan reads
-        them; for nothing where they are compressed."""
+        """Request the beginning of the images of ``manifest``, in the order in which a plan reads
+        them.
+
+        Does nothing if they are compressed.
+        """
         if self._closed or manifest.compression is not None:
             return
         limit_nbytes = min(self.limit_nbytes, len(manifest.tensors) * _TENSOR_NBYTES)
@@ -65,7 +69,7 @@ class ReadAhead(Layer):
             self._ranges.append(_Range(key, start, stop, reading))
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        """See :meth:`Driver.read`."""
+        """Read from the held data if possible; see :meth:`Driver.read`."""
         data = await self._held(key, start, len(into))
         if data is None:
             await self.inner.read(key, start, into)
@@ -73,14 +77,14 @@ class ReadAhead(Layer):
             into[:] = data
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
-        """See :meth:`Driver.fetch`."""
+        """Fetch from the held data if possible; see :meth:`Driver.fetch`."""
         data = await self._held(key, start, nbytes)
         if data is None:
             data = await self.inner.fetch(key, start, nbytes)
         return data
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
-        """See :meth:`Driver.read_pieces`."""
+        """Read pieces from the held data if possible; see :meth:`Driver.read_pieces`."""
         data = await self._held(key, start, nbytes)
         if data is None:
             await self.inner.read_pieces(key, start, nbytes, take)
@@ -93,7 +97,7 @@ class ReadAhead(Layer):
         await offload(take_all)
 
     async def close(self) -> None:
-        """See :meth:`Driver.close`. What is on its way is dropped."""
+        """Cancel pending reads and close; see :meth:`Driver.close`."""
         self._closed = True
         tasks = [held.task for held in self._ranges]
         self._ranges.clear()
@@ -102,14 +106,16 @@ class ReadAhead(Layer):
         cancelled = await wait_out(tasks)
         for task in tasks:
             if not task.cancelled():
-                task.exception()  # nobody waits for it any more
+                task.exception()  # mark as retrieved: nobody waits for it any more
         await self.inner.close()
         if cancelled is not None:
             raise cancelled
 
     async def _held(self, key: str, start: int, nbytes: int) -> Buffer | None:
-        """What is held of a range, all of it, once it has arrived; None where it was not asked for.
-        It is let go of: a load reads each byte once."""
+        """Return a complete range once it has arrived, or None if it was not requested.
+
+        It is released: a load reads each byte once.
+        """
         stop = start + nbytes
         for held in self._ranges:
             if held.key == key and held.start <= start < stop <= held.stop:
@@ -120,25 +126,25 @@ class ReadAhead(Layer):
 
 
 def read_ahead(driver: Driver, manifest: Manifest) -> None:
-    """Begin to read what ``manifest`` names, if the driver of the load reads ahead."""
+    """Start reading ahead what ``manifest`` names, if the load's driver supports it."""
     layer = find(driver, ReadAhead)
     if layer is not None:
         layer.begin(manifest)
 
 
 def _first_ranges(m: Manifest, limit_nbytes: int) -> Iterator[tuple[str, int, int]]:
-    """(key, start, stop) of digests, and of what is stored in chunks, images in order, as far as
-    chunks of ``limit_nbytes`` together go."""
+    """Yield (key, start, stop) of digests and stored chunks, images in order, up to
+    ``limit_nbytes`` of chunks."""
     left_nbytes = limit_nbytes
     digests_nbytes = _DIGESTS_MOST_NBYTES
     file_nbytes = m.images.nbytes(m.block_nbytes).tolist()
-    data_start = m.images.hashed_nbytes.copy()  # headers come before it, and are not read
+    data_start = m.images.hashed_nbytes.copy()  # headers come first, and are not read
     np.minimum.at(data_start, m.shards.image, m.shards.start // m.block_nbytes * m.block_nbytes)
     for image, (begin, end) in enumerate(
         zip(data_start.tolist(), m.images.hashed_nbytes.tolist(), strict=True)
     ):
         if begin == end:
-            continue  # nothing but a header
+            continue  # only a header
         key = m.image_key(image)
         digests_nbytes -= file_nbytes[image] - end
         if digests_nbytes < 0:

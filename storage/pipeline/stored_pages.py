@@ -1,4 +1,4 @@
-"""The digests that are stored behind the data of an image, read for many chunks at a time."""
+"""Reads the digests stored after the data of an image, for many chunks at a time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..format.manifest import Manifest
 __all__ = ["PAGES_NBYTES", "StoredPages"]
 
 PAGES_NBYTES = 256 << 10
-"""How much of the stored digests is read at a time: those of a gigabyte."""
+"""Bytes of stored digests read at a time: those of a gigabyte of data."""
 
 
 class StoredPages:
-    """Keeps what it has read until the last of the chunks that it belongs to has asked."""
+    """Caches stored pages until the last of their chunks has asked for its page."""
 
     def __init__(self, driver: Driver, m: Manifest, present_nbytes: Mapping[int, int]) -> None:
-        """``present_nbytes``: how many bytes of each image are there."""
+        """``present_nbytes``: the number of existing bytes of each image."""
         self._driver = driver
         self._m = m
         self._present_nbytes = present_nbytes
@@ -33,12 +33,12 @@ class StoredPages:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of the digests in memory."""
+        """Bytes of digests in memory."""
         return sum(map(len, self._read.values()))
 
     async def of(self, chunk: Chunk) -> bytes:
-        """The page of a chunk; shorter, or empty, where the file ends before. Each chunk asks
-        once."""
+        """Return the page of a chunk; shorter or empty if the file ends early. Call once per
+        chunk."""
         number = chunk.start // self._m.chunk_nbytes
         index, position = divmod(number, self._chunks)
         group = (chunk.image, index)
@@ -69,5 +69,5 @@ class StoredPages:
         try:
             await self._driver.read(m.image_key(image), start, memoryview(into))
         except DamagedError:
-            return b""  # cut short after its size was looked up
+            return b""  # truncated after its size was checked
         return bytes(into)

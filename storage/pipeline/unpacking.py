@@ -1,5 +1,7 @@
-"""Presents the images of a compressed checkpoint as if they were stored plain, so that readers of
-images need not know about compression."""
+"""Presents the images of a compressed checkpoint as if uncompressed.
+
+Readers of images need not know about compression.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ __all__ = ["Stored", "Unpacked", "image_driver"]
 
 
 def image_driver(driver: Driver, manifest: Manifest) -> Driver:
-    """The driver to read the images of ``manifest`` with: ``driver`` itself, unless they are
-    compressed. Raises UsageError where lz4 is not installed."""
+    """Return the driver for reading images: ``driver`` itself unless they are compressed.
+
+    Raises UsageError if lz4 is not installed.
+    """
     if manifest.compression is None:
         return driver
     checked_compression(manifest.compression)
@@ -32,8 +36,8 @@ def image_driver(driver: Driver, manifest: Manifest) -> Driver:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A chunk as it lies in its file: where, how large, and the sizes of its blocks there; None
-    where nothing is packed."""
+    """The stored form of a chunk: position, size, and stored sizes of its blocks; None if not
+    packed."""
 
     start: int
     nbytes: int
@@ -41,7 +45,7 @@ class Stored:
 
 
 class _CopyingTraits(Traits):
-    """The traits of a driver that hands over what it reads, where that is copied."""
+    """Traits of a driver that hands over its memory, for a layer that copies from it."""
 
     __slots__ = ()
 
@@ -51,12 +55,11 @@ class _CopyingTraits(Traits):
 
 
 class Unpacked(Layer):
-    """Reads of an image get its unpacked bytes; everything else goes to the inner driver. Blocks
-    are unpacked in the memory that is read into, so no other memory is needed. The index of an
-    image is read once, and kept.
+    """Reads unpacked bytes of images; passes everything else to the inner driver.
 
-    Raises DamagedError for what cannot be unpacked; its message says why. What can be unpacked is
-    not verified here: blocks have their digests.
+    Blocks are unpacked in the destination memory, so no other memory is needed. An image's index is
+    read once and cached. Raises DamagedError, with the reason, for data that cannot be unpacked.
+    Unpacked data is not verified here: blocks have their own digests.
     """
 
     def __init__(self, inner: Driver, manifest: Manifest) -> None:
@@ -64,12 +67,12 @@ class Unpacked(Layer):
         self._m = manifest
         self._image = {manifest.image_key(image): image for image in range(len(manifest.images))}
         self._indexes: dict[int, Index] = {}
-        self._damaged_indexes: dict[int, str] = {}  # by image, what is wrong with its index
+        self._damaged_indexes: dict[int, str] = {}  # by image, the problem with its index
         self._locks: dict[int, asyncio.Lock] = {}
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Those of the inner driver, except that no memory is handed over, and no piece."""
+        """Traits of the inner driver, without pieces and without memory to hand over."""
         inner = replace(self.inner.traits, piece_nbytes=0)
         if not inner.hands_over:
             return inner
@@ -77,7 +80,7 @@ class Unpacked(Layer):
         return _CopyingTraits(**values | {"hands_over": False})
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        """See :meth:`Driver.read`."""
+        """Read unpacked bytes; see :meth:`Driver.read`."""
         image = self._image[key]
         position = start
         for stop in self._piece_ends(image, start, start + len(into)):
@@ -85,15 +88,15 @@ class Unpacked(Layer):
             position = stop
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
-        """See :meth:`Driver.fetch`."""
+        """Fetch unpacked bytes; see :meth:`Driver.fetch`."""
         return await Driver.fetch(self, key, start, nbytes)
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
-        """See :meth:`Driver.read_pieces`."""
+        """Read unpacked bytes in pieces; see :meth:`Driver.read_pieces`."""
         await Driver.read_pieces(self, key, start, nbytes, take)
 
     async def read_stored(self, image: int, start: int, stop: int, into: Buffer) -> Stored:
-        """Fill the beginning of ``into`` with what is stored of the chunk [start, stop), and verify
+        """Fill the beginning of ``into`` with the stored form of chunk [start, stop), and verify
         it."""
         index = await self.index(image)
         chunk = start // self._m.chunk_nbytes
@@ -104,7 +107,7 @@ class Unpacked(Layer):
         return Stored(begin, end - begin, index.sizes_of(start, stop))
 
     async def index(self, image: int) -> Index:
-        """Where the blocks of an image lie."""
+        """Return the index of an image's blocks."""
         async with self._locks.setdefault(image, asyncio.Lock()):
             if image in self._damaged_indexes:
                 raise self._damaged(image, self._damaged_indexes[image])
@@ -117,8 +120,8 @@ class Unpacked(Layer):
             return self._indexes[image]
 
     def _piece_ends(self, image: int, start: int, stop: int) -> Iterator[int]:
-        """Where [start, stop) is cut: at the end of each chunk, at the end of the last of them, and
-        at ``stop``."""
+        """Yield the cuts of [start, stop): chunk ends, the end of the hashed bytes, and
+        ``stop``."""
         hashed = int(self._m.images.hashed_nbytes[image])
         step = self._m.chunk_nbytes
         yield from range(start // step * step + step, min(stop, hashed), step)
@@ -143,7 +146,7 @@ class Unpacked(Layer):
             into[:] = whole[start - first : stop - first]
 
     async def _read_blocks(self, image: int, start: int, into: Buffer) -> None:
-        """Read whole blocks of one chunk."""
+        """Read and unpack whole blocks of one chunk."""
         stop = start + len(into)
         sizes = await self._receive_blocks(image, start, stop, into)
         try:
@@ -152,8 +155,8 @@ class Unpacked(Layer):
             raise self._damaged(image, f"cannot be unpacked: {error}") from error
 
     async def _receive_blocks(self, image: int, start: int, stop: int, into: Buffer) -> list[int]:
-        """Fill the beginning of ``into`` with what is stored of the blocks in [start, stop); return
-        the size of each there."""
+        """Fill the beginning of ``into`` with the stored blocks of [start, stop); return their
+        stored sizes."""
         index = await self.index(image)
         chunk_nbytes = self._m.chunk_nbytes
         chunk_stop = min(start + chunk_nbytes, int(self._m.images.hashed_nbytes[image]))
@@ -189,18 +192,18 @@ class Unpacked(Layer):
         return int(index_nbytes(hashed_nbytes, self._m.chunk_nbytes, self._m.block_nbytes))
 
     def _pages_start(self, image: int) -> int:
-        """Where in the file the pages begin; they are stored as they are in the image."""
+        """Return the file offset of the pages, which are stored uncompressed."""
         hashed_nbytes = int(self._m.images.hashed_nbytes[image])
         pages_nbytes = DIGEST_NBYTES * blocks_of(hashed_nbytes, self._m.block_nbytes)
         return self._file_nbytes(image) - self._index_nbytes(image) - pages_nbytes
 
     async def _read_file(self, image: int, start: int, into: Buffer) -> None:
-        """Fill ``into`` from byte ``start`` of the file, as it is stored."""
+        """Fill ``into`` with stored bytes from offset ``start`` of the file."""
         try:
             await self.inner.read(self._m.image_key(image), start, into)
         except DamagedError as error:
             raise self._damaged(image, "are beyond the end of the file") from error
 
     def _damaged(self, image: int, what: str) -> DamagedError:
-        """``what`` completes a sentence about some bytes; the caller knows which they are."""
+        """Build an error; ``what`` completes a sentence about bytes, which the caller names."""
         return DamagedError(what, uri=self.uri, key=self._m.image_key(image))

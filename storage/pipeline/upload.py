@@ -1,5 +1,4 @@
-"""What everything that writes images shares: opening an upload while there is other work, the order
-of chunks, the pages at the end of an image, and dropping an upload that failed."""
+"""Shared parts of image writers: opening and dropping uploads, chunk order, trailing pages."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ __all__ = ["Opening", "write_pages", "writing_order"]
 
 
 class Opening:
-    """An upload that is being opened."""
+    """An upload that is being opened concurrently with other work."""
 
     def __init__(self, create: Coroutine[object, object, Upload]) -> None:
         self._upload = asyncio.ensure_future(create)
@@ -22,8 +21,11 @@ class Opening:
         self._waiting = 0
 
     async def upload(self) -> Upload:
-        """Wait for the upload. Callers that wait go on in the order in which they asked, and before
-        any that ask later, because a driver may want its parts in order."""
+        """Wait for the upload.
+
+        Waiting callers proceed in the order of their calls, and before later ones, because a driver
+        may require its parts in order.
+        """
         if self._upload.done() and not self._waiting:
             return self._upload.result()
         self._waiting += 1
@@ -34,7 +36,7 @@ class Opening:
             self._waiting -= 1
 
     async def drop(self) -> None:
-        """Abort the upload, however far it has come. After its commit this does nothing."""
+        """Abort the upload in whatever state it is. Does nothing after its commit."""
         cancelled: asyncio.CancelledError | None = None
         if not self._upload.done():
             self._upload.cancel()
@@ -46,11 +48,10 @@ class Opening:
 
 
 def writing_order(chunks: int, chunk_nbytes: int, nbytes: int, traits: Traits) -> list[int]:
-    """The chunks of an upload of ``nbytes`` in the order in which to write them: one of each of its
-    segments in turn.
+    """Return the order in which to write the chunks of an upload: one of each segment in turn.
 
-    They stay in ascending order where a segment begins within a chunk: then the next chunk also
-    continues its segment.
+    Ascending if a segment begins within a chunk, because the next chunk then continues that
+    segment.
     """
     starts = [start for start, _ in segments(nbytes, traits)]
     if any(start % chunk_nbytes for start in starts):
@@ -60,8 +61,10 @@ def writing_order(chunks: int, chunk_nbytes: int, nbytes: int, traits: Traits) -
 
 
 async def write_pages(upload: Upload, pages: bytes, start: int, buffer: HostBuffer) -> None:
-    """Write the digests of all blocks at ``start``, copied through ``buffer``. To be called after
-    the chunks that they cover are written."""
+    """Write the digests of all blocks at ``start``, copied through ``buffer``.
+
+    Call it after writing the chunks that they cover.
+    """
     for offset in range(0, len(pages), len(buffer.view)):
         part = memoryview(pages)[offset : offset + len(buffer.view)]
         buffer.view[: len(part)] = part

@@ -1,4 +1,4 @@
-"""Reads every byte of a checkpoint again, to see whether it is what was written."""
+"""Verifies a checkpoint by reading every byte."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ __all__ = ["Damage", "VerifyReport", "verify_images"]
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bytes [start, stop) of a file that are not what was written, and the tensors they belong
-    to."""
+    """Damaged bytes [start, stop) of a file, and the tensors they belong to."""
 
     key: str
     start: int
@@ -34,7 +33,8 @@ class Damage:
 
 @dataclass
 class VerifyReport:
-    """``ok`` if nothing is damaged. ``nbytes`` were read, in ``files`` images."""
+    """Result of a verification: ``ok`` if nothing is damaged. ``nbytes`` were read, in ``files``
+    images."""
 
     files: int
     nbytes: int
@@ -42,15 +42,17 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is what was written."""
+        """True if every byte matches its checksum."""
         return not self.damages
 
 
 async def verify_images(
     driver: Driver, manifest: Manifest, budget_nbytes: int, progress: Callable[[int, int], None]
 ) -> VerifyReport:
-    """Check every chunk of every image, their pages, and the sizes of the files. ``driver`` is the
-    one for the images (``image_driver``)."""
+    """Check every chunk and page of every image, and the sizes of the files.
+
+    ``driver`` must be the driver for images (``image_driver``).
+    """
     verifier = _Verifier(driver, manifest, progress)
     await verifier.run(budget_nbytes)
     verifier.report.damages.sort(key=lambda d: (d.key, d.start))
@@ -58,7 +60,7 @@ async def verify_images(
 
 
 class _Verifier:
-    """One verification. Chunks are checked by one thread at a time, which writes the report."""
+    """One verification. Only one thread at a time checks chunks and writes the report."""
 
     def __init__(
         self, driver: Driver, manifest: Manifest, progress: Callable[[int, int], None]
@@ -93,8 +95,8 @@ class _Verifier:
         ).run(chunks, [chunk_nbytes] * len(chunks))
 
     async def _present_nbytes(self) -> dict[int, int]:
-        """How many bytes of each image are there, of those that have a file. Reports files that are
-        missing, or of another size."""
+        """Return the present bytes of each image that has a file. Reports missing files and
+        wrong sizes."""
         m = self._m
         present: dict[int, int] = {}
         image_sizes = m.images.nbytes(m.block_nbytes).tolist()
@@ -113,14 +115,14 @@ class _Verifier:
                 if found != file_nbytes:
                     self._add(image, min(found, file_nbytes), max(found, file_nbytes), what)
             else:
-                # A cut file has lost its index, and a place in it is no place in the image.
+                # A truncated file has lost its index, and its offsets do not map to the image.
                 present[image] = image_nbytes if found >= file_nbytes else 0
                 if found != file_nbytes:
                     self._add(image, 0, image_nbytes, what)
         return present
 
     def _whole(self, image: int, nbytes: int) -> list[Chunk]:
-        """The chunks of an image that a file of ``nbytes`` has whole. Reports the others."""
+        """Return the chunks that a file of ``nbytes`` contains completely. Reports the others."""
         chunks = chunks_of(self._m, image)
         whole = [chunk for chunk in chunks if chunk.stop <= nbytes]
         if len(whole) < len(chunks):
@@ -133,7 +135,7 @@ class _Verifier:
         try:
             await self._buffers.read(chunk, key, chunk.start, chunk.stop - chunk.start)
         except DamagedError as error:
-            if self._m.compression is None:  # all that can be wrong then
+            if self._m.compression is None:  # the only possible problem
                 self._unreadable[chunk] = "cannot be checked: the file ends before"
             else:
                 self._unreadable[chunk] = error.message
@@ -153,8 +155,11 @@ class _Verifier:
         self._progress(self.report.nbytes, self._total_nbytes)
 
     def _compare(self, chunk: Chunk, page: bytes, stored_page: bytes) -> None:
-        """The manifest's digest covers the chunk as a whole. The stored page, if it is undamaged
-        itself, tells which blocks are damaged."""
+        """Report the damage of a chunk.
+
+        The manifest's digest covers the whole chunk. The stored page, if intact, locates the
+        damaged blocks.
+        """
         page_is_whole = digest(stored_page) == chunk.digest
         verified_page = stored_page if page_is_whole else None
         bad = damaged_ranges(chunk, chunk.start, page, self._m.block_nbytes, verified_page)
