@@ -1,1 +1,1 @@
-"""The commit: what makes a checkpoint appear whole or not at all."""
+"""The commit protocol: a checkpoint appears completely or not at all."""

@@ -1,6 +1,6 @@
-"""An attempt at writing a checkpoint: its keys, its marker, and its deletion.
+"""An attempt at writing a checkpoint: its keys, marker and deletion.
 
-The keys below a checkpoint's root are listed in :mod:`.commit`.
+:mod:`.commit` lists the keys below a checkpoint's root.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 ATTEMPT_KEY_PATTERN = rf"data/(?P<attempt>{ATTEMPT_PATTERN})/.+"
-"""A regular expression of every key that belongs to an attempt."""
+"""Regular expression for every key that belongs to an attempt."""
 _ATTEMPT_KEY = re.compile(ATTEMPT_KEY_PATTERN)
 _SECOND_LOOK_S = 0.1
 
@@ -58,7 +58,7 @@ class Attempt:
 
     @classmethod
     def new(cls) -> Attempt:
-        """An attempt whose id no other attempt has: the time, and four random bytes."""
+        """Return an attempt with a unique id: the time and four random bytes."""
         began = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         return cls(f"{began}-{secrets.token_hex(4)}")
 
@@ -69,19 +69,19 @@ class Attempt:
 
     @property
     def marker_key(self) -> str:
-        """The key that exists until the attempt is settled or is being deleted."""
+        """Key of the marker, which exists until the attempt is settled or its deletion begins."""
         return f"data/{self.id}/attempt.json"
 
     @property
     def record_key(self) -> str:
-        """The key of the commit record or the abort record, whichever was put first."""
+        """Key of the commit record or the abort record, whichever was put first."""
         return f"data/{self.id}/fate"
 
 
 @dataclass(slots=True)
 class AttemptFiles:
-    """What the files of an attempt tell: whether it has a commit or abort record, when its last
-    file was written, and how many bytes they have."""
+    """Facts derived from the files of an attempt: whether it has a commit or abort record, when
+    its last file was written, and their total size."""
 
     has_record: bool = False
     written_s: float = float("-inf")
@@ -89,7 +89,7 @@ class AttemptFiles:
 
 
 async def list_attempts(driver: Driver) -> Mapping[Attempt, AttemptFiles]:
-    """Return every attempt that has at least one file, and whose folders can all be entered."""
+    """Return every attempt with at least one file whose folders can all be listed."""
     found: dict[Attempt, AttemptFiles] = {}
     try:
         async for info in driver.list("data"):
@@ -118,8 +118,8 @@ async def announce(driver: Driver, contents: Mapping[str, object] | None = None)
     try:
         return await _put_marker(driver, data)
     except ExistsError:
-        # Ids are unique, so the storage or its client has sent the request twice, and this is the
-        # answer to the second. The marker of the first is collected like that of a dead attempt.
+        # Ids are unique, so the request must have been sent twice, by the client or the storage,
+        # and this is the second answer. The first marker is collected like that of a dead attempt.
         return await _put_marker(driver, data)
 
 
@@ -130,10 +130,12 @@ async def _put_marker(driver: Driver, data: bytes) -> Attempt:
 
 
 async def check_marker(driver: Driver, attempt: Attempt) -> ObjectInfo:
-    """Return the marker's ``stat``. Raises SupersededError where the marker is gone, because
-    another save is deleting this attempt. The marker is also gone if an object of ``TRIAL_NBYTES``
-    has taken its place: a late put of :func:`check_exclusive_puts`, which the storage accepted
-    after the deletion."""
+    """Return the marker's ``stat``.
+
+    Raises SupersededError if the marker is gone, because another save is deleting this attempt. An
+    object of ``TRIAL_NBYTES`` in its place also counts as gone: it is a late put of
+    :func:`check_exclusive_puts`, accepted after the deletion.
+    """
     try:
         info = await driver.stat(attempt.marker_key)
     except NotFoundError:
@@ -144,8 +146,11 @@ async def check_marker(driver: Driver, attempt: Attempt) -> ObjectInfo:
 
 
 async def _second_look(driver: Driver, attempt: Attempt) -> ObjectInfo:
-    """Return the marker's ``stat`` a little later: object stores under load now and then report an
-    object that exists as missing, whereas a deleted marker stays away."""
+    """Return the marker's ``stat`` after a pause.
+
+    Object stores under load occasionally report an existing object as missing; a deleted marker
+    stays away.
+    """
     await asyncio.sleep(_SECOND_LOOK_S)
     try:
         return await driver.stat(attempt.marker_key)
@@ -154,20 +159,22 @@ async def _second_look(driver: Driver, attempt: Attempt) -> ObjectInfo:
 
 
 async def time_of_marker_s(driver: Driver, attempt: Attempt) -> float:
-    """When the marker of a live attempt was put, by the storage's clock."""
+    """Return when the marker of a live attempt was put, by the storage's clock."""
     return (await check_marker(driver, attempt)).modified_s
 
 
 async def check_exclusive_puts(driver: Driver, attempt: Attempt) -> None:
-    """Check that the storage refuses an exclusive put of a key that is taken, before this process
-    puts any abort record. Raises StorageError where it does not, SupersededError where another save
-    has deleted the marker."""
+    """Check that the storage refuses an exclusive put to a taken key.
+
+    Must run before this process puts any abort record. Raises StorageError if the storage does not
+    refuse it, SupersededError if another save has deleted the marker.
+    """
     if not await refuses_taken(driver, attempt.marker_key):
         raise superseded(driver)
 
 
 def superseded(driver: Driver) -> HoldfastError:
-    """The error of an attempt that a later save has aborted."""
+    """Build the error for an attempt aborted by a later save."""
     return SupersededError(
         "another save to this URI began later and took over",
         uri=driver.uri,
@@ -176,8 +183,10 @@ def superseded(driver: Driver) -> HoldfastError:
 
 
 async def lost(driver: Driver, attempt: Attempt) -> HoldfastError:
-    """Return the error of an attempt whose files are gone: :func:`superseded`, unless nothing is
-    left that another save could have put there."""
+    """Return the error for an attempt whose files are gone.
+
+    That is :func:`superseded`, unless no file of another save exists.
+    """
     with contextlib.suppress(StorageError):
         async for info in driver.list():
             if not info.key.startswith(f"{attempt.prefix}/"):
@@ -192,8 +201,10 @@ async def lost(driver: Driver, attempt: Attempt) -> HoldfastError:
 
 @contextlib.asynccontextmanager
 async def probe(driver: Driver) -> AsyncIterator[Attempt]:
-    """An attempt that exists for the length of a block and is never committed. The times of its
-    files are the storage's time."""
+    """Create an attempt that exists during the block and is never committed.
+
+    Its files' times are the storage's time.
+    """
     attempt = await announce(driver)
     try:
         await check_exclusive_puts(driver, attempt)
@@ -203,14 +214,16 @@ async def probe(driver: Driver) -> AsyncIterator[Attempt]:
 
 
 async def storage_time_s(driver: Driver) -> float:
-    """The time by the storage's clock. Raises StorageError, SupersededError."""
+    """Return the time by the storage's clock. Raises StorageError and SupersededError."""
     async with probe(driver) as attempt:
         return await time_of_marker_s(driver, attempt)
 
 
 async def delete_attempt(driver: Driver, attempt: Attempt) -> bool:
-    """Delete an attempt that no manifest names or ever will; return whether that worked. Does not
-    raise StorageError: the next save collects what is left."""
+    """Delete an attempt that no manifest names or ever will; return whether that worked.
+
+    Does not raise StorageError: the next save collects any leftovers.
+    """
     try:
         await driver.delete(attempt.marker_key)  # first: see step 5 of the protocol
         await driver.delete_all(attempt.prefix)

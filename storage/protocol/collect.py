@@ -1,5 +1,5 @@
-"""Garbage collection: deleting the attempts that can never be the checkpoint, and what killed
-savers left unfinished."""
+"""Garbage collection: deletes attempts that can never become the checkpoint, and unfinished
+files of killed savers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """All attempts as they were seen once.
+    """All attempts, as seen at one time.
 
     ``now_s``: the storage's time. ``current``: the id of the attempt that is the checkpoint.
     ``grace_s``: how long an attempt with a commit record is spared.
@@ -54,9 +54,11 @@ class Survey:
 
 
 async def survey_attempts(driver: Driver, attempt: Attempt) -> Survey:
-    """Look at all attempts, on behalf of ``attempt``, which is alive. The answers may come in any
-    order: an attempt that has changed between them has a record, which is read again before
-    anything is deleted, or is too young to be deleted."""
+    """Look at all attempts on behalf of ``attempt``, which is live.
+
+    The requests may be answered in any order: an attempt that changes in between has a record,
+    which is read again before anything is deleted, or is too young to be deleted.
+    """
     now_s, (current, grace_s), files = await side_by_side(
         time_of_marker_s(driver, attempt), _current_and_grace_s(driver), list_attempts(driver)
     )
@@ -68,7 +70,7 @@ async def _current_and_grace_s(driver: Driver) -> tuple[str | None, float]:
         return await current_attempt(driver), limits.GRACE_S
     except DamagedError:
         # Any attempt with a commit record may be the one that the manifest named, and its data may
-        # still be salvaged: all of them are kept.
+        # be salvageable, so all of them are kept.
         return None, float("inf")
 
 
@@ -80,13 +82,13 @@ async def collect_others(
     spare: Attempt | None = None,
     idle_s: float = float("-inf"),
 ) -> None:
-    """Delete every attempt that is neither ``attempt`` nor ``spare`` nor the checkpoint, and to
-    which nothing was written for ``idle_s``."""
+    """Delete the attempts other than ``attempt``, ``spare`` and the checkpoint that were idle
+    for ``idle_s``."""
     for other, files in survey.files.items():
         if other in (attempt, spare) or other.id == survey.current:
             continue
         silent_s = survey.now_s - files.written_s
-        # Some storages give whole seconds for one object and fractions in a list: not below zero.
+        # Some storages return whole seconds for one object and fractions in lists: never negative.
         if max(0.0, silent_s) < idle_s:
             continue
         if not driver.traits.exclusive_is_atomic:
@@ -99,8 +101,11 @@ async def collect_others(
 async def abort_and_delete(
     driver: Driver, attempt: Attempt, has_record: bool, now_s: float, grace_s: float
 ) -> None:
-    """Delete an attempt that is not the checkpoint, if it certainly never will be: it is aborted,
-    or its commit record is older than ``grace_s``. ``has_record``: no abort record need be put."""
+    """Delete an attempt if it can never become the checkpoint.
+
+    That is certain if it is aborted, or if it has a commit record older than ``grace_s`` without
+    being the checkpoint. ``has_record``: no abort record need be put.
+    """
     if not has_record:
         await put_abort_record(driver, attempt.record_key)
     try:
@@ -113,9 +118,11 @@ async def abort_and_delete(
 
 
 async def collect(driver: Driver, idle_s: float) -> None:
-    """Collect what a new save would collect, without a save to follow: live attempts are spared. An
-    attempt counts as dead when nothing was written to it for ``idle_s`` seconds. Raises
-    StorageError, SupersededError, UnsupportedFormatError."""
+    """Collect like a new save, but spare live attempts.
+
+    An attempt counts as dead after ``idle_s`` seconds without a write. Raises StorageError,
+    SupersededError and UnsupportedFormatError.
+    """
     async with probe(driver) as attempt:
         survey = await survey_attempts(driver, attempt)
         await collect_others(driver, attempt, survey, idle_s=idle_s)
@@ -124,7 +131,7 @@ async def collect(driver: Driver, idle_s: float) -> None:
 
 
 async def _delete_stale_lock(driver: Driver, attempt: Attempt) -> None:
-    """Delete the prune lock of a pruning that has died."""
+    """Delete the prune lock of a dead pruning."""
     since_s = await locked_since_s(driver)
     if since_s is None:
         return
@@ -134,12 +141,14 @@ async def _delete_stale_lock(driver: Driver, attempt: Attempt) -> None:
 
 
 async def give_up(driver: Driver, attempt: Attempt) -> None:
-    """Delete an attempt that has failed, for a limited time: the storage may be gone, and the
-    caller waits to learn of the failure."""
+    """Delete a failed attempt, within a time limit.
+
+    The storage may be down, and the caller is waiting to learn of the failure.
+    """
     try:
         async with asyncio.timeout(limits.CLEAN_UP_S):
             if await delete_attempt(driver, attempt):
-                await sweep(driver)  # the folder of all attempts, where this was the only one
+                await sweep(driver)  # also the folder of all attempts, if this was the only one
     except TimeoutError:
         _log.warning(
             "leftovers of attempt %s stay until the next save: %g s were not enough",
@@ -149,7 +158,8 @@ async def give_up(driver: Driver, attempt: Attempt) -> None:
 
 
 async def sweep(driver: Driver, limit_s: float | None = None) -> None:
-    """Collect what killed savers left unfinished, for at most ``limit_s``. Does not raise."""
+    """Collect unfinished files of killed savers, for at most ``limit_s``. Does not raise
+    StorageError."""
     try:
         async with asyncio.timeout(limit_s):
             await driver.sweep("data")

@@ -1,63 +1,64 @@
-"""The commit protocol, which makes a checkpoint appear whole or not at all.
-``docs/explanation/consistency.md`` argues that it does, by the numbers of the same steps.
+"""The commit protocol: a checkpoint appears completely or not at all.
+
+``docs/explanation/consistency.md`` gives the argument, referring to the same step numbers.
 
 Keys below a checkpoint's root::
 
     manifest.safetensors    the checkpoint; its appearance is the commit
     data/<attempt>/attempt.json
-                            the marker: there from before any data until the attempt is settled,
-                            so that collectors know the attempt; empty, or what it copies or
-                            imports
+                            the marker: exists from before any data until the attempt is settled,
+                            so that collectors can find the attempt; empty, or the source of a copy
+                            or an import
     data/<attempt>/<rank>.safetensors
                             an image; or .safetensors.lz4
     data/<attempt>/fate     put once, exclusively: the commit record of the attempt's own leader, or
                             the abort record of a later save (:mod:`.records`)
     data/<attempt>/telemetry.jsonl.gz
-                            where the save's time went; nothing depends on it (:mod:`.telemetry`)
-    data/pruning            while the checkpoint is being deleted (:mod:`.prune_lock`)
+                            timings of the save; nothing depends on it (:mod:`.telemetry`)
+    data/pruning            exists while the checkpoint is being deleted (:mod:`.prune_lock`)
 
 1. *begin*: every attempt that is not the current checkpoint is aborted by an abort record and
-   deleted; then a new attempt begins. The newest save wins: the process of a dead job that wakes up
+   deleted; then a new attempt begins. The newest save wins: a process of a dead job that wakes up
    again can no longer commit.
 2. All images become durable.
-3. The leader merges what the ranks report into one manifest (:mod:`..format.merge`).
+3. The leader merges the fragments of all ranks into one manifest (:mod:`..format.merge`).
 4. *commit*: the leader puts its commit record. Exactly one of the commit record and an abort record
    can succeed, and of several commit records one.
-5. The leader checks that the marker is there, and every image with its full size. The check follows
-   the commit record because an abort may have been carried out, and its record deleted, before:
+5. The leader checks that the marker exists, and every image with its full size. The check follows
+   the commit record because an abort may have been completed, and its record deleted, before it:
    a process that deletes an attempt deletes the marker first and the record later. So if the
-   marker is there after the commit record succeeded, there never was an abort record, and no
-   process deletes an image or is about to.
+   marker exists after the commit record succeeded, there never was an abort record, and no
+   process deletes an image now or later.
 6. The leader puts the manifest: atomically, durably. Then it looks for the prune lock. A pruning
    puts the lock, and then checks that the manifest is still the one to be deleted. So one of the
-   two sees the other: the pruning leaves the manifest alone, or the leader waits until the pruning
-   is over. Then it reads the manifest back, and puts it again if it is gone or still the one from
-   before: a pruning took it, or the storage acknowledged a put that it did not keep. After the
+   two sees the other: the pruning leaves the manifest alone, or the leader waits for the pruning to
+   end. Then it reads the manifest back, and puts it again if it is missing or still the previous
+   one: a pruning deleted it, or the storage acknowledged a put that it did not keep. After the
    third put the save fails.
 7. *settle*: once all ranks know the outcome, the leader deletes the marker: from now on it does not
    put its manifest again. The attempt that the manifest named before is deleted too, if it was
-   settled before step 6. Otherwise its leader may be putting its manifest once more, since an
-   answer that was lost looks like a put that failed: that attempt is spared for a grace period.
-   Meanwhile the leader puts the telemetry. Nobody waits for it, and it is in the attempt's folder:
-   one that comes late, when the attempt is deleted, is collected as what a dead attempt left.
+   settled before step 6. Otherwise its leader may still put its manifest again, because a put whose
+   answer was lost looks like a failed one: that attempt is spared for a grace period. Meanwhile the
+   leader puts the telemetry. Nobody waits for it, and it lies in the attempt's folder: telemetry
+   that arrives after the attempt's deletion is collected like other leftovers of a dead attempt.
 
 An attempt that has a commit record and is not the checkpoint is between steps 4 and 6, or its
 leader died there, or it was replaced in step 6 of another. It is spared for a grace period by the
 storage's own clock, and then deleted.
 
 Storage without an atomic exclusive put cannot decide a race between a commit and an abort record.
-There no attempt is aborted: one that is not current is spared until nothing was written to it for a
-longer period, ``IDLE_S``. What is promised then depends on clocks: that no saver resumes after it
-was idle for that long. And the newest save does not win: the last put of a manifest does.
+No attempt is aborted there: one that is not current is spared until nothing was written to it for
+a longer period, ``IDLE_S``. The guarantee then depends on clocks: no saver may resume after being
+idle for that long. And the newest save does not win: the last put of a manifest does.
 
-The marker of a save is empty because some storage (HDFS) makes the writer of a file that is not
-empty wait up to half a second until its replicas are counted.
+The marker of a save is empty because some storage (HDFS) makes the writer of a non-empty file wait
+up to half a second until its replicas are counted.
 
-A *copy* of a checkpoint begins like a save, except that it resumes an attempt without a record that
-was to copy the same checkpoint, as the marker tells: its images have the bytes that this copy would
-write. It makes no difference whether the process that began the attempt is dead: both write the
-same bytes under the same keys, and only one of them puts the commit record. Where both can, for
-want of an atomic exclusive put, neither settles the attempt.
+A *copy* of a checkpoint begins like a save, except that it resumes an attempt without a record
+whose marker names the same source: its images have the bytes that this copy would write. It does
+not matter whether the process that began the attempt is dead: both write the same bytes under the
+same keys, and only one of them puts the commit record. Where both can, for lack of an atomic
+exclusive put, neither settles the attempt.
 """
 
 from __future__ import annotations
@@ -119,11 +120,11 @@ _log = logging.getLogger(__name__)
 
 
 async def begin(driver: Driver) -> Attempt:
-    """Collect dead attempts, and begin a new one. Where the storage does not run out of room, the
-    caller sweeps while it writes.
+    """Collect dead attempts and begin a new one.
 
-    Raises StorageError, SupersededError; StorageDownError also where a pruning has died here within
-    the last hour, or does not end: see step 6.
+    On unbounded storage, the caller sweeps while it writes. Raises StorageError and
+    SupersededError; StorageDownError also if a pruning has died here within the last hour or does
+    not end: see step 6.
     """
     attempt = await announce(driver)
     try:
@@ -142,23 +143,22 @@ async def begin(driver: Driver) -> Attempt:
 
 
 async def begin_copy(driver: Driver, source_digest: str) -> tuple[Attempt, bool]:
-    """Begin a copy of the checkpoint whose manifest has ``source_digest``, as :func:`begin`; return
-    the attempt, and whether it is resumed.
+    """Begin a copy of the checkpoint whose manifest has ``source_digest``, like :func:`begin`.
 
-    Resumes an attempt without a record that was to copy the same checkpoint, if there is one. Other
-    processes may work on it too: it is given up by :func:`abandon`, and never by deleting it.
+    Returns the attempt, and whether it is resumed: an existing attempt without a record that copies
+    the same checkpoint is reused. Other processes may work on it too, so give it up only through
+    :func:`abandon`, never by deleting it.
     """
     return await _begin_resumable(driver, {"copy_of": source_digest})
 
 
 async def begin_import(driver: Driver, images_digest: str) -> tuple[Attempt, bool]:
-    """Begin an import whose images follow from what has ``images_digest``, as :func:`begin_copy`
-    begins a copy."""
+    """Begin an import whose images are determined by ``images_digest``, like :func:`begin_copy`."""
     return await _begin_resumable(driver, {"import_of": images_digest})
 
 
 async def _begin_resumable(driver: Driver, purpose: Mapping[str, str]) -> tuple[Attempt, bool]:
-    """Begin an attempt whose marker tells its ``purpose``, or resume one with the same marker."""
+    """Begin an attempt whose marker states its ``purpose``, or resume one with the same marker."""
     async with probe(driver) as own:
         await wait_for_prunings(driver, partial(time_of_marker_s, driver, own))
         resumable = await _resumable(driver, own, purpose)
@@ -170,10 +170,10 @@ async def _begin_resumable(driver: Driver, purpose: Mapping[str, str]) -> tuple[
 
 
 async def _resumable(driver: Driver, own: Attempt, purpose: Mapping[str, str]) -> Attempt | None:
-    """The newest attempt with this purpose that can be resumed."""
+    """Return the newest resumable attempt with this purpose."""
     now_s = await time_of_marker_s(driver, own)
-    # Where attempts are collected by their age, one must be young enough to be spared for as long
-    # as this look takes, and long after.
+    # Where attempts are collected by age, it must be young enough to be spared long after this
+    # check.
     idle_s = float("inf")
     if not driver.traits.exclusive_is_atomic:
         idle_s = limits.IDLE_S / 2
@@ -187,7 +187,7 @@ async def _resumable(driver: Driver, own: Attempt, purpose: Mapping[str, str]) -
 
 
 async def _purpose(driver: Driver, attempt: Attempt) -> object:
-    """What the marker of an attempt tells; None where that is nothing."""
+    """Return the purpose stated in the marker of an attempt; None if there is none."""
     try:
         return json.loads(await driver.get(attempt.marker_key))
     except (NotFoundError, ValueError, RecursionError):
@@ -195,9 +195,9 @@ async def _purpose(driver: Driver, attempt: Attempt) -> object:
 
 
 async def abandon_failed(driver: Driver, attempt: Attempt) -> None:
-    """:func:`abandon` an attempt whose files could not be written, or were not there.
+    """Abandon an attempt whose files could not be written, or were missing.
 
-    Raises SupersededError where another process deletes them: that is the error to raise then.
+    Raises SupersededError if another process deletes them: that is the error to report.
     """
     try:
         await check_marker(driver, attempt)
@@ -206,14 +206,16 @@ async def abandon_failed(driver: Driver, attempt: Attempt) -> None:
 
 
 async def abandon(driver: Driver, attempt: Attempt) -> None:
-    """Delete an attempt that other processes may work on too, unless one of them has put its commit
-    record. Does not raise StorageError."""
+    """Delete an attempt that other processes may work on too, unless one has put its commit record.
+
+    Does not raise StorageError.
+    """
     with contextlib.suppress(StorageError, CheckpointError):
         try:
             await driver.stat(attempt.marker_key)
         except NotFoundError:
-            # Another process has settled or deleted it, and the files that this one has written
-            # since are still there.
+            # Another process has settled or deleted it; files that this process wrote since still
+            # exist.
             if await current_attempt(driver) != attempt.id:
                 await delete_attempt(driver, attempt)
             return
@@ -226,17 +228,16 @@ async def abandon(driver: Driver, attempt: Attempt) -> None:
 async def commit(
     driver: Driver, attempt: Attempt, manifest: Manifest, putting: Callable[[], None] = lambda: None
 ) -> Attempt | None:
-    """Make ``manifest`` the checkpoint; return the attempt that it replaced, if that one can be
-    deleted now.
+    """Make ``manifest`` the checkpoint; return the attempt it replaced, if that can be deleted now.
 
-    Raises SupersededError, InvisibleFilesError, StorageError: then nothing has changed, except that
-    once ``putting`` was called, just before the put, the manifest may turn out to have been stored.
+    Raises SupersededError, InvisibleFilesError and StorageError: then nothing has changed, except
+    that after ``putting`` was called, just before the put, the manifest may have been stored.
     """
     data = await offload(manifest.encode)
     try:
         record = await put_commit_record(driver, attempt.record_key)
     except (ExistsError, NotFoundError) as error:
-        # Not found: the attempt is being deleted, folder and all.
+        # NotFoundError: the attempt is being deleted, including its folder.
         raise await lost(driver, attempt) from error
 
     async def now_s() -> float:
@@ -260,8 +261,8 @@ async def commit(
 
 
 async def _check_record(driver: Driver, attempt: Attempt, record: bytes) -> None:
-    """Read the commit record back. Raises StorageError where the storage does not have it, or
-    cannot return it in ranges."""
+    """Read the commit record back. Raises StorageError if it is missing or cannot be read in
+    ranges."""
     try:
         await check_range_reads(driver, attempt.record_key, record)
     except NotFoundError as error:
@@ -281,9 +282,10 @@ def _not_kept(driver: Driver, key: str, what: str) -> StorageError:
 async def _replaced(
     driver: Driver, attempt: Attempt, now_s: Callable[[], Awaitable[float]]
 ) -> tuple[str | None, Attempt | None]:
-    """Return the id of the attempt that is the checkpoint until ``attempt`` is; and that attempt,
-    if it can be deleted then, because its leader does not put its manifest again, not even after
-    that of ``attempt``."""
+    """Return the id of the current attempt, and that attempt if it can be deleted after the commit.
+
+    It can if its leader will not put its manifest again, not even after that of ``attempt``.
+    """
     before = None
     with contextlib.suppress(DamagedError):
         before = await current_attempt(driver)
@@ -296,8 +298,10 @@ async def _replaced(
 
 
 async def _is_kept(driver: Driver, data: bytes, superseded_ids: set[str | None]) -> bool:
-    """Return whether the storage shows the manifest ``data``, which was just put, or one that
-    another save has put since: of an attempt that is not among ``superseded_ids``."""
+    """Return whether the storage returns the manifest ``data``, which was just put, or a later one.
+
+    A later manifest belongs to an attempt that is not among ``superseded_ids``.
+    """
     try:
         shown = await driver.get(MANIFEST_KEY)
         if shown == data:
@@ -306,13 +310,15 @@ async def _is_kept(driver: Driver, data: bytes, superseded_ids: set[str | None])
     except (NotFoundError, DamagedError):
         return False
     except UnsupportedFormatError:
-        return True  # a save of a newer release
+        return True  # written by a newer release
 
 
 async def settle(driver: Driver, attempt: Attempt) -> None:
-    """Record that ``attempt`` is committed and that its manifest will not be put again. Only the
-    process that has put the manifest calls this. Does not raise: after an hour the attempt counts
-    as settled anyway."""
+    """Record that ``attempt`` is committed and that its manifest will not be put again.
+
+    Only the process that put the manifest calls this. Does not raise: after an hour the attempt
+    counts as settled anyway.
+    """
     try:
         await driver.delete(attempt.marker_key)
     except StorageError as error:
@@ -322,10 +328,13 @@ async def settle(driver: Driver, attempt: Attempt) -> None:
 async def is_settled(
     driver: Driver, attempt: Attempt, now_s: Callable[[], Awaitable[float]]
 ) -> bool:
-    """Whether the manifest of ``attempt``, which has been put, will not be put again: its leader
-    has settled it, or the grace period is over by the storage's clock, ``now_s``. A process that
-    deletes the attempt for that reason asks this before it replaces or deletes the manifest, so
-    that a manifest put before the answer is gone. Raises StorageError."""
+    """Return whether the manifest of ``attempt``, already put, can no longer be put again.
+
+    That holds once its leader has settled it, or when the grace period is over by the storage's
+    clock, ``now_s``. A process that deletes the attempt for that reason must ask this before it
+    replaces or deletes the manifest, so that a manifest put before the answer is gone. Raises
+    StorageError.
+    """
     try:
         await driver.stat(attempt.marker_key)
         recorded_s = (await driver.stat(attempt.record_key)).modified_s
@@ -335,7 +344,7 @@ async def is_settled(
 
 
 async def check_images(driver: Driver, manifest: Manifest) -> None:
-    """Raise InvisibleFilesError unless every image is there with its full size."""
+    """Raise InvisibleFilesError unless every image exists with its full size."""
     sizes = manifest.images.file_nbytes(manifest.block_nbytes).tolist()
 
     async def check(rank: int, nbytes: int) -> None:

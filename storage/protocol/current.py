@@ -1,4 +1,4 @@
-"""The current checkpoint at a URI: its manifest, fetched, decoded and checked."""
+"""The current checkpoint at a URI: fetches, decodes and checks its manifest."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ __all__ = ["current_attempt", "is_current", "read_manifest"]
 
 
 async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
-    """The current manifest and its bytes. Raises NotACheckpointError, DamagedError,
-    UnsupportedFormatError."""
+    """Return the current manifest and its bytes.
+
+    Raises NotACheckpointError, DamagedError and UnsupportedFormatError.
+    """
     with span("manifest", Where(MANIFEST_KEY)):
         data = await _get_manifest(driver)
         return await _decode_manifest(driver, data), data
 
 
 async def current_attempt(driver: Driver) -> str | None:
-    """The id of the attempt that the current manifest names; None where there is no manifest.
+    """Return the id of the current manifest's attempt, or None without a manifest.
 
-    The manifest is checked against its checksum, but its tables are not decoded: for a large state
-    that takes longer than fetching them. Raises DamagedError, and UnsupportedFormatError: a
-    manifest of a newer release must not be overwritten.
+    Verifies the checksum but does not decode the tables, which for a large state takes longer than
+    fetching them. Raises DamagedError; UnsupportedFormatError, because a newer release's manifest
+    must not be overwritten.
     """
     try:
         data = await _get_manifest(driver)
@@ -38,15 +40,17 @@ async def current_attempt(driver: Driver) -> str | None:
 
 
 async def is_current(driver: Driver, attempt: str) -> bool:
-    """Whether the current manifest is that of the attempt with this id. Decodes no tables. Raises
-    NotACheckpointError where there is no manifest; DamagedError, UnsupportedFormatError."""
+    """Return whether the current manifest belongs to this attempt. Does not decode the tables.
+
+    Raises NotACheckpointError without a manifest; DamagedError and UnsupportedFormatError.
+    """
     data = await _get_manifest(driver)
     with _location_added(driver):
         return await offload(attempt_in, data) == attempt
 
 
 async def _get_manifest(driver: Driver) -> bytes:
-    """The bytes of the current manifest, unchecked. Raises NotACheckpointError."""
+    """Return the bytes of the current manifest, unchecked. Raises NotACheckpointError."""
     try:
         return await driver.get(MANIFEST_KEY)
     except NotFoundError as error:
@@ -59,7 +63,7 @@ async def _get_manifest(driver: Driver) -> bytes:
 
 
 async def _decode_manifest(driver: Driver, data: bytes) -> Manifest:
-    """The manifest in ``data``, which was read from ``driver``. Raises DamagedError,
+    """Decode and check a manifest read from ``driver``. Raises DamagedError and
     UnsupportedFormatError."""
     with _location_added(driver):
         manifest = await offload(Manifest.decode, data)
@@ -69,7 +73,7 @@ async def _decode_manifest(driver: Driver, data: bytes) -> Manifest:
 
 @contextmanager
 def _location_added(driver: Driver) -> Iterator[None]:
-    """Add the location of the manifest to errors about its contents."""
+    """Add the manifest's location to errors about its contents."""
     try:
         yield
     except (DamagedError, UnsupportedFormatError) as error:

@@ -1,18 +1,16 @@
-"""The periods that the protocol waits for. Modules read them here at each use, so that one
-assignment changes them everywhere."""
+"""Time limits of the protocol. Modules read them here at each use, so one assignment changes
+them everywhere."""
 
 from __future__ import annotations
 
 __all__ = ["CLEAN_UP_S", "GRACE_S", "IDLE_S", "TELEMETRY_S"]
 
 GRACE_S = 3600.0
-"""An attempt with a commit record is spared for this long. Longer than any put of a manifest may
-take."""
+"""How long an attempt with a commit record is spared. Must exceed any put of a manifest."""
 CLEAN_UP_S = 30.0
-"""The most time that a failed save spends on removing its files, and that a new save spends on
-removing those of dead savers."""
+"""Time limit for a failed save to remove its files, and for a new save to remove those of dead
+savers."""
 IDLE_S = 24 * 3600.0
-"""An attempt without a new file for this long is dead, where the storage offers no better way to
-tell."""
+"""Idle time after which an attempt counts as dead on storage that offers no better criterion."""
 TELEMETRY_S = 10.0
-"""The most time that storing the telemetry of a save takes, beside the end of its attempt."""
+"""Time limit for storing the telemetry of a save, in parallel with settling its attempt."""

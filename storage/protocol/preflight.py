@@ -1,13 +1,12 @@
-"""Checks of the storage, made by every save on small objects of its own: that the storage keeps
-what the commit depends on, and that what it stores can be read.
+"""Storage checks made by every save: the commit's preconditions hold, and data can be read back.
 
-Some S3 gateways ignore the condition of a conditional put and store the object all the same. Then a
-commit record and an abort record both succeed, and a collector may delete the data of a save that
-is about to commit. Some answer a range that covers the whole object with status 200, which clients
-refuse. Then a save succeeds and its load fails.
+Some S3 gateways ignore the condition of a conditional put and store the object. Then a commit
+record and an abort record both succeed, and a collector may delete the data of a save that is about
+to commit. Some answer a range that covers the whole object with status 200, which clients refuse.
+Then a save succeeds and its load fails.
 
-Scope: what every save must know, for a request or two. ``holdfast drivers --check`` checks
-everything else.
+Scope: checks that every save needs, at the cost of a request or two. ``holdfast drivers --check``
+checks everything else.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from ...errors import CheckpointError, ExistsError, NotFoundError, StorageError
 __all__ = ["TRIAL_NBYTES", "check_range_reads", "refuses_taken"]
 
 TRIAL_NBYTES = 1
-"""The size of the objects that :func:`refuses_taken` puts. No other object with such a key has
-it."""
+"""Size of the objects that :func:`refuses_taken` puts. No other object with such a key has this
+size."""
 _TRIES = 3
 
 
 async def refuses_taken(driver: Driver, key: str) -> bool:
-    """Put an object exclusively to ``key``, where this process has just put one, and check that the
-    storage refuses it.
+    """Check that the storage refuses an exclusive put to ``key``, where this process has put an
+    object.
 
-    True where it is refused. False where the key was free because another process has deleted the
-    object: then it holds one of ``TRIAL_NBYTES`` now. Raises StorageError where the storage ignores
-    that the key is taken. Does nothing, and returns True, where the driver does not promise an
-    atomic exclusive put.
+    Returns True if it refuses. Returns False if the key was free because another process deleted
+    the object; the key then holds an object of ``TRIAL_NBYTES``. Raises StorageError if the storage
+    ignores that the key is taken. Does nothing and returns True if the driver does not promise
+    atomic exclusive puts.
     """
     if not driver.traits.exclusive_is_atomic:
         return True
     for n in range(_TRIES):
         try:
-            # Other bytes each time: the retry layer takes equal ones for its own earlier put.
+            # Different bytes each time: the retry layer takes equal ones for its own earlier put.
             await driver.put(key, b"%d" % n, exclusive=True)
         except ExistsError:
             return n == 0
@@ -70,11 +69,11 @@ def _advice(driver: Driver) -> str:
 
 
 async def check_range_reads(driver: Driver, key: str, data: bytes) -> None:
-    """Read ``data``, which is the whole object ``key``, as one range that covers it and as one that
-    does not.
+    """Check that ``data``, the whole object ``key``, can be read as one full range and as a partial
+    one.
 
-    Raises StorageError where a read fails or returns other bytes, NotFoundError where there is no
-    such object.
+    Raises StorageError if a read fails or returns other bytes, NotFoundError if the object does not
+    exist.
     """
 
     async def read(start: int, stop: int) -> None:

@@ -1,9 +1,8 @@
-"""The prune lock: an object that exists while a process deletes a checkpoint, from before its last
-look at the manifest until after the deletion.
+"""The prune lock: an object that exists while a process deletes a checkpoint.
 
-No common storage can delete an object on the condition that it is still the one that was read.
-Therefore a process that puts a manifest waits while the lock is there;
-``docs/explanation/consistency.md`` argues why that is enough.
+It exists from before the last check of the manifest until after the deletion. No common storage can
+delete an object on the condition that it is unchanged. Therefore a process that puts a manifest
+waits while the lock exists; ``docs/explanation/consistency.md`` argues why that suffices.
 """
 
 from __future__ import annotations
@@ -37,14 +36,16 @@ _LOCK_NBYTES = 16
 
 
 def new_lock() -> bytes:
-    """The contents of a new lock, which no other object has."""
+    """Return the unique contents of a new lock."""
     return secrets.token_hex(_LOCK_NBYTES // 2).encode()
 
 
 async def is_lock(driver: Driver, info: ObjectInfo) -> bool:
-    """Whether that object is a lock, or one of its size that may not be read. Below a folder of
-    other data may be a file of the same name and of any size, which is not read to find out. Raises
-    StorageError."""
+    """Return whether the object is a lock, or has its size and may not be read.
+
+    A folder of other data may contain a file of the same name; if its size differs, it is not read.
+    Raises StorageError.
+    """
     if info.nbytes != _LOCK_NBYTES:
         return False
     try:
@@ -56,11 +57,13 @@ async def is_lock(driver: Driver, info: ObjectInfo) -> bool:
 
 
 async def locked_since_s(driver: Driver) -> float | None:
-    """Return when the lock was put, by the storage's clock; None where there is none. One that may
-    not be read counts. Raises StorageError."""
+    """Return when the lock was put, by the storage's clock; None without a lock.
+
+    A lock that may not be read counts. Raises StorageError.
+    """
     try:
         with contextlib.suppress(AccessError):
-            # Read first: a page to log in, which answers every request, is no lock.
+            # Read first: a login page that answers every request is not a lock.
             if _LOCK.fullmatch(await driver.get(PRUNING_KEY)) is None:
                 return None
         return (await driver.stat(PRUNING_KEY)).modified_s
@@ -69,12 +72,12 @@ async def locked_since_s(driver: Driver) -> float | None:
 
 
 async def wait_for_prunings(driver: Driver, now_s: Callable[[], Awaitable[float]]) -> None:
-    """Wait until no pruning is about to delete the manifest: the lock is gone, or older than the
-    grace period at ``now_s()``, which is the storage's time. Raises StorageDownError after
-    ``CLEAN_UP_S``, and StorageError.
+    """Wait until no pruning is about to delete the manifest.
 
-    A save does this twice: when it begins, so that it is refused before it has written anything;
-    and after it has put its manifest, since a pruning may begin in between.
+    That is, until the lock is gone or older than the grace period at ``now_s()``, the storage's
+    time. Raises StorageDownError after ``CLEAN_UP_S``, and StorageError. A save calls this twice:
+    at its beginning, to fail before writing anything; and after putting its manifest, because a
+    pruning may begin in between.
     """
     loop = asyncio.get_running_loop()
     patience_s = limits.CLEAN_UP_S
@@ -98,12 +101,12 @@ async def wait_for_prunings(driver: Driver, now_s: Callable[[], Awaitable[float]
 
 
 async def delete_manifest(driver: Driver, attempt: Attempt) -> bool:
-    """Delete the manifest, durably, if it is that of ``attempt``, which is settled, and not one
-    that a save puts meanwhile. Returns False where it is another, or where another pruning is about
-    to delete it. If the outcome of the deletion is unknown, the lock stays, and no process may
-    delete the manifest or save here for an hour.
+    """Delete the manifest durably if it belongs to ``attempt``, which must be settled.
 
-    Raises StorageError, DamagedError, UnsupportedFormatError.
+    A manifest that a save puts meanwhile is left alone. Returns False if the manifest belongs to
+    another attempt, or another pruning is about to delete it. If the outcome of the deletion is
+    unknown, the lock stays, and nobody can delete the manifest or save here for an hour. Raises
+    StorageError, DamagedError and UnsupportedFormatError.
     """
     since_s = await locked_since_s(driver)
     if since_s is not None and await storage_time_s(driver) - since_s <= limits.GRACE_S:
@@ -121,7 +124,7 @@ async def delete_manifest(driver: Driver, attempt: Attempt) -> bool:
     try:
         is_current = await current_attempt(driver) == attempt.id
     finally:
-        if not is_current:  # nothing will be deleted that a save would have to wait for
+        if not is_current:  # nothing will be deleted, so saves need not wait
             await _release(driver, lock, replaces_stale)
     if is_current:
         await driver.delete(MANIFEST_KEY)
@@ -130,9 +133,11 @@ async def delete_manifest(driver: Driver, attempt: Attempt) -> bool:
 
 
 async def _release(driver: Driver, lock: bytes, replaces_stale: bool) -> None:
-    """Delete ``lock``. Where it took the place of a stale lock, another pruning may have replaced
-    it in the same way: then that one's lock stays, since savers must wait for it. Raises
-    StorageError."""
+    """Delete ``lock``, unless another pruning has replaced it.
+
+    That can happen if it had replaced a stale lock itself; savers must wait for the other pruning.
+    Raises StorageError.
+    """
     try:
         if replaces_stale and await driver.get(PRUNING_KEY) != lock:
             return

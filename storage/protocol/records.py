@@ -1,11 +1,9 @@
-"""The commit record and the abort record of an attempt: one object, which is put once and
-exclusively, and so decides between commit and abort.
+"""The commit record and the abort record of an attempt: one exclusive object that decides its fate.
 
-A *commit record* holds random bytes of the process that put it. A process that is told that the key
-is taken can therefore see whether it holds its own earlier put, whose answer was lost; and of two
-copies that work on one attempt, only one takes the record for its own. Commit records of earlier
-versions are empty. An *abort record* is the same for every process: it does not matter which one
-put it.
+A *commit record* holds random bytes of the process that put it. A process whose put is refused can
+therefore tell whether the key holds its own earlier put, whose answer was lost; and of two copies
+that work on one attempt, only one takes the record for its own. Commit records of earlier versions
+are empty. An *abort record* is the same for every process: it does not matter which one put it.
 """
 
 from __future__ import annotations
@@ -23,9 +21,11 @@ _COMMIT_RECORD = b"claim "
 
 
 async def put_commit_record(driver: Driver, key: str) -> bytes:
-    """Put a commit record at ``key``, the attempt's ``record_key``; return its bytes. Raises
-    ExistsError where another process has put a commit or abort record; NotFoundError where the
-    attempt is being deleted; StorageError."""
+    """Put a commit record at ``key``, the attempt's ``record_key``; return its bytes.
+
+    Raises ExistsError if another process has put a commit or abort record; NotFoundError if the
+    attempt is being deleted; StorageError.
+    """
     data = _new_commit_record()
     await put_once(driver, key, data)
     return data
@@ -36,15 +36,19 @@ def _new_commit_record() -> bytes:
 
 
 async def put_abort_record(driver: Driver, key: str) -> None:
-    """Put an abort record at ``key``, the attempt's ``record_key``, unless it has a record already
-    or is gone. Raises StorageError."""
+    """Put an abort record at ``key``, the attempt's ``record_key``.
+
+    Does nothing if the attempt already has a record or is gone. Raises StorageError.
+    """
     with contextlib.suppress(ExistsError, NotFoundError):
         await driver.put(key, ABORT_RECORD, exclusive=True)
 
 
 async def read_record(driver: Driver, key: str) -> bytes | None:
-    """The record at ``key``: ``ABORT_RECORD``, or any other bytes for a commit record; None where
-    there is neither. Raises StorageError."""
+    """Return the record at ``key``: ``ABORT_RECORD``, or any other bytes for a commit record.
+
+    None without a record. Raises StorageError.
+    """
     try:
         return await driver.get(key)
     except NotFoundError:
@@ -52,11 +56,10 @@ async def read_record(driver: Driver, key: str) -> bytes | None:
 
 
 async def put_once(driver: Driver, key: str, data: bytes) -> None:
-    """Put ``data``, which no other process would put, exclusively. Succeeds also where the key
-    turns out to hold these bytes.
+    """Put ``data``, unique to this process, exclusively. Also succeeds if the key already holds it.
 
     A client may silently repeat a request whose answer was lost, and receive the refusal of the
-    second request. Raises ExistsError where the key holds something else; StorageError.
+    second one. Raises ExistsError if the key holds something else; StorageError.
     """
     try:
         await driver.put(key, data, exclusive=True)

@@ -1,7 +1,7 @@
-"""The telemetry of a save in storage: put beside the end of the attempt, once it is committed.
+"""Storage of a save's telemetry, put after the commit, in parallel with settling the attempt.
 
-Nothing depends on it. It lies in the attempt's folder, so whoever deletes the attempt deletes it,
-and one that was put too late is collected like any file of a dead attempt.
+Nothing depends on it. It lies in the attempt's folder, so it is deleted with the attempt; one that
+arrives too late is collected like any file of a dead attempt.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _log = logging.getLogger(__name__)
 async def put_telemetry(
     driver: Driver, attempt: str, make: Callable[[], Awaitable[bytes | None]]
 ) -> None:
-    """Put what ``make`` returns, if anything, as the telemetry of ``attempt``, which is committed.
-    Takes a limited time, and raises nothing: whatever goes wrong is logged."""
+    """Put the result of ``make``, if any, as the telemetry of the committed ``attempt``.
+
+    Takes a limited time and raises nothing: errors are logged.
+    """
     try:
         async with asyncio.timeout(limits.TELEMETRY_S):
             data = await make()
@@ -35,8 +37,10 @@ async def put_telemetry(
 
 
 async def get_telemetry(driver: Driver, attempt: str) -> bytes | None:
-    """The telemetry of ``attempt``; None where there is none. Raises TelemetryError for what is too
-    large to be one; StorageError."""
+    """Return the telemetry of ``attempt``, or None.
+
+    Raises TelemetryError if it is too large; StorageError.
+    """
     key = telemetry_key(attempt)
     try:
         nbytes = (await driver.stat(key)).nbytes

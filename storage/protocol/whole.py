@@ -1,5 +1,5 @@
-"""Committing what one process knows all of: the fragments of all ranks, whose images are in
-storage."""
+"""Commits a checkpoint for which one process has the fragments of all ranks, images already
+stored."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ async def commit_attempt(
     compression: Compression | None = None,
     branch: str = ROOT,
 ) -> None:
-    """Commit what all ranks have written; ``fragments`` come in order of rank. Then delete the
-    checkpoint that it replaces. ``branch``: of the run, as the manifest records it.
+    """Commit the images that all ranks have written, and delete the checkpoint that it replaces.
 
-    Raises CoverageError where an element is stored twice or not at all; SaveError, StorageError.
+    ``fragments`` must be in order of rank. ``branch``: the run's branch, recorded in the manifest.
+    Raises CoverageError if an element is stored twice or not at all; SaveError; StorageError.
     """
     may_be_stored = False
 
