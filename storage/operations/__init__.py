@@ -1,1 +1,1 @@
-"""What users call, step by step: a save, a load, a copy, a verification, a pruning."""
+"""The operations behind the public API, step by step: save, load, copy, verify, prune."""

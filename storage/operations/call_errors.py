@@ -1,5 +1,7 @@
-"""Errors that one rank alone sees as it enters a call: they are announced to the other ranks, which
-would otherwise wait for this one until their deadline."""
+"""Announces errors that one rank hits while entering a call.
+
+Otherwise the other ranks would wait for this rank until their deadline.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,16 @@ __all__ = [
 
 
 class Closable(Protocol):
-    """A driver, or what holds one."""
+    """A driver, or an object that owns one."""
 
     async def close(self) -> None:
-        """Close it."""
+        """Release the resources."""
         ...
 
 
 @contextlib.contextmanager
 def announcing_errors(team: Team, opened: Closable | None = None) -> Iterator[None]:
-    """Where the body raises, announce the error to the other ranks at once, and close
-    ``opened``."""
+    """If the body raises, announce the error to the other ranks and close ``opened``."""
     try:
         yield
     except BaseException as error:
@@ -57,8 +58,11 @@ async def _give_up(team: Team, error: BaseException, opened: Closable | None) ->
 def announcing_errors_of_call(
     kind: str, uri: UriLike, step: object, deadline_s: float
 ) -> Iterator[None]:
-    """:func:`announcing_errors`, for code that runs before the call has a team: an error that only
-    this rank sees must neither make the others wait nor make any rank miss the next call."""
+    """Announce errors like :func:`announcing_errors`, before the call has a team.
+
+    An error on this rank alone must neither keep the others waiting nor make any rank miss the next
+    call.
+    """
     try:
         yield
     except BaseException as error:
@@ -79,7 +83,7 @@ async def closing(opened: Closable) -> AsyncIterator[None]:
 
 
 def printed_uri(uri: UriLike | Uri) -> str:
-    """``uri`` as its driver prints it, whether there is such a driver or not."""
+    """Return ``uri`` as its driver would print it, even if no such driver exists."""
     try:
         if isinstance(uri, Uri):
             parsed = uri
@@ -91,7 +95,7 @@ def printed_uri(uri: UriLike | Uri) -> str:
 
 
 def printed_step(step: object) -> int | None:
-    """The step that a call is about; None where it is no whole number."""
+    """Return the step of a call, or None if it is not a whole number."""
     try:
         if not isinstance(step, SupportsIndex):
             return None

@@ -1,5 +1,4 @@
-"""Which checkpoints go when a folder is pruned, and which of those that stay are damaged. Deletes
-nothing."""
+"""Chooses the checkpoints to prune, and finds damage among those to keep. Deletes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ BUDGET_NBYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of :func:`prune`, as its arguments say them."""
+    """The rules of :func:`prune`, as given by its arguments."""
 
     keep_last: int | None
     keep_every: int | None
@@ -29,7 +28,7 @@ class Rules:
 
 
 async def chosen_by(root: Place, rules: Rules, listed: Sequence[ListedCheckpoint]) -> Choice:
-    """What goes by the rules of :func:`prune`, and what was found damaged on the way."""
+    """Return the checkpoints to delete under the rules of :func:`prune`, and the damage found."""
     damaged = {c.path: c.damage for c in listed if c.damage is not None}
     verified: set[str] = set()
     while True:
@@ -48,8 +47,10 @@ async def chosen_by(root: Place, rules: Rules, listed: Sequence[ListedCheckpoint
 
 
 def _latest_of_each_folder(listed: Iterable[ListedCheckpoint]) -> set[str]:
-    """The paths of what was saved last by the clocks of the savers: these may be wrong, so nothing
-    is deleted by them."""
+    """Return the paths of the latest save in each folder, by the savers' clocks.
+
+    Clocks may be wrong, so these are only kept: nothing is deleted by time.
+    """
     latest: dict[str, ListedCheckpoint] = {}
     for c in listed:
         if c.path and c.step is not None and c.problem is None and not c.abandoned:
@@ -71,7 +72,7 @@ def _abandoned_beside_a_whole_one(
 def _counted_on(
     listed: Iterable[ListedCheckpoint], gone: Collection[ListedCheckpoint], damaged: Collection[str]
 ) -> list[str]:
-    """The paths of checkpoints for whose sake others may go."""
+    """Return the paths of retained checkpoints that justify deleting others."""
     folders = {c.folder for c in gone}
     going = {c.path for c in gone}
     kept = [c for c in listed if c.problem is None and not c.abandoned and c.path not in going]
@@ -79,7 +80,7 @@ def _counted_on(
 
 
 async def _verified(root: Place, paths: Iterable[str]) -> dict[str, str]:
-    """Read every byte of these checkpoints; those that are damaged, and what is wrong with each."""
+    """Verify every byte of these checkpoints; return the damaged ones with a description."""
     found: dict[str, str] = {}
     for path in paths:
         async with root.opened(path) as driver:
@@ -98,12 +99,12 @@ async def _verified(root: Place, paths: Iterable[str]) -> dict[str, str]:
 
 
 def _unseen(done_nbytes: int, total_nbytes: int) -> None:
-    """A progress callback that does nothing."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What goes, in that order; and what is damaged, by path."""
+    """The checkpoints to delete, in order, and damage by path."""
 
     gone: Sequence[ListedCheckpoint]
     damaged: Mapping[str, str] = field(default_factory=dict)
@@ -116,15 +117,18 @@ def choose(
     keep_paths: Collection[str] | None = None,
     damaged: Collection[str] = (),
 ) -> list[ListedCheckpoint]:
-    """Those of ``listed`` that go, in order of folder and step; see :func:`prune` for the rules.
-    ``keep_paths`` are kept besides. Goes by steps alone, never by clocks. Abandoned ones are not
-    looked at. Pure."""
+    """Return the checkpoints to delete, ordered by folder and step; see :func:`prune` for the
+    rules.
+
+    ``keep_paths`` are kept as well. Only steps decide, never clocks. Abandoned checkpoints are
+    ignored. Pure.
+    """
     if keep_last is None and keep_every is None:
         return []
     folders: dict[str, list[ListedCheckpoint]] = {}
     for c in listed:
         known = c.step is not None and c.problem is None and not c.abandoned
-        if c.path and known:  # "" is no member of a folder, but the folder itself
+        if c.path and known:  # "" is the listed folder itself, not a member of it
             folders.setdefault(c.folder, []).append(c)
     gone = []
     for _, members in sorted(folders.items()):
@@ -140,11 +144,10 @@ def choose(
 def _going(
     members: Sequence[ListedCheckpoint], keep_last: int, damaged: Collection[str]
 ) -> Callable[[ListedCheckpoint], bool]:
-    """Which of a folder's checkpoints are not among the last ``keep_last``, by steps of those that
-    are whole."""
+    """Return a predicate: is a checkpoint older than the last ``keep_last`` whole ones, by step?"""
     steps = sorted({c.step or 0 for c in members if c.path not in damaged}, reverse=True)
     if len(steps) < keep_last:
-        return lambda c: False  # there are not enough whole ones: whatever there is may be needed
+        return lambda c: False  # too few whole ones: any checkpoint may be needed
     newest = steps[0]
     oldest_kept = steps[keep_last - 1]
     return lambda c: (c.step or 0) <= newest if c.path in damaged else (c.step or 0) < oldest_kept

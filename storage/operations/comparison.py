@@ -1,5 +1,4 @@
-"""What two manifests say about how their checkpoints differ: names, shapes, dtypes, small values,
-and which tensors are equal for certain, since they have equal digests.
+"""Compares two manifests: names, shapes, dtypes, small values, and tensors with equal digests.
 
 Pure: takes manifests, reads nothing.
 """
@@ -35,7 +34,7 @@ What = Literal["only in a", "only in b", "shape", "dtype", "values"]
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """What a tensor is, whatever its values."""
+    """The dtype and shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,12 +42,12 @@ class TensorKind:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that differs. ``rank`` is the rank that has it for itself, or None.
+    """A tensor that differs. ``rank`` is set if the tensor belongs to that rank only.
 
-    ``what`` is "only in a", "only in b", "shape" (and perhaps the dtype too), "dtype" or "values".
-    For values, ``differing`` counts the elements whose bits differ, and ``max_abs`` is the largest
-    absolute difference among them: NaN if only one of two elements is NaN, None where the dtype has
-    no such thing.
+    ``what`` is "only in a", "only in b", "shape" (the dtype may differ too), "dtype" or "values".
+    For values, ``differing`` counts elements with different bits, and ``max_abs`` is their largest
+    absolute difference: NaN if only one of two elements is NaN, None if the dtype has no such
+    difference.
     """
 
     name: str
@@ -62,9 +61,10 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """A small value that differs, or the type of a container, whose path is in ``type(…)``. ``a``
-    and ``b`` are what the ranks have there, encoded as in the manifest; None where there is
-    nothing."""
+    """A small value, or the type of a container (path ``type(…)``), that differs.
+
+    ``a`` and ``b`` are the ranks' values, encoded as in the manifest; None if absent.
+    """
 
     path: str
     a: ByRank | None
@@ -73,7 +73,7 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Tensors of one name, shape and dtype, by their rows in both manifests; no aliases."""
+    """Tensors of equal name, shape and dtype, by their rows in both manifests; no aliases."""
 
     name: str
     rank: int | None
@@ -83,8 +83,8 @@ class Pair:
 
 @dataclass(slots=True)
 class Comparison:
-    """What is known before anything is read. ``equal`` counts the tensors whose digests are equal;
-    the values of those in ``unknown`` must be read."""
+    """Result of comparing manifests. ``equal`` counts tensors with equal digests; the values of
+    those in ``unknown`` must be read."""
 
     differences: list[TensorDifference] = field(default_factory=list)
     values: list[ValueDifference] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Comparison:
 
 
 def compare_manifests(a: Manifest, b: Manifest) -> Comparison:
-    """Compare two checkpoints as far as their manifests allow."""
+    """Compare two checkpoints by their manifests alone."""
     found = Comparison(values=list(_value_differences(a, b)))
     ours = _Side(a)
     theirs = _Side(b)
@@ -116,7 +116,7 @@ def compare_manifests(a: Manifest, b: Manifest) -> Comparison:
 
 
 def kind_of(tensors: TensorTable, row: int) -> TensorKind:
-    """Dtype and shape of a row."""
+    """Return the dtype and shape of a row."""
     return TensorKind(tensors.dtypes[tensors.dtype[row]][0], tensors.shape_of(row))
 
 
@@ -135,8 +135,11 @@ def _difference_of(a: TensorKind | None, b: TensorKind | None) -> What | None:
 def _pairs(
     a: dict[int, int], b: dict[int, int]
 ) -> Iterator[tuple[int | None, int | None, int | None]]:
-    """Rows of one name that belong together, by owner: (rank, row in a, row in b). What the whole
-    job has (owner -1) on one side is compared with what each rank has on the other."""
+    """Yield (rank, row in a, row in b) for each pair of rows of one name.
+
+    A tensor of the whole job (owner -1) on one side is compared with each rank's tensor on the
+    other.
+    """
     owners = sorted(a.keys() | b.keys())
     if owners[-1] >= 0 and a and b:
         owners = [owner for owner in owners if owner >= 0]
@@ -146,7 +149,7 @@ def _pairs(
 
 
 class _Side:
-    """One manifest, with what is looked up in it for each tensor."""
+    """One manifest with per-tensor lookups."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.m = manifest
@@ -154,17 +157,17 @@ class _Side:
         self._alias: list[int] = manifest.tensors.alias.tolist()
 
     def rows_by_owner(self, name: str) -> dict[int, int]:
-        """The rows of a name by the rank that each belongs to; -1: to the whole job."""
+        """Return the rows of a name by owning rank; -1 for the whole job."""
         return {self._owner[row]: row for row in self.m.tensors.rows.get(name, ())}
 
     def kind(self, row: int | None) -> TensorKind | None:
-        """Dtype and shape of a row."""
+        """Return the dtype and shape of a row."""
         if row is None:
             return None
         return kind_of(self.m.tensors, row)
 
     def stored(self, row: int) -> int:
-        """The row that has the bytes."""
+        """Return the row that stores the bytes."""
         if self._alias[row] < 0:
             return row
         return self._alias[row]
@@ -178,7 +181,7 @@ class _Side:
         return self.m.shards.nbytes(self.m.tensors)
 
     def shards(self, row: int) -> Ints:
-        """The shards of a tensor, in the order of their boxes."""
+        """Return the shards of a tensor, ordered by box."""
         first, last = self._pointers[row : row + 2].tolist()
         rows = np.arange(first, last)
         if len(rows) > 1:
@@ -186,7 +189,7 @@ class _Side:
         return rows
 
     def place(self, shard: int) -> tuple[int, bytes]:
-        """Where in its first chunk a shard begins, and the digests of the chunks that hold it."""
+        """Return a shard's offset in its first chunk, and the digests of its chunks."""
         m = self.m
         start = int(m.shards.start[shard])
         stop = start + int(self._nbytes[shard])
@@ -198,8 +201,10 @@ class _Side:
 
 
 def _have_equal_digests(a: _Side, row_a: int, b: _Side, row_b: int) -> bool:
-    """Whether equal digests prove two tensors of one shape and dtype equal: they are stored in
-    equal boxes, at equal places of chunks that have equal digests."""
+    """Return whether digests prove two tensors of equal shape and dtype equal.
+
+    They do if the tensors are stored in equal boxes at equal offsets in chunks with equal digests.
+    """
     if (a.m.chunk_nbytes, a.m.block_nbytes) != (b.m.chunk_nbytes, b.m.block_nbytes):
         return False
     ours = a.shards(row_a)
@@ -228,9 +233,9 @@ def _value_differences(a: Manifest, b: Manifest) -> Iterator[ValueDifference]:
 
 
 def _by_rank(value: ByRank) -> object:
-    """What makes two values equal. A value that all ranks agree on is the same whatever their
-    number."""
-    # By its text, which distinguishes 1, 1.0 and True.
+    """Return a key that is equal for equal values. A value shared by all ranks equals the same
+    value in a job of another size."""
+    # The text distinguishes 1, 1.0 and True.
     texts = [(ranks, json.dumps(encoded, sort_keys=True)) for ranks, encoded in value]
     if len(texts) == 1:
         return texts[0][1]
@@ -238,7 +243,7 @@ def _by_rank(value: ByRank) -> object:
 
 
 def _values(m: Manifest) -> dict[str, ByRank]:
-    """Small values by path, and the types of containers that are empty or no plain dicts."""
+    """Return small values by path, and types of containers that are empty or not plain dicts."""
     tree = m.tree
     paths = tree.paths()
     found: dict[str, ByRank] = {}

@@ -1,11 +1,10 @@
-"""Copying committed checkpoints from any storage to any other: verified on the way, atomic at the
-destination, resumable.
+"""Copies committed checkpoints between storages: verified, atomic at the destination, resumable.
 
-The destination gets an attempt of its own (``commit.begin_copy``), the images under its name, and
-then the manifest, with nothing changed but the attempt. So a copy of a copy is the same checkpoint
-still. The telemetry of its save is copied as it is, where that is possible.
+The destination gets a new attempt (``commit.begin_copy``), the images under its name, and then the
+manifest, in which only the attempt changes. So a copy of a copy still is the same checkpoint. The
+save's telemetry is copied unchanged if possible.
 
-Scope: whole checkpoints. Nothing is re-laid out, merged or converted.
+Scope: whole checkpoints. Layouts are not changed, merged or converted.
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ __all__ = ["CopiedCheckpoint", "CopyReport", "Orders", "Pair", "copy", "copy_che
 
 BUDGET_NBYTES = 512 << 20
 _LOOKS = 8
-"""Pairs of manifests that are read at a time."""
+"""Pairs of manifests read at the same time."""
 
 UriLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedCheckpoint:
-    """One checkpoint of a copy. ``path`` is relative to both URIs; ``nbytes`` are those of its
-    ``files`` images.
+    """One checkpoint of a copy, by its ``path`` relative to both URIs.
 
-    ``sent_nbytes`` of them were sent now; the rest was there already, from an earlier copy that was
-    interrupted, or, where nothing was sent, because the destination has the same checkpoint.
-    ``problem`` says why it was not copied; then nothing of it is at the destination.
+    ``nbytes``: size of its ``files`` images. ``sent_nbytes``: bytes sent now; the rest was already
+    there, from an earlier, interrupted copy, or, if nothing was sent, because the destination has
+    the same checkpoint. ``problem``: why it was not copied; nothing of it is then visible at the
+    destination.
     """
 
     path: str
@@ -77,7 +76,7 @@ class CopiedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """What was copied from ``source`` to ``uri``, both redacted."""
+    """Result of a copy from ``source`` to ``uri``, both redacted."""
 
     source: str
     uri: str
@@ -86,23 +85,22 @@ class CopyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all of them are at the destination now."""
+        """True if all checkpoints are now at the destination."""
         return all(c.problem is None for c in self.checkpoints)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of images that are at the destination now, those included that had been there
-        before."""
+        """Bytes of images that are now at the destination, including any already there before."""
         return sum(c.nbytes for c in self.copied)
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes of images that were sent."""
+        """Bytes of images sent by this copy."""
         return sum(c.sent_nbytes for c in self.copied)
 
     @property
     def copied(self) -> tuple[CopiedCheckpoint, ...]:
-        """Those that are at the destination now: copied, or there before."""
+        """The checkpoints that are now at the destination: copied, or already there before."""
         return tuple(c for c in self.checkpoints if c.problem is None)
 
 
@@ -118,23 +116,24 @@ def copy(
     dst_options: Mapping[str, object] | None = None,
     progress: ProgressCallback | None = None,
 ) -> CopyReport:
-    """Copy the checkpoint ``src`` to the URI ``dst``; with ``recursive``, each checkpoint at and
-    below ``src`` to the same path below ``dst``, and the record of which are abandoned. Return when
-    all are committed there.
+    """Copy the checkpoint ``src`` to ``dst``. Returns when it is committed there.
 
-    Every byte is verified on its way. Atomic: ``dst`` has the whole checkpoint, or what it had
-    before. Interrupted, it goes on where it stopped when it is called again: images that are whole
-    at the destination are not sent again. Extra host memory stays within ``budget_nbytes``.
+    With ``recursive``, copy each checkpoint at and below ``src`` to the same path below ``dst``,
+    along with the lineage that records which are abandoned.
 
-    A checkpoint that is the same already is left alone, with ``overwrite`` only if every byte of it
-    is whole. Raises ExistsError where another one is, unless ``overwrite``, before any data is
-    read. Raises NotACheckpointError, UnsupportedFormatError, StorageError, ReplacedError,
-    SupersededError where a save to ``dst`` comes between; and DamagedError for a damaged source,
-    with file, bytes and tensors. With ``recursive`` a damaged checkpoint keeps no other from being
-    copied: it is a ``problem`` of the report.
+    Every byte is verified. Atomic: ``dst`` has the complete new checkpoint or its previous
+    contents. An interrupted copy resumes when called again: images already complete at the
+    destination are not sent again. Extra host memory stays within ``budget_nbytes``.
 
-    ``progress(done_nbytes, total_nbytes)`` is called now and then on a thread of its own, with the
-    bytes that are at the destination and those that there will be. What it raises ends the copy.
+    A destination that already has the same checkpoint is left alone; with ``overwrite``, only if
+    every byte of it is undamaged. Raises ExistsError, before reading any data, if it has another
+    checkpoint, unless ``overwrite``. Raises NotACheckpointError, UnsupportedFormatError,
+    StorageError and ReplacedError; SupersededError if a concurrent save to ``dst`` wins;
+    DamagedError, with file, bytes and tensors, for a damaged source. With ``recursive``, a damaged
+    checkpoint does not stop the others: it is reported as a ``problem``.
+
+    ``progress(done_nbytes, total_nbytes)`` is called periodically on a separate thread, counting
+    bytes at the destination. An exception from it aborts the copy.
     """
     began_s = time.perf_counter()
     source = Place.of(src, src_options)
@@ -149,7 +148,7 @@ def copy(
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """How to copy; see :func:`copy`."""
+    """Options of a copy; see :func:`copy`."""
 
     overwrite: bool
     budget_nbytes: int
@@ -157,7 +156,7 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A checkpoint to be copied, and, if it is there already, the same one at the destination."""
+    """A checkpoint to copy, and the same one at the destination if already present."""
 
     manifest: Manifest
     identity: str
@@ -165,7 +164,7 @@ class Pair:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all images, as they are stored."""
+        """Stored size of all images in bytes."""
         return int(self.manifest.images.file_nbytes(self.manifest.block_nbytes).sum())
 
 
@@ -193,8 +192,7 @@ async def _copy(
 
 
 async def _copy_lineages(source: Place, target: Place, folders: Collection[str]) -> None:
-    """Copy the records of runs' branches, unless the destination's tells of a run that went another
-    way."""
+    """Copy runs' lineages, unless the destination has the lineage of another run."""
     for folder in folders:
         async with source.opened() as theirs, target.opened() as ours:
             lineage = await read_lineage(theirs, folder)
@@ -211,7 +209,7 @@ async def _copy_lineages(source: Place, target: Place, folders: Collection[str])
 
 
 class _Sum:
-    """How far the copy of several checkpoints is."""
+    """Progress over the copies of several checkpoints."""
 
     def __init__(self, reporter: ProgressReporter, total_nbytes: int) -> None:
         self._reporter = reporter
@@ -220,13 +218,13 @@ class _Sum:
         self._ended_at_nbytes = 0
 
     def add(self, nbytes: int) -> None:
-        """So many more bytes are at the destination."""
+        """Count bytes that are now at the destination."""
         self._done_nbytes += nbytes
         self._reporter.report(self._done_nbytes, self._total_nbytes)
 
     def end(self, nbytes: int) -> None:
-        """The copy of a checkpoint of ``nbytes`` has ended. What was not sent of it, since it is
-        damaged, never will be."""
+        """Finish a checkpoint of ``nbytes``. If it was damaged, subtract its unsent bytes from
+        the total."""
         added_nbytes = self._done_nbytes - self._ended_at_nbytes
         self._ended_at_nbytes = self._done_nbytes
         if added_nbytes < nbytes:
@@ -235,7 +233,7 @@ class _Sum:
 
 
 async def _paths(source: Place, *, recursive: bool) -> list[str]:
-    """The paths of the checkpoints that are meant."""
+    """Return the paths of the checkpoints to copy."""
     if not recursive:
         return [""]
     async with source.opened() as driver:
@@ -250,8 +248,10 @@ async def _paths(source: Place, *, recursive: bool) -> list[str]:
 async def _look_at_all(
     source: Place, target: Place, paths: Sequence[str], orders: Orders, recursive: bool
 ) -> list[CopiedCheckpoint]:
-    """What is to be copied, in order of steps; nothing of it is sent yet. Manifests are not kept:
-    there may be many."""
+    """Return the checkpoints to copy, ordered by step; send nothing yet.
+
+    Does not keep their manifests, because there may be many.
+    """
     looked: list[CopiedCheckpoint] = []
 
     async def look(path: str) -> None:
@@ -288,9 +288,11 @@ async def _copy_path(
 async def copy_checkpoint(
     theirs: Driver, ours: Driver, orders: Orders, sent: Callable[[int], None] = lambda nbytes: None
 ) -> tuple[Pair, int]:
-    """Copy what is committed at the root of one driver to that of another; return how many bytes
-    were sent. ``sent`` hears of bytes that are at the destination, also of those that have been
-    there before. Raises as :func:`copy`."""
+    """Copy the checkpoint at one driver's root to another's; return the pair and the bytes sent.
+
+    ``sent`` is called with bytes that are at the destination, including those found there. Raises
+    like :func:`copy`.
+    """
     pair = await _look(theirs, ours, orders)
     if await _is_there(ours, pair, orders):
         sent(pair.nbytes)
@@ -299,7 +301,8 @@ async def copy_checkpoint(
 
 
 async def _look(theirs: Driver, ours: Driver, orders: Orders) -> Pair:
-    """Raises ExistsError where the destination has another checkpoint that may not be replaced."""
+    """Read both manifests. Raises ExistsError if another checkpoint exists and may not be
+    replaced."""
     manifest, _ = await read_manifest(theirs)
     identity = await offload(_identity, manifest)
     return Pair(manifest, identity, await _same(ours, identity, orders))
@@ -325,13 +328,13 @@ async def _same(ours: Driver, identity: str, orders: Orders) -> Manifest | None:
 
 
 def _identity(manifest: Manifest) -> str:
-    """What all copies of a checkpoint have in common, as a digest: the manifest, but for the name
-    of the attempt."""
+    """Return a digest that all copies of a checkpoint share: of the manifest without the
+    attempt."""
     return digest(replace(manifest, attempt="").encode()).hex()
 
 
 async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
-    """Whether there is nothing to do. With ``overwrite``, what is damaged is to be replaced."""
+    """Return whether nothing is to be done. With ``overwrite``, a damaged copy is replaced."""
     if pair.same is None or not orders.overwrite:
         return pair.same is not None
     images = image_driver(ours, pair.same)
@@ -343,7 +346,7 @@ async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
 async def _send(
     theirs: Driver, ours: Driver, pair: Pair, orders: Orders, sent: Callable[[int], None]
 ) -> int:
-    """Send what is missing, and commit; return how many bytes were sent."""
+    """Send the missing images and commit; return the number of bytes sent."""
     attempt, resumed = await begin_copy(ours, pair.identity)
     reader = ImageReader(image_driver(theirs, pair.manifest), pair.manifest, orders.budget_nbytes)
     copier = ImageCopier(reader, ours, attempt.id, orders.budget_nbytes, sent)
@@ -356,7 +359,7 @@ async def _send(
         await copier.run([i for i in range(len(copier.sizes)) if i not in whole])
         sent_nbytes = sum(copier.sizes) - there_nbytes
         if pair.same is None and await _same(ours, pair.identity, orders) is not None:
-            await abandon(ours, attempt)  # it took hours, and another copy was faster
+            await abandon(ours, attempt)  # another copy finished first
             return sent_nbytes
         obsolete = await commit(ours, attempt, copier.target)
     except DamagedError as error:
@@ -371,7 +374,7 @@ async def _send(
         raise
     await put_telemetry(ours, attempt.id, partial(get_telemetry, theirs, pair.manifest.attempt))
     if ours.traits.exclusive_is_atomic:
-        # Otherwise another copy may have put a commit record too, and be about to put its manifest.
+        # Otherwise another copy may have put a commit record and still put its manifest.
         await settle(ours, attempt)
     if obsolete is not None:
         await delete_attempt(ours, obsolete)

@@ -1,5 +1,4 @@
-"""How long a save may take as a whole, if the caller sets a limit. The layers see to it that every
-single operation ends."""
+"""An optional time limit for a whole save. Layers already bound each single operation."""
 
 from __future__ import annotations
 
@@ -16,14 +15,16 @@ __all__ = ["Deadline"]
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """``until_s``: by the clock of event loops, ``time.monotonic()``; None: never."""
+    """A time limit. ``until_s`` is on the clock of event loops, ``time.monotonic()``; None: no
+    limit."""
 
     timeout_s: float | None = None
     until_s: float | None = None
 
     @classmethod
     def of(cls, timeout_s: float | None) -> Deadline:
-        """``timeout_s`` from now. Raises UsageError for what is no time."""
+        """Return a deadline ``timeout_s`` from now. Raises UsageError unless it is a positive
+        time."""
         if timeout_s is None:
             return cls()
         if not timeout_s > 0:
@@ -35,8 +36,7 @@ class Deadline:
 
     @asynccontextmanager
     async def holds(self, uri: str, rank: int) -> AsyncIterator[None]:
-        """Cancel the body when the time is over, wait until it has ended, and raise DeadlineError
-        then."""
+        """Cancel the body when the time is up; raise DeadlineError once it has ended."""
         try:
             async with asyncio.timeout_at(self.until_s) as timeout:
                 yield

@@ -1,8 +1,7 @@
-"""Compares two checkpoints: what is in them, and the values of their tensors, whatever layouts they
-were saved in.
+"""Compares two checkpoints, whatever their layouts: contents and values of tensors.
 
-Digests come first: tensors that lie in equal chunks are not read. The others are read whole, on
-both sides at once, window by window, so that memory stays bounded.
+Tensors in chunks with equal digests are not read. The others are read from both sides, window by
+window, so memory stays bounded.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """How the checkpoints ``a`` and ``b``, both redacted, differ.
+    """Differences between the checkpoints ``a`` and ``b``, both redacted.
 
-    ``equal_tensors`` are equal bit for bit, ``equal_by_digest`` of them without having been read;
-    ``read_nbytes`` bytes of tensors were read on each side.
+    ``equal_tensors`` are equal bit for bit, ``equal_by_digest`` of them without being read;
+    ``read_nbytes`` of tensors were read on each side.
     """
 
     a: str
@@ -68,7 +67,7 @@ class DiffReport:
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same state, bit for bit."""
+        """True if both hold the same state, bit for bit."""
         return not self.tensors and not self.values
 
 
@@ -81,16 +80,17 @@ def diff(
     b_options: Mapping[str, object] | None = None,
     progress: ProgressCallback | None = None,
 ) -> DiffReport:
-    """Compare the checkpoints ``a`` and ``b``: names, shapes, dtypes and values of tensors, and all
-    small values. Layout, step, time and number of ranks are no difference.
+    """Compare the checkpoints ``a`` and ``b``: names, shapes, dtypes and values of tensors, and
+    small values.
 
-    Tensors that are stored in the same boxes, in chunks of equal digests, are equal, and are not
-    read. All others are read and verified on both sides, within ``budget_nbytes`` of host memory.
-    ``a_options`` and ``b_options`` are options of the two storages. ``progress(done_nbytes,
-    total_nbytes)`` is called now and then on a thread of its own, with the bytes of tensors that
-    are compared, and all that have to be.
+    Differences of layout, step, time and number of ranks are ignored. Tensors stored in the same
+    boxes, in chunks with equal digests, are equal and not read. All others are read and verified on
+    both sides, within ``budget_nbytes`` of host memory. ``a_options`` and ``b_options`` are storage
+    options. ``progress(done_nbytes, total_nbytes)`` is called periodically on a separate thread,
+    counting the tensor bytes to compare.
 
-    Raises NotACheckpointError, DamagedError, UnsupportedFormatError, ReplacedError, StorageError.
+    Raises NotACheckpointError, DamagedError, UnsupportedFormatError, ReplacedError and
+    StorageError.
     """
     began_s = time.perf_counter()
     with (
@@ -115,8 +115,7 @@ def diff(
 
 
 class _Comparer:
-    """Reads pairs of tensors, window by window, and compares their values. Windows are compared one
-    after the other."""
+    """Reads pairs of tensors in windows and compares their values, one window at a time."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class _Comparer:
     ) -> None:
         self._sides = (a, b)
         self._tensors = manifest_of(a).tensors
-        # In descending order of the sizes of their elements, so that no window cuts an element.
+        # Descending itemsize, so that no window cuts an element.
         self._pairs = sorted(pairs, key=lambda pair: -int(self._tensors.itemsize[pair.a]))
         self._sizes = [int(self._tensors.nbytes[pair.a]) for pair in self._pairs]
         self._budget_nbytes = budget_nbytes
@@ -139,8 +138,8 @@ class _Comparer:
         self.total_nbytes = sum(self._sizes)
 
     async def run(self) -> None:
-        """Compare all of them. Raises DamagedError, ReplacedError, StorageError."""
-        # Half of the budget is for windows, of both sides, the rest for what reads them.
+        """Compare all pairs. Raises DamagedError, ReplacedError and StorageError."""
+        # Half of the budget is for the windows of both sides, the rest for the readers.
         share_nbytes = self._budget_nbytes // (4 * _WINDOWS) // _PAGE_NBYTES * _PAGE_NBYTES
         window_nbytes = max(_PAGE_NBYTES, min(share_nbytes, _WINDOW_NBYTES_MAX))
         cut = list(windows(self._sizes, window_nbytes))
@@ -193,7 +192,7 @@ class _Comparer:
             self._gaps[part.item] = self._gaps.get(part.item, Gap()) + gap
 
     def differences(self) -> list[TensorDifference]:
-        """The tensors whose values differ."""
+        """Return the tensors whose values differ."""
         found = []
         for item, gap in sorted(self._gaps.items()):
             if gap.differing:

@@ -1,7 +1,6 @@
-"""Whether a checkpoint fits a state: what each rank states of it, how the leader judges that, and
-how it is said.
+"""Decides whether a checkpoint fits a state: ranks report, the leader judges.
 
-Scope: names, shapes and dtypes. Which tensor goes where is ``capture.targets``.
+Scope: names, shapes and dtypes. :mod:`..state.targets` maps tensors to their places.
 """
 
 from __future__ import annotations
@@ -24,20 +23,22 @@ from .rounds import Differences, FitReport
 __all__ = ["DifferenceCheck", "Strict", "counted", "report_of"]
 
 Strict = bool | Literal["state"]
-"""Which names must be on both sides: True: all; "state": those of the state; False: none, what both
-have is loaded."""
+"""Names that must exist on both sides: True: all; "state": those of the state; False: none,
+common names are loaded."""
 
 SHOWN = 50
 REPORTED = 100
 LOGGED = 5
-"""Names in an error, in a report, in a line of the log."""
+"""Names shown in an error, in a report, in a log line."""
 
 _log = logging.getLogger(__name__)
 
 
 def report_of(match: Match, manifest: Manifest, checksum: bytes, peers: str | None) -> FitReport:
-    """What a rank states before anything is filled: what does not fit, and what of the checkpoint
-    it has a place for."""
+    """Report what does not fit, and which parts of the checkpoint this rank has a place for.
+
+    Called before any tensor is filled.
+    """
     rows = np.zeros(len(manifest.tensors), bool)
     rows[list(match.tensors)] = True
     values = np.zeros(len(manifest.tree.values), bool)
@@ -56,19 +57,20 @@ def report_of(match: Match, manifest: Manifest, checksum: bytes, peers: str | No
 
 
 class DifferenceCheck:
-    """The leader's judgement: does the checkpoint fit the state, seen from all ranks together?"""
+    """The leader's check of all ranks' reports: does the checkpoint fit the state?"""
 
     def __init__(
         self, manifest: Manifest, strict: Strict, uri: str, part: Part | None = None
     ) -> None:
-        """``part``: the part of the checkpoint that the state is; None: it is all of it."""
+        """``part``: the part of the checkpoint to load; None for all of it."""
         self._manifest = manifest
         self._strict = strict
         self._uri = uri
         self._part = part
 
     def judge(self, told: Sequence[FitReport]) -> Differences:
-        """What is left by a load that may go on; logs it. Raises MismatchError where it may not."""
+        """Return what the load leaves out, and log it. Raises MismatchError if it must not
+        proceed."""
         found = {
             "left": _once([report.left for report in told]),
             "mismatched": _once([report.mismatched for report in told]),
@@ -95,7 +97,7 @@ class DifferenceCheck:
         return left
 
     def _refused(self, nothing: bool) -> list[str]:
-        """The kinds of differences with which nothing may be loaded."""
+        """Return the kinds of differences that prevent a load."""
         kinds = ["left", "mismatched", "castable"]
         if self._strict or nothing:
             kinds.append("missing")
@@ -146,7 +148,7 @@ class DifferenceCheck:
             )
 
     def _nothing(self, told: Sequence[FitReport]) -> bool:
-        """Whether the checkpoint holds something, and the state has a place for nothing of it."""
+        """Return whether the state has a place for nothing of a non-empty checkpoint."""
         m = self._manifest
         if not len(m.tensors) and not m.tree.values:
             return any(report.missing for report in told)
@@ -161,7 +163,7 @@ class DifferenceCheck:
         return tensors, _union([report.values for report in told], len(m.tree.values))
 
     def _unexpected(self, told: Sequence[FitReport]) -> list[tuple[str, str]]:
-        """What only the checkpoint has: (name, text)."""
+        """Return (name, text) of everything that only the checkpoint has."""
         m = self._manifest
         tensors, values = self._places(told)
         paths = m.tree.paths()
@@ -185,7 +187,7 @@ class DifferenceCheck:
 
 
 def _advice(strict: Strict, found: set[str], renaming: Renaming | None, *, nothing: bool) -> str:
-    """What to do next: only what would help with the kinds of differences that were ``found``."""
+    """Return the next step, mentioning only remedies for the differences that were ``found``."""
     if "left" in found:
         return (
             "The state is not to be used as it is: make it anew, or load a checkpoint that has "
@@ -212,7 +214,7 @@ def _advice(strict: Strict, found: set[str], renaming: Renaming | None, *, nothi
 
 
 def counted(count: int, what: str) -> str:
-    """``1 place``, ``2 places``."""
+    """Format a count: ``1 place``, ``2 places``."""
     if count == 1:
         plural = ""
     else:
@@ -239,7 +241,7 @@ def _union(masks: Sequence[bytes], n: int) -> npt.NDArray[np.bool_]:
 
 
 def _once(told: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
-    """All ranks' entries (name, text) in order, each once, with the rank where not all ranks have
+    """Return distinct (name, text) entries of all ranks in order; name the ranks if not all have
     it."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, texts in enumerate(told):

@@ -1,5 +1,4 @@
-"""A driver that tells its rank's team of each operation that ends well, so that other ranks see
-that something moves."""
+"""A driver layer that reports each successful operation to the rank's team as progress."""
 
 from __future__ import annotations
 
@@ -16,22 +15,24 @@ T = TypeVar("T")
 
 
 class _ProgressLayer(Layer):
-    """Calls ``worked`` after each operation that ends well."""
+    """Calls ``worked`` after each successful operation."""
 
     def __init__(self, inner: Driver, worked: Callable[[], None]) -> None:
         super().__init__(inner)
         self._worked = worked
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """See :meth:`Layer.around`."""
+        """Run ``call``; see :meth:`Layer.around`."""
         result = await call()
         self._worked()
         return result
 
 
 def with_progress(driver: Driver, team: Team) -> Driver:
-    """``driver``, whose operations count as progress of this rank of ``team``; unchanged where no
-    other rank waits for this one."""
+    """Wrap ``driver`` so that its operations count as progress of this rank.
+
+    Returns it unchanged if no other rank can be waiting.
+    """
     if team.world == 1:
         return driver
     return _ProgressLayer(driver, team.report_progress)

@@ -1,5 +1,4 @@
-"""Fills tensors from one checkpoint: plans the reads, verifies what arrives, and copies it to where
-it belongs."""
+"""Fills tensors from one checkpoint: plans the reads, verifies the data and scatters it."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ __all__ = ["Report", "delivery", "fill"]
 
 
 Report = Callable[[int, int], None]
-"""Called with the bytes that are done, and all bytes that there are; on any thread."""
+"""Called with (done bytes, total bytes), on any thread."""
 
 
 async def fill(
@@ -30,8 +29,10 @@ async def fill(
     budget_nbytes: int,
     report: Report = lambda done_nbytes, total_nbytes: None,
 ) -> ImageReader:
-    """Read all that is wanted, once and verified, straight into its tensors; return the reader, for
-    its counts. ``driver`` is the one for the images (``image_driver``)."""
+    """Read everything wanted, once and verified, directly into its tensors.
+
+    Returns the reader, for its counts. ``driver`` must be the driver for images (``image_driver``).
+    """
     reader = ImageReader(driver, manifest, budget_nbytes)
     targets = wanted.targets(manifest.tensors.shape)
     with span("plan"):
@@ -43,8 +44,10 @@ async def fill(
 def delivery(
     m: Manifest, wanted: Wanted, targets: Targets, plan: LoadPlan, report: Report
 ) -> Deliver:
-    """Copies what is read to where it is wanted, and then reports how many bytes of the plan have
-    been delivered. The first report, of none, is made at once."""
+    """Return a callback that scatters each completed read, then reports the delivered bytes.
+
+    Reports zero bytes immediately.
+    """
     scatter = Scatter(m.tensors, m.shards, targets, plan, wanted.buffers, wanted.memory())
     sizes = (plan.stop - plan.start).tolist()
     total_nbytes = sum(sizes)

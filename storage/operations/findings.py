@@ -1,10 +1,9 @@
-"""What a save's telemetry shows: which ranks kept the others waiting, by how much, and why.
+"""Diagnoses a save from its telemetry: which ranks delayed the others, how long, and why.
 
-A rank is compared with the typical one: the median of all ranks, the lower one of two. What it was
-late with counts where that is much more than is typical, and matters for the save as a whole.
+A rank is compared with the typical one: the median of all ranks, the lower of two. Its excess is
+reported if it is much more than typical and significant for the whole save.
 
-Scope: pure. It looks at one save of several ranks; a rank that is alone has nobody to be slower
-than.
+Pure. Needs a save of several ranks: a single rank has no peers to compare with.
 """
 
 from __future__ import annotations
@@ -19,26 +18,25 @@ from ..format.save_telemetry import RankTelemetry, SaveTelemetry
 __all__ = ["CALL", "Cause", "Straggler", "retries_of", "stragglers", "typical"]
 
 CALL = "call"
-"""Instead of a stage: the call of the save itself."""
+"""Pseudo-stage: the call of the save itself."""
 
 FACTOR = 1.5
-"""A rank stands out that took so many times as long as is typical ..."""
+"""A rank stands out if it takes this many times the typical time ..."""
 PART = 0.05
-"""... and longer by such a part of the save ..."""
+"""... and exceeds it by this fraction of the save ..."""
 LEAST_S = 0.1
-"""... and by so many seconds: ranks are compared to within half of that."""
+"""... and by this many seconds: clocks of ranks agree within half of that."""
 _MORE_BYTES = 1.2
 _HALF = 0.5
 _FEW = 4
-"""Where the slowest of many requests took so many times as long as half of them, it was that one.
-"""
+"""If the slowest of many requests took this many times the median, it alone is to blame."""
 
 _PARTS = {"write": "open", "capture": "device_copy"}
-"""Stages that contain another one, or wait for it."""
+"""Stages mapped to a stage that they contain or wait for."""
 
 
 class Cause(StrEnum):
-    """Why a rank was slow."""
+    """Reason why a rank was slow."""
 
     LATE = "late call"
     THROTTLED = "throttled"
@@ -60,19 +58,21 @@ _OF_STAGE = {
     "write": Cause.SLOW_STORAGE,
     "upload_commit": Cause.SLOW_STORAGE,
 }
-"""Of a stage without other signs; of all others, the processor."""
+"""Default causes by stage; the processor for all others."""
 
 
 _COMPUTING = {Cause.SLOW_COPIES, Cause.PROCESSOR}
-"""Of stages that keep the processor busy, but for copies off a device: who was late there without
-processor time was stopped, or others had the processor."""
+"""Causes in stages that keep the processor busy. If such a stage (other than copies off a
+device) took long without processor time, the process was stopped or others used the processor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that was slow with ``stage``: it took ``seconds``, of which ``typical_s`` are typical;
-    for :data:`CALL`, it called so long after the first rank. ``detail`` says in words what points
-    to ``cause``. ``also``: other stages in which it was slow for that cause."""
+    """A rank that was slow in ``stage``: it took ``seconds``; ``typical_s`` are typical.
+
+    For :data:`CALL`, it called that long after the first rank. ``detail`` gives the evidence for
+    ``cause``. ``also``: other stages slow for the same cause.
+    """
 
     rank: int
     stage: str
@@ -84,19 +84,19 @@ class Straggler:
 
     @property
     def excess_s(self) -> float:
-        """How much longer it took than is typical."""
+        """Seconds beyond the typical time."""
         return self.seconds - self.typical_s
 
     @property
     def factor(self) -> float | None:
-        """How many times as long as is typical; None where next to nothing is."""
+        """Multiple of the typical time; None if that is close to zero."""
         if self.typical_s < LEAST_S / 2:
             return None
         return self.seconds / self.typical_s
 
 
 def stragglers(telemetry: SaveTelemetry) -> list[Straggler]:
-    """The ranks that stand out, the slowest first; each once for each cause."""
+    """Return the ranks that stand out, slowest first, once per cause."""
     if len(telemetry.ranks) < 2:
         return []
     found = [*_late(telemetry), *_slow(telemetry)]
@@ -110,7 +110,7 @@ def stragglers(telemetry: SaveTelemetry) -> list[Straggler]:
 
 
 def typical(values: Sequence[float]) -> float:
-    """The median, the lower one of two: so that of two ranks the faster one is typical."""
+    """Return the lower median, so that the faster of two ranks is the typical one."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
@@ -138,12 +138,12 @@ def _slow(telemetry: SaveTelemetry) -> Iterator[Straggler]:
         for name, stage in slow.items():
             part = slow.get(_PARTS.get(name, ""))
             if part is not None and part.busy_s > stage.busy_s / 2:
-                continue  # the part is the reason
+                continue  # the contained stage is the cause
             yield _explained(telemetry, record, name)
 
 
 def _is_own(name: str) -> bool:
-    """Whether a stage is a rank's own work: in a round it waits for others."""
+    """Return whether a stage is a rank's own work; in a round it waits for others."""
     return not name.startswith("round ")
 
 
@@ -158,7 +158,7 @@ def _busy_s(stage: StageReport) -> float:
 def _typical_of(
     telemetry: SaveTelemetry, name: str, figure: Callable[[StageReport], float]
 ) -> float:
-    """What is typical of the ranks that have the stage."""
+    """Return the typical figure among the ranks that have the stage."""
     stages = (record.stages.get(name) for record in telemetry.ranks.values())
     return typical([figure(stage) for stage in stages if stage is not None])
 
@@ -191,7 +191,7 @@ def _cause(telemetry: SaveTelemetry, record: RankTelemetry, name: str) -> tuple[
 
 
 def _of_requests(telemetry: SaveTelemetry, name: str, stage: StageReport) -> tuple[Cause, str]:
-    """Whether all requests were slow, or some."""
+    """Return whether all requests were slow or only a few, with the evidence."""
     half_s = stage.quantile_s(_HALF)
     typical_s = _typical_of(telemetry, name, lambda other: other.quantile_s(_HALF))
     words = f"half of its requests took up to {half_s:.2g} s; {typical_s:.2g} s are typical"
@@ -209,5 +209,5 @@ def _slowest_words(record: RankTelemetry, name: str) -> str:
 
 
 def retries_of(record: RankTelemetry) -> int:
-    """How many requests a rank has made again."""
+    """Return the number of requests that a rank repeated."""
     return sum(stage.retries + stage.hedges for stage in record.stages.values())

@@ -1,24 +1,23 @@
 """The global plan of a save: which ranks hold the same tensors, and which rank writes which share.
 
-A rank knows which ranks hold its part of a DTensor that lies on a mesh of the whole job. All other
+For a DTensor on a mesh of the whole job, a rank knows which ranks hold its part. All other
 tensors (plain tensors, and DTensors on a mesh of some ranks, which another mesh may hold too) have
 a *label*. Ranks with the same label hold either the same tensor, or different tensors under one
-name; digests of the bytes tell which. The ranks make the plan in two rounds:
+name; digests of the bytes decide. The ranks make the plan in two rounds:
 
-    agree      each rank states what it holds, by labels; the leader chooses the labels to compare:
-               those of plain tensors, and of parts of DTensors that several groups of ranks hold
-    digests    each rank digests what is compared; the leader finds which ranks hold the same, and
-               divides the writing among them (:mod:`.plan_leader`)
+    agree      each rank states its labels; the leader chooses the labels to compare: those of
+               plain tensors, and of parts of DTensors that several groups of ranks hold
+    digests    each rank digests the compared tensors; the leader finds which ranks hold the same
+               bytes, and divides the writing among them (:mod:`.plan_leader`)
 
-The plan also says how fragments get to the leader: the ranks of a host send theirs to the first of
-them, which sends the leader the fragments of all of them. Therefore ranks state their host in the
-first round.
+The plan also routes fragments to the leader: the ranks of a host send theirs to the host's first
+rank, which forwards all of them. Therefore ranks state their host in the first round.
 
-A rank keeps the plan. At the next save of a state with the same layout it states only that it
-follows the plan, with one digest of all tensors that were identical on each group of ranks. If all
-ranks do, and what was identical still is, nothing is left to be decided: the leader looks nothing
-up, and its verdict is a few bytes. Otherwise it asks all ranks to state everything. Layouts are not
-sent again either, see ``GlobalPlan.sent_layouts``.
+Ranks keep the plan. At the next save of a state with the same layout, a rank only states that it
+follows the plan, with one digest per group of ranks over the tensors that were identical there. If
+all ranks follow it and the digests still agree, nothing is left to decide, and the verdict is a
+few bytes. Otherwise the leader asks all ranks for full statements. Layouts are not sent again
+either, see ``GlobalPlan.sent_layouts``.
 """
 
 from __future__ import annotations
@@ -55,17 +54,19 @@ Digest = Callable[[Sequence[int]], Mapping[int, bytes]]
 
 @dataclass(frozen=True)
 class Route:
-    """How the fragment of a rank gets to the leader. ``host_ranks``: ranks of its host, itself
-    among them, of which the first sends the fragments of all; the leader's host has no need for
-    that. ``speakers``: the ranks that send to the leader: those of its own host, and the first of
-    each other host. Both ascending."""
+    """The path of a rank's fragment to the leader. Both lists are ascending.
+
+    ``host_ranks``: the ranks of its host, the first of which forwards the fragments of all; only
+    the rank itself on the leader's host. ``speakers``: the ranks that send to the leader: all of
+    its own host, and the first of each other host.
+    """
 
     host_ranks: Sequence[int]
     speakers: Sequence[int]
 
     @classmethod
     def of(cls, rank: int, hosts: Ints) -> Route:
-        """The route of ``rank``, by a number of each rank's host."""
+        """Return the route of ``rank``, given each rank's host number."""
         first_of_hosts = np.unique(hosts, return_index=True)[1]
         speakers = np.union1d(ranks_with(0, hosts), first_of_hosts).tolist()
         if hosts[rank] == hosts[0]:
@@ -75,13 +76,14 @@ class Route:
 
 @dataclass(frozen=True, eq=False)
 class GlobalPlan:
-    """The global plan as one rank keeps it. ``id`` is the same on all ranks, and no other plan has
-    it. ``identical``: rows that were the same wherever they are held, by a name of the group of
-    ranks that hold them. ``divergent``: rows that differed.
+    """The global plan as kept by one rank.
 
-    ``sent_layouts``: keys of the layouts that this rank need not send again. Their receiver has
-    them in its ``received_layouts``: a save by this plan has sent them and was committed, and the
-    receiver has followed this plan ever since, or it would be another plan.
+    ``id`` is equal on all ranks and unique to the plan. ``identical``: rows that were equal
+    wherever they are held, by group of ranks. ``divergent``: rows that differed.
+
+    ``sent_layouts``: keys of layouts that need not be sent again. The receiver has them in its
+    ``received_layouts``: a committed save under this plan sent them, and the receiver has followed
+    the plan ever since; otherwise it would be a different plan.
     """
 
     id: bytes
@@ -94,19 +96,19 @@ class GlobalPlan:
 
     @classmethod
     def alone(cls, rank: int) -> GlobalPlan:
-        """The plan of a rank without peers."""
+        """Return the plan of a rank without peers."""
         return cls(b"", Agreed({}, {}), {}, {}, Route([rank], [rank]))
 
     @property
     def rows(self) -> list[int]:
-        """The rows that are digested at each save."""
+        """The rows to digest at each save."""
         return [
             *(row for rows in self.identical.values() for row in rows),
             *self.divergent.values(),
         ]
 
     def followed(self, digests: Mapping[int, bytes]) -> PlanFollowed:
-        """The statement of a rank that follows this plan."""
+        """Return the statement of a rank that follows this plan."""
         identical = {
             name: digest(b"".join(digests[row] for row in rows))
             for name, rows in self.identical.items()
@@ -116,7 +118,7 @@ class GlobalPlan:
 
 
 GlobalPlans = LruCache[GlobalPlan]
-"""The global plans of one process, by what they follow from."""
+"""The global plans of one process, by layout, rank and world."""
 
 
 async def agree(
@@ -129,11 +131,10 @@ async def agree(
 ) -> GlobalPlan:
     """Agree with the other ranks on a global plan. Every rank of a team of several calls this.
 
-    The storage is not used: trainers wait for the copies that begin when this returns.
-
-    Raises UsageError where ranks save to different URIs or compress differently, StateError where
-    the tensors of all ranks are placeholders, SaveError where ranks hold different values of one
-    part of a DTensor.
+    Does not use the storage: trainers wait for the copies that begin when this returns. Raises
+    UsageError if ranks save to different URIs or with different compression, StateError if the
+    tensors of all ranks are placeholders, SaveError if ranks hold different values of one part of a
+    DTensor.
     """
     key = (flat.layout_id, team.rank, team.world)
     plan: GlobalPlan | None = None
@@ -186,8 +187,8 @@ async def _new_plan(
     compared: Set[str],
     leader: PlanLeader,
 ) -> GlobalPlan:
-    """Digest the rows that are compared, and return the plan that results. ``names``: the labels of
-    the rows that this rank holds."""
+    """Digest the compared rows; return the resulting plan. ``names`` are the labels of this
+    rank's rows."""
     rows = unsure_rows(flat, team.world)
     positions = [
         i for i, row in enumerate(rows) if flat.layouts[row].holders is None or names[i] in compared
@@ -211,12 +212,12 @@ async def _new_plan(
 
 
 def _plan_of(compared: Mapping[str, int], decision: PlanDecision, team: Team) -> GlobalPlan:
-    """The plan for the rows that were compared, by label."""
+    """Build the plan for the compared rows, given by label."""
     groups = [*decision.groups, tuple(range(team.world))]  # the last one has number ALL_RANKS
     holders: dict[int, Group] = {}
     identical: defaultdict[str, list[int]] = defaultdict(list)
     divergent: dict[str, int] = {}
-    # Sorted, so that all ranks that hold the same digest it in one order.
+    # Sorted, so that all holders digest their rows in the same order.
     for name, row in sorted(compared.items()):
         number = decision.labels.get(name, ALL_RANKS)
         if number is None:

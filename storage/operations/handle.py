@@ -16,13 +16,15 @@ __all__ = ["SaveHandle", "StageHandle"]
 
 
 class StageHandle:
-    """A point in the life of a save. Fails if the save fails before it is reached."""
+    """A point in the life of a save. Fails if the save fails before reaching it."""
 
     def __init__(
         self, name: str, seen: Callable[[], None] = lambda: None, *, absent: str = ""
     ) -> None:
-        """``seen()`` is called whenever a caller learns that the stage is reached. ``absent``: why
-        this save does not come to this stage; to ask for it is a UsageError then."""
+        """``seen()`` is called whenever a caller learns that the stage is reached.
+
+        ``absent``: why this save never reaches the stage; querying it then raises UsageError.
+        """
         self._name = name
         self._seen = seen
         self._absent = absent
@@ -33,7 +35,7 @@ class StageHandle:
 
     @property
     def status(self) -> str:
-        """``reached``, ``not yet``, ``failed`` or ``never``; asking changes nothing."""
+        """``reached``, ``not yet``, ``failed`` or ``never``. Reading it has no side effects."""
         if self._absent:
             return "never"
         if not self._future.done():
@@ -43,8 +45,10 @@ class StageHandle:
         return "failed"
 
     def done(self) -> bool:
-        """Whether the stage was reached, or the save failed before it. Raises UsageError for a
-        stage that this save does not come to."""
+        """Return whether the stage was reached or the save failed.
+
+        Raises UsageError if this save never reaches the stage.
+        """
         self._check_present()
         if not self._future.done():
             return False
@@ -52,11 +56,11 @@ class StageHandle:
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the stage is reached. Raises what the save failed with, or DeadlineError
-        after ``timeout`` seconds.
+        """Wait until the stage is reached. Raises the save's error, or DeadlineError after
+        ``timeout`` seconds.
 
-        Without ``timeout``, the save's own deadlines bound the wait. Raises UsageError for a stage
-        that this save does not come to.
+        Without ``timeout``, the save's own deadlines bound the wait. Raises UsageError if this save
+        never reaches the stage.
         """
         self._check_present()
         try:
@@ -79,8 +83,10 @@ class StageHandle:
         self._seen()
 
     async def reached(self) -> None:
-        """For the engine: as awaiting it, but without calling ``seen``, since no code that writes
-        to the state learns of it."""
+        """Wait on the engine, like awaiting the stage, but without calling ``seen``.
+
+        The engine does not write to the state, so it need not count as having seen the stage.
+        """
         self._future.done()  # raises UsageError in a forked child
         ended = asyncio.wrap_future(self._future)
         await asyncio.wait([ended])
@@ -89,17 +95,17 @@ class StageHandle:
             raise _copy_of(failure)
 
     def reach(self) -> None:
-        """For the engine: the stage is reached."""
+        """Mark the stage as reached. Engine only."""
         if not self._future.done():
             self._future.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """For the engine: the stage will not be reached."""
+        """Mark the stage as failed. Engine only."""
         if not self._future.done():
             self._future.set_exception(error)
 
     def end(self, error: BaseException | None) -> None:
-        """For the engine: the stage is reached, or will not be."""
+        """Mark the stage as reached, or as failed with ``error``. Engine only."""
         if error is None:
             self.reach()
         else:
@@ -107,8 +113,11 @@ class StageHandle:
 
 
 def _copy_of(error: BaseException) -> BaseException:
-    """A copy of ``error``, to be raised: an exception keeps the frames that it was raised through
-    and their variables, and the handle keeps ``error``."""
+    """Return a copy of ``error`` to raise.
+
+    A raised exception references the frames it passes through and their variables, and the handle
+    keeps the original.
+    """
     copied = copy.copy(error)
     copied.__cause__ = error.__cause__
     copied.__context__ = error.__context__
@@ -123,17 +132,18 @@ _UNGUARDED = "no keepers of several hosts guard each other"
 
 @dataclass(repr=False)
 class SaveHandle:
-    """A save under way.
+    """A save in progress, with its stages.
 
-    ``captured``: every byte has been copied; the state may change again. ``sealed``: whole in host
-    memory and checksummed (with a budget smaller than the image: as each chunk passed through).
-    ``agreed``: in the memory of keepers on every rank, so that it survives the trainers.
-    ``local``: this host's part is on storage of the host, so that it survives a reboot.
-    ``protected``: there is parity of it, or copies are, on other hosts, so that it survives the
-    loss of a host; where a later step is protected in its place, this stage fails. ``durable``:
-    committed, on every rank. A save does not come to ``agreed`` without a keeper, nor to ``local``
-    unless it is due there, nor to ``protected`` where no keepers guard each other, and one that
-    stays in memory does not come to ``durable``: to wait for these is a UsageError.
+    ``captured``: every byte has been copied; the state may change again. ``sealed``: complete in
+    host memory and checksummed (with a budget smaller than the image: as each chunk passed
+    through). ``agreed``: in the memory of keepers on every rank, so that it survives the trainers.
+    ``local``: this host's part is on the host's storage, so that it survives a reboot.
+    ``protected``: parity or copies exist on other hosts, so that it survives the loss of a host;
+    fails if a later step is protected instead. ``durable``: committed, on every rank.
+
+    ``agreed`` requires a keeper, ``local`` a keeper that writes this step to the host's storage,
+    ``protected`` keepers on several hosts that protect each other. A step that stays in memory is
+    never ``durable``. Waiting for an unavailable stage raises UsageError.
     """
 
     uri: str
@@ -154,7 +164,7 @@ class SaveHandle:
 
     @property
     def _stages(self) -> dict[str, StageHandle]:
-        """Those that this save comes to, in order."""
+        """The stages that this save can reach, in order."""
         stages = {
             "captured": self.captured,
             "sealed": self.sealed,
@@ -167,24 +177,25 @@ class SaveHandle:
 
     @property
     def last(self) -> StageHandle:
-        """The stage with which this save ends: storage of the host, and protection, come beside
-        it."""
+        """The stage that ends this save; ``local`` and ``protected`` are side stages."""
         beside = (self.local, self.protected)
         return [stage for stage in self._stages.values() if stage not in beside][-1]
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Return whether the save has ended, successfully or not."""
         return self.last.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the checkpoint is committed, or, where it stays in memory, agreed. Raises
-        what the save failed with, on this rank or another."""
+        """Wait until the checkpoint is committed, or, if it stays in memory, agreed.
+
+        Raises the error with which the save failed, on this rank or another.
+        """
         self.last.wait(timeout)
 
     def __await__(self) -> Generator[object, None, None]:
         return self.last.__await__()
 
     def fail(self, error: BaseException) -> None:
-        """For the engine: no further stage will be reached."""
+        """Fail all stages not yet reached. Engine only."""
         for stage in self._stages.values():
             stage.fail(error)

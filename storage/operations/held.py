@@ -1,5 +1,5 @@
-"""The tensors of one rank whose replicas it does not know: their labels, and the groups of ranks
-that their meshes name."""
+"""The tensors of one rank whose replicas it does not know: labels, and the ranks of their
+meshes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .rounds import HeldStatement
 __all__ = ["DigestColumn", "Held", "digest_column", "label_names", "row_nbytes"]
 
 DigestColumn = npt.NDArray[np.uint8]
-"""Digests, one a row: (n, ``_DIGEST_NBYTES``)."""
+"""Digests, one per row: (n, ``_DIGEST_NBYTES``)."""
 _DIGEST_NBYTES = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The rows of one rank whose replicas it does not know, whatever their values are.
+    """The rows of one rank whose replicas it does not know, regardless of their values.
 
-    ``labels``: (n, 16); a plain tensor and a part of a DTensor never have the same label. ``mesh``:
-    (n,) int16, for each row the number of its group among ``groups``, -1 for a plain tensor.
-    ``groups``: for each group of ranks that a mesh names, by a digest of the ranks, how many bytes
-    it holds, also in rows that are not listed here.
+    ``labels``: (n, 16); plain tensors and parts of DTensors never share a label. ``mesh``: (n,)
+    int16, each row's group as an index into ``groups``, -1 for a plain tensor. ``groups``: bytes
+    held by each group of ranks named by a mesh, keyed by a digest of the ranks; also counts rows
+    not listed here.
     """
 
     labels: DigestColumn
@@ -38,9 +38,9 @@ class Held:
 
     @classmethod
     def of(cls, flat: FlatState, rank: int, world: int) -> Held:
-        """The ``unsure_rows`` of ``flat``, which ``rank`` of ``world`` holds."""
+        """Return the ``unsure_rows`` of ``flat``, held by ``rank`` of ``world``."""
         rows = unsure_rows(flat, world)
-        # By ids of tuples of ranks, which thousands of tensors share.
+        # Keyed by ids of rank tuples, which thousands of tensors share.
         names: dict[int, str] = {}
         groups = Counter[str]()
         for row, layout in enumerate(flat.layouts):
@@ -60,16 +60,16 @@ class Held:
 
     @property
     def names(self) -> list[str]:
-        """The labels in hexadecimal digits."""
+        """The labels in hexadecimal."""
         return label_names(self.labels)
 
     def encode(self, host: str | None) -> HeldStatement:
-        """The message for the leader, from a rank on ``host``."""
+        """Return the message for the leader, from a rank on ``host``."""
         return HeldStatement(self.labels.tobytes(), self.mesh.tobytes(), self.groups, host)
 
     @classmethod
     def decode(cls, message: HeldStatement) -> Held:
-        """The inverse of :meth:`encode`."""
+        """Invert :meth:`encode`."""
         mesh = np.frombuffer(message.mesh, np.int16)
         return cls(digest_column(message.labels), mesh, message.groups)
 
@@ -84,19 +84,19 @@ def _label_texts(flat: FlatState, rows: Sequence[int]) -> Iterator[bytes]:
 
 
 def row_nbytes(flat: FlatState, row: int) -> int:
-    """The bytes of a row; none of one that is tied to another."""
+    """Return the bytes of a row; 0 if it is tied to another."""
     if flat.alias[row] < 0:
         return flat.locals[row].nbytes
     return 0
 
 
 def label_names(labels: DigestColumn) -> list[str]:
-    """Labels in hexadecimal digits."""
+    """Return labels in hexadecimal."""
     text = labels.tobytes().hex()
     width = 2 * _DIGEST_NBYTES
     return [text[i : i + width] for i in range(0, len(text), width)]
 
 
 def digest_column(joined: bytes) -> DigestColumn:
-    """Concatenated digests as a column."""
+    """Return concatenated digests as a column."""
     return np.frombuffer(joined, np.uint8).reshape(-1, _DIGEST_NBYTES)

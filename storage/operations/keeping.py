@@ -1,4 +1,4 @@
-"""How a save goes by way of a keeper, and what the keeper tells of it."""
+"""Saves through a keeper: the request to it, and the handling of its events."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _CONFIGURES_DRIVERS = re.compile(
     r"HOLDFAST_(?!KEEPER_|TEST_).*|AWS_.*|AZURE_.*|GOOGLE_.*|CLOUDSDK_.*|HADOOP_.*|KRB5.*"
     r"|SSL_CERT_.*|REQUESTS_CA_BUNDLE|(?i:https?|all|no)_proxy"
 )
-"""The variables that a keeper is told for a flush: they say where storage is, and how it is
-accessed."""
+"""Environment variables passed to a keeper for a flush: they configure access to storage."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Where a keeper is to write a step. ``uri``: as it was given; ``compression``: of images."""
+    """Destination of a keeper's flush. ``uri``: as given; ``compression``: of images."""
 
     uri: str
     options: Mapping[str, object]
     compression: str | None = None
 
     def request(self, step: int, branch: str) -> Flush:
-        """To a keeper. Raises SaveError for options that are no values of JSON."""
+        """Return the request to a keeper. Raises SaveError for options that JSON cannot
+        represent."""
         try:
             options = json.dumps(dict(self.options))
         except (TypeError, ValueError) as error:
@@ -58,10 +58,12 @@ class Storage:
 
 @dataclass(frozen=True)
 class ByKeeper:
-    """That a save goes by way of a keeper, by its ``arena``; and to where from there. None: it
-    stays in memory. ``flushes``: this rank is the one that tells the keeper so. ``protects``:
-    keepers of several hosts guard each other. ``local``: the keeper writes to storage of the
-    host."""
+    """Options of a save through a keeper, via its ``arena``.
+
+    ``storage``: destination of the flush; None if the step stays in memory. ``flushes``: this rank
+    sends the flush request. ``protects``: keepers of several hosts protect each other. ``local``:
+    the keeper writes to the host's storage.
+    """
 
     arena: Arena
     storage: Storage | None = None
@@ -72,9 +74,11 @@ class ByKeeper:
 
 @dataclass(eq=False)
 class KeptStages:
-    """What a keeper makes of an image, for the engine's loop. ``sealed`` and ``agreed`` are called
-    when it has come so far; ``local`` and ``protected`` when it has come that far, or with why it
-    will not."""
+    """Callbacks for a keeper's progress, on the engine's loop.
+
+    ``sealed`` and ``agreed`` are called on success; ``local`` and ``protected`` on success, or with
+    the error.
+    """
 
     sealed: Callable[[], None]
     agreed: Callable[[], None]
@@ -83,8 +87,10 @@ class KeptStages:
 
 
 class Keeping:
-    """One save that goes by way of a keeper, as its rank sees it. ``ended``: when nothing more
-    comes of it; durable, where it goes to storage."""
+    """One save through a keeper, seen from its rank.
+
+    ``ended`` completes when the save is finished: durable, if it goes to storage.
+    """
 
     def __init__(self, by: ByKeeper, stages: KeptStages) -> None:
         self.arena = by.arena
@@ -97,7 +103,7 @@ class Keeping:
         self.ended: Future[Durable | None] = Future()
 
     def tell(self, event: Event | KeeperLost) -> bool:
-        """A :data:`~..arenas.arena.Listener`."""
+        """Handle an event of the keeper. Implements :data:`~..arenas.arena.Listener`."""
         match event:
             case Sealed():
                 self._generation = event.generation
@@ -130,7 +136,8 @@ class Keeping:
             self.ended.set_result(None)
 
     def _is_lost(self, event: KeeperLost) -> None:
-        """What is to be in storage may yet come there, by the next keeper."""
+        """Handle the loss of the keeper. A step meant for storage may still be flushed by the
+        next keeper."""
         error = SaveError(f"not kept in memory: {event.text}")
         self._is_local(error)
         self._unprotected(error)

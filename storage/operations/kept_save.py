@@ -1,9 +1,9 @@
-"""A save by way of a keeper: the image is captured into memory that the keeper holds, and the
-keeper makes the rest of it, also if this process dies.
+"""A save through a keeper: capture the image into the keeper's memory; the keeper does the rest.
 
-A step that stays in memory asks nobody: ranks go by the plan that they have agreed on at an earlier
-save, and keepers find out whether all of them did. A step that goes to storage has the rounds of
-any save, and one more, *keep*: it goes by way of keepers only where all ranks have a slot.
+It does so even if this process dies. A step that stays in memory involves no other rank: ranks use
+the plan agreed on in an earlier save, and keepers check that all of them did. A step that goes to
+storage has the rounds of any save and one more, *keep*: it uses keepers only if all ranks have a
+slot.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ __all__ = ["global_plan_of", "keep", "make_accord", "planned", "run_memory_step"
 
 
 async def run_memory_step(rank: int, world: int, job: SaveJob) -> None:
-    """Capture a step into memory, and ask no other rank. Returns when the keeper has taken it.
+    """Capture a step into memory without asking other ranks. Returns when the keeper has taken it.
 
-    Raises SaveError where there is no slot, or no plan that the ranks have agreed on; what
-    capturing raises.
+    Raises SaveError if there is no slot or no agreed plan, and any error of the capture.
     """
     assert job.keeping is not None
     assert job.step is not None
@@ -57,8 +56,7 @@ async def run_memory_step(rank: int, world: int, job: SaveJob) -> None:
 
 
 async def make_accord(team: Team, uri: str, job: SaveJob) -> None:
-    """Agree on a plan with the other ranks, for this step and for later ones. Every rank calls
-    this."""
+    """Agree with the other ranks on a plan for this and later steps. Every rank calls this."""
     async with team.session():
         try:
             await global_plan_of(team, uri, job)
@@ -68,7 +66,7 @@ async def make_accord(team: Team, uri: str, job: SaveJob) -> None:
 
 
 async def global_plan_of(team: Team, uri: str, job: SaveJob) -> GlobalPlan | None:
-    """The global plan; None for a rank without peers."""
+    """Return the global plan; None for a rank without peers."""
     if team.world == 1:
         return None
     digests = job.digests
@@ -78,7 +76,7 @@ async def global_plan_of(team: Team, uri: str, job: SaveJob) -> GlobalPlan | Non
 
 
 async def planned(job: SaveJob, rank: int, global_plan: GlobalPlan | None) -> SavePlan:
-    """What this rank saves, and where it lies."""
+    """Return the plan of this rank's image."""
     agreed: Agreed | None = None
     if global_plan is not None:
         agreed = global_plan.agreed
@@ -87,8 +85,10 @@ async def planned(job: SaveJob, rank: int, global_plan: GlobalPlan | None) -> Sa
 
 
 async def keep(team: Team, job: SaveJob, global_plan: GlobalPlan | None) -> bool:
-    """Capture the image into the keeper's memory, if all ranks can; have it written to storage from
-    there. Whether that is so. Every rank calls this. Returns when the keeper has taken it."""
+    """Capture the image into the keeper's memory and request a flush, if all ranks can.
+
+    Returns whether they can, when the keeper has taken the image. Every rank calls this.
+    """
     keeping = job.keeping
     assert keeping is not None
     assert keeping.storage is not None
@@ -133,8 +133,10 @@ async def _capture(
     rank: int,
     global_plan: GlobalPlan | None,
 ) -> None:
-    """Copy the image into its slot, and hand it to the keeper. Raises what capturing raises;
-    CoordinationError where the keeper does not take it."""
+    """Copy the image into its slot and hand it to the keeper.
+
+    Raises any error of the capture; CoordinationError if the keeper does not take it.
+    """
     keeping = job.keeping
     assert keeping is not None
     assert job.step is not None
@@ -162,7 +164,7 @@ async def _capture(
 
 
 async def _equal(job: SaveJob, global_plan: GlobalPlan | None) -> Mapping[str, str]:
-    """Digests of what has to be the same on all ranks of a group, by the group's name."""
+    """Return digests of the data that must be equal within a group of ranks, by group name."""
     if global_plan is None or not global_plan.identical:
         return {}
     assert job.digests is not None
@@ -171,7 +173,7 @@ async def _equal(job: SaveJob, global_plan: GlobalPlan | None) -> Mapping[str, s
 
 
 def _no_image() -> ImageTable:
-    """The table of an image that the keeper has yet to hash."""
+    """Return the table of an image that the keeper has yet to hash."""
     return ImageTable(
         np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, DIGEST_NBYTES), np.uint8)
     )

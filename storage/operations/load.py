@@ -1,5 +1,8 @@
-"""One rank's part of a load: agree on the manifest, check that everything fits, read, fill, and
-agree that everything has arrived."""
+"""One rank's part of a load.
+
+Ranks agree on the manifest, check that it fits the state, read and fill, and agree that everything
+has arrived.
+"""
 
 from __future__ import annotations
 
@@ -63,20 +66,19 @@ _log = logging.getLogger(__name__)
 
 RETRIES = 3
 EVERYWHERE = "*"
-"""In place of a host: the rank exchanges with all ranks of the job."""
+"""Stands for a host: the rank exchanges with all ranks of the job."""
 
 Exchanging = bool | Literal["auto"]
-"""Whether ranks that want the same bytes read them once and exchange them; auto: those of one host
-do."""
+"""Whether ranks that want the same bytes read them once and exchange them; auto: within a host."""
 
 
 @dataclass(kw_only=True, eq=False)
 class LoadJob:
-    """What one rank loads into, and what it found there."""
+    """The target of one rank's load, and the load's progress."""
 
     flat: FlatState = field(kw_only=False)
     part: Part | None = None
-    """The part of the checkpoint that the state is; None: it is all of it."""
+    """The part of the checkpoint to load; None for all of it."""
     strict: Strict
     cast: bool
     budget_nbytes: int
@@ -84,10 +86,10 @@ class LoadJob:
     exchange_limits: ExchangeLimits = field(default_factory=ExchangeLimits)
     progress: Report = lambda done_nbytes, total_nbytes: None
     early: Future[tuple[Manifest, bytes]] | None = None
-    """The manifest and its bytes, where they are being read already."""
+    """The manifest and its bytes, if already being read."""
     touched: set[str] = field(default_factory=set)
-    """The names of the state that earlier, failed loads have begun to fill; this one adds those
-    that it begins to fill. A load that fills all of them repairs what a failed one left."""
+    """Names of the state that failed loads have begun to fill; this load adds its own. Filling
+    all of them repairs the state."""
     match: Match = field(default_factory=Match)
     left: Differences = field(default_factory=Differences)
     built: list[tuple[Subtree, object]] = field(default_factory=list)
@@ -96,11 +98,10 @@ class LoadJob:
 
 
 async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, ImageReader]:
-    """Fill the tensors of ``job``; every rank of the team calls this. Values and objects are left
-    to :func:`finish`.
+    """Fill the tensors of ``job``; every rank of the team calls this. :func:`finish` does the rest.
 
-    Raises MismatchError, with every difference on any rank, before any tensor is filled; what
-    failed on this rank; or RankFailedError and DeadlineError for another.
+    Raises MismatchError, listing the differences on all ranks, before any tensor is filled; any
+    error on this rank; RankFailedError and DeadlineError for other ranks.
     """
     driver = with_progress(driver, team)
     async with team.session():
@@ -123,7 +124,7 @@ async def run_build(
     report: Report = lambda done_nbytes, total_nbytes: None,
     part: Part | None = None,
 ) -> tuple[object, Manifest, ImageReader]:
-    """The state, or a part of it, built anew. Raises UsageError for a part that is not there."""
+    """Build a new state, or a part of one. Raises UsageError if the part does not exist."""
     for _ in range(RETRIES):
         manifest, _data = await read_manifest(driver)
         read_ahead(driver, manifest)
@@ -148,8 +149,10 @@ def _replaced_each_time(driver: Driver) -> ReplacedError:
 
 
 async def _host_ranks(team: Team, exchange: Exchanging) -> list[int]:
-    """The ranks of this host, of which one reads the manifest; this rank alone where ranks do not
-    exchange, or the host is not known."""
+    """Return the ranks of this host, one of which reads the manifest.
+
+    Only this rank if ranks do not exchange or the host is unknown.
+    """
     if team.world == 1:
         return [team.rank]
     if exchange:
@@ -167,7 +170,7 @@ async def _hosts(statements: Sequence[OnHost]) -> Hosts:
 async def _load(
     driver: Driver, team: Team, job: LoadJob, attempt: int, host_ranks: Sequence[int]
 ) -> tuple[Manifest, ImageReader] | None:
-    """One try; None when the checkpoint was replaced meanwhile, on any rank."""
+    """Try to load; return None if the checkpoint was replaced meanwhile, on any rank."""
     early = job.early
     job.early = None
     seen, checksum = await _seen(driver, team, f"manifest/{attempt}", host_ranks, early)
@@ -197,7 +200,7 @@ async def _load(
 
 
 def _written(job: LoadJob) -> Iterator[torch.Tensor]:
-    """What a load fills, and the tensors around it, such as DTensors."""
+    """Yield the tensors that the load fills, and their wrappers, such as DTensors."""
     yield from job.match.wanted.buffers
     filled = set(job.match.wanted.names.values())
     for name, origin in zip(job.flat.names, job.flat.origins, strict=True):
@@ -207,7 +210,7 @@ def _written(job: LoadJob) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """How one rank reads what it wants: by itself, or in an exchange with others."""
+    """One rank's plan for reading: alone, or in an exchange with others."""
 
     manifest: Manifest
     targets: Targets
@@ -226,7 +229,7 @@ async def _plan_reading(
     manifest = await seen.with_shards_of(targets.tensor)
     budget_nbytes = job.budget_nbytes
     if group is not None and group.job_host:
-        budget_nbytes //= 2  # the other half is for what other ranks send
+        budget_nbytes //= 2  # the other half buffers data from other ranks
     reader = ImageReader(image_driver(driver, manifest), manifest, budget_nbytes)
     exchange = None
     if group is not None:
@@ -241,7 +244,7 @@ async def _plan_reading(
 async def _read(
     driver: Driver, team: Team, job: LoadJob, reading: _Reading, overlaps: Overlaps | None
 ) -> bool:
-    """Read and fill; False where the checkpoint was replaced meanwhile."""
+    """Read and fill; return False if the checkpoint was replaced meanwhile."""
 
     def report(done_nbytes: int, total_nbytes: int) -> None:
         team.report_progress()
@@ -261,7 +264,7 @@ async def _read(
             reader.bytes_wanted += overlaps.bytes_wanted
             reader.bytes_read += overlaps.bytes_read
     except (DamagedError, RankFailedError):
-        # The other rank may have failed because it saw that the checkpoint was replaced.
+        # The other rank may have failed because the checkpoint was replaced.
         if await is_current(driver, reading.manifest.attempt):
             raise
         return False
@@ -269,8 +272,10 @@ async def _read(
 
 
 async def _overlaps(driver: Driver, team: Team, seen: _Seen, job: LoadJob) -> Overlaps | None:
-    """Read the values of tensors of the state that share memory, before the ranks decide whether
-    the checkpoint fits; they are not read again. None when it was replaced meanwhile."""
+    """Read the values of state tensors that share memory, before the ranks decide about the fit.
+
+    They are not read again. Returns None if the checkpoint was replaced meanwhile.
+    """
     found = job.match
     wanted = found.wanted
     groups = await offload(overlapping, wanted)
@@ -295,14 +300,16 @@ async def _overlaps(driver: Driver, team: Team, seen: _Seen, job: LoadJob) -> Ov
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The manifest that a rank loads from. Where another rank has ``verified`` it, it has no shards
-    before it is known which tensors are wanted."""
+    """The manifest that a rank loads from.
+
+    If another rank ``verified`` it, it has no shards until the wanted tensors are known.
+    """
 
     manifest: Manifest
     verified: VerifiedManifest | None = None
 
     async def with_shards_of(self, tensors: Ints) -> Manifest:
-        """The manifest with the shards of the tensors in these rows, at least."""
+        """Return the manifest with at least the shards of these tensors."""
         if self.verified is None:
             return self.manifest
         return await offload(self.verified.with_shards_of, tensors)
@@ -315,8 +322,10 @@ async def _seen(
     host_ranks: Sequence[int],
     early: Future[tuple[Manifest, bytes]] | None,
 ) -> tuple[_Seen, bytes]:
-    """The manifest and its checksum. One rank of the host reads and checks it; the others decode
-    what they need."""
+    """Return the manifest and its checksum.
+
+    One rank of the host reads and checks it; the others decode only what they need.
+    """
     mine: list[Manifest] = []
 
     async def read() -> bytes:
@@ -338,8 +347,7 @@ async def _seen(
 def _exchange_group(
     team: Team, name: str, verdict: bytes, job: LoadJob, host_ranks: Sequence[int]
 ) -> ExchangeGroup | None:
-    """The ranks that this one exchanges with, by the leader's verdict; None where there are
-    none."""
+    """Return the ranks to exchange with, by the leader's verdict; None if there are none."""
     ranks = ranks_with(team.rank, numbers_in(verdict))
     if len(ranks) == 1:
         return None
@@ -376,7 +384,7 @@ def _matched(
                 continue
             built.append((subtree, made.state))
             found.filled.add(dotted(key for _, key in path))
-            if not job.strict:  # else the object gets all that it has, or is refused
+            if not job.strict:  # with strict, the object gets everything or is refused
                 found.filled.update(manifest.tensors.names[row] for row in made.rows)
             found.tensors |= made.rows
             found.missing |= made.missing
@@ -396,7 +404,7 @@ def _matched(
 
 
 def _path_of(flat: FlatState, subtree: Subtree) -> TypedPath:
-    """The keys that lead to an object, each with its type; none, where the object is the state."""
+    """Return the typed keys that lead to an object; empty if the object is the state itself."""
     if subtree.parent < 0:
         return ()
     keys = (*flat.tree.paths()[subtree.parent], subtree.key)
@@ -404,8 +412,7 @@ def _path_of(flat: FlatState, subtree: Subtree) -> TypedPath:
 
 
 def _fitting(job: LoadJob, manifest: Manifest, checksum: bytes, host: str | None) -> FitReport:
-    """What a rank states before reading: which manifest it has, what does not fit, and what it has
-    a place for."""
+    """Return this rank's report before reading: its manifest, mismatches, and places."""
     peers: str | None = None
     if job.exchange is True:
         peers = EVERYWHERE
@@ -415,7 +422,8 @@ def _fitting(job: LoadJob, manifest: Manifest, checksum: bytes, host: str | None
 
 
 class _Judge:
-    """On the leader: whether all ranks go on, with whom each exchanges, and what is left."""
+    """The leader's verdict: whether ranks proceed, who exchanges with whom, and what is left
+    out."""
 
     def __init__(self, check: DifferenceCheck) -> None:
         self._check = check
@@ -423,21 +431,20 @@ class _Judge:
     async def judge(self, reports: Sequence[FitReport]) -> Fit:
         manifests = {report.manifest for report in reports}
         if len(manifests) > 1 or b"" in manifests:
-            return Fit(None)  # a save came between: some ranks read the manifest before, some after
+            return Fit(None)  # a save intervened: some ranks read the old manifest
         left = await offload(self._check.judge, reports)
         return Fit(left, numbered([report.peers for report in reports]))
 
 
 def finish(job: LoadJob, manifest: Manifest, rank: int) -> object:
-    """Put values into their containers, give objects their state, and return the state. In the
-    caller's thread."""
+    """Assign values, restore objects and return the state. Runs in the caller's thread."""
     root = _assign(job, manifest, rank)
     give(job.given)
     modules = [(s, s.state) for s in job.flat.subtrees if s.state is not None]
-    for subtree, state in modules + job.built:  # modules first: others may look at them
+    for subtree, state in modules + job.built:  # modules first: others may read them
         try:
             restore(subtree.owner, state)
-        except Exception as error:  # of the object's own code
+        except Exception as error:  # raised by the object's own code
             path = format_path(key for _, key in _path_of(job.flat, subtree))
             error.add_note(f"while {path} took its state back")
             raise
@@ -445,8 +452,10 @@ def finish(job: LoadJob, manifest: Manifest, rank: int) -> object:
 
 
 def _assign(job: LoadJob, manifest: Manifest, rank: int) -> object:
-    """Put values into their containers, innermost first. Tuples cannot be assigned to: they are
-    replaced in the containers that hold them."""
+    """Assign values to their containers, innermost first.
+
+    Tuples are immutable, so they are replaced in their containers.
+    """
     nodes = job.flat.nodes
     containers = job.flat.tree.containers
     todo: dict[int, dict[Key, object]] = {}

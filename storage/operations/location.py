@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a URI with the options to open it, and what is below it."""
+"""A URI with the options to open it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ __all__ = ["Place"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A checkpoint's place, or that of a folder of them."""
+    """The location of a checkpoint or of a folder of checkpoints."""
 
     uri: Uri
     options: Mapping[str, object]
 
     @classmethod
     def of(cls, uri: str | os.PathLike[str], storage_options: Mapping[str, object] | None) -> Place:
-        """Raises UriError for what is no URI; an unknown scheme or option is found when it is
-        opened."""
+        """Parse a URI. Raises UriError; an unknown scheme or option is only detected on opening."""
         return cls(parse(uri), storage_options or {})
 
     def divided(self) -> tuple[Place, str]:
-        """The folder of what lies here, and its key there. Raises UriError where it is in none."""
+        """Return the parent folder, and this place's key in it. Raises UriError if there is
+        none."""
         folder, key = divided(self.uri)
         return Place(folder, self.options), key
 
     @contextlib.asynccontextmanager
     async def opened(self, path: str = "") -> AsyncIterator[Driver]:
-        """A driver for what lies at ``path`` (a key, or empty), closed at the end."""
+        """Open a driver for ``path`` (a key, or empty); close it at the end."""
         driver = open_driver(join(self.uri, *path.split("/")) if path else self.uri, **self.options)
         try:
             yield driver

@@ -1,4 +1,4 @@
-"""Options of saves and loads, as the public verbs document them, and their checks."""
+"""Options of saves and loads, documented by the public API, and their validation."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _BUDGET_MIN_NBYTES = 32 << 20
 
 UriLike = str | os.PathLike[str]
 Lazy = bool | Literal["prove"]
-"""Whether training goes on while the state is copied; ``prove``: digests also check that nothing
-changed meanwhile."""
+"""Whether training continues while the state is copied; ``prove`` also verifies by digests that
+nothing changed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """Options of :func:`~holdfast.async_save`; see there."""
+    """Options of :func:`~holdfast.async_save`."""
 
     lazy: Lazy = False
     budget_nbytes: int | None = None
@@ -53,7 +53,7 @@ class SaveOptions:
     telemetry: Telemetry = "on"
 
     def check(self) -> None:
-        """Raises UsageError for a budget that is too small, and for unknown values."""
+        """Raise UsageError for a budget that is too small, and for unknown values."""
         if self.budget_nbytes is not None:
             check_budget(self.budget_nbytes)
         checked_compression(self.compression)
@@ -62,7 +62,7 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options of :func:`~holdfast.load`; see there."""
+    """Options of :func:`~holdfast.load`."""
 
     only: Only | None = None
     strict: Strict = True
@@ -76,7 +76,7 @@ class LoadOptions:
     telemetry: Telemetry = "on"
 
     def check(self) -> None:
-        """Raises UsageError for unknown values."""
+        """Raise UsageError for unknown values."""
         check_budget(self.budget_nbytes)
         if self.exchange not in (True, False, "auto"):
             raise UsageError(f"exchange={self.exchange!r}", advice='Give "auto", True or False.')
@@ -86,7 +86,7 @@ class LoadOptions:
 
 
 def check_budget(budget_nbytes: int) -> None:
-    """Raises UsageError for a budget that is too small to make progress."""
+    """Raise UsageError for a budget too small to make progress."""
     if budget_nbytes < _BUDGET_MIN_NBYTES:
         raise UsageError(
             f"a budget of {budget_nbytes:,} bytes is too small",

@@ -1,6 +1,6 @@
-"""What became of each save and load of this process, for whoever counts: metrics, traces, loggers.
+"""Reports the outcome of each save and load of this process to listeners: metrics, traces, loggers.
 
-Scope: handing it on. A listener that raises harms nobody: the error is printed.
+An exception from a listener is printed and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["Outcome", "announce", "listen"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a save or a load of this rank has ended.
+    """The outcome of a save or a load on this rank.
 
-    ``uri`` as it is printed, without secrets. ``seconds``: from the call to its end. ``report``:
-    its figures, if it succeeded; ``error``: what it failed with, otherwise. ``step``: None where a
-    checkpoint has none, and of loads."""
+    ``uri`` is redacted. ``seconds``: from the call to the end. ``report``: set on success;
+    ``error``: set on failure. ``step``: None for loads and for checkpoints without a step.
+    """
 
     operation: Literal["save", "load"]
     uri: str
@@ -36,7 +36,7 @@ Listener = Callable[[Outcome], object]
 
 
 class _Listeners:
-    """Those of this process. What is being told goes on with the listeners that there were."""
+    """The listeners of this process. Changes do not affect an announcement in progress."""
 
     def __init__(self) -> None:
         self._all: tuple[Listener, ...] = ()
@@ -59,12 +59,11 @@ _listeners = _Listeners()
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Call ``listener`` with the :class:`Outcome` of every save and load that ends from now on in
-    this process; return what ends that.
+    """Call ``listener`` with the :class:`Outcome` of every future save and load of this process.
 
-    It is called on the thread that ends the operation: the engine's for a save, the caller's for a
-    load. Others wait for it, so it should do little. What it raises is printed, and changes
-    nothing.
+    Returns a function that unsubscribes. The listener runs on the thread that ends the operation:
+    the engine's for a save, the caller's for a load. Others wait for it, so it should return
+    quickly. Its exceptions are printed and ignored.
     """
 
     def told(outcome: Outcome) -> None:
@@ -75,5 +74,5 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 
 def announce(outcome: Outcome) -> None:
-    """Tell every listener."""
+    """Call every listener."""
     _listeners.tell(outcome)

@@ -1,11 +1,11 @@
-"""Tensors of a state that share memory, and that a checkpoint stores separately: tied weights of a
-model that was saved untied, views of one buffer.
+"""Tensors that share memory in the state but are stored separately in the checkpoint.
 
-What is stored of them goes into memory of its own first, one tensor after the other, in the order
-of the state. So it is known whether the stored values agree before anything of the state is
-touched. Where they do not, what the state gets is the last one, whole, and never a mixture.
+Examples are tied weights of a model that was saved untied, and views of one buffer. Their stored
+values are first read into separate memory, one tensor after the other in the order of the state. So
+conflicting values are detected before the state is touched. On a conflict the state gets the last
+tensor's values completely, never a mixture.
 
-Scope: memory of one process. Tensors that are stored as one are none of this.
+Scope: memory of one process. Tensors that are stored once are not handled here.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _NAMED = 5
 
 @dataclass
 class Overlaps:
-    """What was read for memory that several stored tensors go to. ``conflicts``: by name, what does
-    not agree."""
+    """Values read for memory shared by several stored tensors. ``conflicts``: by name, those
+    that disagree."""
 
     conflicts: dict[str, str] = field(default_factory=dict)
     bytes_read: int = 0
@@ -47,13 +47,13 @@ class Overlaps:
     _copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def put(self) -> None:
-        """Copy what was read into the state."""
+        """Copy the values into the state."""
         for target, read in self._copies:
             with writable(target):
                 target.copy_(read)
 
     def add(self, targets: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> None:
-        """``read`` is what :meth:`put` copies into ``targets``."""
+        """Make :meth:`put` copy ``read`` into ``targets``."""
         self._copies += zip(targets, read, strict=True)
 
 
@@ -65,11 +65,12 @@ async def read_overlaps(
     budget_nbytes: int,
     report: Report,
 ) -> Overlaps:
-    """Read what goes into buffers that share memory; ``groups`` are their numbers
+    """Read the values of buffers that share memory; ``groups`` are their numbers
     (:func:`overlapping`).
 
-    ``driver`` is that of the images. ``report`` is called with the bytes of each buffer. Takes as
-    much memory as the buffers, besides the budget. Raises DamagedError, StorageError.
+    ``driver`` must be the driver for images. ``report`` is called with the bytes of each buffer.
+    Needs as much memory as the buffers, in addition to the budget. Raises DamagedError and
+    StorageError.
     """
     found = Overlaps()
     wishes = wanted.wishes()
@@ -101,8 +102,8 @@ def _conflict(names: Sequence[str]) -> str:
 
 
 class _SharedCopy:
-    """A copy of the memory that ``targets`` share, in host memory. ``views``: tensors in it, laid
-    out as ``targets`` are in theirs."""
+    """A host copy of the memory that ``targets`` share. ``views`` are tensors in it with the
+    same layout."""
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
         spans = [_span(target) for target in targets]
@@ -125,7 +126,7 @@ class _SharedCopy:
 
     @staticmethod
     def digest(view: torch.Tensor) -> bytes:
-        """The digest of a view's elements."""
+        """Return the digest of a view's elements."""
         plain = view.resolve_conj().resolve_neg().contiguous()
         return digest(plain.view(-1).view(torch.uint8).numpy().data)
 
@@ -141,8 +142,7 @@ def _view(memory: torch.Tensor, target: torch.Tensor, offset: int) -> torch.Tens
 
 
 def overlapping(wanted: Wanted) -> list[list[int]]:
-    """Groups of buffers that share memory without being the same buffer, by their numbers, in
-    order."""
+    """Return groups of distinct buffers that share memory, by their numbers, in order."""
     buffers = wanted.buffers
     memory = wanted.memory()
     numbers = wanted.numbers()
@@ -163,7 +163,7 @@ def overlapping(wanted: Wanted) -> list[list[int]]:
         cuts = np.concatenate([[0], apart, [len(rows)]])
         shared = np.flatnonzero(
             np.diff(cuts) > 1
-        )  # of thousands of groups, nearly all are one buffer
+        )  # nearly all of the thousands of groups are a single buffer
         found += [sorted(numbers[rows[cuts[g] : cuts[g + 1]]].tolist()) for g in shared.tolist()]
     if not found:
         return []
@@ -177,7 +177,7 @@ def overlapping(wanted: Wanted) -> list[list[int]]:
 
 
 def _devices(buffers: Sequence[torch.Tensor], memory: MemoryTable, numbers: Ints) -> Ints:
-    """(numbers,): the device that each buffer is on, by a number of its own."""
+    """(numbers,): each buffer's device, as an integer code."""
     if memory.on_host.all():
         return np.zeros(len(numbers), np.int64)
     codes: dict[torch.device, int] = {}
@@ -197,7 +197,7 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of memory [start, stop) that its elements lie in."""
+    """Return the address range [start, stop) of its elements."""
     return tensor.data_ptr(), _stop(tensor)
 
 

@@ -1,5 +1,4 @@
-"""The leader's part of the global plan: it finds which ranks hold the same tensors, and divides the
-writing among them."""
+"""The leader's part of the global plan: finds replicas and divides the writing among them."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ __all__ = ["ALL_RANKS", "PlanLeader"]
 Ints = npt.NDArray[np.int64]
 
 ALL_RANKS = -1
-"""In place of the number of a group: all ranks, which need not be listed."""
+"""Stands for a group's number: all ranks, which need not be listed."""
 
 
 class PlanLeader:
@@ -45,8 +44,10 @@ class PlanLeader:
         self._seal = b""
 
     async def agree(self, statements: Sequence[SaveStatement]) -> AgreeVerdict:
-        """If all ranks follow one plan that still holds, that plan; otherwise what to compare, or
-        that all ranks must first state what they hold."""
+        """Confirm the plan that all ranks follow, if it still holds.
+
+        Otherwise return the labels to compare, or request statements from all ranks.
+        """
         _check_same_save(statements)
         refuse_placeholders([statement.placeholders for statement in statements])
         holdings = [s.holdings for s in statements if s.holdings is not None]
@@ -58,16 +59,16 @@ class PlanLeader:
         return AgreeVerdict(followed[0].id)
 
     async def choose_labels(self, statements: Sequence[HeldStatement]) -> Comparison:
-        """The labels of the parts of DTensors that lie on several meshes. Plain tensors are
-        compared in any case."""
+        """Return the labels of DTensor parts that lie on several meshes. Plain tensors are
+        always compared."""
         self._held = await offload(lambda: [Held.decode(holdings) for holdings in statements])
         self._hosts = numbered([holdings.host for holdings in statements])
         self._seal = await offload(_seal_of, statements)
         return Comparison(tuple(await offload(_labels_of_several_groups, self._held)))
 
     async def decide(self, statements: Sequence[Findings]) -> PlanDecision:
-        """The global plan. Raises SaveError where ranks hold different values of one part of a
-        DTensor."""
+        """Return the global plan. Raises SaveError if ranks hold different values of one DTensor
+        part."""
         decision = replace(await offload(_decision, self._held, statements), hosts=self._hosts)
         plan_id = digest(codec(PlanDecision).encode(decision) + self._seal)
         return replace(decision, id=plan_id)
@@ -87,15 +88,15 @@ def _check_same_save(statements: Sequence[SaveStatement]) -> None:
 
 
 def _seal_of(statements: Sequence[HeldStatement]) -> bytes:
-    """A digest of what all ranks hold."""
+    """Return a digest of all ranks' statements."""
     return digest(
         b"".join(digest(codec(HeldStatement).encode(holdings)) for holdings in statements)
     )
 
 
 def _still_holds(followed: Sequence[PlanFollowed]) -> bool:
-    """Whether all ranks follow one plan, tensors that were identical still are, and tensors that
-    differed still differ."""
+    """Return whether all ranks follow one plan, identical tensors still are, and divergent ones
+    still differ."""
     if len({plan.id for plan in followed}) > 1:
         return False
     identical: defaultdict[str, set[bytes]] = defaultdict(set)
@@ -111,7 +112,7 @@ def _still_holds(followed: Sequence[PlanFollowed]) -> bool:
 
 
 def _labels_of_several_groups(held: Sequence[Held]) -> list[str]:
-    """The labels of the parts of DTensors that several groups of ranks hold."""
+    """Return the labels of DTensor parts that several groups of ranks hold."""
     known: dict[str, int] = {}
     groups = []
     labels = []
@@ -127,7 +128,7 @@ def _labels_of_several_groups(held: Sequence[Held]) -> list[str]:
 
 
 def _distinct(labels: DigestColumn) -> tuple[Ints, Ints]:
-    """The first row of each distinct label, and, for each row, the number of its label."""
+    """Return the first row of each distinct label, and each row's label number."""
     high, low = labels.view(np.uint64).T
     order = np.lexsort((low, high))
     is_new = np.append(True, (np.diff(high[order]) != 0) | (np.diff(low[order]) != 0))[: len(order)]
@@ -137,8 +138,7 @@ def _distinct(labels: DigestColumn) -> tuple[Ints, Ints]:
 
 
 def _decision(held: Sequence[Held], findings: Sequence[Findings]) -> PlanDecision:
-    """Which ranks hold what, of the rows that are compared, and in which shares everything is
-    written."""
+    """Decide which ranks hold the compared rows, and who writes which share of everything."""
     pairs = list(zip(held, findings, strict=True))
     labels = np.concatenate([of.labels[list(found.of)] for of, found in pairs])
     digests = np.concatenate([digest_column(found.digests) for found in findings])
@@ -154,7 +154,7 @@ def _decision(held: Sequence[Held], findings: Sequence[Findings]) -> PlanDecisio
     group_of: dict[str, int | None] = {}
     divergent: dict[str, tuple[int, int]] = {}
     loads = _loads_on_meshes(held, findings)
-    # Without names there is one list, of no rows, which zip leaves out.
+    # Without names there is one list of no rows, which zip drops.
     for name, identical, rows in zip(
         names, is_identical.tolist(), _rows_by_number(number), strict=False
     ):
@@ -178,13 +178,13 @@ def _names_where(names: Sequence[str], mask: npt.NDArray[np.bool_]) -> set[str]:
 
 
 def _rows_by_number(number: Ints) -> Iterable[Ints]:
-    """For each number, the rows that have it, in order."""
+    """Return for each number the rows that have it, in order."""
     order = np.argsort(number, kind="stable")
     return np.split(order, np.cumsum(np.bincount(number, minlength=1))[:-1])
 
 
 def _refuse_different_parts(findings: Sequence[Findings], different: Set[str]) -> None:
-    """Raise SaveError where the part of a DTensor is among ``different``."""
+    """Raise SaveError if the part of a DTensor is among ``different``."""
     texts = {
         text: name for found in findings for name, text in found.parts.items() if name in different
     }
@@ -199,7 +199,7 @@ def _refuse_different_parts(findings: Sequence[Findings], different: Set[str]) -
 
 
 def _loads_on_meshes(held: Sequence[Held], findings: Sequence[Findings]) -> Counter[Group]:
-    """The bytes that each group of ranks holds together, in the rows that were not compared."""
+    """Return the bytes that each group of ranks holds in the rows that were not compared."""
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     nbytes: dict[str, int] = {}
     for rank, (of, found) in enumerate(zip(held, findings, strict=True)):

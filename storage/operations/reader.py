@@ -1,7 +1,6 @@
-"""One committed checkpoint, opened for reading: what is in it, any slice of it, and whether it is
-undamaged.
+"""One committed checkpoint, opened for reading: its contents, slices of tensors, verification.
 
-Needs no torch.distributed, and no torch until a tensor is read.
+Needs neither torch.distributed nor, until a tensor is read, torch.
 """
 
 from __future__ import annotations
@@ -55,16 +54,19 @@ __all__ = [
 READ_BUDGET_NBYTES = 512 << 20
 
 _of_parents: list[Driver] = []
-"""In a forked child: drivers of its parent, which it neither uses nor closes."""
+"""In a forked child: the parent's drivers, which must be neither used nor closed."""
 
 Index = slice | int | tuple[slice | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a checkpoint. ``shards`` counts the boxes in which it is stored, ``ranks``
-    those that wrote them; ``owners`` are the ranks that each have a tensor of their own under this
-    name (none: it is the whole job's); ``alias_of`` names the tensor that it is tied to."""
+    """One tensor of a checkpoint.
+
+    ``shards`` counts the boxes in which it is stored, ``ranks`` wrote them. ``owners``: ranks that
+    each have their own tensor under this name; empty if it belongs to the whole job. ``alias_of``
+    names the tensor it is tied to.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -77,10 +79,10 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """A committed checkpoint. Made by :func:`open`; a context manager. A forked child may use it as
-    well, by a connection of its own.
+    """A committed checkpoint, created by :func:`open`; a context manager.
 
-    One that is not closed is closed when it is collected, with a ResourceWarning.
+    A forked child may use it too, through its own connection. An unclosed checkpoint is closed when
+    garbage-collected, with a ResourceWarning.
     """
 
     def __init__(
@@ -90,24 +92,24 @@ class Checkpoint:
         manifest_nbytes: int,
         reopen: Callable[[], Driver] | None = None,
     ) -> None:
-        """``reopen`` makes another driver of the same storage, for a forked child; None: a child
-        cannot use it."""
+        """``reopen`` makes another driver of the same storage for a forked child; without it, a
+        child cannot use the checkpoint."""
         self._opened = driver
         self._reopen = reopen
         self._images_made: Driver | None = None
         self._open_in: int | None = os.getpid()
-        """The process that is to close it; a forked child leaves what it has inherited alone."""
+        """Process that must close it; a forked child leaves inherited drivers alone."""
         self._warns = True
         self._manifest = manifest
         self.uri = driver.uri
         self.step = manifest.step
         self.world = manifest.world
-        """Ranks that saved it."""
+        """Number of ranks that saved it."""
         self.created_s = manifest.created_s
         self.attempt = manifest.attempt
         self.manifest_nbytes = manifest_nbytes
         self.compression = manifest.compression
-        """``"lz4"`` where images are stored so, else None."""
+        """``"lz4"`` if images are compressed, else None."""
 
     def __enter__(self) -> Self:
         return self
@@ -125,8 +127,7 @@ class Checkpoint:
         return f"<Checkpoint {self.uri}: step {self.step}, {sizes}>"
 
     def close(self) -> None:
-        """Let go of the storage. Safe to call twice. Does not wait where that is impossible: on the
-        engine's thread."""
+        """Close the storage. Idempotent. Does not wait when called on the engine's thread."""
         opened_in = self._open_in
         self._open_in = None
         if opened_in is None:
@@ -139,11 +140,11 @@ class Checkpoint:
             closed.result()
 
     def close_when_collected(self) -> None:
-        """For an owner that is never closed itself: do not warn."""
+        """Suppress the warning, for an owner that is never closed explicitly."""
         self._warns = False
 
     def __del__(self) -> None:
-        """Any thread may call this, at any moment: it takes no lock and waits for nothing."""
+        """Close later. May run on any thread at any moment, so it takes no lock and never waits."""
         if getattr(self, "_open_in", None) != os.getpid() or sys.is_finalizing():
             return
         close_later(self._opened.close)
@@ -159,15 +160,15 @@ class Checkpoint:
         return self._opened
 
     def _open_in_child(self) -> None:
-        """After a fork: the parent's driver waits for threads, and for an event loop, that are not
-        in this process."""
+        """Replace the driver after a fork: the parent's waits for threads and a loop that do not
+        exist here."""
         if self._reopen is None:
             raise UsageError(
                 "this checkpoint was opened in the parent process",
                 uri=self.uri,
                 advice="Open it in this process.",
             )
-        _of_parents.append(self._opened)  # not to be closed here
+        _of_parents.append(self._opened)  # must not be closed here
         self._opened = self._reopen()
         self._images_made = None
         self._open_in = os.getpid()
@@ -175,14 +176,14 @@ class Checkpoint:
 
     @property
     def _images(self) -> Driver:
-        driver = self._driver  # first: in a forked child it is another one
+        driver = self._driver  # first: a forked child replaces it
         if self._images_made is None:
             self._images_made = image_driver(driver, self._manifest)
         return self._images_made
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return self._manifest.tensor_nbytes
 
     @cached_property
@@ -213,8 +214,8 @@ class Checkpoint:
         return self._manifest.shards.pointers(len(self._manifest.tensors))
 
     def values(self, rank: int = 0) -> Iterator[tuple[str, Any]]:
-        """All small values: (path as in ``state["optim"]["lr"]``, value), as ``rank`` saved
-        them."""
+        """Yield (path, value) for all small values as saved by ``rank``. Paths look like
+        ``state["optim"]["lr"]``."""
         paths = self._manifest.tree.paths()
         for v in self._manifest.tree.values:
             yield format_path((*paths[v.container], v.key)), v.of(rank)
@@ -222,12 +223,13 @@ class Checkpoint:
     def read(
         self, name: str, index: Index | None = None, *, rows: slice | None = None, rank: int = 0
     ) -> torch.Tensor:
-        """One tensor, or a slice of it, on the CPU: ``read("wq")``, ``read("wq", (slice(0, 128),
-        3))``, ``read("wq", rows=slice(0, 128))``. Reads only the blocks that the slice touches, and
-        verifies them.
+        """Read one tensor, or a slice of it, on the CPU.
 
-        ``rank`` chooses among tensors that each rank has of its own. Raises UsageError for a name
-        that is not there or an index that does not fit; DamagedError; StorageError.
+        Examples: ``read("wq")``, ``read("wq", (slice(0, 128), 3))``, ``read("wq", rows=slice(0,
+        128))``. Reads and verifies only the blocks that the slice touches.
+
+        ``rank`` selects among tensors that differ per rank. Raises UsageError for an unknown name
+        or an index that does not fit; DamagedError; StorageError.
         """
         from ..state.targets import Wanted
         from .slices import Window, window
@@ -245,10 +247,11 @@ class Checkpoint:
         return seen.view(made)
 
     def read_tree(self, only: Only | None = None, *, rank: int = 0) -> Any:
-        """The state as ``rank`` saved it, on the CPU, or a part of it: ``read_tree("model")``,
-        ``read_tree(("optim", 0))``, as ``only`` of :func:`~holdfast.load`.
+        """Read the state as ``rank`` saved it, or a part of it, on the CPU.
 
-        Raises UsageError for a part that is not there; DamagedError; StorageError.
+        Examples: ``read_tree("model")``, ``read_tree(("optim", 0))``; see ``only`` of
+        :func:`~holdfast.load`. Raises UsageError if the part does not exist; DamagedError;
+        StorageError.
         """
         from ..format.part import Part
         from ..state.targets import Wanted
@@ -271,21 +274,21 @@ class Checkpoint:
         split: Split | None = None,
         budget_nbytes: int = READ_BUDGET_NBYTES,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors by name, on the CPU, one after the other in the order of the state: those whose
-        names match one of the patterns ``only``; none: all.
+        """Yield (name, tensor) on the CPU, in the order of the state.
 
-        ``split`` says along which dimension a tensor is divided among ``world`` ranks, of which
-        ``rank`` gets its share: patterns of names with a dimension each, such as
-        ``{"*.q_proj.weight": 0}``, of which the first that matches applies, or a function of a name
-        and a shape. Shares are those of ``torch.chunk``: all of the same length but for the last
-        ones, which may be shorter, or empty. What has no dimension is whole on every rank. Each
-        rank reads its share alone, and verifies it.
+        ``only``: name patterns; empty selects all tensors.
 
-        Up to ``budget_nbytes`` of tensors, or a single larger one, are read ahead; half of them
-        while the other half is used.
+        ``split`` gives the dimension along which a tensor is divided among ``world`` ranks;
+        ``rank`` gets its share. It maps name patterns to dimensions, such as ``{"*.q_proj.weight":
+        0}``, the first match applies; or it is a function of name and shape. Shares follow
+        ``torch.chunk``: equal lengths, except that the last ones may be shorter or empty. Tensors
+        without a dimension are whole on every rank. Each rank reads and verifies only its share.
 
-        Raises UsageError, at once, for patterns that match nothing, dimensions that a tensor has
-        not, and tensors that each rank has of its own; later DamagedError, StorageError.
+        Up to ``budget_nbytes`` of tensors, or a single larger one, are read ahead, one half while
+        the other half is used.
+
+        Raises UsageError immediately for patterns that match nothing, dimensions that a tensor
+        lacks, and tensors that differ per rank; later DamagedError and StorageError.
         """
         from .shares import read_in_groups, shares_of
 
@@ -296,9 +299,11 @@ class Checkpoint:
     def read_bytes(
         self, name: str, start: int = 0, stop: int | None = None, *, rank: int = 0
     ) -> bytes:
-        """Bytes [start, stop) of a tensor's elements in row-major order, little-endian; without
-        torch. Reads only the blocks that hold them, and verifies them. Raises UsageError for a name
-        or a range that is not there; DamagedError; StorageError."""
+        """Read bytes [start, stop) of a tensor's elements, in row-major order, little-endian.
+
+        Does not need torch. Reads and verifies only the blocks that hold them. Raises UsageError
+        for an unknown name or an invalid range; DamagedError; StorageError.
+        """
         row = self._row(name, rank)
         nbytes = int(self._manifest.tensors.nbytes[row])
         if stop is None:
@@ -327,8 +332,10 @@ class Checkpoint:
         )
 
     def read_image(self, rank: int, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of the image of ``rank``, unverified. Raises StorageError;
-        DamagedError beyond its end, and where what is compressed cannot be unpacked."""
+        """Read bytes [start, stop) of the image of ``rank``, unverified.
+
+        Raises StorageError; DamagedError beyond its end, and for data that cannot be decompressed.
+        """
         with memory_for(f"{stop - start:,} bytes of an image"):
             into = bytearray(stop - start)
         key = image_key(self.attempt, rank, self._manifest.compression)
@@ -336,7 +343,7 @@ class Checkpoint:
         return bytes(into)
 
     def _row(self, name: str, rank: int) -> int:
-        """The row that holds a tensor, also if it is tied to another."""
+        """Return the row that stores a tensor, resolving ties."""
         tensors = self._manifest.tensors
         row = tensors.find(name, rank)
         if row is None:
@@ -363,16 +370,17 @@ class Checkpoint:
             ) from error
 
     def telemetry(self) -> SaveTelemetry | None:
-        """Where the time of the save went, on every rank; None where nothing was recorded, or
-        stored. Raises TelemetryError where what is stored cannot be read; StorageError."""
+        """Return the timings of the save on every rank; None if none were recorded or stored.
+
+        Raises TelemetryError if the stored timings cannot be read; StorageError.
+        """
         return run(read_telemetry(self._driver, self.attempt))
 
     def verify(self, progress: ProgressCallback | None = None) -> VerifyReport:
-        """Read every byte and check it against its checksum. Reports all damage; raises only what
-        keeps it from looking.
+        """Read every byte and check it against its checksum. Reports all damage.
 
-        ``progress(done_nbytes, total_nbytes)`` is called now and then, on a thread of its own. What
-        it raises ends this.
+        Raises only errors that prevent the check. ``progress(done_nbytes, total_nbytes)`` is called
+        periodically on a separate thread; an exception from it aborts the check.
         """
         with ProgressReporter(progress) as reporter:
             return run(self._verify(reporter))
@@ -389,7 +397,7 @@ class Checkpoint:
 
 
 async def read_telemetry(driver: Driver, attempt: str) -> SaveTelemetry | None:
-    """As :meth:`Checkpoint.telemetry`, of the attempt that is the checkpoint."""
+    """Return the telemetry of an attempt, like :meth:`Checkpoint.telemetry`."""
     data = await get_telemetry(driver, attempt)
     if data is None:
         return None
@@ -402,20 +410,22 @@ async def read_telemetry(driver: Driver, attempt: str) -> SaveTelemetry | None:
 
 
 def manifest_of(checkpoint: Checkpoint) -> Manifest:
-    """The manifest of an opened checkpoint, for other operations."""
+    """Return the manifest of an opened checkpoint, for other operations."""
     return checkpoint._manifest
 
 
 async def read_wanted(checkpoint: Checkpoint, wanted: Wanted) -> None:
-    """Fill the tensors that are wanted, verified. Raises as :func:`read_into`."""
+    """Fill the wanted tensors, verified. Raises like :func:`read_into`."""
     await checkpoint._fill(wanted)
 
 
 async def read_into(
     checkpoint: Checkpoint, ranges: Sequence[FlatRanges], budget_nbytes: int
 ) -> None:
-    """Fill ranges of tensors, verified. Raises DamagedError; ReplacedError where a save came
-    between; StorageError."""
+    """Fill ranges of tensors, verified.
+
+    Raises DamagedError; ReplacedError if a save replaced the checkpoint; StorageError.
+    """
     try:
         await read_ranges(checkpoint._images, checkpoint._manifest, ranges, budget_nbytes)
     except DamagedError as error:
@@ -427,10 +437,10 @@ async def read_into(
 def open(
     uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
 ) -> Checkpoint:
-    """Open the checkpoint committed at ``uri``. ``storage_options`` are options of the storage;
-    those in the URI win.
+    """Open the checkpoint committed at ``uri``.
 
-    Raises NotACheckpointError, DamagedError, UnsupportedFormatError, UriError, StorageError.
+    ``storage_options`` are options of the storage; options in the URI take precedence. Raises
+    NotACheckpointError, DamagedError, UnsupportedFormatError, UriError and StorageError.
     """
     check_may_wait()
     reopen = partial(open_driver, uri, **(storage_options or {}))

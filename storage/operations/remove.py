@@ -1,7 +1,7 @@
-"""Deletes one checkpoint, by its URI.
+"""Deletes one checkpoint by its URI.
 
-Scope: for those who know that a checkpoint is of no use any more, as trainers with a retention of
-their own do. Whoever keeps the last n of a folder wants :mod:`.prune`.
+For callers with their own retention policy, such as trainers. To keep the last n of a folder, use
+:mod:`.prune`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["remove"]
 def remove(
     uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
 ) -> bool:
-    """Delete the checkpoint at ``uri``, and what dead attempts left there; return whether one was
-    deleted. What else lies there stays, and so does a checkpoint whose save is not done yet.
+    """Delete the checkpoint at ``uri`` and leftovers of dead attempts; return whether one was
+    deleted.
 
-    Atomic: the manifest goes first, so a reader finds a whole checkpoint or none. Raises UriError,
-    StorageError.
+    Other files stay, and so does a checkpoint whose save is still running. Atomic: the manifest
+    goes first, so a reader finds a complete checkpoint or none. Raises UriError and StorageError.
     """
     check_may_wait()
     place = Place.of(uri, storage_options)
@@ -36,7 +36,7 @@ def remove(
 
 
 async def _remove_folder(place: Place) -> None:
-    """Delete the folder that the checkpoint was in, if nothing else is in it."""
+    """Delete the checkpoint's folder if it is empty."""
     try:
         folder, key = divided(place.uri)
     except UriError:

@@ -1,9 +1,9 @@
-"""What a save or a load did on one rank, in figures. Times are in seconds from the call.
+"""Reports of a save or a load on one rank. Times are in seconds from the call.
 
-What both reports say of their stages: ``stages`` by name, in the order in which they began;
-``slowest``, the slowest operations of stages that read or write an object, the slowest first;
-``cpu_s``, processor time of this process meanwhile, that of training included; ``peak_nbytes``,
-what chunks took of host memory at most at a time. With ``telemetry="off"`` they are empty.
+Fields of both: ``stages`` by name, in the order in which they began; ``slowest``: the slowest
+operations that read or write an object, slowest first; ``cpu_s``: processor time of this process,
+training included; ``peak_nbytes``: peak host memory of chunks. Empty or zero with
+``telemetry="off"``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ __all__ = ["LoadReport", "SaveReport"]
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """``nbytes`` is the size of this rank's image, 0 if it wrote none; ``stored_nbytes`` that of
-    its file: less, where it is compressed. ``fenced_s``: how long training had to wait for a lazy
-    save before it could go on to change the state."""
+    """Report of a save on one rank.
+
+    ``nbytes``: size of this rank's image, 0 if it wrote none; ``stored_nbytes``: size of its file,
+    less if compressed. ``fenced_s``: how long training waited for a lazy save before changing the
+    state.
+    """
 
     uri: str
     attempt: str
@@ -38,14 +41,16 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """``bytes_wanted`` is what this rank's tensors take of the checkpoint, ``bytes_read`` what it
-    read from storage: whole blocks, and checksums, also for other ranks; of what is compressed,
-    what it unpacks to. ``bytes_received`` is what others read for this one.
+    """Report of a load on one rank.
 
-    ``missing`` are names of the state that the checkpoint does not have, ``unexpected`` names of
-    the checkpoint that the state does not have, of all ranks together: those that a load with
-    ``strict="state"`` or ``strict=False`` has left. The first hundred of each; ``missing_count``
-    and ``unexpected_count`` are how many there are."""
+    ``bytes_wanted``: stored size of this rank's tensors. ``bytes_read``: bytes it read from
+    storage, as whole blocks with checksums, also for other ranks; compressed data counts
+    uncompressed. ``bytes_received``: bytes that other ranks read for this one.
+
+    ``missing``: names only in the state; ``unexpected``: names only in the checkpoint; over all
+    ranks, as left out by a load with ``strict="state"`` or ``strict=False``. The first hundred of
+    each; ``missing_count`` and ``unexpected_count`` count all.
+    """
 
     uri: str
     attempt: str

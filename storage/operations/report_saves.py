@@ -1,6 +1,6 @@
 """Reads the telemetry of the checkpoints at and below a URI, for a report.
 
-Scope: reading. What it shows is the subject of :mod:`.findings`.
+:mod:`.findings` interprets it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .reader import read_telemetry
 __all__ = ["RecordedSave", "recorded_saves"]
 
 _READ = 16
-"""Objects that are read at a time."""
+"""Objects read at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSave:
-    """A checkpoint, and what was recorded of its save. ``problem`` says why nothing is known."""
+    """A checkpoint and the telemetry of its save. ``problem``: why there is none."""
 
     checkpoint: ListedCheckpoint
     telemetry: SaveTelemetry | None
@@ -35,8 +35,10 @@ class RecordedSave:
 def recorded_saves(
     uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
 ) -> list[RecordedSave]:
-    """All checkpoints at and below ``uri``, in the order of a listing. Raises UriError,
-    StorageError; what cannot be read of one checkpoint is its ``problem``."""
+    """Return all checkpoints at and below ``uri``, in the order of a listing.
+
+    Raises UriError and StorageError; an unreadable checkpoint gets a ``problem``.
+    """
     listed = list_checkpoints(uri, storage_options=storage_options)
     return run(_read_all(Place.of(uri, storage_options), listed))
 

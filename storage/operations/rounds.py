@@ -2,27 +2,28 @@
 
 A save:
 
-    agree       what each rank holds, or which global plan it goes by; the leader: that all go by
-                it, or what is to be compared
-    holds       what each rank holds, where some go by another plan
-    digests     digests of what is to be compared; the leader: the global plan
-    keep        where ranks have keepers: whether each has a slot; the leader: whether all go by way
-                of their keepers, and the branch of the run
-    begin       the leader alone: the attempt
-    written     the ranks of a host to the first of them: their fragments, and what they recorded
-    commit      the first ranks of hosts, and the ranks of the leader's: the same
+    agree       ranks state their tensors, or the global plan they follow; the leader confirms the
+                plan, or chooses what to compare
+    holds       ranks state their tensors, if some follow another plan
+    digests     ranks send digests of the compared tensors; the leader makes the global plan
+    keep        with keepers: ranks state whether they have a slot; the leader decides whether all
+                use their keepers, and returns the branch of the run
+    begin       the leader announces the attempt
+    written     ranks send their fragments and telemetry to the first rank of their host
+    commit      the first ranks of hosts, and the ranks of the leader's, send these to the leader
 
-A save whose ranks another library plans, without coordinating them:
+A save whose ranks another library plans without coordinating them:
 
-    divide      the boxes that each rank has; the leader: the attempt, and who writes what several
-                have
-    commit      all ranks: their fragments
+    divide      ranks state their boxes; the leader returns the attempt, and the writer of each box
+                that several ranks have
+    commit      all ranks send their fragments
 
 A load:
 
-    hosts       the host of each rank; the leader: which ranks share one
-    fits        what does not fit, and which manifest was read; the leader: whether to go on
-    arrived     whether the checkpoint was still there
+    hosts       ranks state their host; the leader returns which ranks share one
+    fits        ranks state what does not fit, and the manifest they read; the leader decides
+                whether to proceed
+    arrived     ranks state whether the checkpoint was still there
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class HeldStatement:
-    """What one rank holds whose replicas it does not know.
+    """Tensors of one rank whose replicas it does not know.
 
-    ``labels``: digests of names; ``mesh``: int16, for each label the position in ``groups`` of the
-    ranks of its mesh, -1 for a plain tensor; ``groups``: for each group of ranks, by a digest of
-    it, the bytes that they hold. ``host``: what ranks of one host have in common.
+    ``labels``: digests of names; ``mesh``: int16, for each label the index in ``groups`` of its
+    mesh's ranks, -1 for a plain tensor; ``groups``: bytes held by each group of ranks, by a digest
+    of the group. ``host``: equal on all ranks of a host.
     """
 
     labels: bytes
@@ -82,7 +83,7 @@ class HeldStatement:
 
 @dataclass(frozen=True, slots=True)
 class PlanFollowed:
-    """The global plan that a rank goes by: its ``id``, and digests of what was compared for it."""
+    """The global plan that a rank follows: its ``id``, and digests of the rows compared for it."""
 
     id: bytes
     identical: dict[str, bytes]
@@ -91,8 +92,11 @@ class PlanFollowed:
 
 @dataclass(frozen=True, slots=True)
 class SaveStatement:
-    """What a rank states first. Either ``plan`` or ``holdings`` is given. ``placeholders``: by
-    path, why it seems to be one; None from a rank without tensors."""
+    """A rank's first statement. Either ``plan`` or ``holdings`` is given.
+
+    ``placeholders``: the reason for suspecting a placeholder, by path; None from a rank without
+    tensors.
+    """
 
     uri: str
     plan: PlanFollowed | None = None
@@ -103,15 +107,15 @@ class SaveStatement:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Labels of which several groups of ranks are to send digests."""
+    """Labels whose holders must send digests."""
 
     labels: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AgreeVerdict:
-    """All ranks go by the plan ``plan``; or ``comparison`` is made next; or, with neither, all
-    ranks say what they hold."""
+    """Either ``plan``, which all ranks follow; or ``comparison``, made next; or, with neither,
+    all ranks must state their tensors."""
 
     plan: bytes = b""
     comparison: Comparison | None = None
@@ -119,8 +123,11 @@ class AgreeVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a rank has found of the rows that are compared. ``of``: their positions among its
-    labels; ``digests`` and ``nbytes`` of each; ``parts``: texts of parts of DTensors, by label."""
+    """A rank's findings about the compared rows.
+
+    ``of``: their positions among its labels; ``digests`` and ``nbytes`` of each; ``parts``: texts
+    of parts of DTensors, by label.
+    """
 
     of: tuple[int, ...]
     digests: bytes
@@ -130,10 +137,13 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class PlanDecision:
-    """The global plan. ``groups``: lists of ranks; ``labels``: the group that holds each label,
-    where that is not the whole job, None where ranks hold different values; ``divergent``: of
-    those, the first rank that holds it, and how many do; ``shares``: by groups, the cuts between
-    the parts that each of them writes; ``hosts``: the host of each rank, see ``ranks.hosts``."""
+    """The global plan.
+
+    ``groups``: lists of ranks; ``labels``: the group that holds each label, omitted for the whole
+    job, None if ranks hold different values; ``divergent``: for those, the first holder and the
+    number of holders; ``shares``: the cuts between the parts that a group's members write, by
+    group; ``hosts``: the host of each rank, see ``ranks.hosts``.
+    """
 
     groups: tuple[tuple[int, ...], ...]
     labels: dict[str, int | None]
@@ -145,14 +155,14 @@ class PlanDecision:
 
 @dataclass(frozen=True, slots=True)
 class Keepable:
-    """Why this rank cannot go by way of its keeper; "" where it can."""
+    """Why this rank cannot use its keeper; "" if it can."""
 
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Why no rank goes by way of its keeper, "" where all do; and the branch of the run."""
+    """Why no rank uses its keeper, "" if all do; and the branch of the run."""
 
     problem: str = ""
     branch: str = ""
@@ -167,16 +177,15 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """What a rank could write: the bytes of each box, by a name of the box that is the same on all
-    ranks that have it."""
+    """Boxes that a rank could write: bytes by name; all ranks that have a box use the same name."""
 
     nbytes: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The attempt that the leader has begun, and when; and of each box that several ranks have, by
-    its name, which of them writes it."""
+    """The leader's attempt and its start time, and the writer of each box that several ranks
+    have, by name."""
 
     attempt: str
     created_s: float
@@ -185,7 +194,7 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """What ranks of one host have in common; None where a rank shares nothing with others."""
+    """An id shared by the ranks of a host; None if a rank shares nothing with others."""
 
     host: str | None
 
@@ -199,8 +208,11 @@ class Hosts:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What a load has left: names that only the state has (``missing``), or only the checkpoint
-    (``unexpected``); of all ranks together, some of each, and how many there are."""
+    """Names left out by a load: only in the state (``missing``), or only in the checkpoint
+    (``unexpected``).
+
+    Over all ranks; a sample of each, and the total counts.
+    """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -210,11 +222,11 @@ class Differences:
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """What a rank has found before anything is filled.
+    """A rank's findings before anything is filled.
 
-    ``manifest``: its digest, empty where the checkpoint was replaced; ``peers``: what ranks that
-    exchange have in common. Texts by name: see ``state.targets.Match``. ``tensors`` and ``values``:
-    bits, what of the checkpoint the rank has a place for.
+    ``manifest``: its digest, empty if the checkpoint was replaced; ``peers``: an id shared by ranks
+    that exchange. Texts by name: see ``state.targets.Match``. ``tensors`` and ``values``: bit masks
+    of the parts of the checkpoint that the rank has a place for.
     """
 
     manifest: bytes
@@ -230,8 +242,8 @@ class FitReport:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a load leaves out, and which ranks exchange what they read, as in ``ranks.hosts``. None:
-    ranks have read different manifests, and start again."""
+    """Names left out by a load, and which ranks exchange their reads, as in ``ranks.hosts``.
+    ``left`` is None if ranks read different manifests and must start again."""
 
     left: Differences | None
     peers: bytes = b""
@@ -239,7 +251,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Whether all that was wanted has arrived; else the checkpoint was replaced meanwhile."""
+    """Whether everything wanted has arrived; otherwise the checkpoint was replaced meanwhile."""
 
     complete: bool
 
@@ -257,8 +269,8 @@ ARRIVED = Round.of("arrived", Arrived, Arrived)
 
 @dataclass(frozen=True, slots=True)
 class FragmentCodec(Codec[Fragment]):
-    """Fragments between two ranks, of which ``sent`` and ``received`` are kept from save to save: a
-    layout that was sent before goes by its key."""
+    """Codec for fragments between two ranks. ``sent`` and ``received`` persist across saves: a
+    layout sent before is replaced by its key."""
 
     sent: set[bytes]
     received: dict[bytes, StateLayout]
@@ -272,5 +284,5 @@ class FragmentCodec(Codec[Fragment]):
 
 
 def commit_round(fragments: FragmentCodec) -> Round[Fragment, Nothing]:
-    """The round in which a save is committed."""
+    """Return the round that commits a save."""
     return Round("commit", fragments, codec(Nothing))

@@ -1,4 +1,4 @@
-"""What one rank saves, and how."""
+"""The parameters of one rank's save."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from .keeping import Keeping
 __all__ = ["PLANS_KEPT", "SaveJob"]
 
 PLANS_KEPT = 8
-"""How many global plans a process keeps."""
+"""Number of global plans that a process keeps."""
 
 
 @dataclass
 class SaveJob:
-    """What one rank saves."""
+    """The parameters of one rank's save."""
 
     flat: FlatState
     step: int | None
     budget_nbytes: int | None
     """Host memory for chunks; None: room for the whole image."""
     lazy: LazyCapture | None = None
-    """Set where training goes on while ``flat`` is copied."""
+    """Set if training continues while ``flat`` is copied."""
     callbacks: Callbacks = field(default=Callbacks(lambda: None, lambda: None))
     created_s: float = field(default_factory=time.time)
     after: Future[None] | None = None
-    """Another save, for whose end the writing waits; copying does not."""
+    """Another save; writing waits for its end, copying does not."""
     digests: Digest | None = None
-    """How to digest rows of the state; None: there is nothing about it."""
+    """Digests rows of the state; None: by default."""
     plans: GlobalPlans = field(default_factory=lambda: LruCache(PLANS_KEPT))
-    """The global plans of former saves of this process."""
+    """Global plans of earlier saves of this process."""
     deadline: Deadline = field(default=Deadline())
-    """When it is committed, or has failed."""
+    """When the save must have been committed or failed."""
     compression: Compression | None = None
-    """How images are stored; the same on all ranks."""
+    """Storage format of images; the same on all ranks."""
     keeping: Keeping | None = None
-    """How it goes by way of a keeper; None: it goes to storage from here."""
+    """Set if the save goes through a keeper; None: this process writes to storage."""
     admit: Callable[[], Awaitable[str]] | None = None
-    """Asked by the leader before anything is written: raises where the run may not be saved at this
-    step; returns the branch that the manifest records."""
+    """Called by the leader before anything is written. Raises if the run may not be saved at
+    this step; returns the branch to record in the manifest."""
 
     @property
     def fenced_s(self) -> float:
-        """How long training has waited for a lazy capture."""
+        """Seconds that training has waited for a lazy capture."""
         if self.lazy is None:
             return 0.0
         return self.lazy.waited_s
 
     def release_state(self) -> None:
-        """Keep no reference to the state. Frames of a failed save may keep the job."""
+        """Drop all references to the state. Frames of a failed save may keep the job alive."""
         self.flat = FlatState()
         self.digests = None

@@ -1,4 +1,4 @@
-"""Which tensors go from one format to another, and under which names.
+"""Selects and renames tensors for conversion between formats.
 
 Patterns match whole names; ``*`` stands for any text. Pure.
 """
@@ -19,8 +19,10 @@ _NAMES_SHOWN = 5
 
 
 def chosen(names: Iterable[str], only: Sequence[str]) -> list[str]:
-    """The names that match one of the patterns; all of them if there is no pattern. Raises
-    UsageError for a pattern that matches nothing."""
+    """Return the names that match any pattern; all names if there are no patterns.
+
+    Raises UsageError for a pattern that matches nothing.
+    """
     known = list(names)
     if not only:
         return known
@@ -37,7 +39,7 @@ def chosen(names: Iterable[str], only: Sequence[str]) -> list[str]:
 
 
 def first_match(rules: Mapping[str, T], name: str) -> T | None:
-    """What the first pattern that matches a name stands for; None where there is none."""
+    """Return the value of the first matching pattern, or None."""
     for pattern, found in rules.items():
         if _regex(pattern).fullmatch(name):
             return found
@@ -45,17 +47,17 @@ def first_match(rules: Mapping[str, T], name: str) -> T | None:
 
 
 def without(names: Iterable[str], skip: Sequence[str]) -> list[str]:
-    """The names that match none of the patterns."""
+    """Return the names that match none of the patterns."""
     regexes = [_regex(pattern) for pattern in skip]
     return [name for name in names if not any(regex.fullmatch(name) for regex in regexes)]
 
 
 def renamed(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:
-    """The new name of each name: by the first rule whose pattern it matches, else its own.
+    """Return the new name of each name: by the first matching rule, or unchanged.
 
-    A rule gives a pattern and what replaces it, where each ``*`` stands for what the pattern's had
-    matched, in order. Raises UsageError for a rule that matches no name, and where two names become
-    one.
+    A rule maps a pattern to a replacement, whose n-th ``*`` stands for the text matched by the
+    pattern's n-th ``*``. Raises UsageError for a rule that matches no name, and for colliding
+    names.
     """
     compiled = [(_regex(pattern), pattern, new) for pattern, new in rules.items()]
     unused = dict.fromkeys(rules)
@@ -77,8 +79,7 @@ def renamed(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:
 
 
 def refuse_values(names: Iterable[str], only: Sequence[str]) -> None:
-    """Raise UsageError where names of what is no tensor match one of the patterns, or there is no
-    pattern: files of other programs hold tensors alone."""
+    """Raise UsageError if the selection includes non-tensors, which other formats cannot hold."""
     regexes = [_regex(pattern) for pattern in only]
     found = [name for name in names if not only or any(regex.fullmatch(name) for regex in regexes)]
     if not found:
@@ -93,7 +94,7 @@ def refuse_values(names: Iterable[str], only: Sequence[str]) -> None:
 
 
 def rules_of(texts: Iterable[str]) -> dict[str, str]:
-    """Rules given as ``OLD=NEW``. Raises UsageError for what is none."""
+    """Parse rules given as ``OLD=NEW``. Raises UsageError."""
     rules: dict[str, str] = {}
     for text in texts:
         old, equals, new = text.partition("=")
@@ -115,7 +116,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 def _filled(new: str, parts: Sequence[str]) -> str:
-    """``new`` with its stars replaced by ``parts``."""
+    """Replace the stars in ``new`` with ``parts``."""
     texts = new.split("*")
     filled = texts[0]
     for part, text in zip(parts, texts[1:], strict=False):

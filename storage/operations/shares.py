@@ -1,6 +1,7 @@
-"""Tensors of a checkpoint one after the other, each whole or one share of it, read ahead in groups
-of bounded size: for programs that lay a model out in a way of their own, such as inference
-servers."""
+"""Iterates over a checkpoint's tensors, whole or one share of each, with bounded read-ahead.
+
+For programs with their own model layout, such as inference servers.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from .slices import Window, window
 __all__ = ["Share", "Split", "read_in_groups", "shares_of"]
 
 Split = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None]
-"""Along which dimension tensors are divided: by patterns of names, the first that matches; or a
-function of a name and a shape. What no pattern matches, or gets None, is not divided."""
+"""The dimension along which tensors are divided: name patterns, the first match applies; or a
+function of name and shape. Tensors without a match, or with None, are not divided."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What is read of the tensor in a row."""
+    """The part to read of the tensor in a row."""
 
     name: str
     row: int
@@ -38,7 +39,7 @@ class Share:
 def shares_of(
     tensors: TensorTable, only: Sequence[str], rank: int, world: int, split: Split
 ) -> list[Share]:
-    """The share of ``rank`` in each tensor. Raises UsageError."""
+    """Return the share of ``rank`` in each tensor. Raises UsageError."""
     if not 0 <= rank < world:
         raise UsageError(f"rank {rank} is none of {world}")
     found = []
@@ -62,7 +63,8 @@ def shares_of(
 def _index(
     name: str, shape: tuple[int, ...], rank: int, world: int, split: Split
 ) -> tuple[slice, ...]:
-    """The index of a share: as ``torch.chunk`` divides, which Shard(dim) of a DTensor follows."""
+    """Return the index of a share. Divides like ``torch.chunk``, as Shard(dim) of a DTensor
+    does."""
     dim = split(name, shape) if callable(split) else first_match(split, name)
     if dim is None:
         return ()
@@ -80,7 +82,7 @@ def read_in_groups(
     fill: Callable[[Wanted], Coroutine[object, None, None]],
     group_nbytes: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Shares by name, in order. While those of one group are used, the next group is read."""
+    """Yield shares by name, in order, reading the next group while the current one is used."""
     ahead: _Group | None = None
     try:
         for group in in_groups(shares, lambda share: share.nbytes, group_nbytes):
@@ -96,7 +98,7 @@ def read_in_groups(
 
 
 class _Group:
-    """Shares that are being read."""
+    """Shares being read."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class _Group:
         self.reading: Future[None] = start(fill(wanted))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them, when they are read. None is kept here when it is handed over."""
+        """Yield all shares once read, keeping no reference to those handed over."""
         self.reading.result()
         made = self._made[::-1]
         self._made = []

@@ -1,5 +1,4 @@
-"""Indexing a stored tensor as numpy would: integers, slices with steps, fewer indices than
-dimensions."""
+"""Numpy-style indexing of a stored tensor: integers, slices with steps, omitted dimensions."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ __all__ = ["Window", "window"]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The box that an index needs (``offsets``, ``lengths``), and what is to be taken of it
-    (``within``)."""
+    """The box that an index needs (``offsets``, ``lengths``), and the selection from it
+    (``within``, ``flips``)."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -28,7 +27,8 @@ class Window:
     flips: tuple[int, ...]
 
     def add_to(self, wanted: Wanted, row: int, tensors: TensorTable) -> torch.Tensor:
-        """Want this window of the tensor in ``row``; return where it will be."""
+        """Add this window of the tensor in ``row`` to ``wanted``; return the tensor to be
+        filled."""
         made = empty(
             self.lengths, dtype_of(*tensors.dtypes[tensors.dtype[row]]), tensors.names[row]
         )
@@ -37,14 +37,15 @@ class Window:
         return made
 
     def view(self, made: torch.Tensor) -> torch.Tensor:
-        """The elements of the filled box that the index selects."""
+        """Return the selected elements of the filled box."""
         if self.flips:
             made = made.flip(self.flips)
         return made[self.within]
 
 
 def window(shape: tuple[int, ...], index: slice | int | tuple[slice | int, ...] | None) -> Window:
-    """The window of ``index`` in a tensor of ``shape``. Raises UsageError where it does not fit."""
+    """Return the window of ``index`` in a tensor of ``shape``. Raises UsageError if it does not
+    fit."""
     if index is None:
         index = ()
     if isinstance(index, tuple):
@@ -69,8 +70,8 @@ def window(shape: tuple[int, ...], index: slice | int | tuple[slice | int, ...] 
 
 
 def _one(index: slice | int, size: int, dim: int) -> tuple[int, int, slice | int, bool]:
-    """Start and length of what is to be read in one dimension, what to take of it, and whether
-    backwards."""
+    """Return start and length to read in one dimension, the selection from it, and whether it is
+    reversed."""
     if isinstance(index, slice):
         picked = range(*index.indices(size))
         if not picked:

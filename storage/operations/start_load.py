@@ -1,5 +1,5 @@
-"""How a load runs: objects of the state are touched on the calling thread, all else runs on the
-engine's."""
+"""Runs a load: objects of the state are touched on the calling thread, the rest runs on the
+engine."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def load_state(
     touched: set[str] | None = None,
     driver: Driver | None = None,
 ) -> object:
-    """Load as :func:`~holdfast.load` does; return the state.
+    """Load like :func:`~holdfast.load`; return the state.
 
-    ``touched``: the names that earlier, failed loads into the same state have begun to fill; those
-    that this load begins to fill are added. Raises MismatchError, in every mode and before anything
-    is filled, where the checkpoint does not have all of them. ``driver``: what the checkpoint is
-    read through, if that does not follow from ``uri``; it is closed.
+    ``touched``: names that failed loads into the same state have begun to fill; this load adds its
+    own. Raises MismatchError, in every mode and before anything is filled, if the checkpoint lacks
+    any of them. ``driver``: the driver to read through, if it does not follow from ``uri``; it is
+    closed.
     """
     began_s = time.perf_counter()
     check_may_wait()
@@ -84,7 +84,7 @@ def _opened(uri: UriLike, team: Team, options: LoadOptions, driver: Driver | Non
 def _load(
     driver: Driver, team: Team, into: object, options: LoadOptions, touched: set[str] | None
 ) -> tuple[str, _Loaded]:
-    """The URI as the driver prints it, and what was loaded."""
+    """Load; return the URI as the driver prints it, and the result."""
     part = None
     if options.only is not None:
         part = Part(options.only)
@@ -98,8 +98,10 @@ def _load(
 
 
 def _with_read_ahead(driver: Driver, options: LoadOptions) -> tuple[Driver, LoadOptions]:
-    """For a load that reads all of a checkpoint, or fails: a driver that reads ahead if it is
-    behind a network, and the budget that is left."""
+    """Add read-ahead for a remote driver, and reduce the budget accordingly.
+
+    Only for a load that reads the complete checkpoint, or fails.
+    """
     if not driver.remote:
         return driver, options
     ahead = ReadAhead(driver, options.budget_nbytes)
@@ -112,7 +114,7 @@ class _Loaded(NamedTuple):
     manifest: Manifest
     reader: ImageReader
     left: Differences
-    """The names that were left out."""
+    """Names that were left out."""
 
 
 def _report(uri: str, loaded: _Loaded, seconds: float, summary: Summary) -> LoadReport:
@@ -135,7 +137,7 @@ def _report(uri: str, loaded: _Loaded, seconds: float, summary: Summary) -> Load
 
 
 def _load_new(driver: Driver, part: Part | None, options: LoadOptions) -> _Loaded:
-    """Build the state anew: all of it, or a part."""
+    """Build a new state, or a part of one."""
     rank = current_rank()
 
     async def build(reporter: ProgressReporter) -> tuple[object, Manifest, ImageReader]:
@@ -155,8 +157,8 @@ def _load_into(
     options: LoadOptions,
     touched: set[str] | None,
 ) -> _Loaded:
-    """Fill the state ``into``, which is all that the checkpoint has, or that ``part`` of it, on
-    every rank of the team."""
+    """Fill ``into``, which corresponds to the whole checkpoint or to ``part``, on every rank of
+    the team."""
     wrapped = into
     if part is not None:
         wrapped = part.around(into)
@@ -192,8 +194,11 @@ def _load_into(
 
 @contextlib.contextmanager
 def _reading_early(driver: Driver, team: Team) -> Iterator[Future[tuple[Manifest, bytes]] | None]:
-    """Read the manifest, and what can be read ahead, while the body flattens the state; None where
-    one rank reads it for all of its host. If the body raises, reading is cancelled."""
+    """Read the manifest, and read ahead, while the body flattens the state.
+
+    Yields None if one rank reads the manifest for its host. If the body raises, reading is
+    cancelled.
+    """
     if team.world > 1:
         yield None
         return

@@ -1,5 +1,5 @@
-"""How a save begins: objects of the state are touched on the calling thread, all else runs on the
-engine's."""
+"""Begins a save: objects of the state are touched on the calling thread, the rest runs on the
+engine."""
 
 from __future__ import annotations
 
@@ -53,21 +53,23 @@ from .telemetry import log_safely, log_saved, recorder_of, summary_of
 __all__ = ["Destination", "begin_memory_step", "begin_save", "step_of_state"]
 
 LAZY_PAUSE_S = 0.002
-"""How long a lazy save pauses first. Its Python code would make the trainer, which is returning
-from the call, wait for the GIL, up to 5 ms each time."""
+"""Initial pause of a lazy save. Without it, the trainer, returning from the call, would wait for
+the GIL held by our Python code, up to 5 ms each time."""
 
 AGREED_S = 120.0
-"""How long a step that is kept in memory waits for the other ranks."""
+"""How long a step kept in memory waits for the other ranks."""
 
 _log = logging.getLogger(__name__)
 _in_flight: dict[str, Future[None]] = {}
 _plans: GlobalPlans = LruCache(PLANS_KEPT)
-_in_flight_lock = new_rlock()  # a handler of a signal may save meanwhile
+_in_flight_lock = new_rlock()  # reentrant: a signal handler may save meanwhile
 
 
 class Destination:
-    """The destination of a save: a driver, which is closed when the save has ended. ``by``: the
-    save goes by way of keepers, if those of all ranks have room."""
+    """The destination of a save: a driver, closed when the save has ended.
+
+    ``by``: the save goes through keepers, if those of all ranks have room.
+    """
 
     def __init__(
         self,
@@ -77,11 +79,13 @@ class Destination:
         known: str = "",
         by: ByKeeper | None = None,
     ) -> None:
-        """``below``: the key of the checkpoint below ``uri``. ``known``: the checkpoint's URI as
-        the driver prints it, where that is known and the URI is known to be valid. Then the driver
-        is opened on the engine's thread, since composing and opening a URI takes some milliseconds,
-        for which training would wait. Otherwise it is opened now; raises as :func:`join` and
-        :func:`open_driver`."""
+        """``below``: the key of the checkpoint below ``uri``.
+
+        ``known``: the checkpoint's URI as the driver prints it, if known to be valid. Then the
+        driver is opened on the engine's thread, because composing and opening a URI takes
+        milliseconds, for which training would wait. Otherwise it is opened now; raises like
+        :func:`join` and :func:`open_driver`.
+        """
         self._open = partial(_open, uri, below, current_world(), storage_options or {})
         self._driver = None
         self.uri = known
@@ -91,13 +95,13 @@ class Destination:
             self.uri = self._driver.uri
 
     def driver(self) -> Driver:
-        """The driver."""
+        """Return the driver, opening it if necessary."""
         if self._driver is None:
             self._driver = self._open()
         return self._driver
 
     async def close(self) -> None:
-        """Close it, if it was opened."""
+        """Close the driver if it was opened."""
         if self._driver is not None:
             await self._driver.close()
 
@@ -112,10 +116,12 @@ def begin_save(
     admit: Callable[[], Awaitable[str]] | None = None,
     logs_failure: bool = True,
 ) -> tuple[SaveHandle, Future[None]]:
-    """Begin a save, and return at once: its handle, and a future that is done when the save has
-    ended, well or not. Writing waits for the end of ``after``; ``admit``: see :class:`SaveJob`.
-    ``logs_failure``: the caller may never ask the handle for the outcome, so a failure is
-    logged."""
+    """Begin a save and return immediately: its handle, and a future that completes when it has
+    ended.
+
+    Writing waits for the end of ``after``; ``admit``: see :class:`SaveJob`. ``logs_failure``: log a
+    failure, because the caller may never ask the handle for the outcome.
+    """
     began_s = time.perf_counter()
     if step is None:
         step = step_of_state(state)
@@ -145,10 +151,12 @@ def begin_memory_step(
     *,
     agrees: bool,
 ) -> tuple[SaveHandle, Future[None]]:
-    """Begin to keep a step in the memory of a keeper, and return at once: its handle, and a future
-    that is done when it is agreed on, or will not be. No storage is asked, and no other rank,
-    unless ``agrees``: then all ranks call this, and agree on a plan first. ``uri``: what the step
-    is called."""
+    """Begin to keep a step in a keeper's memory and return immediately.
+
+    Returns its handle, and a future that completes when the step is agreed or has failed. Involves
+    neither storage nor other ranks, unless ``agrees``: then all ranks call this, and first agree on
+    a plan. ``uri``: the name of the step.
+    """
     began_s = time.perf_counter()
     rank = current_rank()
     recorder = recorder_of(options.telemetry, rank)
@@ -167,7 +175,7 @@ def begin_memory_step(
 
 @dataclass(frozen=True)
 class _Call:
-    """What a save was called with, and when."""
+    """The arguments of a save, and the time of the call."""
 
     uri: str
     step: int | None
@@ -179,8 +187,8 @@ class _Call:
 
 @collector_paused()
 def _prepared(call: _Call, state: object, world: int) -> _RunningSave:
-    """A save that is about to begin: the state is flattened, and what of it may change before it is
-    copied is copied, or watched."""
+    """Prepare a save: flatten the state, and copy or watch data that may change before it is
+    copied."""
     options = call.options
     step = call.step
     deadline = Deadline.of(options.timeout_s)
@@ -222,7 +230,7 @@ def _prepared(call: _Call, state: object, world: int) -> _RunningSave:
 
 
 def _left(budget_nbytes: int | None, used_nbytes: int) -> int | None:
-    """Return what is left of a budget, if there is one; never nothing."""
+    """Return the remaining budget, if there is one; at least 1."""
     return None if budget_nbytes is None else max(1, budget_nbytes - used_nbytes)
 
 
@@ -261,7 +269,7 @@ def _digests(
 
 
 class _Stages:
-    """The stages that a save has reached, and when. Callbacks of the engine."""
+    """Records when a save reaches its stages. Called by the engine."""
 
     def __init__(
         self,
@@ -278,19 +286,19 @@ class _Stages:
         self._sealed_s = 0.0
 
     def captured(self) -> None:
-        """Every byte of the state is copied."""
+        """Record that every byte of the state is copied."""
         if self._lazy is not None:
             self._lazy.copied()
         self._captured_s = self.elapsed_s()
         self.handle.captured.reach()
 
     def sealed(self) -> None:
-        """Every byte of the image is checksummed."""
+        """Record that every byte of the image is checksummed."""
         self._sealed_s = self.elapsed_s()
         self.handle.sealed.reach()
 
     def report(self, attempt: str, nbytes: int, stored_nbytes: int) -> SaveReport:
-        """The report of a save that is committed now."""
+        """Return the report of a save that has just been committed."""
         summary = summary_of(self._recorder)
         return SaveReport(
             self.handle.uri,
@@ -308,13 +316,12 @@ class _Stages:
         )
 
     def elapsed_s(self) -> float:
-        """Since the call."""
+        """Return the seconds since the call."""
         return time.perf_counter() - self._began_s
 
 
 class _RunningSave:
-    """A save from its beginning to its end. ``queued``: the work that devices had to do when it was
-    called."""
+    """A save in progress. ``queued``: the work that devices had pending when it was called."""
 
     def __init__(
         self,
@@ -334,15 +341,17 @@ class _RunningSave:
         self.reporter = reporter
 
     async def prepare(self, to: Destination, before: Future[None] | None, team: Team) -> Driver:
-        """Wait until a byte may be copied, which includes the end of ``before``, a save to the same
-        URI; return the driver."""
+        """Wait until copying may begin, and for the end of ``before``, a save to the same URI.
+
+        Returns the driver.
+        """
         async with self._deadline.holds(self.handle.uri, team.rank):
             with span("wait"):
                 await self.until_ready(before)
         return to.driver()
 
     async def until_ready(self, before: Future[None] | None) -> None:
-        """Wait until a byte may be copied."""
+        """Wait until copying may begin."""
         if self._lazy is not None and not self._lazy.waits:
             await asyncio.sleep(LAZY_PAUSE_S)
         if before is not None:
@@ -352,17 +361,17 @@ class _RunningSave:
 
     @property
     def job(self) -> SaveJob:
-        """What is to be saved."""
+        """The parameters of the save."""
         assert self._job is not None
         return self._job
 
     def wait_in_call(self) -> None:
-        """Return when the call of the save may return."""
+        """Wait as long as the call of the save must not return."""
         if self._lazy is not None and self._lazy.waits and not self._lazy.eager:
             self._lazy.wait_in_call()
 
     async def until_kept(self, rank: int) -> Durable | None:
-        """Wait for what the keeper makes of it: durable, if it goes to storage."""
+        """Wait for the keeper to finish: until durable, if the step goes to storage."""
         keeping = self.job.keeping
         assert keeping is not None
         self.job.release_state()
@@ -372,13 +381,13 @@ class _RunningSave:
             return await _agreed(keeping, rank)
 
     def stay_in_memory(self) -> None:
-        """The step is agreed on, and goes nowhere else."""
+        """Mark the step as agreed, its last stage."""
         seconds = self._stages.elapsed_s()
         _log.debug("step %s is in memory after %.3f s", self._step, seconds)
         self.handle.agreed.reach()
 
     def succeed(self, attempt: str, nbytes: int, stored_nbytes: int) -> None:
-        """The save is committed."""
+        """Finish a committed save."""
         report = self._stages.report(attempt, nbytes, stored_nbytes)
         self.handle.report = report
         log_safely(log_saved, report, self._step)
@@ -387,13 +396,13 @@ class _RunningSave:
         self.handle.durable.reach()
 
     def fail(self, error: BaseException) -> None:
-        """The save has failed."""
+        """Finish a failed save."""
         is_lazy = self._lazy is not None and not self._lazy.eager
         caller_went_on = is_lazy or self.handle.captured.done()
         try:
             if self.logs_failure and caller_went_on:
                 _log.error("the save to %s failed: %s", self.handle.uri, error)
-        finally:  # also where a log handler of the user's raises
+        finally:  # even if a user's log handler raises
             self.end_capture()
             self.release_state()
             _clear_frames(error)
@@ -402,19 +411,19 @@ class _RunningSave:
             self.handle.fail(error)
 
     def end_capture(self) -> None:
-        """Nothing is copied any more."""
+        """Stop copying."""
         if self._lazy is not None:
             self._lazy.end()
 
     def release_state(self) -> None:
-        """Keep no reference to the state, even if the caller keeps the handle."""
+        """Drop all references to the state, even if the caller keeps the handle."""
         if self._job is not None:
             self._job.release_state()
             self._job = None
 
 
 async def _agreed(keeping: Keeping, rank: int) -> Durable | None:
-    """Wait for a step to be agreed on. Raises DeadlineError where other ranks do not keep it."""
+    """Wait for a step to be agreed. Raises DeadlineError if other ranks do not keep it."""
     try:
         async with asyncio.timeout(AGREED_S):
             return await asyncio.wrap_future(keeping.ended)
@@ -425,7 +434,7 @@ async def _agreed(keeping: Keeping, rank: int) -> Durable | None:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Drop the references that the frames hold through which ``error`` came."""
+    """Drop the references held by the frames through which ``error`` was raised."""
     seen = set[int]()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -437,7 +446,7 @@ def _clear_frames(error: BaseException) -> None:
 async def _run(
     to: Destination, team: Team, save: _RunningSave, before: Future[None] | None
 ) -> None:
-    """Perform a save; its outcome, good or bad, goes to the handle."""
+    """Run a save; report its outcome to the handle."""
     try:
         try:
             driver = await save.prepare(to, before, team)
@@ -462,12 +471,12 @@ async def _run(
         save.end_capture()
         await to.close()
         if before is not None:
-            # It may end later: a save that waits for this one must wait for that one, too.
+            # It may end later: a save that waits for this one must wait for ``before`` too.
             await asyncio.wait([asyncio.wrap_future(before)])
 
 
 async def _run_in_memory(rank: int, world: int, team: Team | None, save: _RunningSave) -> None:
-    """Keep a step in memory; its outcome, good or bad, goes to the handle."""
+    """Keep a step in memory; report the outcome to the handle."""
     try:
         await save.until_ready(None)
         if team is not None:
@@ -496,8 +505,7 @@ def _checked_step(step: object) -> int:
 
 
 def step_of_state(state: object) -> int | None:
-    """The step that is recorded where the caller names none: ``state["step"]``, if that is an
-    int."""
+    """Return the default step to record: ``state["step"]`` if it is an int."""
     if isinstance(state, Mapping):
         step = state.get("step")
     else:

@@ -1,9 +1,9 @@
-"""A save in steps, for a caller that plans it: one rank begins an attempt, each rank writes its
-image and reports a fragment, and one rank commits.
+"""A save in separate steps, for a caller that does its own planning.
 
-Between the steps nothing is visible. If the caller never commits, the next save collects the
-attempt. A caller whose ranks do not know of each other begins with :func:`divide`, and ends with
-:func:`commit_together`; one that coordinates them has no use for these. Scope: no plan of its own.
+One rank begins an attempt, each rank writes its image and reports a fragment, and one rank commits.
+Nothing is visible in between. If the caller never commits, the next save collects the attempt.
+Callers whose ranks do not know of each other begin with :func:`divide` and end with
+:func:`commit_together`; callers that coordinate their ranks need neither.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ __all__ = ["commit_together", "divide", "write_image"]
 
 
 async def write_image(driver: Driver, attempt: Attempt, rank: int, job: SaveJob) -> Fragment:
-    """Write what ``rank`` holds, all of it, as its image; return what to report. The image is
-    durable on return."""
+    """Write everything that ``rank`` holds as its image, durable on return; return its fragment."""
     plan = await offload(plan_save, job.flat, rank, None)
     chunks = TensorChunks(plan.layout, plan.source)
     writer = ImageWriter(
@@ -51,9 +50,11 @@ async def write_image(driver: Driver, attempt: Attempt, rank: int, job: SaveJob)
 
 
 async def divide(team: Team, driver: Driver, nbytes: Mapping[str, int]) -> Division:
-    """Begin an attempt, and deal out the boxes that several ranks have, so that all write about as
-    much. Every rank calls this; ``nbytes`` are those of its boxes, by names that are the same on
-    all ranks. Raises StorageError, RankFailedError, DeadlineError."""
+    """Begin an attempt, and assign boxes that several ranks have, balancing the bytes per rank.
+
+    Every rank calls this; ``nbytes`` are the sizes of its boxes, by names that are equal on all
+    ranks. Raises StorageError, RankFailedError and DeadlineError.
+    """
 
     async def decide(statements: Sequence[Boxes]) -> Division:
         writers = _dealt_out([statement.nbytes for statement in statements])
@@ -68,7 +69,7 @@ async def divide(team: Team, driver: Driver, nbytes: Mapping[str, int]) -> Divis
 
 
 def _dealt_out(nbytes: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """For each box that several ranks have, the one with the least to write so far."""
+    """Assign each box that several ranks have to the one with the least to write so far."""
     having: defaultdict[str, list[int]] = defaultdict(list)
     for rank, of_rank in enumerate(nbytes):
         for name in of_rank:
@@ -92,8 +93,10 @@ async def commit_together(
     merged: Callable[[Sequence[Fragment]], Sequence[Fragment]],
     compression: Compression | None = None,
 ) -> None:
-    """Send the leader what this rank has written; it commits ``merged`` of all fragments. Every
-    rank calls this. Raises as :func:`commit_attempt`; RankFailedError, DeadlineError."""
+    """Send this rank's fragment to the leader, which commits ``merged`` of all fragments.
+
+    Every rank calls this. Raises like :func:`commit_attempt`; RankFailedError and DeadlineError.
+    """
     attempt = Attempt(fragment.head[0])
     has_all = False
 

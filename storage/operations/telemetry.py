@@ -1,5 +1,4 @@
-"""What is recorded of a save or a load: its recorder, its lines in the log, and what is stored of
-it."""
+"""Recording of saves and loads: the recorder, log lines, and the stored telemetry."""
 
 from __future__ import annotations
 
@@ -26,29 +25,29 @@ __all__ = [
 ]
 
 Telemetry = Literal["on", "off"]
-"""Whether a save or a load records where its time goes."""
+"""Whether a save or a load records its timings."""
 
 LONGEST = 3
-"""So many stages are named in the line of a save or a load."""
+"""Number of stages named in the log line of a save or a load."""
 
 _log = logging.getLogger(__name__)
 
 
 def check_telemetry(telemetry: object) -> None:
-    """Raises UsageError for unknown values."""
+    """Raise UsageError for unknown values."""
     if telemetry not in ("on", "off"):
         raise UsageError(f"telemetry={telemetry!r}", advice='Give "on" or "off".')
 
 
 def recorder_of(telemetry: Telemetry, rank: int) -> Recorder | None:
-    """What records an operation that begins now; None where nothing does."""
+    """Return a recorder for an operation that begins now; None if telemetry is off."""
     if telemetry == "off":
         return None
     return Recorder(rank)
 
 
 def summary_of(recorder: Recorder | None) -> Summary:
-    """What was recorded up to now."""
+    """Return the summary so far; empty without a recorder."""
     if recorder is None:
         return Summary({}, (), 0.0, 0)
     return recorder.summary()
@@ -57,7 +56,7 @@ def summary_of(recorder: Recorder | None) -> Summary:
 def rank_telemetry(
     rank: int, nbytes: int, stored_nbytes: int, fenced_s: float
 ) -> RankTelemetry | None:
-    """What was recorded up to now of the save that runs here; None where nothing is recorded."""
+    """Return the timings so far of the save that runs here; None if not recorded."""
     recorder = current()
     if recorder is None:
         return None
@@ -78,8 +77,11 @@ def rank_telemetry(
 def encoded_telemetry(
     head: tuple[str, int | None, float], world: int, mine: RankTelemetry, others: bytes
 ) -> bytes:
-    """What rank 0 stores. ``head``: attempt, step and time of the save; ``mine``: what rank 0 did;
-    ``others``: the records of the other ranks, as they were sent."""
+    """Return the telemetry object that rank 0 stores.
+
+    ``head``: attempt, step and time of the save; ``mine``: the record of rank 0; ``others``: the
+    encoded records of the other ranks.
+    """
     attempt, step, created_s = head
     arrivals = {name: stage.arrivals for name, stage in mine.stages.items() if stage.arrivals}
     whole = SaveTelemetry(attempt, step, world, created_s, mine.elapsed_s, arrivals, {})
@@ -87,7 +89,7 @@ def encoded_telemetry(
 
 
 def log_saved(report: SaveReport, step: int | None) -> None:
-    """One line at level INFO, and one for each stage at level DEBUG."""
+    """Log one line at level INFO, and one per stage at level DEBUG."""
     if not _log.isEnabledFor(logging.INFO):
         return
     name = "" if step is None else f"step {step}: "
@@ -104,7 +106,7 @@ def log_saved(report: SaveReport, step: int | None) -> None:
 
 
 def log_loaded(report: LoadReport) -> None:
-    """One line at level INFO, and one for each stage at level DEBUG."""
+    """Log one line at level INFO, and one per stage at level DEBUG."""
     if not _log.isEnabledFor(logging.INFO):
         return
     _log.info(
@@ -119,8 +121,7 @@ def log_loaded(report: LoadReport) -> None:
 
 
 def log_safely(log: Callable[..., object], *args: object) -> None:
-    """Call what logs an event. A log handler of the user's that raises does not prevent what comes
-    after it."""
+    """Call ``log``; print any exception, so that a user's failing log handler does no harm."""
     try:
         log(*args)
     except BaseException:
@@ -133,7 +134,7 @@ def _moved(nbytes: int, whose: str, seconds: float) -> str:
 
 
 def _described(report: SaveReport | LoadReport) -> str:
-    """The end of the line of a save or a load: what took longest, and what it cost."""
+    """Return the end of a log line: the longest stages and the resources used."""
     if not report.stages:
         return ""
     stages = sorted(report.stages.items(), key=lambda item: -item[1].busy_s)
@@ -175,7 +176,7 @@ def _log_stages(what: str, stages: Mapping[str, StageReport]) -> None:
 
 
 def _amount(nbytes: float) -> str:
-    """In the largest unit of which there is at least one."""
+    """Format an amount in the largest unit that it reaches."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"

@@ -1,10 +1,10 @@
-"""Saves as a trace in Chrome's format, which Perfetto and chrome://tracing open.
+"""Saves as a trace in Chrome's format, for Perfetto and chrome://tracing.
 
-A rank is a process of the trace, and each of its stages a thread; one more has the slowest
-operations. Ranks are placed by when they called, see ``SaveTelemetry.called_s``, and saves by when
-they began.
+A rank is a process of the trace and each of its stages a thread; one more thread shows the slowest
+operations. Ranks are offset by their call time, see ``SaveTelemetry.called_s``, and saves by their
+start.
 
-Scope: pure.
+Pure.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ __all__ = ["chrome_trace"]
 
 _US = 1e6
 _SLOWEST = 0
-"""The thread of the slowest operations; those of stages are counted from 1 on."""
+"""Thread number of the slowest operations; stages are numbered from 1."""
 
 
 def chrome_trace(saves: Sequence[SaveTelemetry]) -> dict[str, object]:
-    """The document to be written as JSON. Times are in microseconds from the first save on."""
+    """Return the trace document, to be written as JSON. Times are in microseconds since the
+    first save."""
     stages = {name for save in saves for record in save.ranks.values() for name in record.stages}
     ranks = {rank for save in saves for rank in save.ranks}
     first_s = min((save.created_s for save in saves), default=0.0)
