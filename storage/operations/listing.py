@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...core.aio import at_most
@@ -192,8 +192,8 @@ class Listing:
         ]
 
     async def checkpoints(self, folders: Sequence[str]) -> list[ListedCheckpoint]:
-        """The checkpoints in these folders, in no order. Manifests are read several at a time: each
-        takes a round trip."""
+        """Return the checkpoints in these folders, in no order. Several manifests are read at a
+        time, since each takes a round trip."""
         found: list[ListedCheckpoint] = []
 
         async def look(folder: str) -> None:
@@ -202,18 +202,24 @@ class Listing:
         await at_most(self._driver.traits.concurrency, map(look, folders))
         return await self._marked(found)
 
-    async def _marked(self, listed: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
-        """The same, with those marked that are abandoned."""
-        lineages: dict[str, Lineage] = {}
-        marked = []
-        for c in listed:
-            recorded = c.path and f"{c.folder}/{LINEAGE_KEY}".lstrip("/") in self._files
-            if recorded and c.problem is None:
-                if c.folder not in lineages:
-                    lineages[c.folder] = await read_lineage(self._driver, c.folder)
-                c = replace(c, abandoned=not lineages[c.folder].is_live(c.branch, c.step))  # noqa: PLW2901
-            marked.append(c)
-        return marked
+    async def _marked(self, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
+        """Return the same, with abandoned ones marked. Runs record their branches separately."""
+        runs: dict[str, Lineage] = {}
+
+        async def read(run: str) -> None:
+            runs[run] = await read_lineage(self._driver, run)
+
+        def is_abandoned(c: ListedCheckpoint) -> bool:
+            return self._has_lineage(c) and not runs[c.folder].is_live(c.branch, c.step)
+
+        with_lineage = {c.folder for c in checkpoints if self._has_lineage(c)}
+        await at_most(self._driver.traits.concurrency, map(read, sorted(with_lineage)))
+        return [replace(c, abandoned=is_abandoned(c)) for c in checkpoints]
+
+    def _has_lineage(self, c: ListedCheckpoint) -> bool:
+        """Return whether ``c`` can be read, and the branches of its run are recorded."""
+        key = f"{c.folder}/{LINEAGE_KEY}".lstrip("/")
+        return bool(c.path) and c.problem is None and key in self._files
 
     async def _line(self, folder: str) -> ListedCheckpoint:
         try:

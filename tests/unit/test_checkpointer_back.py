@@ -19,6 +19,7 @@ from support.given import Serve
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.format.lineage import LINEAGE_KEY, Lineage
 from holdfast.storage.operations import location
 
 Keep = holdfast.Keep
@@ -57,6 +58,31 @@ def test_abandoned_checkpoints_stay_where_that_is_asked_for() -> None:
     report = holdfast.prune(uri, abandoned=True)
     assert [(c.step, c.abandoned) for c in report.checkpoints] == [(2, True), (3, True)]
     assert there(uri) == ([9], [])
+
+
+class ReadTogether(MemoryDriver):
+    """Answers for the branches of a run once it is asked for those of another."""
+
+    def __init__(self, location: str) -> None:
+        super().__init__(location)
+        self._both = asyncio.Barrier(2)
+
+    async def get(self, key: str) -> bytes:
+        """See :meth:`Driver.get`."""
+        if key.endswith(LINEAGE_KEY):
+            async with asyncio.timeout(10):
+                await self._both.wait()
+        return await super().get(key)
+
+
+def test_the_branches_of_several_runs_are_read_side_by_side(serve: Serve) -> None:
+    """Each takes a round trip, and a folder may hold hundreds of runs."""
+    name = fresh_uri().removeprefix("memory://")
+    for run in ("a", "b"):
+        holdfast.save(f"memory://{name}/{run}/step-1", state(1), step=1)
+        asyncio.run(MemoryDriver(f"{name}/{run}").put(LINEAGE_KEY, Lineage().encode()))
+    found = holdfast.list_checkpoints(serve(lambda _: ReadTogether(name)))
+    assert [(c.path, c.abandoned) for c in found] == [("a/step-1", False), ("b/step-1", False)]
 
 
 def test_a_save_at_an_abandoned_step_replaces_it(tmp_path: Path) -> None:
