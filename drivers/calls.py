@@ -4,9 +4,9 @@ deadline.
 A thread inside the library cannot be interrupted. To let the caller reuse its memory all the same,
 a call touches that memory only within ``with call:``, which raises once the caller has returned.
 
-The end of the process waits for such threads, for a few seconds at most: one that takes the
-interpreter's lock while the interpreter ends is made to unwind, which the library's code does not
-allow, and the process dies of SIGABRT.
+The end of the process waits for such a thread until it has made no progress for a few seconds: one
+that takes the interpreter's lock while the interpreter ends is made to unwind, which the library's
+code does not allow, and the process dies of SIGABRT.
 
 Scope: a thread per call costs 0.1 ms; such calls move megabytes, or wait for a name node.
 """
@@ -23,14 +23,12 @@ from typing import Any, TypeVar
 
 from ..core.forks.renewal import new_lock
 
-__all__ = ["Call", "in_new_thread", "run"]
+__all__ = ["Call", "CallerGone", "in_new_thread", "run"]
 
 T = TypeVar("T")
 
-END_S = 5.0
-
-_threads = set[threading.Thread]()
-"""Those that have begun, and have not ended."""
+END_S = 3.0
+"""A call without progress for so long is stuck, and the end of the process leaves it behind."""
 
 
 class CallerGone(Exception):
@@ -68,18 +66,22 @@ class Call:
             self._gone = True
 
 
-def in_new_thread(body: Callable[[], None]) -> None:
-    """Run ``body`` in a thread of its own, which the end of the process does not wait for, but for
-    ``END_S``."""
+_calls = dict[threading.Thread, Call]()
+"""The threads that have begun, and have not ended."""
+
+
+def in_new_thread(body: Callable[[], None], call: Call) -> None:
+    """Run ``body``, which makes ``call``, in a thread of its own. The end of the process waits for
+    it until the call has made no progress for ``END_S``."""
 
     def run_body() -> None:
         try:
             body()
         finally:
-            _threads.discard(thread)
+            _calls.pop(thread, None)
 
     thread = threading.Thread(target=run_body, name="holdfast-call", daemon=True)
-    _threads.add(thread)
+    _calls[thread] = call
     try:
         thread.start()
     except RuntimeError:  # the interpreter is ending, and starts no more threads
@@ -87,9 +89,8 @@ def in_new_thread(body: Callable[[], None]) -> None:
 
 
 def _wait_for_threads() -> None:
-    until_s = time.monotonic() + END_S
-    for thread in list(_threads):
-        thread.join(max(0.0, until_s - time.monotonic()))
+    for thread, call in list(_calls.items()):
+        thread.join(max(0.0, call.progress_s + END_S - time.monotonic()))
 
 
 atexit.register(_wait_for_threads)
@@ -98,13 +99,13 @@ atexit.register(_wait_for_threads)
 async def run(
     function: Callable[[Call], T],
     timeout_s: float,
-    start: Callable[[Callable[[], None]], object] = in_new_thread,
+    start: Callable[[Callable[[], None]], object] | None = None,
 ) -> T:
-    """What ``function`` returns or raises, from a thread. Raises TimeoutError after ``timeout_s``
-    without progress.
+    """Return what ``function`` returns, or raise what it raises, from a thread. Raises TimeoutError
+    after ``timeout_s`` without progress.
 
-    Then, and when cancelled, it returns at once: the thread goes on alone, and what it returns is
-    dropped. ``start`` has a thread run what it is given.
+    Then, and when cancelled, it returns at once: the thread goes on alone, and its result is
+    dropped. ``start`` has a thread run what it is given; None: a new thread.
     """
     call = Call()
     loop = asyncio.get_running_loop()
@@ -120,7 +121,10 @@ async def run(
         with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no caller
             loop.call_soon_threadsafe(_settle, future, result, error)
 
-    start(body)
+    if start is None:
+        in_new_thread(body, call)
+    else:
+        start(body)
     try:
         while not future.done():
             left_s = call.progress_s + timeout_s - time.monotonic()

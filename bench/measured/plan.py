@@ -182,15 +182,17 @@ def check_room(folder: str, needed: int, free: int) -> None:
 
 
 async def write_something(uri: Uri) -> None:
-    """Put a small object, and delete it: what cannot be written is known at once.
+    """Put a small object, and delete it, so that a measurement of storage that takes no writes
+    fails before anything is prepared.
 
-    Nothing is tried again, since a server that restarts is not to be measured; and a server that
-    does not answer is waited for no longer than a few seconds, unless the URI says otherwise. A
-    request that is cut still runs until its driver ends it: so that has little time, too. Raises
-    the storage's errors.
+    Nothing is tried again: a server that restarts is not to be measured. A server that does not
+    answer is waited for no longer than a few seconds, unless the URI says otherwise. Drivers may
+    wait for a request that was cut, so their own timeouts are short, too. Raises the storage's
+    errors.
     """
     known = driver_class(serving(uri)).OPTIONS
-    impatient: dict[str, Any] = {"deadline": 0, "timeout": ANSWER_S, "read_timeout": ANSWER_S}
+    answer_s = f"{ANSWER_S:g}"  # to some drivers, timeouts are whole numbers
+    impatient: dict[str, Any] = {"deadline": 0, "timeout": answer_s, "read_timeout": answer_s}
     driver = open_driver(
         uri,
         retries=0,

@@ -101,13 +101,14 @@ class Client:
         self._inner = None
 
     async def call(self, doing: str, key: str, function: Callable[[Call], T]) -> T:
-        """What ``function`` returns, from a thread. Raises a StorageError: StorageDownError at the
-        deadline."""
+        """Return what ``function`` returns, from a thread. Raises a StorageError: StorageDownError
+        at the deadline."""
         try:
             async with self._gate:
+                began_s = time.monotonic()
                 if not self._checked:
                     await self._check_authentication(doing, key)
-                return await run(function, self.timeout_s)
+                return await run(function, began_s + self.timeout_s - time.monotonic())
         except (HoldfastError, asyncio.CancelledError):
             raise
         except TimeoutError as error:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ...core.aio import side_by_side
 from ...errors import StorageDownError, StorageError
-from ..calls import Call
+from ..calls import Call, CallerGone
 from ..contract import Buffer, Upload
 from ..ranges import Ranges
 from .client import Client, appending, creating, whole_reader
@@ -78,6 +78,8 @@ class _File:
         """The writes that wait for the bytes before their own, by where these begin."""
         self._writer: RawFileWriter | None = None
         self._broken: BaseException | None = None
+        self.answered = False
+        """True once the name node has answered the request to make the file."""
 
     async def write(self, start: int, data: Buffer) -> None:
         """Append ``data`` when what comes before ``start`` has been; that has been begun."""
@@ -130,13 +132,23 @@ class _File:
         """Make the file, and the folders above it, if that has not been done."""
         self._check()
         if self._writer is None:
-            inner = self._client.inner
-            options = write_options(self._options)
-            self._writer = await self._client.call(
-                "create", self._key, lambda call: creating(inner, self.path, options)
-            )
+            self.answered = False
+            create = functools.partial(self._create, inner=self._client.inner)
+            self._writer = await self._client.call("create", self._key, create)
             self._check()
         return self._writer
+
+    def _create(self, call: Call, *, inner: hdfs_native.Client) -> RawFileWriter:
+        try:
+            writer = creating(inner, self.path, write_options(self._options))
+        finally:
+            self.answered = True
+        try:
+            with call:
+                return writer
+        except CallerGone:  # an abort that came before the answer has deleted nothing
+            inner.delete(self.path, False)
+            raise
 
     def _check(self) -> None:
         if self._broken is not None:
@@ -241,10 +253,13 @@ class HdfsUpload(Upload):
         self._over = True
         for file in self._files:
             file.spoil(self._error("the upload is over", StorageError))
+        # A file whose request has not been answered is deleted by the thread that waits for the
+        # answer: a name node that is silent would let this wait, too.
+        made = [file for file in self._files if file.answered]
         # Whatever uses the storage next finds out what is wrong; what is left is swept.
         with contextlib.suppress(StorageError, TimeoutError):
             async with asyncio.timeout(ABORT_S):
-                await side_by_side(*(self._delete(file) for file in self._files))
+                await side_by_side(*map(self._delete, made))
         self._on_over(self)
 
     async def _delete(self, file: _File) -> None:

@@ -239,18 +239,29 @@ def test_a_storage_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert float(rows[1]["seconds"]) == found.by_name["save"].seconds[0]
 
 
-def test_a_storage_that_does_not_answer_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("storage", ["s3://bucket/x?endpoint=http://{}", "hdfs://{}/x"])
+def test_a_storage_that_does_not_answer_is_told_soon(
+    monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
     """A server that takes connections and says nothing: neither the request, nor its end, nor the
     driver's is waited for any longer."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setattr(plan_module, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        uri = f"s3://bucket/x?endpoint=http://127.0.0.1:{silent.getsockname()[1]}"
+        uri = storage.format(f"127.0.0.1:{silent.getsockname()[1]}")
         began_s = time.monotonic()
         with pytest.raises(StorageDownError):
             check(Plan(uri, 1 << 20, 1))
     assert time.monotonic() - began_s < 15
+
+
+def test_timeouts_may_be_whole_numbers_to_a_driver() -> None:
+    """As to those of fsspec, which would refuse a fraction before it asks the server."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(StorageDownError):
+        check(Plan(f"fsspec+ftp://127.0.0.1:{port}/x", 1 << 20, 1))
 
 
 def test_programs_are_told_why_a_result_is_invalid(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,10 +4,13 @@ names, configuration."""
 from __future__ import annotations
 
 import asyncio
+import queue
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +33,7 @@ from holdfast.drivers.hdfs.names import (
     path_name,
     temporary_name,
 )
+from holdfast.drivers.hdfs.uploads import FileOptions, HdfsUpload
 from holdfast.drivers.hdfs.webhdfs import ConcatRefused, WebHdfs
 from holdfast.errors import (
     AccessError,
@@ -100,6 +104,67 @@ def test_progress_puts_the_deadline_off() -> None:
         return "done"
 
     assert asyncio.run(run(steps, 0.4)) == "done"
+
+
+class SlowNameNode:
+    """Answers a request for a new file when it is let."""
+
+    def __init__(self) -> None:
+        self.inner = self
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+        self.deleted = queue.SimpleQueue[str]()
+
+    def create(self, path: str, options: object) -> object:
+        """The file's writer."""
+        self.asked.set()
+        assert self.may_answer.wait(10)
+        return object()
+
+    def delete(self, path: str, recursive: bool) -> None:
+        """Note it."""
+        self.deleted.put(path)
+
+
+class SlowClient:
+    """As much of a client as an upload needs to begin and to end."""
+
+    uri = "hdfs://slow"
+
+    def __init__(self) -> None:
+        self.inner = SlowNameNode()
+
+    async def call(self, doing: str, key: str, function: Callable[[Call], object]) -> object:
+        """See :meth:`Client.call`."""
+        return await run(function, 10)
+
+    async def delete(self, path: str, key: str) -> None:
+        """See :meth:`Client.delete`."""
+        self.inner.delete(path, False)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_file_is_deleted_once_the_name_node_has_made_it(answered: bool) -> None:
+    """An abort waits for no answer that has not come: the thread that gets it deletes the file."""
+    client: Any = SlowClient()
+    name_node = client.inner
+    options = FileOptions(None, None, False)
+    upload = HdfsUpload(client, None, "/x", "x", [(0, 3)], options, lambda _: None)
+
+    async def begin_and_abort() -> None:
+        task = asyncio.ensure_future(upload.begin())
+        assert await asyncio.to_thread(name_node.asked.wait, 10)
+        if answered:
+            name_node.may_answer.set()
+            await task
+        task.cancel()
+        await asyncio.wait([task])
+        await upload.abort()
+        assert name_node.deleted.empty() != answered
+
+    asyncio.run(begin_and_abort())
+    name_node.may_answer.set()
+    assert name_node.deleted.get(timeout=10).startswith("/")
+    assert name_node.deleted.empty()
 
 
 JAVA = "org.apache.hadoop."

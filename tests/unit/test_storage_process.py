@@ -175,7 +175,7 @@ def test_calls_that_are_left_behind_end_before_the_interpreter_does() -> None:
     done = run(
         """
         import time, torch
-        from holdfast.drivers.calls import in_new_thread
+        from holdfast.drivers.calls import Call, in_new_thread
 
         def add():
             while time.monotonic() < until_s:
@@ -183,10 +183,28 @@ def test_calls_that_are_left_behind_end_before_the_interpreter_does() -> None:
 
         numbers = torch.zeros(100_000)
         until_s = time.monotonic() + 1
-        in_new_thread(add)
+        in_new_thread(add, Call())
         """
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_call_that_is_stuck_does_not_hold_the_interpreter_up() -> None:
+    """Its storage does not answer, and will not within the moments that an end may take."""
+    done = run(
+        """
+        import atexit, time
+
+        atexit.register(lambda: print(time.monotonic() - end_s < 2))  # after what waits for calls
+        from holdfast.drivers.calls import Call, in_new_thread
+
+        call = Call()
+        call.progress_s -= 5
+        in_new_thread(lambda: time.sleep(60), call)
+        end_s = time.monotonic()
+        """
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
 @pytest.mark.parametrize("first", ["before main returns", "in a thread that outlives main"])
