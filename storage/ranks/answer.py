@@ -1,4 +1,4 @@
-"""What the leader answers in the first round of a call."""
+"""The leader's answer in the first round of a call."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ __all__ = ["Answer", "AnswerMessage", "Verdict"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the leader has decided in a round, encoded; or the failure that ends the round for all
-    ranks."""
+    """The leader's encoded decision in a round, or the failure that ends it for all ranks."""
 
     decision: bytes = b""
     failure: Failure | None = None
 
     def opened(self) -> bytes:
-        """The decision. Raises the failure."""
+        """Return the decision, or raise the failure."""
         if self.failure is not None:
             self.failure.raise_alike()
         return self.decision
@@ -31,7 +30,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class AnswerMessage:
-    """An :class:`Answer` as it is sent: rosters as text."""
+    """The wire form of an :class:`Answer`, with rosters as text."""
 
     number: int
     roster: str
@@ -43,14 +42,14 @@ class AnswerMessage:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the leader has answered.
+    """The leader's answer.
 
-    ``failures``: the leader's failures in calls of this name; ``settled``: by rank, up to which of
-    them are settled with it.
+    ``failures``: the leader's failures in calls of this name. ``settled``: by rank, the last of
+    them that is settled with that rank.
 
-    ``instead`` is for ranks that were in another call than the leader, and for those that come
-    late: the names and the numbers of other calls of the leader, which failed for the same reason.
-    A rank that has seen one of these failures need not see the others.
+    ``instead`` serves late ranks and those in a different call from the leader: names and numbers
+    of other calls of the leader that failed for the same reason. A rank that has seen one of these
+    failures need not see the others.
     """
 
     number: int
@@ -62,11 +61,11 @@ class Answer:
 
     @property
     def failed(self) -> bool:
-        """Whether it is an error."""
+        """Return whether the answer is an error."""
         return self.verdict.failure is not None
 
     def encode(self) -> bytes:
-        """The message that other ranks read."""
+        """Encode the message that other ranks read."""
         message = AnswerMessage(
             self.number,
             encoded_roster(self.roster),
@@ -79,7 +78,7 @@ class Answer:
 
     @classmethod
     def decode(cls, data: bytes, world: int) -> Answer:
-        """The answer to ranks of a job of that size."""
+        """Decode an answer, in a job of ``world`` ranks."""
         message = codec(AnswerMessage).decode(data, f"the answer of rank {LEADER}")
         return cls(
             message.number,
@@ -91,5 +90,7 @@ class Answer:
         )
 
     def settled_with(self, rank: int) -> Settled:
-        """Up to where the leader and ``rank`` were settled, as far as the leader knew."""
+        """Return the last settled failures between the leader and ``rank``, as the leader knew
+        them.
+        """
         return Settled(self.settled[rank], max(0, -self.roster[rank]))

@@ -1,7 +1,6 @@
-"""Calls that ranks make together, and the *status record* of a rank: the calls that it is in, and
-how those go.
+"""Calls that ranks make together, and a rank's *status record*: its open calls and their progress.
 
-A call is identified by what it is about, never by how many came before it. So ranks that got out of
+A call is identified by its subject, never by a count of earlier calls. So ranks that got out of
 step meet again in the next call.
 """
 
@@ -34,8 +33,10 @@ def _caller() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the API, alike on every rank. ``uri`` is redacted. ``thread``: the caller's
-    thread; calls of one thread come in the same order on all ranks."""
+    """An API call, the same on every rank. ``uri`` is redacted.
+
+    ``thread``: the caller's thread; calls from one thread come in the same order on all ranks.
+    """
 
     kind: str
     uri: str = ""
@@ -44,7 +45,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The same on all ranks for the same call, and different for different ones."""
+        """The identifier of the call, the same on all ranks, and different for different calls."""
         text = json.dumps([self.kind, self.uri, self.step])
         return digest(text.encode("utf-8", "surrogatepass")).hex()
 
@@ -57,11 +58,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class OpenCall:
-    """A call that a rank is in. ``number`` identifies it among the calls of that rank. ``taken``:
-    the leader has taken it.
+    """A call in progress on a rank.
 
-    ``idle_s``: for how long nothing has moved, neither here nor at the rank that this one waits
-    for. ``waits_for``: that rank, or -1; ``what``: what it waits for.
+    ``number`` identifies it among the calls of that rank. ``taken``: the leader has taken it.
+    ``idle_s``: time since the last progress, here or at the rank that this one waits for.
+    ``waits_for``: that rank, or -1; ``what``: the thing it waits for.
     """
 
     name: str
@@ -76,7 +77,7 @@ class OpenCall:
 
 @dataclass(frozen=True, slots=True)
 class FailedCall:
-    """A call that a rank has failed in before the leader took it."""
+    """A call that failed on a rank before the leader took it."""
 
     name: str
     number: int
@@ -87,9 +88,12 @@ class FailedCall:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """The status record of a rank. ``nonce``: of its process; ``leader``: the nonce of the leader
-    that it has found. ``heartbeats`` grows with each record. ``logs``: by name of a call, in which
-    of those it failed before the leader took it. ``settled``: by name, see ``pairing.Settled``."""
+    """The status record of a rank.
+
+    ``nonce``: of its process. ``leader``: the nonce of the leader it has found. ``heartbeats``
+    grows with each record. ``logs``: by name, the calls that failed before the leader took them.
+    ``settled``: by name, see ``pairing.Settled``.
+    """
 
     nonce: str
     leader: str
@@ -100,33 +104,34 @@ class RankStatus:
     settled: dict[str, Settled] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """The message that other ranks read."""
+        """Encode the message that other ranks read."""
         return codec(RankStatus).encode(self)
 
     @classmethod
     def decode(cls, data: bytes, rank: int) -> RankStatus:
-        """The status of ``rank``."""
+        """Decode the status of ``rank``."""
         return codec(RankStatus).decode(data, f"the status of rank {rank}")
 
     def open_call(self, name: str) -> OpenCall | None:
-        """The call of that name that the rank is in."""
+        """Return the rank's open call of this name."""
         return next((s for s in self.open if s.name == name), None)
 
     def other_call(self, thread: str, names: Collection[str]) -> OpenCall | None:
-        """A call of that thread that the rank is in, which the leader has not taken, and which is
-        none of ``names``."""
+        """Return an open call of a thread that the leader has not taken and that is not in
+        ``names``.
+        """
         for call in self.open:
             if not call.taken and call.thread == thread and call.name not in names:
                 return call
         return None
 
     def failure(self, name: str, after: int) -> FailedCall | None:
-        """The last failure in a call of that name, with a number above ``after``."""
+        """Return the last failure in a call of this name with a number above ``after``."""
         return next((f for f in reversed(self.failed) if f.name == name and f.number > after), None)
 
 
 def encoded_roster(numbers: Sequence[int]) -> str:
-    """The number of each rank's call, as text: mostly all are equal."""
+    """Encode the number of each rank's call as text, run-length encoded: most are equal."""
     if len(set(numbers)) == 1:
         return f"*{numbers[0]}"
     column = np.array(numbers, np.int64)
@@ -135,7 +140,7 @@ def encoded_roster(numbers: Sequence[int]) -> str:
 
 
 def decoded_roster(text: str, world: int) -> Sequence[int]:
-    """What :func:`encoded_roster` has made."""
+    """Decode the text made by :func:`encoded_roster`."""
     if text[0] == "*":
         return [int(text[1:])] * world
     numbers: list[int] = []
@@ -146,6 +151,6 @@ def decoded_roster(text: str, world: int) -> Sequence[int]:
 
 
 def _runs(column: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """Equal neighbours as one value and a count."""
+    """Return runs of equal neighbours, as values and counts."""
     starts = np.flatnonzero(np.diff(column, prepend=column[0] - 1))
     return column[starts].tolist(), np.diff(starts, append=len(column)).tolist()

@@ -1,4 +1,4 @@
-"""How the failure of one rank reaches the others, and what they raise."""
+"""Reports of a rank's failure, and the errors that other ranks raise for them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, reporter: int) -> Failure:
-        """What ``reporter`` says of ``error``."""
+        """Return the failure that ``reporter`` sends for ``error``."""
         kind = type(error).__name__
         if isinstance(error, HoldfastError):
             return cls(
@@ -55,15 +55,15 @@ class Failure:
 
     @property
     def timed_out(self) -> bool:
-        """Whether the rank failed only because another rank did not come in time."""
+        """Return whether the rank failed only because another rank did not arrive in time."""
         return self.type == DeadlineError.__name__
 
     def shortened(self) -> Failure:
-        """This failure without what may be long."""
+        """Return this failure without its potentially long parts."""
         return replace(self, message=self.message[:SHORT_MESSAGE_CHARS], differences=())
 
     def raise_alike(self) -> NoReturn:
-        """Raise the same error as the leader did: its decision concerns all ranks alike."""
+        """Raise the leader's own error: its decision concerns all ranks alike."""
         kind: object = getattr(errors, self.type, None)
         if not isinstance(kind, type) or not issubclass(kind, HoldfastError):
             raise self._rank_failed()
@@ -73,7 +73,7 @@ class Failure:
         raise error
 
     def as_error(self) -> CoordinationError:
-        """What other ranks raise when this rank fails."""
+        """Return the error that other ranks raise for this failure."""
         if self.timed_out:
             return DeadlineError(self.message, rank=self.rank, advice=self.advice)
         if self.type == RankFailedError.__name__:

@@ -1,4 +1,4 @@
-"""How a rank other than the leader enters a call: see ``rendezvous``."""
+"""Entering a call as a follower: see ``rendezvous``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FollowerRendezvous"]
 
 
 class FollowerRendezvous:
-    """The part of any other rank: state something, and wait for the leader's answer."""
+    """A follower's part: send a statement, and wait for the leader's answer."""
 
     def __init__(
         self, member: Member, call: Call, participation: Participation, silence_s: float
@@ -28,15 +28,18 @@ class FollowerRendezvous:
         self._silence_s = silence_s
         self._grace_s = min(GRACE_S, silence_s / 4)
         self._watch = Watch(member.rank, call.name, str(call), silence_s)
-        self._status: RankStatus | None = None  # the leader's, as it was seen last
-        self._passed_s: dict[int, float] = {}  # by number of a failure: since when it is seen
+        self._status: RankStatus | None = None  # the leader's, as last seen
+        self._passed_s: dict[int, float] = {}  # by number of a failure: when it was first seen
 
     async def wait_for_leader(self, what: str) -> None:
-        """Return when the leader is found. Raises DeadlineError, CoordinationError."""
+        """Wait until the leader is found. Raises DeadlineError, CoordinationError."""
         await self._member.wait_for_leader(self._silence_s, f"{what} of the {self._call}")
 
     async def answer(self, statement: bytes, what: str) -> Answer:
-        """The leader's answer. Raises RankFailedError, DeadlineError, CoordinationError."""
+        """Send ``statement``, and return the leader's answer.
+
+        Raises RankFailedError, DeadlineError, CoordinationError.
+        """
         member = self._member
         loop = asyncio.get_running_loop()
         key = f"join/{self._call.name}/{member.rank}"
@@ -60,8 +63,10 @@ class FollowerRendezvous:
             pause_s = min(pause_s * 1.5, PAUSE_MAX_S)
 
     async def _observe(self) -> tuple[Answer | None, RankStatus | None]:
-        """:meth:`_look`. Where the store is gone, what the leader was in is known from the look
-        before."""
+        """Read the leader's answer and status.
+
+        If the store is gone, add the leader's last known call to the error.
+        """
         try:
             answer, self._status = await self._member.call_store(self._look)
         except CoordinationError as error:
@@ -74,13 +79,15 @@ class FollowerRendezvous:
     def _look(self) -> tuple[Answer | None, RankStatus | None]:
         status = self._member.status(
             LEADER
-        )  # first: what it has answered is there before it leaves
+        )  # first: a leader publishes its answer before it leaves
         data = self._member.keys.get(f"answer/{self._call.name}")
         return None if data is None else Answer.decode(data, self._member.world), status
 
     def _is_mine(self, answer: Answer, status: RankStatus | None, now_s: float) -> bool:
-        """Whether it is for this call: either it has taken it; or the leader failed before this
-        rank came."""
+        """Return whether an answer is for this call.
+
+        It is if the leader took this call, or failed before this rank arrived.
+        """
         member = self._member
         name = self._call.name
         mine = self._participation.number
@@ -90,17 +97,17 @@ class FollowerRendezvous:
             return True
         if not answer.failed or known == NOT_ADDRESSED or known > 0:
             return False
-        if -known == mine:  # the leader took it, failed, and has failed again since
+        if -known == mine:  # the leader took it, failed, and failed again since
             return True
         settled = member.settled(name).joined(answer.settled_with(member.rank))
         settled, left, _ = paired(settled, answer.failures, member.log(name))
         member.settle(name, settled)
         if not left or (
             status is not None and status.open_call(name)
-        ):  # the leader is in the next such call
+        ):  # the leader is in the next call of this name
             return False
         number = next((number for number in left if number > 0), 0)
-        if not number:  # it has only waited in vain, and may be about to come
+        if not number:  # a timeout only: the leader may be about to arrive
             since_s = self._passed_s.setdefault(answer.number, now_s)
             is_elsewhere = (
                 status is not None

@@ -1,5 +1,4 @@
-"""What ranks of one host have in common; and groups of ranks of a job, such as those of one host:
-found by the leader, and sent to all ranks in a few bytes."""
+"""Host identity, and groups of ranks such as those of one host, encoded in a few bytes."""
 
 from __future__ import annotations
 
@@ -17,8 +16,10 @@ Ints = npt.NDArray[np.int64]
 
 
 def host_key() -> str | None:
-    """What ranks have in common that can share memory: one boot of one host, one network namespace,
-    one user. None where the system does not say."""
+    """Return an id shared by ranks that can share memory: same boot, network namespace and user.
+
+    None if the system does not provide it.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/net").st_ino
@@ -28,9 +29,11 @@ def host_key() -> str | None:
 
 
 def numbered(names: Sequence[str | None]) -> bytes:
-    """A number for each rank, compressed: ranks of one name have one number, and a rank without a
-    name has a number of its own. Numbers of neighbours differ by one, if at all, or in a pattern,
-    so their differences compress well."""
+    """Assign a number to each rank, and compress the numbers.
+
+    Ranks with equal names get equal numbers; a rank without a name gets a number of its own.
+    Neighbours differ little or in a regular pattern, so their differences compress well.
+    """
     number: dict[str | int, int] = {}
     numbers = [
         number.setdefault(rank if name is None else name, len(number))
@@ -40,11 +43,11 @@ def numbered(names: Sequence[str | None]) -> bytes:
 
 
 def numbers_in(data: bytes) -> Ints:
-    """The inverse of :func:`numbered`: the number of each rank."""
+    """Decode the result of :func:`numbered` into the number of each rank."""
     return np.cumsum(np.frombuffer(zlib.decompress(data), "<i4"), dtype=np.int64)
 
 
 def ranks_with(rank: int, numbers: Ints) -> list[int]:
-    """The ranks that have the number of ``rank``, itself among them; ascending."""
+    """Return the ranks with the same number as ``rank``, itself included, ascending."""
     found: list[int] = np.flatnonzero(numbers == numbers[rank]).tolist()
     return found

@@ -1,5 +1,4 @@
-"""The job's key-value store: values of any size under a prefix, and reads that never wait for a
-key."""
+"""Access to the job's key-value store: values of any size, and reads that never block on a key."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ _PARTS = b"#"
 
 
 class StoreLike(Protocol):
-    """What is used of a torch.distributed Store. ``compare_set`` is used where the store has it."""
+    """The methods used of a torch.distributed Store, and ``compare_set`` if the store has it."""
 
     def set(self, key: str, value: bytes | str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -25,12 +24,14 @@ class StoreLike(Protocol):
 
 
 _CompareSet = Callable[[str, bytes, bytes], bytes]
-"""The key, the value that is expected, and the one that takes its place."""
+"""(key, expected value, new value) -> value afterwards."""
 
 
 class Keys:
-    """The keys below ``prefix``. Every method blocks for one or a few round trips, and raises what
-    the store raises."""
+    """The keys below ``prefix``.
+
+    Every method blocks for one or a few round trips, and raises what the store raises.
+    """
 
     def __init__(self, store: StoreLike, prefix: str) -> None:
         self._store = store
@@ -38,15 +39,15 @@ class Keys:
         self._compare_set: _CompareSet | None = getattr(store, "compare_set", None)
 
     def below(self, name: str) -> Keys:
-        """The keys below ``name``."""
+        """Return the keys below ``name``."""
         return Keys(self._store, f"{self._prefix}/{name}")
 
     def value(self, key: str) -> bytes | None:
-        """The value of ``key``; None where there is none.
+        """Return the value of ``key``, or None if it is missing.
 
-        A plain ``get`` waits for a key that is missing, and another rank may delete a key between a
-        ``check`` and a ``get``. A ``compare_set`` that expects what no key holds changes nothing,
-        and returns what is there.
+        A plain ``get`` blocks on a missing key, and another rank may delete a key between ``check``
+        and ``get``. A ``compare_set`` that expects a value no key holds changes nothing, and
+        returns the current value.
         """
         whole = f"{self._prefix}/{key}"
         if self._compare_set is None:
@@ -59,12 +60,12 @@ class Keys:
         return found
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Give ``key`` a value."""
+        """Set the value of ``key``."""
         self._store.set(f"{self._prefix}/{key}", value)
 
     def swap(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
-        """Set ``key`` to ``desired`` if its value is ``expected`` (None: no value yet). Return what
-        it is afterwards.
+        """Set ``key`` to ``desired`` if its value is ``expected`` (None: missing). Return its value
+        after.
 
         Atomic, unless the store has no ``compare_set``.
         """
@@ -77,7 +78,7 @@ class Keys:
         whole = f"{self._prefix}/{key}"
         found = self._compare_set(whole, expected or b"", desired)
         if expected is not None and found == expected:
-            return None  # the store answers what was expected where the key is missing
+            return None  # the store returns the expected value if the key is missing
         return found
 
     def add(self, key: str, amount: int) -> int:
@@ -85,13 +86,15 @@ class Keys:
         return self._store.add(f"{self._prefix}/{key}", amount)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete keys; those that are missing are passed over."""
+        """Delete keys, ignoring missing ones."""
         for key in keys:
             self._store.delete_key(f"{self._prefix}/{key}")
 
     def put(self, key: str, value: bytes) -> list[str]:
-        """Store a value of any size; return the keys that it took. The key itself comes last: it
-        says that all is there."""
+        """Store a value of any size; return the keys used.
+
+        The key itself is written last: its presence means that the value is complete.
+        """
         if len(value) <= PART_NBYTES:
             self.set(key, _WHOLE + value)
             return [key]
@@ -102,7 +105,7 @@ class Keys:
         return [key, *(f"{key}/{i}" for i in range(len(parts)))]
 
     def get(self, key: str) -> bytes | None:
-        """What was :meth:`put` under ``key``; None where it is not there, or not all of it."""
+        """Return the value that was :meth:`put` under ``key``; None if missing or incomplete."""
         value = self.value(key)
         if value is None or value[:1] == _WHOLE:
             return value and value[1:]
@@ -112,7 +115,7 @@ class Keys:
         return None
 
     def keys_of(self, key: str) -> list[str]:
-        """The keys that a :meth:`put` under ``key`` took."""
+        """Return the keys used by a :meth:`put` under ``key``."""
         value = self.value(key)
         if value is not None and value[:1] == _PARTS:
             parts = int(value[1:])

@@ -1,10 +1,10 @@
-"""One process as a rank of its job, for as long as its process group lives.
+"""One process as a rank of its job, for the lifetime of its process group.
 
-The *generation* of a job is the nonce of its leader's process. Keys of all calls lie below it, so
-nothing that a former job has left in the same store is ever read. A rank accepts a leader only
-after that leader has acknowledged the rank's own nonce; the leader acknowledges whatever nonce a
-rank's status record has, until the record says that its rank has found this leader. A process that
-was restarted has a new nonce, so what was acknowledged to its predecessor is not for it.
+The *generation* of a job is the nonce of its leader's process. All keys of calls are below it, so
+keys that an earlier job left in the same store are never read. A rank accepts a leader only after
+that leader has acknowledged the rank's own nonce. The leader acknowledges the nonce in a rank's
+status record until the record says that the rank has found this leader. A restarted process has a
+new nonce, so an acknowledgement of its predecessor does not count.
 
     lead                the leader's nonce
     known/<block>       the nonces that it has acknowledged, of 256 ranks each
@@ -50,11 +50,11 @@ Spawn = Callable[[Coroutine[object, object, None]], Spawned]
 
 
 class Member:
-    """``keys`` are those of all ranks of the job; ``spawn`` runs what goes on after a call has
-    returned.
+    """One process in its job.
 
-    Its coroutines run on one event loop at a time. ``fail`` and what is said to block may be called
-    from any thread.
+    ``keys``: the keys of all ranks of the job. ``spawn`` runs work that continues after a call has
+    returned. Coroutines run on one event loop at a time. ``failed`` and methods documented to block
+    may be called from any thread.
     """
 
     def __init__(
@@ -66,8 +66,10 @@ class Member:
         anchor: Callable[[], object] = lambda: None,
         job_host: str = "",
     ) -> None:
-        """``anchor()`` keeps alive what serves the store, if that is this process; ``job_host``:
-        the host that serves it."""
+        """``anchor()`` keeps the store's server alive if this process runs it.
+
+        ``job_host``: the host that serves the store.
+        """
         self.rank = rank
         self.world = world
         self.host = host_key()
@@ -78,21 +80,21 @@ class Member:
             self.leader = self.nonce
         else:
             self.leader = ""
-        """The nonce of the leader; empty until it is found."""
+        """The nonce of the leader; empty until found."""
         if rank == LEADER:
             self.joined = [0] * world
         else:
             self.joined = []
-        """On the leader: the highest number that each rank has taken part with."""
+        """The highest call number that the leader has taken from each rank."""
         self.store_lost = False
-        """Whether the store could not be reached, the last time it was asked by a call."""
+        """True if the store was unreachable at the last access by a call."""
         self._keys = keys
         self._spawn = spawn
         self._spawned: set[Spawned] = set()
         self._open: list[Participation] = []
         self._failed: deque[FailedCall] = deque(maxlen=FAILURES_KEPT)
         self.logs: OrderedDict[str, list[int]] = OrderedDict()
-        """By name of a call: the failures of this rank, see ``pairing.Log``."""
+        """Failures of this rank, by name of the call; see ``pairing.Log``."""
         self._settled: OrderedDict[str, Settled] = OrderedDict()
         self._heartbeats = 0
         self._heartbeat_s: dict[int, float] = {}
@@ -105,16 +107,18 @@ class Member:
         self._acknowledge_until_s = 0.0
         self._meanings: dict[str, str] = {}
         self.all_found = False
-        """On the leader: whether all ranks have found it."""
+        """True once all ranks have found the leader; set on the leader only."""
         self._shown_lead = False
         self._history: OrderedDict[str, CallHistory] = OrderedDict()
 
     async def call_store(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """What ``function`` returns, run in a thread. Raises CoordinationError where the store
-        cannot be reached."""
+        """Run ``function`` in a thread and return its result.
+
+        Raises CoordinationError if the store cannot be reached.
+        """
         try:
             return await offload(function, *args)
-        except RuntimeError as error:  # what torch's stores raise, whatever went wrong
+        except RuntimeError as error:  # torch's stores raise this for every kind of failure
             self.store_lost = True
             raise CoordinationError(
                 f"the job's store cannot be reached: {str(error).splitlines()[0]}",
@@ -122,27 +126,27 @@ class Member:
                 advice="The process that serves it (the launcher, or rank 0) has probably died.",
             ) from error
 
-    # These methods block: they run in a thread, or where the caller may wait.
+    # These methods block: call them in a thread, or where the caller may wait.
 
     @property
     def keys(self) -> Keys:
-        """The keys of this generation. To be used only when the leader is found."""
+        """The keys of this generation. Only valid once the leader is found."""
         assert self.leader
         return self._keys.below(self.leader)
 
     def status(self, rank: int) -> RankStatus | None:
-        """What another rank shows. Blocks."""
+        """Return the status record of a rank. Blocks."""
         data = self._keys.value(f"status/{rank}")
         if data is None:
             return None
         return RankStatus.decode(data, rank)
 
     def statuses(self, ranks: Iterable[int]) -> dict[int, RankStatus | None]:
-        """What they show. Blocks."""
+        """Return the status records of ``ranks``. Blocks."""
         return {rank: self.status(rank) for rank in ranks}
 
     def find_leader(self) -> bool:
-        """Whether the leader is found, which has acknowledged this process. Blocks."""
+        """Return whether a leader is found that has acknowledged this process. Blocks."""
         if self.leader:
             return True
         lead = self._keys.value("lead")
@@ -155,7 +159,7 @@ class Member:
         return True
 
     def publish(self, now_s: float) -> None:
-        """Show what this rank is in. Blocks."""
+        """Publish the status record of this rank. Blocks."""
         self._heartbeats += 1
         calls = tuple(participation.open_call(now_s) for participation in list(self._open))
         logs = {name: tuple(log) for name, log in self.logs.items()}
@@ -171,7 +175,7 @@ class Member:
         self._keys.set(f"status/{self.rank}", status.encode())
 
     def failed(self, call: Call, number: int | None, failure: Failure) -> None:
-        """Note that this rank has failed in ``call``, for the next :meth:`publish` to show."""
+        """Record a failure of this rank in ``call``; the next :meth:`publish` shows it."""
         if number is None:
             number = self.next_number()
         self._failed.append(
@@ -180,36 +184,35 @@ class Member:
         self.log_failure(call.name, number, failure.timed_out)
 
     def log_failure(self, name: str, number: int, waited: bool) -> list[str]:
-        """This rank has failed in its call ``number`` of that name. Return the names that are
-        forgotten now."""
+        """Log a failure in call ``number`` of a name. Return the names evicted from the log."""
         self.logs[name] = logged(self.logs.get(name, []), number, waited)
         self.logs.move_to_end(name)
         return _trim(self.logs, FAILURES_KEPT)
 
     def log(self, name: str) -> list[int]:
-        """The failures of this rank in calls of that name."""
+        """Return the failures of this rank in calls of this name."""
         return self.logs.get(name, [])
 
     def next_number(self) -> int:
-        """Of a call of this rank."""
+        """Return a new number for a call of this rank."""
         with self._number_lock:
             self._number += 1
             return self._number
 
     def settled(self, name: str) -> Settled:
-        """What is settled with the leader in calls of that name, as far as this rank has seen."""
+        """Return the settled failures in calls of this name, as far as this rank has seen."""
         return self._settled.get(name, Settled())
 
     def settle(self, name: str, settled: Settled) -> None:
-        """All up to there is settled with the leader."""
+        """Record failures in calls of this name as settled with the leader."""
         self._settled[name] = settled
         self._settled.move_to_end(name)
         _trim(self._settled, NAMES_KEPT)
 
-    # On the leader.
+    # For the leader.
 
     def history(self, name: str) -> CallHistory:
-        """What this leader has seen of the calls of that name."""
+        """Return the leader's history of calls of this name."""
         found = self._history.setdefault(name, CallHistory([0] * self.world))
         self._history.move_to_end(name)
         for old in list(self._history)[:-NAMES_KEPT]:
@@ -218,34 +221,40 @@ class Member:
         return found
 
     def all_met(self, name: str) -> None:
-        """All ranks have come to a call of that name, which settles all failures before it."""
+        """Record that all ranks met in a call of this name, which settles all earlier failures."""
         self.logs.pop(name, None)
         self.history(name).settled.clear()
 
     @property
     def open_names(self) -> set[str]:
-        """Of the calls that this rank is in."""
+        """The names of the calls that this rank is in."""
         return {participation.name for participation in self._open}
 
     def spawn(self, coroutine: Coroutine[object, object, None]) -> None:
-        """Run it after the call has returned."""
+        """Run a coroutine in the background, beyond the end of the call."""
         task = self._spawn(coroutine)
         self._spawned.add(task)
         task.add_done_callback(self._spawned.discard)
 
     def announce(self, for_s: float) -> None:
-        """Show this process to the others, apart from any call; the leader acknowledges them for so
-        many seconds. Does not wait. Thread-safe."""
+        """Publish this process to the others, outside any call.
+
+        The leader acknowledges ranks for ``for_s`` seconds. Does not wait. Thread-safe.
+        """
         self.spawn(self.acknowledge_ranks(for_s) if self.rank == LEADER else self.publish_status())
 
     def is_same_run(self, theirs: str, ours: str) -> bool:
-        """Whether ``theirs``, a name that the leader gave, means what this rank calls ``ours``:
-        that is settled at the first sight of it, and each has one meaning."""
+        """Return whether the leader's loop ``theirs`` is the loop that this rank calls ``ours``.
+
+        The first call with a new ``theirs`` binds the two.
+        """
         return bool(theirs) and self._meanings.setdefault(theirs, ours) == ours
 
     async def acknowledge_ranks(self, for_s: float) -> None:
-        """On the leader: acknowledge ranks, as long as it is in a call, or for so many seconds,
-        until all have found it."""
+        """On the leader, acknowledge ranks until all have found it.
+
+        Stops early when the leader is in no call and ``for_s`` seconds have passed.
+        """
         if self.all_found or self.rank != LEADER:
             return
         self._acknowledge_until_s = max(
@@ -255,7 +264,7 @@ class Member:
             return
         self._acknowledging = True
         try:
-            # Calls that wait for the ranks will see that the store is gone.
+            # If the store is gone, the calls waiting for the ranks will raise.
             with contextlib.suppress(RuntimeError):
                 await self._acknowledge_all()
         finally:
@@ -276,14 +285,18 @@ class Member:
         self.all_found = not missing
 
     def _claim_leadership(self, now_s: float) -> None:
-        """Let ranks find this leader. They read its status record next, so that one is published
-        first: it must not be that of a predecessor."""
+        """Let ranks find this leader.
+
+        Publish its status first: ranks read it next, and must not see that of a predecessor.
+        """
         self.publish(now_s)
         self._keys.set("lead", self.nonce)
 
     def _acknowledge_new(self, missing: set[int], known: dict[int, str]) -> bool:
-        """Acknowledge what statuses show. Take from ``missing`` the ranks that have found this
-        leader. Whether any is new."""
+        """Acknowledge new nonces; return whether there are any.
+
+        Removes ranks that have found this leader from ``missing``.
+        """
         new = set[int]()
         for rank in sorted(missing):
             status = self.status(rank)
@@ -301,12 +314,14 @@ class Member:
             )
         return bool(new)
 
-    # On the event loop.
+    # For the event loop.
 
     @contextlib.asynccontextmanager
     async def participating(self, call: Call, heartbeat_s: float) -> AsyncIterator[Participation]:
-        """Show that this rank is in ``call``, and beat. A second call of the same name waits for
-        the first to end."""
+        """Enter ``call``, and send heartbeats while in it.
+
+        A second call of the same name waits for the first to end.
+        """
         loop = asyncio.get_running_loop()
         await self._take_turn(call.name)
         participation = Participation(
@@ -315,7 +330,7 @@ class Member:
         self._open.append(participation)
         self._heartbeat_s[participation.number] = heartbeat_s
         if self._heartbeat_task is not None:
-            self._heartbeat_task.cancel()  # it may sleep for longer than this call allows
+            self._heartbeat_task.cancel()  # its interval may be too long for this call
         self._heartbeat_task = asyncio.ensure_future(self._send_heartbeats())
         if self.rank == LEADER:
             self.spawn(self.acknowledge_ranks(0.0))
@@ -360,25 +375,27 @@ class Member:
             await asyncio.sleep(min(self._heartbeat_s.values()))
 
     async def publish_status(self) -> None:
-        """Call :meth:`publish`, and ignore what the store raises: the calls that wait for an answer
-        will raise it."""
+        """Publish the status record, ignoring errors of the store.
+
+        Calls that wait for an answer will raise them.
+        """
         async with self._publishing:
             with contextlib.suppress(RuntimeError):
                 await offload(self.publish, asyncio.get_running_loop().time())
 
     def progress_of_others(self, but: Participation) -> int:
-        """Grows with everything that moves in other calls of this process."""
+        """Return the progress of all other calls of this process, as a growing number."""
         return sum(
             participation.progress for participation in list(self._open) if participation is not but
         )
 
     async def try_to_find_leader(self, for_s: float) -> None:
-        """Look for the leader for so many seconds: it heeds what ranks show that have found it."""
-        with contextlib.suppress(CoordinationError):  # a deadline, too
+        """Look for the leader for ``for_s`` seconds: it ignores ranks that have not found it."""
+        with contextlib.suppress(CoordinationError):  # DeadlineError included
             await self.wait_for_leader(for_s, "the leader")
 
     async def wait_for_leader(self, silence_s: float, what: str) -> None:
-        """Return when the leader is found. Raises DeadlineError, and what the store raises."""
+        """Wait until the leader is found. Raises DeadlineError, CoordinationError."""
         loop = asyncio.get_running_loop()
         watch = Watch(self.rank, "", "", silence_s)
         pause_s = 0.001
@@ -392,7 +409,7 @@ class Member:
 
 
 def _trim(kept: OrderedDict[str, V], most: int) -> list[str]:
-    """Drop the oldest beyond ``most``; return their names."""
+    """Drop the oldest entries beyond ``most``; return their names."""
     dropped = []
     while len(kept) > most:
         dropped.append(kept.popitem(last=False)[0])

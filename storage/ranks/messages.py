@@ -1,16 +1,15 @@
-"""Messages between ranks: dataclasses, and the one encoding that all of them share.
+"""Messages between ranks: dataclasses with a common encoding.
 
-The wire format is a line of JSON, an array: the name of the message's class, then its fields in
-their order, of which the last ones are left out where they have their default values. A field of
-bytes is its length in that line, and its contents follow the line, so that digests and columns
-travel as they are.
+The wire format is one line of JSON, an array: the name of the message's class, then its fields in
+order; trailing fields with default values are omitted. A field of bytes is represented by its
+length, and its contents follow the line, so that digests and columns are sent unencoded.
 
-The type of each field says what is read back: ``bool``, ``int``, ``float``, ``str``, ``bytes``,
-``None``, enumerations, tuples, dicts with keys of str, and dataclasses of such fields. Whatever
-does not have the form of the expected message is refused with a CoordinationError, so ranks that
-run different versions of Holdfast fail by name.
+The type annotation of a field determines how it is decoded: ``bool``, ``int``, ``float``, ``str``,
+``bytes``, ``None``, enumerations, tuples, dicts with str keys, and dataclasses of such fields. Data
+that does not match the expected message raises CoordinationError, so ranks that run different
+versions of Holdfast get a clear error.
 
-Scope: pure functions. How messages travel is the subject of ``team``.
+Scope: pure functions. ``team`` transports the messages.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ V = TypeVar("V")
 
 
 class Codec(Protocol[T]):
-    """Turns values of one type into bytes and back. ``slow``: too slow for the event loop."""
+    """Converts values of one type to bytes and back. ``slow``: too slow for the event loop."""
 
     @property
     def slow(self) -> bool: ...
@@ -43,18 +42,18 @@ class Codec(Protocol[T]):
     def encode(self, message: T, /) -> bytes: ...
 
     def decode(self, data: bytes, what: str, /) -> T:
-        """The inverse of :meth:`encode`. ``what`` names the data in an error."""
+        """Decode the result of :meth:`encode`. ``what`` names the data in an error."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """A message without contents."""
+    """An empty message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round(Generic[S, V]):
-    """A round of a team: its name, what each rank states, and what the leader decides."""
+    """A round of a team: its name, the statement of each rank, and the leader's verdict."""
 
     name: str
     statement: Codec[S]
@@ -62,16 +61,16 @@ class Round(Generic[S, V]):
 
     @classmethod
     def of(cls, name: str, statement: type[S], verdict: type[V]) -> Round[S, V]:
-        """A round whose statements and verdict are messages of these classes."""
+        """Return a round with these message classes."""
         return Round(name, codec(statement), codec(verdict))
 
     def numbered(self, number: int) -> Round[S, V]:
-        """This round, when it is held several times in one session."""
+        """Return this round with a number, for rounds held several times in a session."""
         return Round(f"{self.name}/{number}", self.statement, self.verdict)
 
 
 class _Blobs:
-    """The contents of the bytes fields of a message, in their order."""
+    """The contents of a message's bytes fields, in order."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -92,8 +91,10 @@ class _Blobs:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How values of one type are written as JSON. ``scalars``: the types that they have, where
-    JSON has these; such values are written, and read, as they are."""
+    """The conversion of values of one type to JSON and back.
+
+    ``scalars``: the JSON types of such values, if they need no conversion.
+    """
 
     write: Callable[[object, list[bytes]], object]
     read: Callable[[Json, _Blobs], object]
@@ -108,7 +109,7 @@ class _Field:
 
 
 class _MessageCodec(Generic[T]):
-    """The codec of one class of messages."""
+    """The codec of one message class."""
 
     slow = False
 
@@ -143,13 +144,13 @@ class _MessageCodec(Generic[T]):
         return message
 
 
-# json.loads and json.dumps take longer to choose among their options than for a short message.
+# json.loads and json.dumps spend more time on their options than on a short message.
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _DECODER = json.JSONDecoder()
 
 
 def _decoded(text: str) -> Json:
-    """What one line of JSON holds, and nothing else does."""
+    """Decode a line with exactly one JSON value."""
     value: Json
     value, end = _DECODER.raw_decode(text)
     if end != len(text):
@@ -158,7 +159,7 @@ def _decoded(text: str) -> Json:
 
 
 def codec(kind: type[T]) -> Codec[T]:
-    """The codec of messages of this dataclass."""
+    """Return the codec of a message class."""
     return _MessageCodec(kind)
 
 
@@ -206,7 +207,7 @@ def _read_fields(kind: type[T], known: list[_Field], values: list[Json], blobs: 
 
 @functools.cache
 def _form_of(kind: object) -> _Form:
-    """How a field of this type is written."""
+    """Return how to convert a field of this type."""
     if kind in (bool, int, str, float, type(None)):
         return _scalar({float, int} if kind is float else {kind})
     if kind is bytes:
@@ -262,7 +263,7 @@ def _enumeration(kind: type[enum.Enum]) -> _Form:
 
 
 def _optional(forms: list[_Form], kinds: tuple[object, ...]) -> _Form:
-    """One of several types of JSON, or None and one other type."""
+    """Return the form of a union: of scalars, or of None and one other type."""
     if all(form.scalars for form in forms):
         return _scalar(set().union(*(form.scalars for form in forms)))
     others = [form for form, kind in zip(forms, kinds, strict=True) if kind is not type(None)]

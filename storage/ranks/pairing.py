@@ -1,12 +1,12 @@
-"""Which failure of one rank belongs to which failure of another: where both failed in one call,
-neither has to report its failure to the other.
+"""Pairing of failures: if two ranks failed in the same call, neither reports its failure to the
+other.
 
-Two ranks make the same calls of one name. A call in which they meet, or in which one learns of the
-other's failure, *settles* all failures before it. Failures after that, of which the other has not
-learned, belong together in order: first with first. A failure that is left over belongs to a call
-that the other rank has yet to make, and fails that call.
+Two ranks make the same sequence of calls of one name. A call in which they meet, or in which one
+sees the other's failure, *settles* all earlier failures. Later failures are paired in order, first
+with first. A failure without a partner belongs to a call that the other rank has yet to make, and
+fails that call.
 
-Where a rank has only timed out, the call may be one that the other leaves out. Such failures are
+A rank that only timed out may have been in a call that the other rank skips. Such failures are
 dropped together.
 """
 
@@ -18,54 +18,53 @@ from dataclasses import dataclass, field
 __all__ = ["LOGGED", "CallHistory", "Log", "Settled", "logged", "paired"]
 
 LOGGED = 64
-"""Failures of one name that a rank remembers."""
+"""The number of failures of one name that a rank remembers."""
 
 Log = Sequence[int]
-"""The numbers of the calls of one name that a rank failed in, in order; ``-number`` where it had
-timed out."""
+"""Numbers of failed calls of one name, in order; ``-number`` if the rank had timed out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Up to which call of the leader, and which call of the other rank, all failures are settled
-    between the two."""
+    """The last call of the leader and of another rank up to which failures between them are
+    settled.
+    """
 
     leader: int = 0
     other: int = 0
 
     def joined(self, known: Settled) -> Settled:
-        """What both together settle."""
+        """Return the later of both, on each side."""
         return Settled(max(self.leader, known.leader), max(self.other, known.other))
 
 
 @dataclass(slots=True)
 class CallHistory:
-    """What the leader has seen of the calls of one name."""
+    """The leader's view of the calls of one name."""
 
     taken: list[int]
-    """By rank: the number of its last call that the leader has taken, or has seen fail."""
+    """By rank, the number of its last call that the leader has taken, or has seen fail."""
     settled: dict[int, int] = field(default_factory=dict)
-    """By rank: the last failed call of the leader that is settled with it."""
+    """By rank, the leader's last failed call that is settled with it."""
 
     def of(self, rank: int) -> Settled:
-        """What is settled with that rank, as far as the leader has seen."""
+        """Return the failures settled with a rank, as far as the leader has seen."""
         return Settled(self.settled.get(rank, 0), self.taken[rank])
 
     def settle(self, rank: int, settled: Settled) -> None:
-        """All up to there is settled with that rank."""
+        """Record failures as settled with a rank."""
         self.taken[rank] = settled.other
         if settled.leader:
             self.settled[rank] = settled.leader
 
 
 def logged(log: Log, number: int, waited: bool) -> list[int]:
-    """The log with one more failure, and without the oldest where it is full."""
+    """Append a failure to a log, and drop the oldest if it is full."""
     return [*log, -number if waited else number][-LOGGED:]
 
 
 def paired(settled: Settled, leaders: Log, others: Log) -> tuple[Settled, list[int], list[int]]:
-    """Cancel out what belongs together. Return what is settled then, and what is left of either
-    log."""
+    """Pair off failures. Return the settled state and the unpaired rest of each log."""
     theirs = [number for number in leaders if abs(number) > settled.leader]
     ours = [number for number in others if abs(number) > settled.other]
     count = min(len(theirs), len(ours))

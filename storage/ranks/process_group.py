@@ -1,5 +1,7 @@
-"""The ranks of a call, as torch.distributed knows them: a team over its store. No collective is
-used; a process group only says which ranks take part, and how they are numbered."""
+"""The ranks of a call according to torch.distributed, as a team over its store.
+
+No collective is used; a process group only defines which ranks take part, and their numbers.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +43,16 @@ __all__ = [
 ]
 
 Group: TypeAlias = 'dist.ProcessGroup | Literal["self"] | None'
-"""Which ranks take part in a call: those of a process group; ``"self"``: this process alone, as in
-MPI's COMM_SELF; None: those of the default process group."""
+"""The ranks that take part in a call: those of a process group; ``"self"``: this process alone,
+like MPI's COMM_SELF; None: those of the default process group.
+"""
 
 _acting: ContextVar[Group] = ContextVar("holdfast_process_group", default=None)
 
 
 @contextlib.contextmanager
 def acting_in(group: Group) -> Iterator[None]:
-    """In the body, this thread acts as a rank of ``group``. Raises as :func:`check_group`."""
+    """Make this thread act as a rank of ``group`` in the body. Raises as :func:`check_group`."""
     check_group(group)
     token = _acting.set(group)
     try:
@@ -59,7 +62,7 @@ def acting_in(group: Group) -> Iterator[None]:
 
 
 def check_group(group: Group) -> None:
-    """Raise UsageError for what is no process group, and in a process that is not in it."""
+    """Raise UsageError for an invalid process group, or one without this process."""
     if group is None or group == "self":
         return
     advice = 'Give a process group that this process is in, "self", or None for all ranks.'
@@ -75,7 +78,7 @@ def check_group(group: Group) -> None:
 
 
 def _group() -> dist.ProcessGroup | None:
-    """The process group that this thread acts in; None where this process is alone."""
+    """Return the process group that this thread acts in; None if this process is alone."""
     group = _acting.get()
     if group == "self" or not _in_use():
         return None
@@ -85,7 +88,7 @@ def _group() -> dist.ProcessGroup | None:
 
 
 def current_rank() -> int:
-    """This process's rank; 0 where it is alone."""
+    """Return this process's rank; 0 if it is alone."""
     group = _group()
     if group is None:
         return 0
@@ -93,7 +96,7 @@ def current_rank() -> int:
 
 
 def current_world() -> int:
-    """How many ranks take part; 1 where this process is alone."""
+    """Return the number of ranks that take part; 1 if this process is alone."""
     group = _group()
     if group is None:
         return 1
@@ -101,7 +104,7 @@ def current_world() -> int:
 
 
 def acting_name() -> str | None:
-    """Names the group that this thread acts in; None for the default process group."""
+    """Return the name of the group that this thread acts in; None for the default process group."""
     group = _acting.get()
     if group is None or group == "self":
         return group
@@ -109,8 +112,9 @@ def acting_name() -> str | None:
 
 
 def current_numbers() -> Mapping[int, int] | None:
-    """The rank that each rank of the job has among those that take part, by its rank in the job;
-    None where these are the same."""
+    """Return the mapping from ranks in the job to ranks in the acting group; None if they are
+    equal.
+    """
     if _acting.get() is None:
         return None
     group = _group()
@@ -121,11 +125,11 @@ def current_numbers() -> Mapping[int, int] | None:
 
 
 def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
-    """A new team of the ranks that take part in ``call``.
+    """Create a team of the ranks that take part in ``call``. Does not wait.
 
-    Does not wait. Raises UsageError for a save in a launcher's process that has not joined its
-    process group: it would save over the other ranks. Raises UsageError in a forked child of a
-    rank: its call would be taken for that rank's.
+    Raises UsageError for a save in a launched process that has not joined its process group,
+    because it would overwrite the saves of other ranks; and in a forked child of a rank, because
+    its call would be mistaken for that of its parent.
     """
     group = _group()
     if group is None:
@@ -148,8 +152,10 @@ def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
 
 
 def current_member(deadline_s: float) -> Member | None:
-    """This process as one of the ranks that take part; None for a process that is alone. Does not
-    wait. Raises UsageError in a forked child of a rank."""
+    """Return this process as one of the ranks that take part; None if it is alone.
+
+    Does not wait. Raises UsageError in a forked child of a rank.
+    """
     group = _group()
     if group is None or dist.get_world_size(group) == 1:
         return None
@@ -158,7 +164,7 @@ def current_member(deadline_s: float) -> Member | None:
 
 
 def _check_rank(what: str) -> None:
-    """Raise UsageError in a process that has its process group from the one that forked it."""
+    """Raise UsageError if this process inherited its process group through a fork."""
     group = dist.distributed_c10d._get_default_group()
     data = sys.modules.get("torch.utils.data")  # a worker may be the first to import Holdfast
     if not is_inherited(group) and (data is None or data.get_worker_info() is None):
@@ -177,7 +183,7 @@ def _check_rank(what: str) -> None:
 
 
 def store_host() -> str:
-    """The host that serves the job's store over TCP; "" where there is none."""
+    """Return the host that serves the job's store over TCP; "" if there is none."""
     if not _in_use():
         return ""
     store = dist.distributed_c10d._get_default_store()
@@ -188,7 +194,10 @@ def store_host() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """This process among the ranks of a process group: until it is forked, or the group is gone."""
+    """This process's membership of a process group.
+
+    Ends when the process forks or the group is gone.
+    """
 
     pid: int
     group: weakref.ref[dist.ProcessGroup]
@@ -196,28 +205,28 @@ class Contact:
     member: Member
 
     def serves(self, group: dist.ProcessGroup) -> bool:
-        """Whether it is that of this process in ``group``."""
+        """Return whether it belongs to this process and to ``group``."""
         return self.pid == os.getpid() and self.group() is group
 
     @property
     def ended(self) -> bool:
-        """Whether it is of no use any more."""
+        """Return whether it is no longer usable."""
         return self.pid != os.getpid() or self.group() is None
 
 
 _contacts: dict[str, Contact] = {}
-"""By the name of the process group."""
+"""Contacts by the name of the process group."""
 _contact_lock = new_lock()
 
 
 def contact_of(group: dist.ProcessGroup, deadline_s: float) -> Contact:
-    """That of ``group``. A process group that was made anew begins anew, also over the same store.
+    """Return the contact of ``group``. A process group that is re-created gets a new one.
 
-    Its connection is our own, where the store has such: no call of the trainer's ever waits for one
-    of ours. It is made once, since torch asks name servers for it, which takes seconds where they
-    do not answer. A forked child would share its parent's socket, so it makes one for itself.
-    Nothing here keeps the group's store alive: after a process group was destroyed, the next one
-    has a server of its own.
+    It has its own connection if the store supports that, so that the trainer's calls never wait for
+    ours. It is created only once, because torch asks name servers for it, which takes seconds if
+    they do not answer. A forked child would share its parent's socket, so it creates its own.
+    Nothing here keeps the group's store alive: once a process group is destroyed, the next one
+    starts its own server.
     """
     with _contact_lock:
         for name in [name for name, contact in _contacts.items() if contact.ended]:
@@ -245,8 +254,10 @@ def _new_contact(group: dist.ProcessGroup) -> Contact:
 
 
 def _prefix(group: dist.ProcessGroup, world: int) -> str:
-    """What torch's launcher, the size of the group and its name say of its generation. Nonces tell
-    the rest apart."""
+    """Return a prefix from torch's restart count, the size of the group and its name.
+
+    Nonces tell apart any generations with the same prefix.
+    """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"holdfast/{restarts}/{world}"
     if group is dist.distributed_c10d._get_default_group():

@@ -1,23 +1,22 @@
-"""How the ranks of a call find each other: the first round of the call.
+"""Rendezvous: the first round of a call, in which its ranks find each other.
 
-Every rank identifies its call by a name, see ``calls.Call``. What it states first goes to a key of
-that name and its rank, with a number that this rank gives to no other call. The leader takes what
-it finds under the name of its own call, and answers under that name, with a *roster*: the number
-that it took of each rank. So a rank sees whether an answer is for its present call, and no rank
-counts the calls of another.
+Every rank identifies its call by a name, see ``calls.Call``. It puts its first statement under that
+name and its rank, with a number that is unique among its calls. The leader takes the statements
+under the name of its own call, and answers under that name with a *roster*: the number it took from
+each rank. So a rank sees whether an answer is for its current call, and no rank needs to count the
+calls of another.
 
     join/<name>/<rank>    number, statement
     answer/<name>         number of the leader's call, roster, verdict or error
     gone/<name>           a rank that has failed after its statement, and its number
 
-In a roster a number above 0 says that the leader has taken this call of the rank, or has seen it
-fail. ``-n`` says that the rank had not come; n is its last call of that name that the leader had
-seen then. ``NOT_ADDRESSED``: the answer is for no call of this rank.
+A positive number in a roster means that the leader has taken this call of the rank, or has seen it
+fail. ``-n`` means that the rank had not arrived; n is its last call of that name that the leader
+had seen by then. ``NOT_ADDRESSED``: the answer is not for any call of this rank.
 
 A rank that fails before the leader has taken its call says so in its status record, which the
-leader reads for every rank that is missing. An answer that is an error lists the leader's failures
-in calls of that name. From both lists both sides derive which failures belong together: see
-``pairing``.
+leader reads for every missing rank. An error answer lists the leader's failures in calls of that
+name. From both lists, both sides derive which failures belong together: see ``pairing``.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from .watch import Participation, Watch
 __all__ = ["GRACE_S", "NOT_ADDRESSED", "PAUSE_MAX_S", "PAUSE_S", "LeaderRendezvous"]
 
 GRACE_S = 1.0
-"""How long a rank may be seen in another call, or to have given up, before that counts: it may be
-about to come."""
+"""The time that the leader waits for a rank that is in another call or failed: it may be late."""
 LEAVE_TIMEOUT_S = 2.0
 NOT_ADDRESSED = -(1 << 60)
 PAUSE_S = 0.001
@@ -46,12 +44,12 @@ PAUSE_MAX_S = 0.05
 
 
 class LeaderRendezvous:
-    """The leader's part: take what all ranks state."""
+    """The leader's part: take the statements of all ranks."""
 
     def __init__(
         self, member: Member, call: Call, participation: Participation | None, silence_s: float
     ) -> None:
-        """``participation`` None: this rank has failed before it began."""
+        """``participation`` is None if this rank failed before it began."""
         self._member = member
         self._call = call
         self._participation = participation
@@ -62,7 +60,7 @@ class LeaderRendezvous:
         self._unknown_since_s: dict[tuple[int, str], float] = {}  # by rank and nonce
         self._silence_s = silence_s
         self.refused: UsageError | None = None
-        """The error of all ranks where they are in different calls."""
+        """The error raised on all ranks if they are in different calls."""
         if participation is None:
             self.number = member.next_number()
         else:
@@ -72,8 +70,10 @@ class LeaderRendezvous:
         self._instead: list[tuple[str, int]] = []
 
     async def gather(self, mine: bytes, what: str) -> list[bytes]:
-        """The statements of all ranks, in their order. Raises RankFailedError, DeadlineError, and
-        UsageError where ranks are in different calls."""
+        """Return the statements of all ranks, in rank order.
+
+        Raises RankFailedError, DeadlineError, and UsageError if ranks are in different calls.
+        """
         assert self._participation is not None
         loop = asyncio.get_running_loop()
         found: dict[int, bytes] = {LEADER: mine}
@@ -99,11 +99,11 @@ class LeaderRendezvous:
         return [found[rank] for rank in range(self._member.world)]
 
     def answer(self, verdict: Verdict) -> Answer:
-        """The answer to all ranks that have come."""
+        """Return the answer to all ranks that have arrived."""
         return Answer(self.number, self.roster, verdict)
 
     def publish(self, verdict: Verdict) -> None:
-        """Answer. Blocks."""
+        """Publish the answer. Blocks."""
         keys = self._member.keys
         name = self._call.name
         forgotten: list[str] = []
@@ -127,8 +127,7 @@ class LeaderRendezvous:
         failure: Failure,
         instead: Sequence[tuple[str, int]],
     ) -> tuple[Answer, list[str]]:
-        """The answer to a call that has failed, and the names of calls whose answers are no longer
-        needed."""
+        """Return the answer to a failed call, and the names of calls with obsolete answers."""
         member = self._member
         history = member.history(name)
         for rank, taken in enumerate(roster):
@@ -142,7 +141,7 @@ class LeaderRendezvous:
     def _look(
         self, missing: Sequence[int]
     ) -> tuple[dict[int, bytes], dict[int, RankStatus | None]]:
-        """What some ranks have stated, and the statuses of the others."""
+        """Return the statements of some ranks, and the statuses of the others."""
         keys = self._member.keys
         name = self._call.name
         taken: dict[int, bytes] = {}
@@ -161,8 +160,7 @@ class LeaderRendezvous:
         return taken, statuses
 
     def _check_gone(self, rank: int, number: int) -> None:
-        """Raise where a rank has failed after its call was taken. In the thread that has read the
-        store."""
+        """Raise if a rank has failed after its call was taken. Blocks."""
         if self.roster[rank] == number:
             status = self._member.status(rank)
         else:
@@ -175,12 +173,12 @@ class LeaderRendezvous:
             raise failed.failure.as_error()
 
     def _take(self, rank: int, number: int) -> None:
-        """The leader has taken that call of this rank, or has seen it fail."""
+        """Record that the leader has taken a rank's call, or has seen it fail."""
         self._history.taken[rank] = self.roster[rank] = number
         self._member.joined[rank] = max(self._member.joined[rank], number)
 
     async def _check(self, statuses: dict[int, RankStatus | None], now_s: float) -> None:
-        """Raise where a rank has failed in this call, or is in another one instead."""
+        """Raise if a rank has failed in this call, or is in another one instead."""
         elsewhere: dict[int, OpenCall] = {}
         for rank, status in statuses.items():
             if status is None:
@@ -200,9 +198,11 @@ class LeaderRendezvous:
             await self._refuse(elsewhere)
 
     def _check_stranger(self, rank: int, status: RankStatus, now_s: float) -> None:
-        """A rank that has not found this leader may be a process that died before, so what it shows
-        does not count yet. But one that fails before that, and ends, will never find the leader:
-        its failure is raised after a while."""
+        """Raise the failure of a rank that has not found this leader, after a delay.
+
+        Its status may be left over from a process that died earlier, so it does not count at first.
+        But a process that fails and exits at once never finds the leader.
+        """
         failed = status.failure(self._call.name, 0)
         if status.leader or status.open or failed is None:
             return
@@ -211,8 +211,7 @@ class LeaderRendezvous:
             raise failed.failure.as_error()
 
     def _left_over(self, rank: int, status: RankStatus) -> list[int]:
-        """The failures of a rank in calls of this name that do not belong to failures of the
-        leader."""
+        """Return a rank's failures in calls of this name without a partner on the leader."""
         name = self._call.name
         settled = self._history.of(rank).joined(status.settled.get(name, Settled()))
         settled, _, left = paired(settled, self._member.log(name), status.logs.get(name, ()))
@@ -223,8 +222,10 @@ class LeaderRendezvous:
     def _check_failures(
         self, rank: int, status: RankStatus, left: list[int], is_elsewhere: bool, now_s: float
     ) -> None:
-        """Raise what this rank has failed of. Where it has only waited in vain, it may be about to
-        come."""
+        """Raise the unpaired failure of a rank, if any.
+
+        A rank that has only timed out may be about to arrive: wait for the grace period first.
+        """
         number = next((number for number in left if number > 0), 0)
         if not number and left and (is_elsewhere or self._has_lasted(rank, -left[-1], now_s)):
             number = -left[-1]
@@ -234,19 +235,19 @@ class LeaderRendezvous:
         failed = next(
             (f for f in status.failed if f.name == self._call.name and f.number == number), None
         )
-        if failed is None:  # so many are remembered by their numbers alone
+        if failed is None:  # so many failed that only their numbers are remembered
             raise RankFailedError(f"rank {rank} failed in an earlier {self._call}", rank=rank)
         raise failed.failure.as_error()
 
     def _check_other_failure(self, rank: int, status: RankStatus, now_s: float) -> None:
-        """Raise where a rank failed in another call of the same thread, instead of coming here."""
+        """Raise if a rank failed in another call of the same thread instead of arriving here."""
         ours = self._member.open_names
         for failed in status.failed:
             last = failed.number > self._member.joined[rank] and failed.thread == self._call.thread
             if last and failed.name not in ours and self._has_lasted(rank, failed.number, now_s):
                 self._member.joined[rank] = failed.number
                 self._member.history(failed.name).taken[rank] = failed.number
-                self.roster[rank] = NOT_ADDRESSED  # it has had its error
+                self.roster[rank] = NOT_ADDRESSED  # it has raised its error already
                 raise RankFailedError(
                     f"rank {rank} failed in {failed.text}, while rank {LEADER} is in "
                     f"{self._call}: {failed.failure.message}",
@@ -254,8 +255,10 @@ class LeaderRendezvous:
                 )
 
     def _other_call(self, rank: int, status: RankStatus) -> OpenCall | None:
-        """The call of the same thread that a rank is in, and the leader is not. None where the
-        leader was in that one, and failed: the rank is late, and finds the leader's answer there.
+        """Return a rank's open call of the same thread that the leader is not in.
+
+        None if the leader was in that call and failed: the rank is late, and finds the leader's
+        answer there.
         """
         open_call = status.other_call(self._call.thread, self._member.open_names)
         if open_call is None or open_call.name not in self._member.logs:
@@ -276,7 +279,7 @@ class LeaderRendezvous:
         return now_s - self._seen_since_s.setdefault((rank, number), now_s) >= self._grace_s
 
     async def _refuse(self, elsewhere: dict[int, OpenCall]) -> None:
-        """Tell the ranks that are in other calls, and raise."""
+        """Answer the ranks that are in other calls, and raise UsageError."""
         by_name: dict[str, list[int]] = {}
         for rank, other in elsewhere.items():
             by_name.setdefault(other.name, []).append(rank)
@@ -309,8 +312,10 @@ class LeaderRendezvous:
         raise error
 
     async def _wait_until_left(self, waiting: dict[int, OpenCall]) -> None:
-        """Return when these ranks have left their calls, or after a while: this process may serve
-        the store, and end."""
+        """Wait until these ranks have left their calls, or a timeout.
+
+        This process may serve the store, and is about to end.
+        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + LEAVE_TIMEOUT_S
         while waiting and loop.time() < until_s:

@@ -1,13 +1,13 @@
-"""A team whose messages go through the key-value store of torch.distributed.
+"""A team that exchanges messages through the key-value store of torch.distributed.
 
-Nothing blocks the trainer's process group: keys of the store are all that is used, and they are
-polled, so that no connection is held waiting.
+It never blocks the trainer's process group: it only uses keys of the store, and polls them, so that
+no connection is held by a blocking read.
 
-In the first round of a call the ranks find each other (``rendezvous``). Its answer names the prefix
-of the keys of later rounds. A rank that waits reads the status records of the ranks that it waits
-for (``member``, ``watch``): where nothing has moved for longer than the deadline, that is an error
-that names the rank. A rank that fails reports it at once, and every other rank raises when it
-looks next.
+In the first round of a call the ranks find each other (``rendezvous``). The answer contains the key
+prefix of the later rounds. While a rank waits, it reads the status records of the ranks it waits
+for (``member``, ``watch``); if one makes no progress for longer than the deadline, it raises an
+error that names that rank. A rank that fails reports it at once, and every other rank raises the
+next time it polls.
 """
 
 from __future__ import annotations
@@ -43,20 +43,21 @@ Ts = TypeVarTuple("Ts")
 DecideEncoded = Callable[[Sequence[bytes]], Awaitable[bytes]]
 
 _MEET = Round.of("meet", Nothing, Nothing)
-"""The first round of a session that begins with something else than a round of all ranks."""
+"""Precedes a session whose first exchange does not involve all ranks."""
 INLINE_NBYTES = 256 << 10
-"""Messages of more bytes than this are decoded in a thread."""
+"""Larger messages are decoded in a thread."""
 LINGER_S = 5.0
-"""How long the leader stays at most until all have read its last verdict: its process may serve the
-store."""
+"""The longest time that the leader stays for other ranks to read its last verdict, in case its
+process serves the store.
+"""
 SEEK_S = 1.0
 
 
 class StoreTeam(Team):
-    """Rounds over a store. ``prefix`` is the same on all ranks; below it, ranks find each other by
-    their ``call``.
+    """Rounds over a store.
 
-    ``silence_s`` is how long nothing may move at another rank while it is waited for.
+    ``prefix`` is the same on all ranks; below it, ranks find each other by their ``call``.
+    ``silence_s``: how long another rank may go without progress while this one waits for it.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class StoreTeam(Team):
         call: Call | None = None,
         member: Member | None = None,
     ) -> None:
-        """``member``: this process in its job; None makes one."""
+        """``member``: this process in its job; None creates one."""
         self.rank = rank
         self.world = world
         if member is None:
@@ -88,10 +89,8 @@ class StoreTeam(Team):
         self._rendezvous: LeaderRendezvous | None = None
         self._answer: Answer | None = None
         self._failure_announced = False  # to all ranks
-        self._sent = (
-            False  # to the leader, perhaps: where this rank fails, that has to be taken back
-        )
-        self._written: list[str] = []  # of this rank, for the leader alone
+        self._sent = False  # to the leader, perhaps; a failure must then retract it
+        self._written: list[str] = []  # keys written by this rank for the leader
         self._kept: list[str] = []
         self.rounds: list[str] = []
 
@@ -177,8 +176,10 @@ class StoreTeam(Team):
             await asyncio.sleep(self._heartbeat_s)
 
     async def fail(self, error: BaseException) -> None:
-        """See :class:`Team`. Where this rank has no session yet, ranks that come to this call
-        later learn it."""
+        """Report a failure of this rank to the others; see :class:`Team`.
+
+        Without a session, ranks that reach this call later find the failure.
+        """
         if self._failure_announced or (isinstance(error, RankFailedError) and self.rank != LEADER):
             return
         with contextlib.suppress(CoordinationError):
@@ -200,8 +201,10 @@ class StoreTeam(Team):
                     await self._call_store(self._member.keys.set, gone, f"{self.rank} {number}")
 
     async def _make_it_count(self) -> None:
-        """The leader heeds only ranks that have found it. That takes a moment; where it takes
-        longer, this goes on later."""
+        """Look for the leader, which ignores ranks that have not found it.
+
+        If that takes too long, continue in the background.
+        """
         if not self._member.leader:
             await self._member.try_to_find_leader(min(SEEK_S, self._silence_s / 4))
         if not self._member.leader:
@@ -223,8 +226,8 @@ class StoreTeam(Team):
             try:
                 yield
             except BaseException:
-                # The leader may be about to take what this rank has said: the last to leave removes
-                # it.
+                # The leader may be about to read this rank's messages: the last rank to leave
+                # deletes them.
                 self._kept = self._written
                 self._written = []
                 raise
@@ -270,14 +273,16 @@ class StoreTeam(Team):
         return decision
 
     def _enter(self, answer: Answer) -> None:
-        """From here on all ranks have a session."""
+        """Enter the session that all ranks now share."""
         assert self._participation is not None
         self._participation.taken = True
         self._answer = answer
 
     async def _refuse(self, error: BaseException) -> None:
-        """The leader has failed before all ranks have come: the ranks that are there, and those
-        that come late, learn it at once."""
+        """On the leader, fail the call before all ranks have arrived.
+
+        Ranks that are waiting, and those that arrive late, see the failure at once.
+        """
         self._failure_announced = True
         rendezvous = self._rendezvous or LeaderRendezvous(
             self._member, self._call, self._participation, self._silence_s
@@ -316,7 +321,7 @@ class StoreTeam(Team):
 
     @property
     def _keys(self) -> Keys:
-        """Of the session that all have entered."""
+        """The keys of the current session."""
         assert self._answer is not None
         return self._member.keys.below(str(self._answer.number))
 
@@ -330,7 +335,7 @@ class StoreTeam(Team):
         return Watch(self.rank, self._call.name, str(self._call), self._silence_s)
 
     async def _gather(self, name: str, ranks: Sequence[int], what: str) -> list[bytes]:
-        """The values that ``ranks`` put under ``name``, in that order."""
+        """Return the values that ``ranks`` put under ``name``, in the order of ``ranks``."""
         found: dict[int, bytes] = {}
         watch = self._watch()
         pause_s = PAUSE_S
@@ -354,17 +359,16 @@ class StoreTeam(Team):
         return [found[rank] for rank in ranks]
 
     def _check(self, observed: _Observed, watch: Watch, what: str) -> None:
-        """Raise the failure that a rank has reported, or DeadlineError where nothing moves at
-        one."""
+        """Raise a reported failure, or DeadlineError if a rank makes no progress."""
         assert self._answer is not None
         if observed.failure is not None:
             raise observed.failure.as_error()
         for rank, status in observed.statuses.items():
-            # It left before it could see that the leader had taken its call.
+            # It failed before it could see that the leader had taken its call.
             left = status and status.failure(self._call.name, self._answer.roster[rank] - 1)
             if left and left.number == self._answer.roster[rank]:
                 raise left.failure.as_error()
-        if not observed.statuses:  # there is no rank to wait for
+        if not observed.statuses:  # no rank to wait for
             return
         now_s = asyncio.get_running_loop().time()
         last, idle_s = watch.look(observed.statuses, what, now_s)
@@ -372,7 +376,7 @@ class StoreTeam(Team):
             self._participation.waits_for_rank(last, what, idle_s, now_s)
 
     async def _linger(self, anchor: object) -> None:
-        """Stay until all have left. ``anchor`` is held meanwhile."""
+        """Stay until all ranks have left, and keep ``anchor`` alive meanwhile."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + LINGER_S
         with contextlib.suppress(CoordinationError):
@@ -382,12 +386,12 @@ class StoreTeam(Team):
                     return
                 await asyncio.sleep(0.01)
 
-    # What follows asks the store, and waits for its answers: it is run in a thread, as much of it
-    # at a time as can be.
+    # The methods below block on the store. Each runs in a thread, and does as much as it can per
+    # call.
 
     def _look(self, name: str | None, ranks: Sequence[int]) -> _Observed:
-        """What some ranks have sent under ``name``, and the status records of the others."""
-        # Read first: a rank that fails has sent before what it had to send.
+        """Return the messages of some ranks under ``name``, and the statuses of the others."""
+        # Read the failure first: a rank sends its messages before it reports a failure.
         failure = self._failed_in_session()
         there: dict[int, bytes] = {}
         for rank in ranks if name is not None else ():
@@ -402,16 +406,18 @@ class StoreTeam(Team):
         self._keys.swap("failed", None, codec(Failure).encode(failure))
 
     def _failed_in_session(self) -> Failure | None:
-        """The first failure of a rank since the ranks have met."""
+        """Return the first failure reported since the ranks have met."""
         data = self._keys.value("failed")
         if data is None:
             return None
         return codec(Failure).decode(data, "the failure of a rank")
 
     def _leave(self) -> None:
-        """Remove this rank's keys; the last to leave removes what others may have looked at until
-        then. Where a rank never leaves, a few keys stay in the job's store, and do no harm: no
-        other session has their prefix."""
+        """Delete this rank's keys; the last rank to leave deletes the shared ones.
+
+        If a rank never leaves, a few keys remain in the job's store. They are harmless: no other
+        session uses their prefix.
+        """
         if self.rank != LEADER and self._member.leader:
             join = f"join/{self._call.name}/{self.rank}"
             self._member.keys.delete(self._member.keys.keys_of(join))
@@ -426,7 +432,7 @@ class StoreTeam(Team):
             self._delete_answer()
 
     def _remains(self) -> list[str]:
-        """The keys that are there when all have left."""
+        """Return the keys that remain after all ranks have left."""
         keys = self._keys
         found = ["left"]
         for name in self.rounds:
@@ -440,7 +446,7 @@ class StoreTeam(Team):
         return found
 
     def _delete_answer(self) -> None:
-        """The answer to this call, unless there is a later one."""
+        """Delete the answer to this call, unless a later call has replaced it."""
         assert self._answer is not None
         keys = self._member.keys
         key = f"answer/{self._call.name}"
@@ -451,8 +457,11 @@ class StoreTeam(Team):
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
-    """The store at one moment: the failure of a rank, if there is one; what ranks have sent; the
-    status records of the others."""
+    """A view of the store at one moment.
+
+    Holds a reported failure, if any, the messages of some ranks, and the status records of the
+    others.
+    """
 
     failure: Failure | None
     values: dict[int, bytes]
@@ -460,12 +469,12 @@ class _Observed:
 
 
 def _span(name: str) -> Span:
-    """Of a round; one that is held several times in a session has its number after its name."""
+    """Return the span of a round. A round held several times has its number after its name."""
     return span(f"round {name.partition('/')[0]}")
 
 
 async def _agreed(statements: Sequence[Nothing]) -> Nothing:
-    """All ranks have come; there is nothing to be decided."""
+    """Do nothing: all ranks have arrived, and there is nothing to decide."""
     return Nothing()
 
 
@@ -478,7 +487,7 @@ async def _encoded(kind: Codec[T], message: T) -> bytes:
 async def _decoded(
     kind: Codec[T], received: Sequence[bytes], ranks: Sequence[int], where: str
 ) -> list[T]:
-    """The messages that ``ranks`` have sent."""
+    """Decode the messages of ``ranks``, in a thread if they are large."""
     work = partial(_decode_all, kind, received, ranks, where)
     if kind.slow or sum(map(len, received)) > INLINE_NBYTES:
         return await offload(work)

@@ -1,9 +1,9 @@
-"""Ranks acting together, without a collective: rounds, each of whose waits has a deadline.
+"""A team: ranks that act together without collectives, in rounds whose waits all have deadlines.
 
-In a *round* every rank states something, the leader (rank 0) decides, and all get its verdict. A
-save has a few rounds, and so has a load: see ``operations.rounds``.
+In a *round* every rank states something, the leader (rank 0) decides, and all receive its verdict.
+A save or a load has a few rounds: see ``operations.rounds``.
 
-Scope: no membership, no election. A job whose leader died is restarted by its launcher.
+Scope: no membership, no election. If the leader dies, the launcher restarts the job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 V = TypeVar("V")
 Decide = Callable[[Sequence[S]], Awaitable[V]]
-"""Makes the leader's decision of the statements of all ranks, in order of rank."""
+"""Computes the leader's decision from the statements of all ranks, in rank order."""
 
 
 class Team(ABC):
@@ -34,7 +34,7 @@ class Team(ABC):
     host: str | None
     """The host of this rank, see :func:`.hosts.host_key`."""
     job_host: str
-    """The host that serves the job's store over TCP; "" where there is none."""
+    """The host that serves the job's store over TCP; "" if there is none."""
 
     @abstractmethod
     async def round(
@@ -44,64 +44,75 @@ class Team(ABC):
         decide: Decide[S, V],
         speakers: Sequence[int] | None = None,
     ) -> V:
-        """State ``statement``; return what the leader's ``decide`` made of the statements of all
-        ranks.
+        """Send ``statement``; return the decision that the leader's ``decide`` made from all
+        statements.
 
-        ``speakers``: the ranks that state something, the leader first; None: all ranks. The other
-        ranks only get the verdict. An error raised by ``decide`` is raised on every rank. Raises
-        DeadlineError and RankFailedError.
+        ``speakers``: the ranks that send a statement, the leader first; None: all ranks. The other
+        ranks only receive the verdict. An error raised by ``decide`` is raised on every rank.
+        Raises DeadlineError and RankFailedError.
         """
 
     @abstractmethod
     async def gather(self, name: str, kind: Codec[T], ranks: Sequence[int], message: T) -> list[T]:
-        """Send ``message`` to the first of ``ranks``. That rank gets the messages of all of them,
-        in order; the others get nothing. All of ``ranks`` call this. Raises DeadlineError and
-        RankFailedError."""
+        """Send ``message`` to the first of ``ranks``.
+
+        That rank receives the messages of all of ``ranks``, in order; the others get an empty list.
+        All of ``ranks`` call this. Raises DeadlineError and RankFailedError.
+        """
 
     @abstractmethod
     async def all_gather(
         self, name: str, kind: Codec[T], ranks: Sequence[int], message: T
     ) -> list[T]:
-        """Send ``message`` to ``ranks``, which include this one; return the messages of all of
-        them, in order. All of ``ranks`` call this, and no other rank takes part. Raises
-        DeadlineError and RankFailedError."""
+        """Send ``message`` to ``ranks``, which include this one; return all their messages, in
+        order.
+
+        All of ``ranks`` call this, and no other rank takes part. Raises DeadlineError and
+        RankFailedError.
+        """
 
     @abstractmethod
     async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
-        """Look after ``ranks`` that ``what`` is awaited from. Raises RankFailedError when any rank
-        of the team reports a failure, DeadlineError when one of these falls silent. Ends in no
-        other way."""
+        """Watch ``ranks`` while waiting for ``what`` from them; never returns.
+
+        Raises RankFailedError if any rank of the team reports a failure, DeadlineError if one of
+        ``ranks`` falls silent.
+        """
 
     @abstractmethod
     async def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank gives up. Does not raise: the error at hand is the one to
-        be seen."""
+        """Report the failure of this rank to the others.
+
+        Never raises, so that ``error`` stays visible.
+        """
 
     @abstractmethod
     async def failure(self) -> CoordinationError | None:
-        """The failure that another rank has reported, if any has."""
+        """Return the failure that another rank has reported, if any."""
 
     @property
     @abstractmethod
     def store_is_lost(self) -> bool:
-        """Whether the job's store could not be reached."""
+        """Return whether the job's store could not be reached."""
 
     @abstractmethod
     def report_progress(self) -> None:
-        """Something has moved on this rank: bytes, or an operation of the storage. Thread-safe."""
+        """Report progress on this rank: bytes moved, or a storage operation done. Thread-safe."""
 
     @abstractmethod
     async def progress_with(self, other: asyncio.Future[None]) -> None:
-        """Wait until another call of this process has ended, well or not. What moves there is this
-        rank's progress."""
+        """Wait until another call of this process has ended, successfully or not.
+
+        Progress of that call counts as this rank's.
+        """
 
     @abstractmethod
     def session(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """The time in which rounds are held."""
+        """Return a context manager that encloses the rounds."""
 
 
 class Solo(Team):
-    """A team of one rank, which hands its messages to itself as they are."""
+    """A team of one rank."""
 
     rank = 0
     world = 1

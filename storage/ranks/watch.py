@@ -1,10 +1,10 @@
-"""How long has nothing moved at the ranks that are waited for?
+"""Idle times: how long the ranks being waited for have made no progress.
 
-A heartbeat alone says little: a rank may send heartbeats while its storage stands still, or while
-it is in another call. So each rank publishes for how long it has been idle: since it last copied,
-hashed, read or wrote something. A rank that itself waits publishes how long the rank that it waits
-for has been idle, so that no rank is blamed for another's silence, and ranks that wait for each
-other in a circle all reach the deadline.
+A heartbeat alone proves little: a rank may send heartbeats while its storage hangs, or while it is
+in another call. So each rank publishes how long it has been idle: the time since it last copied,
+hashed, read or wrote something. A rank that is waiting publishes the idle time of the rank it waits
+for. So no rank is blamed for the silence of another, and ranks that wait for each other in a circle
+all reach the deadline.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ SHOWN_AT_MOST = 10
 
 
 class Participation:
-    """One rank in one call, and what its status record says of that. ``report_progress`` may be
-    called from any thread."""
+    """One rank in one call, as shown in its status record.
+
+    ``report_progress`` may be called from any thread.
+    """
 
     def __init__(self, name: str, text: str, thread: str, number: int, now_s: float) -> None:
         self.name = name
@@ -30,28 +32,28 @@ class Participation:
         self.number = number
         self.taken = False
         self.progress = 0
-        """Grows with everything that moves."""
+        """A counter of progress events."""
         self._seen = 0
         self._moved_s = now_s
         self._awaits: tuple[int, str, float, float] | None = (
-            None  # rank, what, how idle it was, when
+            None  # rank, what, its idle time, when observed
         )
 
     def report_progress(self) -> None:
-        """Something has moved."""
+        """Count one progress event."""
         self.progress += 1
 
     def waits_for_rank(self, rank: int, what: str, idle_s: float, now_s: float) -> None:
-        """It waits for ``rank``, which has been idle for so long."""
+        """Record that this rank waits for ``rank``, which has been idle for ``idle_s``."""
         self._awaits = (rank, what, idle_s, now_s)
 
     def wait_ended(self) -> None:
-        """What was waited for has come: that is progress, too."""
+        """Record that the wait has ended, which is progress too."""
         self._awaits = None
         self.progress += 1
 
     def open_call(self, now_s: float) -> OpenCall:
-        """As it is now."""
+        """Return the entry for the status record."""
         if self.progress != self._seen:
             self._seen = self.progress
             self._moved_s = now_s
@@ -67,7 +69,7 @@ class Participation:
 
 
 class Watch:
-    """Of the ranks that one rank waits for, in the call of that ``name``."""
+    """The idle times of the ranks that one rank waits for, in the call of this ``name``."""
 
     def __init__(self, rank: int, name: str, text: str, silence_s: float) -> None:
         self._rank = rank
@@ -76,13 +78,15 @@ class Watch:
         self._silence_s = silence_s
         self._last: dict[
             int, tuple[object, float, float]
-        ] = {}  # what was observed, how idle that was, when
+        ] = {}  # last sign, idle time at that point, when observed
 
     def look(
         self, statuses: Mapping[int, RankStatus | None], what: str, now_s: float
     ) -> tuple[int, float]:
-        """The rank that has been idle for longest, and for how long. Raises DeadlineError where
-        that is too long."""
+        """Return the rank that has been idle longest, and for how long.
+
+        Raises DeadlineError if that is too long.
+        """
         idle = {rank: self._idle_s(rank, status, now_s) for rank, status in statuses.items()}
         stuck = [rank for rank, idle_s in idle.items() if idle_s > self._silence_s]
         if stuck:
