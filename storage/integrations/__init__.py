@@ -1,2 +1,4 @@
-"""Other libraries that look into checkpoints: each module serves one, and is imported by it, or by
-name."""
+"""Integrations with other libraries, one module each.
+
+The library, or the user, imports the module.
+"""

@@ -1,14 +1,14 @@
-"""Checkpoints of Hugging Face's Accelerate: what ``Accelerator.save_state`` saves, as one
+"""Checkpoints of Hugging Face Accelerate: the contents of ``Accelerator.save_state``, as one
 checkpoint.
 
     save_state(accelerator, "s3://bucket/run/step-500", step=500)
     load_state(accelerator, "s3://bucket/run/step-500")
 
-Functions of our own and no hooks: Accelerate's hooks are given the models alone, and whatever they
-do, it pickles the rest.
+These are functions, not hooks: Accelerate passes only the models to hooks, and pickles the rest
+itself.
 
-Scope: what was given to ``accelerator.prepare`` and ``register_for_checkpointing``, also where
-DeepSpeed or FSDP has sharded it. Accelerate itself is not imported.
+Scope: objects passed to ``accelerator.prepare`` and ``register_for_checkpointing``, including those
+sharded by DeepSpeed or FSDP. Accelerate itself is not imported.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ def save_state(
     step: int | None = None,
     storage_options: Mapping[str, object] | None = None,
 ) -> SaveReport:
-    """Save the state of everything that ``accelerator`` has prepared, and of the random generators
-    of each rank; return when it is committed. Every rank calls this. Raises as
-    :func:`holdfast.save`."""
+    """Save the state of everything that ``accelerator`` has prepared, and each rank's random
+    generators.
+
+    Returns once it is committed. Every rank calls this. Raises as :func:`holdfast.save`.
+    """
     return save(uri, _state_of(accelerator), step=step, storage_options=storage_options)
 
 
@@ -49,14 +51,19 @@ def load_state(
     *,
     storage_options: Mapping[str, object] | None = None,
 ) -> None:
-    """Load what :func:`save_state` has saved, into an accelerator that has prepared the same, on
-    any number of ranks. Every rank calls this. Raises as :func:`holdfast.load`."""
+    """Load a checkpoint of :func:`save_state` into an accelerator that has prepared the same
+    objects.
+
+    The number of ranks may differ. Every rank calls this. Raises as :func:`holdfast.load`.
+    """
     load(uri, into=_state_of(accelerator), storage_options=storage_options)
 
 
 class _Counters:
-    """What an accelerator counts, and its engine, if it has one of DeepSpeed: one object, so that a
-    checkpoint of an engine loads where there is none, and the reverse."""
+    """The counters of an accelerator and of its DeepSpeed engines, if any.
+
+    One object, so that a checkpoint with an engine loads without one, and vice versa.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -78,7 +85,7 @@ def _state_of(accelerator: Accelerator) -> dict[str, object]:
     loaders = accelerator._dataloaders
     state: dict[str, object] = {
         "models": list(accelerator._models),
-        # Those of DeepSpeed are known by what Accelerate has wrapped.
+        # Holdfast recognises DeepSpeed's optimizers only unwrapped.
         "optimizers": [wrapped.optimizer for wrapped in accelerator._optimizers],
         "schedules": list(accelerator._schedulers),
         "loaders": [

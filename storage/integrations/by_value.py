@@ -1,9 +1,9 @@
-"""What trainers put into their checkpoints beside tensors and small values, by value.
+"""Conversion of objects in a trainer's checkpoint, other than tensors and small values, by value.
 
-The dicts that trainers save hold the states of their objects already, and now and then a namespace
-of arguments, a path or a set. These go in as dicts that name their type, and come out as they were.
-An object with a state of its own would come back as a dict, so it is refused. All else is left to
-the save, which refuses what has no codec.
+The dicts that trainers save already hold the states of their objects, and occasionally a namespace
+of arguments, a path or a set. These are stored as dicts that name their type, and converted back
+when loaded. An object with a state of its own would come back as a dict, so it is refused. Anything
+else is passed on to the save, which refuses values that have no codec.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["from_stored", "to_stored"]
 _TYPE = "holdfast.type"
 _VALUE = "value"
 _DEPTH_MAX = 200
-"""What is nested deeper is refused by the save."""
+"""The save refuses deeper nesting."""
 
 _Convert = Callable[[Any], Any]
 _ENCODERS: dict[type, tuple[str, _Convert]] = {
@@ -43,8 +43,10 @@ _DECODERS: dict[str, _Convert] = {
 
 
 def to_stored(value: object, keys: tuple[Key, ...] = ()) -> Any:
-    """``value``, which lies at ``keys`` of a state, as Holdfast can save it. Raises StateError for
-    an object with a state."""
+    """Convert ``value``, which is at ``keys`` of a state, into a form that Holdfast can save.
+
+    Raises StateError for an object with a state.
+    """
     if has_state(value):
         raise StateError(
             f"{format_path(keys)} is a {type(value).__name__}, and would come back as a dict",
@@ -59,7 +61,7 @@ def to_stored(value: object, keys: tuple[Key, ...] = ()) -> Any:
 
 
 def from_stored(value: object) -> Any:
-    """What :func:`to_stored` was given. Raises DamagedError for what it never makes."""
+    """Invert :func:`to_stored`. Raises DamagedError for a form that it never produces."""
     value = _with_items(value, lambda _, item: from_stored(item))
     if not isinstance(value, Mapping) or _TYPE not in value:
         return value
@@ -70,16 +72,20 @@ def from_stored(value: object) -> Any:
 
 
 def _encoder_of(value: object) -> tuple[str, _Convert | None]:
-    """The name and the encoder of a type that has them. A type derived from one has none: it may be
-    more than its value."""
+    """Return the name and encoder of a value's exact type, if it has one.
+
+    A derived type has none: it may be more than its value.
+    """
     if isinstance(value, PurePath):
         return _ENCODERS[PurePath]
     return _ENCODERS.get(type(value), ("", None))
 
 
 def _with_items(value: object, function: Callable[[Key, object], object]) -> object:
-    """``value`` with ``function(key, item)`` for each item, if it is a container; itself, if that
-    changes nothing, so that it keeps its type."""
+    """Return ``value`` with ``function(key, item)`` for each item, if it is a container.
+
+    Returns ``value`` itself if nothing changes, so that it keeps its type.
+    """
     if isinstance(value, Mapping):
         made = {key: function(key, item) for key, item in value.items()}
         same = all(made[key] is item for key, item in value.items())

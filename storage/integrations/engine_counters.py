@@ -1,7 +1,6 @@
-"""What an engine of DeepSpeed counts while it trains, for trainers that have engines.
+"""The training counters of a DeepSpeed engine, for trainers that use engines.
 
-DeepSpeed's own checkpoints keep these numbers too: its schedules of data, its monitors and its log
-go by them.
+DeepSpeed's own checkpoints include them too: its data schedules, monitors and log depend on them.
 """
 
 from __future__ import annotations
@@ -15,13 +14,15 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def counters_of(engine: Any) -> dict[str, int]:
-    """Its counters, by their names."""
+    """Return the counters by name."""
     return {name: int(getattr(engine, name)) for name in _COUNTERS}
 
 
 def set_counters(engine: Any, stored: Mapping[str, int]) -> None:
-    """Go on counting from ``stored``. It is empty where the model was not DeepSpeed's: then the
-    engine goes on from its own counters."""
+    """Set the counters from ``stored``.
+
+    It is empty if the model was not DeepSpeed's; the engine then keeps its own counters.
+    """
     for name in _COUNTERS:
         if name in stored:
             setattr(engine, name, stored[name])

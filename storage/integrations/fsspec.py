@@ -1,18 +1,16 @@
-"""``holdfast://``: a committed checkpoint as a read-only file system, for whatever opens files
-through fsspec.
+"""``holdfast://``: a committed checkpoint as a read-only fsspec file system.
 
-    <name>.npy                  a tensor, for numpy; where numpy has its dtype
+    <name>.npy                  a tensor, for numpy; if numpy has its dtype
     <name>.safetensors          a tensor, alone in a safetensors file; if safetensors has its dtype
-    tensors.csv                 what tensors there are: name, shape, dtype, bytes, shards, ranks
+    tensors.csv                 the list of tensors: name, shape, dtype, bytes, shards, ranks
     values.json                 the small values: path and value, as rank 0 saved them
-    images/<rank>.safetensors   what a rank wrote, uncompressed
+    images/<rank>.safetensors   the image of a rank, uncompressed
 
-``open("holdfast://model.wq.npy::s3://bucket/run/step-500")``, or
-``HoldfastFileSystem("s3://bucket/run/step-500")``. Names are percent-encoded where they hold more
-than letters, digits, ``_``, ``.``, ``-`` and ``~``; a tensor that each rank has of its own is
-``<name>@<rank>``. The files of tensors are made up as they are read: of the storage only the blocks
-that hold the wanted bytes are read, and they are verified. What is under ``images/`` is not. numpy
-only, no torch.
+Use ``open("holdfast://model.wq.npy::s3://bucket/run/step-500")``, or
+``HoldfastFileSystem("s3://bucket/run/step-500")``. Names are percent-encoded except for letters,
+digits, ``_``, ``.``, ``-`` and ``~``; a tensor that differs per rank is named ``<name>@<rank>``.
+Tensor files are generated on the fly: a read fetches and verifies only the blocks that hold the
+wanted bytes. Files under ``images/`` are not verified. Needs numpy only, no torch.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from ..operations.reader import open as open_checkpoint
 __all__ = ["HoldfastFileSystem"]
 
 _IMAGES = "images"
-# By torch's name of the dtype; numpy's own types only, none that another library adds to it.
+# Torch dtype names and numpy dtypes; only types that numpy itself provides.
 _NUMPY_DTYPES = {
     **{
         name: name
@@ -63,7 +61,7 @@ _NUMPY_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One file: ``head``, and ``nbytes`` behind it, of which ``read(start, stop)`` gets a range."""
+    """One file: ``head``, followed by ``nbytes`` of which ``read(start, stop)`` returns a range."""
 
     head: bytes
     nbytes: int
@@ -74,7 +72,7 @@ class _File:
         return len(self.head) + self.nbytes
 
     def range(self, begin: int, end: int) -> bytes:
-        """Bytes [begin, end), as far as there are any."""
+        """Return bytes [begin, end), clipped to the file."""
         begin = max(0, min(begin, self.size))
         end = max(0, min(end, self.size))
         start = max(0, begin - len(self.head))
@@ -86,12 +84,15 @@ class _File:
 
 
 class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """The files of one checkpoint. Opens it at first use, and then shows that one, also if it is
-    replaced: reading on is then a ReplacedError, and another instance shows the new one."""
+    """The files of one checkpoint.
+
+    Opens the checkpoint at first use, and keeps to that one. If it is replaced, further reads raise
+    ReplacedError; a new instance shows the new one.
+    """
 
     protocol: ClassVar[str] = "holdfast"
     root_marker = ""
-    cachable = False  # else fsspec would hand out the checkpoint that was there yesterday
+    cachable = False  # otherwise fsspec would reuse an instance with an old checkpoint
 
     def __init__(
         self,
@@ -101,8 +102,10 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
         target_options: Mapping[str, object] | None = None,
         **kwargs: object,
     ) -> None:
-        """``fo``: the checkpoint's URI; the name is fsspec's. ``target_options`` are options of its
-        storage."""
+        """``fo``: the checkpoint's URI; fsspec prescribes the name.
+
+        ``target_options``: options of its storage.
+        """
         super().__init__(**kwargs)
         if not fo:
             raise UsageError(
@@ -119,7 +122,7 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
     def ls(
         self, path: str, detail: bool = True, **kwargs: object
     ) -> list[str] | list[dict[str, object]]:
-        """The entries of a folder, of which there are two: the root, and ``images``."""
+        """List a folder. There are two: the root, and ``images``."""
         path = self._strip_protocol(path)
         if path in self._files:
             names = [path]
@@ -145,7 +148,7 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
         }
 
     def created(self, path: str) -> datetime:
-        """When the checkpoint was committed: files of it have no time of their own."""
+        """Return when the checkpoint was committed: its files have no time of their own."""
         return datetime.fromtimestamp(self._checkpoint.created_s, UTC)
 
     modified = created
@@ -153,7 +156,7 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: object
     ) -> bytes:
-        """Exactly these bytes, and no other are read; negative positions count from the end."""
+        """Return exactly these bytes, and read no others; negative positions count from the end."""
         file = self._file(self._strip_protocol(path))
         begin, stop, _ = slice(start, end).indices(file.size)
         return file.range(begin, stop)
@@ -210,7 +213,7 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
 
 
 class _OpenFile(AbstractBufferedFile):  # type: ignore[misc]
-    DEFAULT_BLOCK_SIZE = 16 << 20  # a chunk: what is read from front to back is read in these
+    DEFAULT_BLOCK_SIZE = 16 << 20  # one chunk, the block size of sequential reads
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         data: bytes = self.fs.cat_file(self.path, start, end)
@@ -218,7 +221,9 @@ class _OpenFile(AbstractBufferedFile):  # type: ignore[misc]
 
 
 def _files_of(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[str, _File]]:
-    """The files of one tensor, by name; of one that ranks have of their own, those of each."""
+    """Yield the files of one tensor with their names; for a tensor that differs per rank, those of
+    each.
+    """
     for owner in info.owners or (None,):
         name = quote(info.name, safe="", errors="surrogatepass")
         if owner is not None:

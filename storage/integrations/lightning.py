@@ -1,15 +1,14 @@
-"""Checkpoints of Lightning's Trainer and Fabric: plugins that save and load what these put into a
-checkpoint.
+"""Checkpoints of Lightning's Trainer and Fabric: plugins and strategies.
 
     Trainer(plugins=[HoldfastCheckpointIO()])
 
-Where one rank holds all that is saved, as under DDP, Lightning hands it to the plugin there. The
-strategies that shard the state save without plugins; those derived from them here save on all
-ranks, through the plugin.
+If one rank holds the whole state, as under DDP, Lightning passes it to the plugin on that rank.
+Lightning's strategies that shard the state save without plugins; the ones derived from them here
+save on all ranks, through the plugin.
 
     Trainer(strategy=HoldfastModelParallelStrategy(), plugins=[HoldfastCheckpointIO()])
 
-Scope: DeepSpeed's strategy is as it was.
+Scope: DeepSpeed's strategy is unchanged.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ _PathLike = str | os.PathLike[str]
 _MODEL = "state_dict"
 _OPTIMIZERS = "optimizer_states"
 _REST = "trainer"
-"""Where all else of a checkpoint lies, which is not sharded."""
+"""The key of everything in a checkpoint that is not sharded."""
 
 
 class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are not installed
-    """Saves a checkpoint of Lightning's at its path or URI, as a checkpoint of Holdfast's.
+    """Saves a Lightning checkpoint at its path or URI, as a Holdfast checkpoint.
 
     ``storage_options`` and ``compression`` as in :func:`holdfast.save`. Values that cannot be saved
-    without pickle are a StateError that names their path in the checkpoint.
+    without pickle raise StateError with their path in the checkpoint.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
         path: _PathLike,
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        """Save; return when the checkpoint is committed. Called by the first rank alone."""
+        """Save; return once the checkpoint is committed. Called by the first rank only."""
         self.save_state(
             to_stored(checkpoint),
             path,
@@ -94,7 +93,7 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
         process_group: Group = None,
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        """Save ``state``; return when it is committed. Called by every rank of the group."""
+        """Save ``state``; return once it is committed. Called by every rank of the group."""
         save(
             path,
             state,
@@ -107,8 +106,10 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
     def load_checkpoint(
         self, path: _PathLike, map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, object]:
-        """The checkpoint, with its tensors on the CPU. Called by every rank by itself. Nothing that
-        is stored can run code, so ``weights_only`` changes nothing."""
+        """Return the checkpoint, with its tensors on the CPU. Called by every rank independently.
+
+        Stored data cannot run code, so ``weights_only`` has no effect.
+        """
         if map_location not in (None, "cpu"):
             raise UsageError(
                 f"map_location={map_location!r}: checkpoints are loaded to the CPU",
@@ -116,18 +117,19 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
             )
         self.wait()
         loaded = load(path, storage_options=self._storage_options)
-        rest = loaded.pop(_REST, {})  # as the strategies below save it
+        rest = loaded.pop(_REST, {})  # as saved by the strategies below
         checkpoint: dict[str, object] = from_stored({**loaded, **rest})
         return checkpoint
 
     def load_state(
         self, path: _PathLike, into: dict[str, object], *, strict: bool
     ) -> dict[str, object]:
-        """Fill ``into`` from what a strategy of this module has saved; return what else was saved,
-        as Lightning made it. Called by every rank. Raises MismatchError where no such strategy has
-        saved it."""
+        """Fill ``into`` from a checkpoint of a strategy in this module; return the rest of it.
+
+        Called by every rank. Raises MismatchError if no such strategy saved it.
+        """
         self.wait()
-        rest = PerRank(None)  # so that one load has both, on any number of ranks
+        rest = PerRank(None)  # so that one load gets both, on any number of ranks
         load(
             path,
             into={**into, _REST: rest},
@@ -144,23 +146,23 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
         return checkpoint
 
     def remove_checkpoint(self, path: _PathLike) -> None:
-        """Delete a checkpoint. Called by the first rank alone."""
+        """Delete a checkpoint. Called by the first rank only."""
         remove(path, storage_options=self._storage_options)
 
     def wait(self) -> None:
-        """Nothing: a save that has returned is committed."""
+        """Do nothing: a save that has returned is committed."""
 
     def _options(self, storage_options: Mapping[str, object] | None) -> dict[str, object]:
         return self._storage_options | dict(storage_options or {})
 
 
 class HoldfastAsyncCheckpointIO(HoldfastCheckpointIO):
-    """As :class:`HoldfastCheckpointIO`; training goes on as soon as the checkpoint is copied to
-    host memory, or, with ``lazy`` (see :func:`holdfast.async_save`), before that.
+    """Like :class:`HoldfastCheckpointIO`, but saves asynchronously.
 
-    A save waits for those of earlier steps, and so does the end of training. These raise the error
-    of a save that has failed. What is to be deleted is deleted then, and only if the saves before
-    it have succeeded: so at any moment there is a checkpoint that is whole.
+    Training continues once the checkpoint is copied to host memory; with ``lazy`` (see
+    :func:`holdfast.async_save`), even before that. A save waits for those of earlier steps, and so
+    does the end of training; both raise the error of a failed save. Deletions happen then too, and
+    only if the saves before them succeeded, so there is a whole checkpoint at any moment.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class HoldfastAsyncCheckpointIO(HoldfastCheckpointIO):
         super().__init__(storage_options=storage_options, compression=compression)
         self._lazy = lazy
         self._step: int | None = None
-        """Of the saves that are under way."""
+        """The step of the saves in flight."""
         self._saves = SavesUnderWay()
 
     def save_state(
@@ -185,8 +187,10 @@ class HoldfastAsyncCheckpointIO(HoldfastCheckpointIO):
         process_group: Group = None,
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        """Begin to save, when saves of earlier steps have ended. Called by every rank of the
-        group."""
+        """Start a save, after saves of earlier steps have ended.
+
+        Called by every rank of the group.
+        """
         if step is None or step != self._step:
             self.wait()
         self._step = step
@@ -202,32 +206,34 @@ class HoldfastAsyncCheckpointIO(HoldfastCheckpointIO):
         self._saves.add(handle)
 
     def remove_checkpoint(self, path: _PathLike) -> None:
-        """Delete a checkpoint, when the saves under way have succeeded."""
+        """Delete a checkpoint, once the saves in flight have succeeded."""
         self._saves.afterwards(partial(super().remove_checkpoint, path))
 
     def teardown(self) -> None:
-        """Wait for the saves under way."""
+        """Wait for the saves in flight."""
         self.wait()
         super().teardown()
 
     def wait(self) -> None:
-        """Wait for the saves under way, and delete what they have made useless. Raises what the
-        first one that failed raised."""
+        """Wait for the saves in flight, then run pending deletions.
+
+        Raises the error of the first failed save.
+        """
         self._saves.wait()
 
 
 class _SavesOnAllRanks(_Base):  # type: ignore[misc]  # its types are not installed
-    """Stands before a strategy of Lightning's that shards the state: each rank saves the shards
-    that it holds, through the Trainer's plugin, and any number of ranks loads them.
+    """A mixin for Lightning strategies that shard the state: each rank saves its shards.
 
-    Lightning's arguments that choose between sharded and full checkpoints change nothing.
+    Saves go through the Trainer's plugin, and any number of ranks can load them. Lightning's
+    arguments that choose between sharded and full checkpoints have no effect.
     """
 
     _checkpoint_io: HoldfastCheckpointIO | None
 
     @property
     def checkpoint_io(self) -> HoldfastCheckpointIO:
-        """The plugin that the Trainer was given; by default, one that saves synchronously."""
+        """The Trainer's plugin; by default, one that saves synchronously."""
         if self._checkpoint_io is None:
             self._checkpoint_io = HoldfastCheckpointIO()
         return self._checkpoint_io
@@ -242,11 +248,11 @@ class _SavesOnAllRanks(_Base):  # type: ignore[misc]  # its types are not instal
         self._checkpoint_io = io
 
     def lightning_module_state_dict(self) -> dict[str, object]:
-        """What hooks see of the model before a save, which saves the model itself."""
+        """Return the parameters for hooks to look at; a save stores the model itself."""
         return dict(self.model.named_parameters())
 
     def optimizer_state(self, optimizer: object) -> dict[str, object]:
-        """Nothing: a save saves the optimizers themselves."""
+        """Return an empty dict: a save stores the optimizers themselves."""
         return {}
 
     def save_checkpoint(
@@ -255,9 +261,11 @@ class _SavesOnAllRanks(_Base):  # type: ignore[misc]  # its types are not instal
         filepath: _PathLike,
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        """Save the model, the optimizers unless they are left out of ``checkpoint``, and what else
-        is in it. Called by every rank. Raises UsageError if a hook has changed the model's state
-        there."""
+        """Save the model, the rest of ``checkpoint``, and the optimizers unless it lacks them.
+
+        Called by every rank. Raises UsageError if a hook has changed the model's state in
+        ``checkpoint``.
+        """
         rest = dict(checkpoint)
         self._refuse_changes(rest.pop(_MODEL))
         state: dict[str, object] = {_MODEL: self.model}
@@ -274,8 +282,10 @@ class _SavesOnAllRanks(_Base):  # type: ignore[misc]  # its types are not instal
     def load_checkpoint(
         self, checkpoint_path: _PathLike, weights_only: bool | None = None
     ) -> dict[str, object]:
-        """Load the model, and, for training, the optimizers; return what else was saved. Called by
-        every rank. Nothing that is stored can run code, so ``weights_only`` changes nothing."""
+        """Load the model and, for training, the optimizers; return the rest of the checkpoint.
+
+        Called by every rank. Stored data cannot run code, so ``weights_only`` has no effect.
+        """
         into: dict[str, object] = {_MODEL: self.model}
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             into[_OPTIMIZERS] = list(self.optimizers)
@@ -286,7 +296,7 @@ class _SavesOnAllRanks(_Base):  # type: ignore[misc]  # its types are not instal
         )
 
     def teardown(self) -> None:
-        """Wait for the saves under way."""
+        """Wait for the saves in flight."""
         try:
             self.checkpoint_io.teardown()
         finally:
@@ -304,15 +314,14 @@ class _SavesOnAllRanks(_Base):  # type: ignore[misc]  # its types are not instal
 
 
 class HoldfastModelParallelStrategy(_SavesOnAllRanks, ModelParallelStrategy):  # type: ignore[misc]
-    """Lightning's ModelParallelStrategy, FSDP2 and tensor parallelism, with checkpoints of
-    Holdfast's."""
+    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism) with Holdfast checkpoints."""
 
 
 class HoldfastFSDPStrategy(_SavesOnAllRanks, FSDPStrategy):  # type: ignore[misc]
-    """Lightning's FSDPStrategy, FSDP1, with checkpoints of Holdfast's."""
+    """Lightning's FSDPStrategy (FSDP1) with Holdfast checkpoints."""
 
 
 def _step_of(checkpoint: Mapping[str, object]) -> int | None:
-    """The step that the checkpoint is recorded with; Fabric's have none."""
+    """Return the step to record in the checkpoint; Fabric's checkpoints have none."""
     step = checkpoint.get("global_step")
     return step if type(step) is int else None

@@ -1,19 +1,19 @@
-"""Checkpoints of Megatron-core: strategies for its ``dist_checkpointing``, and the state of its
-distributed optimizer.
+"""Checkpoints of Megatron-core: strategies for ``dist_checkpointing``, and distributed optimizers.
 
     dist_checkpointing.save(state, folder, sharded_strategy=HoldfastSaveStrategy())
     dist_checkpointing.load(state, folder)
 
-Megatron's tensors are stored under their keys. All else (``common.pt``, ``ShardedObject``) Megatron
-writes into the same folder by itself, with ``torch.save``, as it does for every strategy. So the
-folder is a path that all ranks see. Without Megatron's part, and at any URI, it is
+Megatron's tensors are stored under their keys. Megatron itself writes everything else
+(``common.pt``, ``ShardedObject``) into the same folder with ``torch.save``, as it does for every
+strategy. So the folder must be a path that all ranks see. To do without these files, and to save to
+any URI:
 
     model_state = model.sharded_state_dict(metadata=metadata)
     state = {"model": model_state, "optim": optimizer_state(optimizer, model_state)}
     holdfast.save(uri, state)
     holdfast.load(uri, into=state)
 
-To import this module tells Megatron what to load such folders with.
+Importing this module registers the strategy that loads such folders with Megatron.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ _VERSION = 1
 
 
 class HoldfastSaveStrategy(SaveShardedStrategy):  # type: ignore[misc]  # its types are not installed
-    """Saves the tensors of a sharded state dict; returns when they are committed. Megatron then
-    writes its ``metadata.json``, without which it does not take the folder for a checkpoint.
+    """Saves the tensors of a sharded state dict; returns once they are committed.
 
-    ``compression`` as in :func:`holdfast.save`. Megatron's ``async_sharded_save`` is refused: it
-    forks a process that shares no store with the job.
+    Megatron then writes its ``metadata.json``; without that file it does not recognise the folder
+    as a checkpoint. ``compression`` as in :func:`holdfast.save`. Megatron's ``async_sharded_save``
+    is not supported, because it forks a process that shares no store with the job.
     """
 
     def __init__(self, *, compression: Compression | None = None) -> None:
@@ -67,37 +67,39 @@ class HoldfastSaveStrategy(SaveShardedStrategy):  # type: ignore[misc]  # its ty
         self._compression = compression
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Called by every rank. Raises as :func:`holdfast.save`."""
+        """Save the tensors. Every rank calls this. Raises as :func:`holdfast.save`."""
         save(checkpoint_dir, _parts(sharded_state_dict), compression=self._compression)
 
 
 class HoldfastLoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
-    """Loads what :class:`HoldfastSaveStrategy` has saved, under any layout, in place."""
+    """Loads tensors saved by :class:`HoldfastSaveStrategy` in place, under any layout."""
 
     def load(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> ShardedStateDict:
-        """The state dict, with tensors where it had parts of tensors. Called by every rank. Raises
-        as :func:`holdfast.load`."""
+        """Return the state dict with tensors in place of its sharded tensors.
+
+        Every rank calls this. Raises as :func:`holdfast.load`.
+        """
         for part in nested_values(sharded_state_dict):
             part.init_data("cpu")
         load(checkpoint_dir, into=_parts(sharded_state_dict), strict="state")
         return dict_list_map_outplace(lambda part: part.data, sharded_state_dict)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
-        """Every tensor by its key, whole and without data."""
+        """Return every tensor by its key, whole and without data."""
         with open_checkpoint(checkpoint_dir) as checkpoint:
             return {key: _described(key, info) for key, info in checkpoint.tensors.items()}
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise CheckpointingException for what another strategy has saved."""
+        """Raise CheckpointingException for a checkpoint of another strategy."""
         if loaded_backend != _BACKEND:
             raise CheckpointingException(
                 f"the checkpoint was saved with {loaded_backend}; leave out sharded_strategy"
             )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise CheckpointingException for a version that is not known."""
+        """Raise CheckpointingException for an unknown version."""
         if loaded_version != _VERSION:
             raise CheckpointingException(f"version {loaded_version} of {_BACKEND} is not known")
 
@@ -106,8 +108,11 @@ register_default_strategy(StrategyAction.LOAD_SHARDED, _BACKEND, _VERSION, Holdf
 
 
 def _parts(sharded_state_dict: ShardedStateDict) -> dict[str, ShardedTensor]:
-    """All parts in a state dict, without the marks that optimizers leave on parameters: Megatron
-    itself brings parameters and their master copies together."""
+    """Return all parts of a state dict, detached.
+
+    Detaching drops the attributes that optimizers set on parameters: Megatron itself pairs
+    parameters with their master copies.
+    """
     parts = enumerate(nested_values(sharded_state_dict))
     return {str(number): replace(part, data=part.data.detach()) for number, part in parts}
 
@@ -118,14 +123,15 @@ def _described(key: str, info: TensorInfo) -> ShardedTensor:
 
 
 def optimizer_state(optimizer: object, model_state: ShardedStateDict) -> dict[str, object]:
-    """The state of a ``DistributedOptimizer``, or of several in a ``ChainedOptimizer``, for
-    :func:`holdfast.save` and :func:`holdfast.load`.
+    """Return the state of a distributed optimizer, for :func:`holdfast.save` and
+    :func:`holdfast.load`.
 
-    ``model_state`` is ``sharded_state_dict(...)`` of the modules that it optimizes. Each moment and
+    ``optimizer``: a ``DistributedOptimizer``, or a ``ChainedOptimizer`` of several.
+    ``model_state``: ``sharded_state_dict(...)`` of the modules that it optimizes. Each moment and
     master copy is stored as a part of a tensor of the parameter's shape, under Megatron's name for
-    it: ``optimizer.state.exp_avg.<key>``. Nothing is gathered, and any layout loads what any other
-    has saved. A load fills the tensors of the optimizer, which are made first where it has not
-    stepped yet; groups, step and loss scale follow.
+    it: ``optimizer.state.exp_avg.<key>``. Nothing is gathered, and any layout loads a checkpoint of
+    any other. A load fills the tensors of the optimizer, which are created first if it has not
+    stepped yet; groups, step and loss scale are restored too.
 
     Raises StateError for an optimizer of another kind.
     """
@@ -144,8 +150,10 @@ def optimizer_state(optimizer: object, model_state: ShardedStateDict) -> dict[st
 def _parts_of_optimizer(
     optimizer: DistributedOptimizer, described: Mapping[int, ShardedTensor | ShardedTensorFactory]
 ) -> Iterator[ShardedTensor]:
-    """The master copies and moments that this rank has; ``described``: what Megatron says of each
-    parameter, by its id."""
+    """Yield the master copies and moments on this rank.
+
+    ``described``: Megatron's description of each parameter, by its id.
+    """
     for parameter, start in _ranges_of(optimizer):
         whole = described.get(id(parameter))
         if whole is None:
@@ -178,7 +186,7 @@ def _refuse_unknown(optimizer: object) -> None:
 
 
 def _make_moments(optimizer: DistributedOptimizer) -> None:
-    """Make what Adam makes in its first step."""
+    """Create the state that Adam creates in its first step."""
     inner = optimizer.optimizer
     optimizer.init_state_fn(inner, optimizer.config)
     if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
@@ -187,8 +195,7 @@ def _make_moments(optimizer: DistributedOptimizer) -> None:
 
 
 def _ranges_of(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:
-    """Parameters of which this rank has a range of the state, and the element with which that
-    begins."""
+    """Yield each parameter with a range on this rank, and the first element of that range."""
     for by_dtype in optimizer.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -199,7 +206,7 @@ def _ranges_of(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Param
 def _tensors_of(
     optimizer: DistributedOptimizer, parameter: torch.nn.Parameter
 ) -> dict[str, torch.Tensor]:
-    """The master copy and the moments of a parameter's range."""
+    """Return the master copy and the moments of a parameter's range."""
     group, number = optimizer.model_param_group_index_map[parameter]
     inner = optimizer.optimizer
     master = inner.param_groups[group]["params"][number]
@@ -211,8 +218,9 @@ def _tensors_of(
 def _parts_of_range(
     whole: ShardedTensor | ShardedTensorFactory, prefix: str, tensor: torch.Tensor, start: int
 ) -> Iterator[ShardedTensor]:
-    """Boxes of what ``whole`` describes, for a ``tensor`` that holds the elements of it from
-    ``start`` on."""
+    """Yield the boxes of ``whole`` covered by ``tensor``, which holds its elements from ``start``
+    on.
+    """
     stop = start + tensor.numel()
     for part, first in _placed(whole):
         lengths = (1,) * part.prepend_axis_num + tuple(part.local_shape)
@@ -225,8 +233,7 @@ def _parts_of_range(
 
 
 def _placed(whole: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
-    """The parts that ``whole`` stands for, each with the element of the parameter with which it
-    begins."""
+    """Yield the parts of ``whole``, each with its first element within the parameter."""
     if isinstance(whole, ShardedTensor):
         yield whole, 0
         return
@@ -257,17 +264,17 @@ def _part_at(part: ShardedTensor, key: str, tensor: torch.Tensor, box: Box) -> S
 
 
 class _Common:
-    """What all ranks have of optimizers: hyperparameters of groups, step and loss scale."""
+    """The state common to all ranks: hyperparameters of groups, step and loss scale."""
 
     def __init__(self, optimizers: list[DistributedOptimizer]) -> None:
         self._optimizers = optimizers
 
     def state_dict(self) -> dict[str, object]:
-        """By number of the optimizer."""
+        """Return the state by number of the optimizer."""
         return {str(number): _common_of(each) for number, each in enumerate(self._optimizers)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take it over."""
+        """Set the state of all optimizers."""
         for number, optimizer in enumerate(self._optimizers):
             _take_common(optimizer, state_dict[str(number)])
 

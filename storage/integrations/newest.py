@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder a trainer goes on from, by URI, as trainers want to be told."""
+"""The checkpoint that a trainer resumes from, as a path or URI."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["as_path_or_uri", "newest_checkpoint"]
 def newest_checkpoint(
     uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
 ) -> str | None:
-    """The URI of the checkpoint below ``uri`` that has the highest step, and of those the one that
-    was saved last. None where there is none: what is damaged, or has no step, does not count.
+    """Return the checkpoint below ``uri`` with the highest step, as a path or URI.
 
-    Checks that all images are there, with their sizes; bytes are verified when they are loaded.
-    Raises UriError, StorageError.
+    Of several, the one saved last counts; without any, None. Damaged checkpoints and those without
+    a step do not count. Checks that all images exist and have their sizes; bytes are verified when
+    loaded. Raises UriError, StorageError.
     """
     listed = list_checkpoints(uri, storage_options=storage_options)
     whole = [
@@ -32,7 +32,7 @@ def newest_checkpoint(
 
 
 def as_path_or_uri(uri: Uri) -> str:
-    """``uri`` as trainers know it: a path, where it is one, and nothing else is said."""
+    """Return ``uri`` as a trainer expects it: as a plain path, if it is one without options."""
     if uri.scheme == "file" and not uri.options:
         return uri.location
     return str(uri)

@@ -1,9 +1,8 @@
-"""Spans for OpenTelemetry, by its own API: one for each save and load, and one below it for each of
-its stages.
+"""OpenTelemetry spans: one for each save and load, with a child span for each stage.
 
-    from holdfast.storage.integrations.opentelemetry import export_spans
+from holdfast.storage.integrations.opentelemetry import export_spans
 
-    export_spans()  # to the tracer provider of the process
+export_spans()  # to the tracer provider of the process
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ _NS = 1e9
 
 
 def export_spans(provider: TracerProvider | None = None) -> Callable[[], None]:
-    """Make spans of all saves and loads of this process from now on, when they have ended; return
-    what ends that. ``provider``: by default the one of the process.
+    """Export spans of all saves and loads of this process from now on, once each has ended.
 
-    A stage's span reaches from the beginning of its first operation to the end of its last one; how
-    long it was busy in between is an attribute. Durations are in seconds, sizes in bytes."""
+    Returns a function that stops the export. ``provider``: by default that of the process. A
+    stage's span extends from the start of its first operation to the end of its last one; its busy
+    time is an attribute. Durations are in seconds, sizes in bytes.
+    """
     tracer = trace.get_tracer("holdfast", tracer_provider=provider)
     return listen(lambda outcome: _export(tracer, outcome))
 

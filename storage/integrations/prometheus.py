@@ -1,12 +1,11 @@
-"""Metrics for Prometheus, by prometheus-client: what this process's saves and loads cost, and what
-would be lost if it died now.
+"""Prometheus metrics of this process's saves and loads, and of the steps at risk.
 
     from holdfast.storage.integrations.prometheus import export_metrics
 
     export_metrics(checkpointer=ckpt)
     prometheus_client.start_http_server(9400)
 
-A process exports what its own rank does. ``docs/reference/metrics.md`` lists the metrics.
+A process exports the metrics of its own rank. ``docs/reference/metrics.md`` lists them.
 """
 
 from __future__ import annotations
@@ -30,10 +29,11 @@ _BUCKETS_S = tuple(0.001 * 2.0**power for power in range(22))
 def export_metrics(
     registry: CollectorRegistry = REGISTRY, *, checkpointer: Checkpointer | None = None
 ) -> Callable[[], None]:
-    """Keep metrics of all saves and loads of this process in ``registry`` from now on; return what
-    ends that, and takes them out of it. ``checkpointer``: says what would be lost.
+    """Collect metrics of all saves and loads of this process in ``registry`` from now on.
 
-    Raises ValueError where the registry has them already."""
+    Returns a function that stops this and unregisters the metrics. ``checkpointer`` provides the
+    number of unsaved steps. Raises ValueError if the registry has the metrics already.
+    """
     metrics = _Metrics(registry)
     if checkpointer is not None:
         metrics.unsaved_steps.set_function(lambda: checkpointer.unsaved_steps)

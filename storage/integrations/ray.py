@@ -1,12 +1,12 @@
-"""Checkpoints of Ray Train: each one of Holdfast's, saved by all workers into Ray's own storage.
+"""Checkpoints of Ray Train, saved by all workers directly into Ray's storage.
 
     step = load_reported(state)
     save_and_report({"loss": loss}, state, step=step)
 
-Ray copies a folder of each worker's into its storage. Here nothing is copied: workers save where
-Ray would copy to, and report that place. Ray keeps and deletes checkpoints as before.
+Ray normally copies a folder of each worker into its storage. Here nothing is copied: workers save
+to the destination of that copy, and report it. Ray keeps and deletes checkpoints as usual.
 
-Scope: what runs in a worker. Ray's storage may be a shared folder, ``s3://`` or ``gs://``.
+Scope: code that runs in a worker. Ray's storage may be a shared folder, ``s3://`` or ``gs://``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .newest import as_path_or_uri, newest_checkpoint
 __all__ = ["load_reported", "save_and_report", "uri_of"]
 
 _PREFIXES = {"local": "", "s3": "s3://", "gcs": "gs://"}
-"""By pyarrow's name of a file system, what makes a URI of its paths."""
+"""URI prefixes by pyarrow's file system type."""
 
 
 def save_and_report(
@@ -39,10 +39,9 @@ def save_and_report(
     storage_options: Mapping[str, object] | None = None,
 ) -> None:
     """Save ``state`` as ``checkpoint-<step>`` in Ray's storage, and report it with ``metrics``.
-    Every worker calls this, with its own part of the state.
 
-    ``folder`` is where to save in Ray's local mode, which has no storage. Raises as
-    :func:`holdfast.save`.
+    Every worker calls this, with its own part of the state. ``folder``: where to save in Ray's
+    local mode, which has no storage. Raises as :func:`holdfast.save`.
     """
     place = _storage_of_ray() if folder is None else Checkpoint(as_path_or_uri(parse(folder)))
     reported = Checkpoint(f"{place.path}/checkpoint-{step}", place.filesystem)
@@ -61,11 +60,11 @@ def load_reported(
     strict: Strict = True,
     storage_options: Mapping[str, object] | None = None,
 ) -> bool:
-    """Load what was reported last into ``state``, after a failure of workers or in an earlier run
-    of the same name; return whether there was anything. Every worker calls this.
+    """Load the checkpoint reported last into ``state``; return whether there was one.
 
-    ``folder`` is where to look in Ray's local mode, which forgets what earlier runs reported.
-    Raises as :func:`holdfast.load`.
+    It may be from before a failure of workers, or from an earlier run of the same name. Every
+    worker calls this. ``folder``: where to look in Ray's local mode, which forgets the reports of
+    earlier runs. Raises as :func:`holdfast.load`.
     """
     reported = ray.train.get_checkpoint()
     if reported is not None:
@@ -85,8 +84,7 @@ def _storage_of_ray() -> Checkpoint:
 
 
 def uri_of(checkpoint: Checkpoint) -> str:
-    """Where a checkpoint of Ray's is, for the functions of Holdfast. Raises UsageError for a file
-    system that Holdfast does not know by Ray's name."""
+    """Return the URI of a Ray checkpoint. Raises UsageError for an unknown kind of file system."""
     kind: str = checkpoint.filesystem.type_name
     path: str = checkpoint.path
     if kind not in _PREFIXES:

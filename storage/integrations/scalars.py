@@ -1,4 +1,4 @@
-"""Figures of saves for what draws curves of a training: TensorBoard, Weights & Biases and others.
+"""Figures of saves as scalars, for TensorBoard, Weights & Biases and others.
 
 from holdfast.storage.integrations.scalars import log_scalars
 
@@ -17,10 +17,11 @@ __all__ = ["log_scalars"]
 
 
 def log_scalars(log: Callable[[str, float, int], object]) -> Callable[[], None]:
-    """Call ``log(name, value, step)`` for each figure of each save of this process that has a step,
-    when it is committed; return what ends that. Names begin with ``holdfast/``.
+    """Call ``log(name, value, step)`` for each figure of each committed save that has a step.
 
-    It is called on the engine's thread, beside training: ``log`` must bear that."""
+    Returns a function that stops this. Names begin with ``holdfast/``. ``log`` is called on the
+    engine's thread, concurrently with training, and must be safe for that.
+    """
 
     def listener(outcome: Outcome) -> None:
         report = outcome.report

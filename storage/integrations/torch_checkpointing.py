@@ -1,12 +1,11 @@
-"""Any storage that Holdfast has a driver for, as a storage of torch_checkpointing, which comes with
-the local file system alone.
+"""Any Holdfast driver as a storage of torch_checkpointing, which itself supports only local files.
 
     CheckpointManager.Config(storage_config=HoldfastStorageConfig("s3://bucket/run"))
 
 Paths, and so the names of checkpoints, are relative to that URI.
 
-Scope: files. What is in them is torch_checkpointing's own format, with its pickles, and nothing of
-it is verified. Folders exist by what is in them, as on object stores; renaming one copies it.
+Scope: files. Their contents are in torch_checkpointing's own format, including pickles, and are not
+verified. Folders exist only through their contents, as on object stores; renaming one copies it.
 """
 
 from __future__ import annotations
@@ -34,46 +33,58 @@ if TYPE_CHECKING:
 __all__ = ["HoldfastStorage", "HoldfastStorageConfig"]
 
 _READ_NBYTES = 1 << 20
-"""What small reads are made of."""
+"""The buffer size for small reads."""
 _COPIES_MAX = 8
 _METADATA = "metadata.pkl"
 
 
 @dataclass
 class HoldfastStorageConfig(StorageConfig):  # type: ignore[misc]  # its types are not installed
-    """``storage_options`` are options of the storage, by name; those in the URI win over them."""
+    """A storage at ``uri``.
+
+    ``storage_options``: storage options by name; options in the URI take precedence.
+    """
 
     uri: str
     storage_options: Mapping[str, object] = field(default_factory=dict)
 
     def create_storage(self) -> HoldfastStorage:
-        """The storage; nothing is asked of it yet. Raises UriError for an unknown scheme or
-        option."""
+        """Return the storage, without accessing it.
+
+        Raises UriError for an unknown scheme or option.
+        """
         return HoldfastStorage(self)
 
 
 class HoldfastStorage(Storage):  # type: ignore[misc]
-    """The files below one URI. What fails raises a :class:`holdfast.StorageError`, which is an
-    OSError, and for a file that is not there a FileNotFoundError."""
+    """The files below one URI.
+
+    Failures raise :class:`holdfast.StorageError`, which is an OSError, and FileNotFoundError for a
+    missing file.
+    """
 
     def __init__(self, config: HoldfastStorageConfig) -> None:
         self._driver = open_driver(config.uri, **config.storage_options)
         self._opened_in = os.getpid()
 
     def __del__(self) -> None:
-        """Any thread may call this, at any moment: it waits for nothing."""
+        """Close the driver in the background: destructors run in any thread, and must not block."""
         if getattr(self, "_opened_in", None) == os.getpid() and not sys.is_finalizing():
             close_later(self._driver.close)
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.BufferedIOBase:
-        """The file, to be read anywhere; read as a whole now, unless the arguments say not to."""
+        """Return the file for reading, seekable; already in memory unless ``read_args`` says
+        otherwise.
+        """
         if read_args is None or read_args.pre_read_full_file:
             return io.BytesIO(self.read(path))
         return io.BufferedReader(_File(self._driver, _key(path)), _READ_NBYTES)
 
     def stream_write(self, path: Path) -> _Upload:
-        """A file in memory that is stored, whole, when it is closed. If it is left by an error, or
-        never closed, nothing is."""
+        """Return a buffer that is stored as a whole when closed.
+
+        Nothing is stored if an error leaves its ``with`` block, or if it is never closed.
+        """
         return _Upload(lambda data: self.write(path, data))
 
     def read(self, path: Path, read_args: ReadArgs | None = None) -> bytes:
@@ -95,10 +106,10 @@ class HoldfastStorage(Storage):  # type: ignore[misc]
         run(self._driver.delete(_key(path)))
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Nothing: a folder is there when a file is."""
+        """Do nothing: a folder exists as soon as it has a file."""
 
     def rmdir(self, path: Path) -> None:
-        """Delete a folder with all that is in it."""
+        """Delete a folder with its contents."""
         run(self._driver.delete_all(_key(path)))
 
     def rename(
@@ -108,17 +119,19 @@ class HoldfastStorage(Storage):  # type: ignore[misc]
         is_directory: bool = False,
         background_cleanup: bool = False,
     ) -> None:
-        """Copy a file, or all files of a folder, and delete what was copied. torch_checkpointing's
-        metadata is copied last."""
+        """Copy a file, or all files of a folder, then delete the originals.
+
+        torch_checkpointing's metadata is copied last.
+        """
         run(_renamed(self._driver, _key(src_path), _key(dst_path)))
 
     def ls(self, path: Path) -> list[str]:
-        """The names in a folder."""
+        """Return the names in a folder."""
         found = run(_listed(self._driver, _key(path)))
         return sorted({Path(info.key).relative_to(_key(path)).parts[0] for info in found})
 
     def exists(self, path: Path) -> bool:
-        """Whether there is such a file, or one below."""
+        """Return whether the file exists, or one below it."""
         return bool(run(_listed(self._driver, _key(path))))
 
     def getsize(self, path: Path) -> int:
@@ -133,7 +146,7 @@ class HoldfastStorage(Storage):  # type: ignore[misc]
 
 
 class _File(io.RawIOBase):
-    """An object, read by ranges."""
+    """An object, read in ranges."""
 
     def __init__(self, driver: Driver, key: str) -> None:
         self._driver = driver
@@ -165,7 +178,7 @@ class _File(io.RawIOBase):
 
 
 class _Upload(io.BytesIO):
-    """What is written, until it is closed."""
+    """A buffer for an upload, stored on close."""
 
     def __init__(self, store: Callable[[memoryview], None]) -> None:
         super().__init__()
@@ -192,7 +205,7 @@ class _Upload(io.BytesIO):
             super().close()
 
     def __del__(self) -> None:
-        """Do not close what was never finished, as the base class would."""
+        """Do not store an unfinished upload, as the base class would."""
 
 
 def _key(path: Path) -> str:
@@ -210,7 +223,7 @@ async def _listed(driver: Driver, key: str) -> list[ObjectInfo]:
 
 
 async def _read(driver: Driver, key: str, start: int, into: memoryview) -> None:
-    """Fill ``into``, by several requests at a time."""
+    """Fill ``into``, by several concurrent requests."""
     step = driver.traits.part_nbytes
     await at_most(
         driver.traits.concurrency,
@@ -228,8 +241,11 @@ async def _store(
     part: Callable[[int, int], Awaitable[memoryview]],
     at_a_time: int = 1,
 ) -> None:
-    """Make an object of what ``part(start, nbytes)`` gives. More than one part at a time is for
-    parts that are there at once: a driver may want their writes to begin in order."""
+    """Create an object from the parts that ``part(start, nbytes)`` returns.
+
+    ``at_a_time`` above 1 requires parts that are available at once: a driver may need their writes
+    to start in order.
+    """
     upload = await driver.create(key, nbytes)
     step = driver.traits.part_nbytes
 
@@ -245,8 +261,10 @@ async def _store(
 
 
 async def _renamed(driver: Driver, source: str, destination: str) -> None:
-    """Raises NotFoundError, and ExistsError for a destination that is taken, unless a file is to
-    replace a file."""
+    """Copy all objects of ``source``, then delete it.
+
+    Raises NotFoundError, and ExistsError if the destination exists, unless a file replaces a file.
+    """
     moved = await _listed(driver, source)
     if not moved:
         raise NotFoundError("no such file or folder", uri=driver.uri, key=source)

@@ -1,13 +1,13 @@
-"""Checkpoints of torchtitan's trainer: a checkpoint manager that its configuration selects.
+"""Checkpoints of torchtitan: a checkpoint manager that its configuration selects.
 
     Trainer.Config(..., checkpoint=HoldfastCheckpointManager.Config(enable=True, interval=500))
 
-It decides what torchtitan's own manager decides, when to save, what, and what to load, and saves
-with Holdfast where that one saves with DCP. ``async`` saves copy the state to host memory first;
+It makes the same decisions as torchtitan's own manager (when to save, what to save, what to load),
+but saves with Holdfast instead of DCP. ``async`` saves copy the state to host memory first;
 ``async_with_pinned_mem`` saves are lazy, and need no accelerator.
 
-Scope: Hugging Face's format stays with torchtitan, which knows the models' names there; so do
-checkpoints that DCP has written, which are loaded.
+Scope: torchtitan itself handles Hugging Face's format, for which it knows the models' names, and
+loads checkpoints written by DCP.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ _log = logging.getLogger(__name__)
 
 
 class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its types are not installed
-    """Saves ``step-500`` and so on below the folder of its configuration, a path or a URI."""
+    """Saves ``step-500`` and so on below the configured folder, a path or a URI."""
 
     save_future: SaveHandle | None = None
-    """Of the save that is under way."""
+    """The save in flight."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's own, and what :func:`holdfast.save` takes besides."""
+        """torchtitan's own options, and some of :func:`holdfast.save`."""
 
         storage_options: dict[str, str] = field(default_factory=dict)
-        """Options of the storage, by name."""
+        """Storage options by name."""
 
         compression: Literal["lz4"] | None = None
-        """Whether blocks that shrink are stored compressed."""
+        """``"lz4"`` compresses blocks that shrink."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
-        # As it is told to save synchronously and to keep everything, torchtitan's manager starts
-        # neither a process group nor a thread, which would only serve its own saves.
+        # Configured for synchronous saves without deletion, torchtitan's manager starts neither a
+        # process group nor a thread, which would only serve its own saves.
         unaided = copy.copy(config)
         unaided.async_mode = "disabled"
         unaided.keep_latest_k = 0
@@ -80,7 +80,7 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> SaveHandle | None:
-        """Save, or begin to: then return the handle of the save."""
+        """Save, or start an asynchronous save and return its handle."""
         if to_hf:
             super().dcp_save(state_dict, checkpoint_id, async_mode, to_hf=True)
             return None
@@ -98,7 +98,7 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load into ``state_dict``, all of whose names must be in the checkpoint."""
+        """Load into ``state_dict``; all its names must be in the checkpoint."""
         if from_hf or _is_from_dcp(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -107,7 +107,7 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
 
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save this step, if it is due; the last one is committed when this returns."""
+        """Save this step if it is due; the last step is committed on return."""
         if not self._should_save(curr_step, last_step):
             return False
         self.maybe_wait_for_saving()
@@ -124,8 +124,10 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        """Load ``step``, or the newest one; where there is none, what the configuration says to
-        begin with. Returns whether there was anything to load."""
+        """Load ``step``, or the newest one; without any, the configured initial checkpoint.
+
+        Return whether there was anything to load.
+        """
         if step == -1:
             step = self._find_load_step()
         if step != -1:
@@ -158,7 +160,7 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
         return True
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The newest step that is saved whole, or that torchtitan finds; -1 where there is none."""
+        """Return the newest whole step of Holdfast or torchtitan; -1 if there is none."""
         folder = folder or self.folder
         steps = _steps_in(folder, self._storage_options)
         if not filesystem.is_remote(folder):
@@ -166,7 +168,7 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
         return max(steps, default=-1)
 
     def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
-        """Where the checkpoint of a step is: a URI may end with options."""
+        """Return the path or URI of a step's checkpoint; options at the end of a URI stay there."""
         return as_path_or_uri(join(folder or self.folder, f"step-{step}"))
 
     def _maybe_wait_for_staging(self) -> None:
@@ -188,8 +190,10 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
             self._purged.result()
 
     def _purge_before(self, step: int) -> None:
-        """Begin to delete checkpoints before ``step`` that keep_latest_k does not keep. Raises what
-        the last time has raised, unless that goes on."""
+        """Start deleting checkpoints before ``step`` that keep_latest_k does not keep.
+
+        Raises an error of the previous deletion, if that has ended.
+        """
         if self.keep_latest_k and dist.get_rank() == 0:
             if self._purged is not None and self._purged.done():
                 self._purged.result()
@@ -199,8 +203,10 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
 
 
 def _purge(folder: str, before: int, keep: int, storage_options: Mapping[str, object]) -> None:
-    """Delete all checkpoints before this step but the newest ones. What fails is logged, and tried
-    again after the next save."""
+    """Delete all checkpoints before this step except the newest.
+
+    Errors are logged; the next save tries again.
+    """
     try:
         steps = [step for step in _steps_in(folder, storage_options) if step < before]
         for step in sorted(steps)[:-keep]:
@@ -210,7 +216,7 @@ def _purge(folder: str, before: int, keep: int, storage_options: Mapping[str, ob
 
 
 def _steps_in(folder: str, storage_options: Mapping[str, object]) -> list[int]:
-    """The steps of the checkpoints in ``folder`` that are whole, of torchtitan's names."""
+    """Return the steps of whole checkpoints in ``folder`` with torchtitan's names."""
     listed = list_checkpoints(folder, storage_options=storage_options)
     whole = [c.path for c in listed if not (c.problem or c.damage)]
     return [int(match[1]) for path in whole if (match := _NAME.fullmatch(path))]

@@ -1,14 +1,14 @@
-"""Checkpoints of Hugging Face's Trainer: one of Holdfast instead of the files of each part.
+"""Checkpoints of Hugging Face's Trainer: one Holdfast checkpoint instead of a file per component.
 
     class Trainer(HoldfastTrainerMixin, transformers.Trainer): ...
 
-A checkpoint holds the model, the optimizer, the schedule, the scaler of losses, the random
+A checkpoint holds the model, the optimizer, the learning-rate schedule, the loss scaler, the random
 generators of each rank, and the trainer's own state. The trainer reads the last of these from a
-file; :meth:`HoldfastTrainerMixin.train` makes one in a temporary folder.
+file, which :meth:`HoldfastTrainerMixin.train` creates in a temporary folder.
 
-Models that DeepSpeed or FSDP have sharded are saved as such: each rank stores what it holds.
+Models sharded by DeepSpeed or FSDP are saved sharded: each rank stores its own part.
 
-Scope: what Trainer saves to resume from. What ``save_model`` writes is what it ever was.
+Scope: the checkpoints that Trainer resumes from. ``save_model`` is unchanged.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _NAME = re.compile(r"checkpoint-([0-9]+)")
 
 
 class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not installed
-    """Stands before Trainer, or a class derived from it, among the bases of a class.
+    """A mixin to place before Trainer, or a class derived from it, in a class's bases.
 
     ``checkpoints`` is the folder of the checkpoints, a path or a URI; by default, ``output_dir``.
     ``storage_options`` as in :func:`holdfast.save`.
 
-    ``asynchronous``: training goes on as soon as a checkpoint is copied to host memory, or, if it
-    is ``"lazy"`` (see :func:`holdfast.async_save`), before that. A save waits for the one before,
-    and so do the end of training and whatever loads the best model. These raise the error of a save
-    that has failed. Old checkpoints are deleted then, and only if that save has succeeded: so at
-    any moment there is a checkpoint that is whole.
+    ``asynchronous``: training continues once a checkpoint is copied to host memory or, if it is
+    ``"lazy"`` (see :func:`holdfast.async_save`), even before that. The next save waits for it, as
+    do the end of training and the loading of the best model; they raise the error of a failed save.
+    Old checkpoints are deleted then, and only if that save succeeded, so there is a whole
+    checkpoint at any moment.
     """
 
     def __init__(
@@ -80,8 +80,11 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
     def train(
         self, resume_from_checkpoint: UriLike | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As Trainer's; ``resume_from_checkpoint`` is the URI of a checkpoint, or True for the
-        newest one that is whole. Raises NotACheckpointError where there is none."""
+        """Train as Trainer does.
+
+        ``resume_from_checkpoint`` is the URI of a checkpoint, or True for the newest whole one.
+        Raises NotACheckpointError if there is none.
+        """
         self._saves.wait()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest()
@@ -101,15 +104,17 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
             return super().train(folder, *args, **kwargs)
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Raises UsageError. Trainer calls this where it is to push what it saves."""
+        """Raise UsageError. Trainer calls this if it is to push its saves to the Hub."""
         raise UsageError(
             "Trainer pushes files of its own, which are not there",
             advice="Leave push_to_hub out, and call push_to_hub() of the model when it is trained.",
         )
 
     def _save_checkpoint(self, model: object, trial: object) -> None:
-        """Save; return when the checkpoint is committed, on all ranks, or, asynchronously, copied.
-        Trainer calls this when a save is due."""
+        """Save; return once the checkpoint is committed on all ranks, or copied if asynchronous.
+
+        Trainer calls this when a save is due.
+        """
         if trial is not None:
             raise UsageError("the trials of a search would save over each other's checkpoints")
         self._saves.wait()
@@ -129,7 +134,7 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
             self._saves.afterwards(partial(self._delete_old, most, best))
 
     def _begin_save(self, state: dict[str, object]) -> None:
-        """Save ``state``, unless that is to be done asynchronously: then, begin to."""
+        """Save ``state``, or start an asynchronous save."""
         step = self.state.global_step
         options: dict[str, Any] = {"step": step, "storage_options": self._storage_options}
         if self._asynchronous:
@@ -141,14 +146,16 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        """Trainer's, without the checkpoint, which it would have DeepSpeed read from files; then
-        the checkpoint is loaded here."""
+        """Prepare as Trainer does, but without the checkpoint, then load the checkpoint.
+
+        Trainer would have DeepSpeed read it from files.
+        """
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
-        """Nothing: the model is loaded with its optimizer, whose state goes by its names."""
+        """Do nothing: the model is loaded together with the optimizer, which needs its names."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -158,7 +165,7 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
                 set_counters(self.deepspeed, self._counters)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Nothing: it is loaded with the optimizer."""
+        """Do nothing: the scaler is loaded with the optimizer."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -169,11 +176,11 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         self._load(self.state.best_model_checkpoint, {"model": self._what_holds_weights()})
 
     def _what_holds_weights(self) -> object:
-        """The model, as it is sharded; of DeepSpeed, the engine."""
+        """Return the model, as sharded; with DeepSpeed, the engine."""
         return self.deepspeed if self.is_deepspeed_enabled else self.model
 
     def _what_steps(self) -> dict[str, object]:
-        """What changes with each step, beside the model."""
+        """Return the objects besides the model that change at each step."""
         optimizer = self.deepspeed.optimizer if self.is_deepspeed_enabled else self.optimizer
         steps = {"optimizer": optimizer, "schedule": self.lr_scheduler}
         scaler = getattr(self.accelerator, "scaler", None)
@@ -198,13 +205,12 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         return as_path_or_uri(join(self._checkpoints, f"checkpoint-{step}"))
 
     def _note_best(self) -> None:
-        """Where the best model is, by the metric of the arguments."""
+        """Record the location of the best model, by the configured metric."""
         if self.state.best_global_step:
             self.state.best_model_checkpoint = self._uri(self.state.best_global_step)
 
     def _note_callbacks(self) -> None:
-        """Record the present states of callbacks in the trainer's state: a list for each class of
-        which there may be several."""
+        """Record the states of callbacks in the trainer's state, as a list per class."""
         states: dict[str, list[object]] = {}
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
@@ -212,7 +218,7 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         self.state.stateful_callbacks.update(states)
 
     def _delete_old(self, most: int, best: int | None) -> None:
-        """Delete checkpoints of Trainer's names beyond the newest ``most``, but for ``best``."""
+        """Delete all checkpoints with Trainer's names except the newest ``most`` and ``best``."""
         listed = list_checkpoints(self._checkpoints, storage_options=self._storage_options)
         steps = sorted(int(match[1]) for c in listed if (match := _NAME.fullmatch(c.path)))
         kept = {best, *steps[-1:]}

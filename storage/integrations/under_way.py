@@ -1,4 +1,4 @@
-"""Asynchronous saves of a trainer that goes on, and deletes what later checkpoints replace."""
+"""Asynchronous saves of a trainer, and the deletion of checkpoints that they replace."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ __all__ = ["SavesUnderWay"]
 
 
 class SavesUnderWay:
-    """Saves of a rank that have begun, and what is to be done once they have succeeded."""
+    """The saves in flight on a rank, and actions to run once they have succeeded."""
 
     def __init__(self) -> None:
         self._saves: list[SaveHandle] = []
         self._afterwards: list[Callable[[], None]] = []
 
     def add(self, save: SaveHandle) -> None:
-        """Another save has begun."""
+        """Add a save in flight."""
         self._saves.append(save)
 
     def afterwards(self, act: Callable[[], None]) -> None:
-        """Call ``act`` when the saves under way have succeeded: at the next wait for them, or at
-        once where there are none."""
+        """Call ``act`` once the saves in flight have succeeded: in the next wait(), or now if there
+        are none.
+        """
         self._afterwards.append(act)
         if not self._saves:
             self.wait()
 
     def wait(self) -> None:
-        """Return when the saves have ended, and what was to be done afterwards is done. Raises what
-        the first save that failed raised; then nothing is done."""
+        """Wait for the saves in flight, then run the actions.
+
+        Raises the error of the first failed save; then no action runs.
+        """
         saves = self._saves
         afterwards = self._afterwards
         self._saves = []

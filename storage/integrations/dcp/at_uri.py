@@ -1,4 +1,4 @@
-"""What DCP asks of a reader and of a writer alike: where they read or write."""
+"""The part that DCP requires of readers and writers alike: their location."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["AtUri"]
 
 
 class AtUri:
-    """What reads or writes one checkpoint."""
+    """Base of a reader or writer of one checkpoint."""
 
     def __init__(self, uri: UriLike) -> None:
         self._uri = uri
 
     @property
     def checkpoint_id(self) -> UriLike:
-        """The URI, as it was given."""
+        """The URI, as given."""
         return self._uri
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A load or a save begins, of ``checkpoint_id`` where that is given."""
+        """Begin a load or save of ``checkpoint_id``, if given."""
         if checkpoint_id:
             self._uri = checkpoint_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a URI."""
+        """Return whether this is a URI."""
         try:
             parse(checkpoint_id)
         except (HoldfastError, TypeError, ValueError):

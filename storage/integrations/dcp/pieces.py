@@ -1,9 +1,8 @@
-"""What a rank writes for torch's distributed checkpoint (DCP): from the items of its plan to a flat
-state.
+"""Conversion of the items in a DCP save plan to a flat state.
 
-An item is a box of a tensor, or a value. A rank has some of the items of a state, of which DCP has
-dealt out those that several ranks hold. The containers come back from the paths that the planner
-notes; where it notes none, the name of an item is its key.
+An item is a box of a tensor, or a value. A rank has some of the items of a state: DCP has already
+distributed those that several ranks hold. Containers are restored from the paths that the planner
+records; without a path, the name of an item is its key.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _SIMPLE = (bool, bytes, float, int, str, type(None))
 def flat_state_of(
     plan: SavePlan, planner: SavePlanner, world: int, *, allow_opaque: bool
 ) -> FlatState:
-    """The state of the items in ``plan``, for one of ``world`` ranks.
+    """Return the state of the items in ``plan``, for one of ``world`` ranks.
 
-    Raises StateError, which names the path, for a value that needs pickle, unless ``allow_opaque``:
-    then what the planner has made of it is kept as bytes.
+    A value that needs pickle raises StateError with its path; with ``allow_opaque`` the planner's
+    serialized form is stored as bytes instead.
     """
     paths = _paths_of(plan)
     values: dict[str, object] = {}
@@ -47,13 +46,13 @@ def flat_state_of(
         else:
             parts[name].append(_part_of(item, planner))
     flat = flat_state_of_items(paths, values, parts)
-    if world > 1:  # each rank may have been dealt parts of another one of the tied tensors
+    if world > 1:  # each rank may hold parts of a different one of the tied tensors
         flat.alias = [-1] * len(flat.alias)
     return flat
 
 
 def _paths_of(plan: SavePlan) -> Mapping[str, Path]:
-    """By name of an item, the keys that lead to it in the state."""
+    """Return the keys that lead to each item in the state, by name of the item."""
     noted = plan.planner_data
     if not isinstance(noted, Mapping):
         noted = {}
@@ -81,7 +80,7 @@ def _part_of(item: WriteItem, planner: SavePlanner) -> Shard:
 
 
 def _value_of(item: WriteItem, planner: SavePlanner, path: Path, allow_opaque: bool) -> object:
-    """The value as it is stored."""
+    """Return the value in the form to store."""
     refused: StateError | None = None
     if isinstance(planner, DefaultSavePlanner):
         value = planner.lookup_object(item.index)
@@ -102,8 +101,7 @@ def _value_of(item: WriteItem, planner: SavePlanner, path: Path, allow_opaque: b
 
 
 def _serializes_as_it_is(planner: DefaultSavePlanner) -> bool:
-    """Whether a planner hands out values as they are in the state. One with methods of its own may
-    have changed them."""
+    """Return whether a planner returns values unchanged; its own methods may have changed them."""
     kind = type(planner)
     return (
         kind.resolve_data is DefaultSavePlanner.resolve_data
@@ -119,14 +117,14 @@ def _serialized(planner: SavePlanner, item: WriteItem) -> bytes:
 
 
 def _saved(value: object) -> bytes:
-    """What DCP's own planner makes of a value."""
+    """Return a value as DCP's own planner serializes it."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 def _refusal(value: object, path: Path) -> StateError | None:
-    """Why a value cannot be stored as it is; None where it can."""
+    """Return why a value cannot be stored as it is; None if it can."""
     if type(value) in _SIMPLE:
         return None
     state: dict[str | int, object] = {}

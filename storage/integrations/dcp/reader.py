@@ -1,4 +1,4 @@
-"""What DCP loads a Holdfast checkpoint through."""
+"""DCP's storage reader for Holdfast checkpoints."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ __all__ = ["HoldfastReader"]
 class HoldfastReader(AtUri, StorageReader):
     """Reads a Holdfast checkpoint for ``torch.distributed.checkpoint.load``, with any planner.
 
-    ``uri`` is that of one checkpoint; ``checkpoint_id`` of the call overrules it. Every byte that
-    is read is verified. A tensor is filled with a stored one of another dtype only with ``cast``;
-    otherwise that is a MismatchError, before anything is read. Values that a writer has kept as
-    opaque bytes reach the planner, which unpickles them, only with ``allow_opaque``; otherwise
-    they are a StateError: unpickling runs code from the checkpoint. ``storage_options`` and
-    ``budget_nbytes`` as in :func:`~holdfast.load`.
+    ``uri`` is that of one checkpoint; a ``checkpoint_id`` in the call takes precedence. Every byte
+    read is verified. A tensor of another dtype than the stored one raises MismatchError before
+    anything is read; with ``cast`` it is converted. Values that a writer saved as opaque bytes
+    raise StateError, because unpickling them runs code from the checkpoint; with ``allow_opaque``
+    they are passed to the planner, which unpickles them. ``storage_options`` and ``budget_nbytes``
+    as in :func:`~holdfast.load`.
     """
 
     def __init__(
@@ -64,12 +64,15 @@ class HoldfastReader(AtUri, StorageReader):
         self._contents: Contents | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A load begins, of ``checkpoint_id`` where that is given."""
+        """Begin a load of ``checkpoint_id``, if given."""
         super().reset(checkpoint_id)
         self._contents = None
 
     def read_metadata(self, *args: object, **ignored: object) -> Metadata:
-        """What the checkpoint has. Raises NotACheckpointError, DamagedError, StorageError."""
+        """Return the metadata of the checkpoint.
+
+        Raises NotACheckpointError, DamagedError, StorageError.
+        """
         manifest = run(_manifest(self._driver()))
         self._contents = Contents(manifest, current_rank())
         return self._contents.metadata(printed_uri(self._uri))
@@ -77,10 +80,10 @@ class HoldfastReader(AtUri, StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: object, **ignored: object
     ) -> None:
-        """Nothing to be done: what was read as metadata is kept."""
+        """Do nothing: the metadata read before is kept."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Note which checkpoint the plan is for. Raises StateError for opaque values."""
+        """Record in the plan which attempt it is for. Raises StateError for opaque values."""
         contents = self._known_contents()
         for item in plan.items:
             name = item.storage_index.fqn
@@ -103,8 +106,10 @@ class HoldfastReader(AtUri, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all items of the plan, verified. Raises MismatchError before anything is read;
-        DamagedError, ReplacedError, StorageError."""
+        """Read and verify all items of the plan.
+
+        Raises MismatchError before anything is read; DamagedError, ReplacedError, StorageError.
+        """
         fence()
         contents = self._known_contents()
         wanted = Wanted()
@@ -129,7 +134,7 @@ class HoldfastReader(AtUri, StorageReader):
     def _want(
         self, item: ReadItem, target: torch.Tensor, contents: Contents, wanted: Wanted
     ) -> None:
-        """Want the box of a stored tensor that ``item`` names, in ``target``."""
+        """Add the box named by ``item`` to ``wanted``, to be read into ``target``."""
         name = item.storage_index.fqn
         lengths = tuple(item.lengths)
         row = contents.tensor_row(name)
@@ -184,8 +189,10 @@ async def _manifest(driver: Driver) -> Manifest:
 
 
 async def _filled(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes: int) -> None:
-    """Read what is wanted. Tensors that share memory are filled one after the other, see
-    :mod:`...operations.overlaps`."""
+    """Read all wanted ranges.
+
+    Tensors that share memory are filled one after the other, see :mod:`...operations.overlaps`.
+    """
     images = image_driver(driver, manifest)
     groups = await offload(overlapping, wanted)
     if groups:

@@ -1,10 +1,9 @@
-"""What the coordinator of a save tells every rank, by way of DCP: which attempt it is, and which
-number the rank has in it.
+"""The tasks that the coordinator of a save sends to all ranks through DCP: the attempt, and the
+rank's number.
 
-DCP sends it with the plans. But a planner that caches plans (``enable_plan_caching``) does not hand
-on the plan that has come in: it hands on the one of the first save, with the attempt of that save.
-So a task is also noted where it arrives, that is, where it is unpickled, by the thread that saves;
-and it is taken from there.
+DCP sends them with the plans. But a planner that caches plans (``enable_plan_caching``) ignores the
+plan that arrives, and returns that of the first save, with the attempt of that save. So a task is
+also stored when it is unpickled, by the thread that saves, and taken from there.
 """
 
 from __future__ import annotations
@@ -18,15 +17,17 @@ from ....errors import SaveError, UsageError
 __all__ = ["COORDINATOR", "Task"]
 
 COORDINATOR = 0
-"""The number of the rank that coordinates."""
+"""The number of the coordinating rank."""
 
 _arrived = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One rank's part of a save. ``attempt``: its id; empty for a rank without peers, which begins
-    it itself."""
+    """One rank's part of a save.
+
+    ``attempt``: its id; empty for a rank without peers, which begins the attempt itself.
+    """
 
     uri: str
     attempt: str
@@ -38,13 +39,15 @@ class Task:
         return _arriving, astuple(self)
 
     def deliver(self) -> None:
-        """Note the task for this thread."""
+        """Store the task for this thread."""
         _arrived.task = self
 
     @classmethod
     def delivered(cls, uri: str) -> Task:
-        """The task that has arrived, which is for a save to ``uri``. Raises UsageError where the
-        coordinator saves elsewhere."""
+        """Return the task that has arrived for a save to ``uri``.
+
+        Raises SaveError if there is none, UsageError if the coordinator saves elsewhere.
+        """
         task: Task | None = _arrived.__dict__.pop("task", None)
         if task is None:
             raise SaveError(
@@ -60,7 +63,7 @@ class Task:
 
 
 def _arriving(uri: str, attempt: str, rank: int, world: int, created_s: float) -> Task:
-    """Makes a task that is unpickled, and delivers it."""
+    """Create a task when it is unpickled, and deliver it."""
     task = Task(uri, attempt, rank, world, created_s)
     task.deliver()
     return task

@@ -1,4 +1,4 @@
-"""What DCP saves a Holdfast checkpoint through."""
+"""DCP's storage writer for Holdfast checkpoints."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ from .task import COORDINATOR, Task
 __all__ = ["HoldfastWriter"]
 
 _REPORT = ""
-"""The name under which a rank hands its fragment to the coordinator."""
+"""The name under which a rank sends its fragment to the coordinator."""
 _DIVIDE = "division of a save to"
 _COMMIT = "commit of a save to"
 
 
 class HoldfastWriter(AtUri, StorageWriter):
-    """Writes a Holdfast checkpoint for ``torch.distributed.checkpoint.save`` and ``async_save``, in
-    threads and processes, with any planner.
+    """Writes a Holdfast checkpoint for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
-    ``uri`` is that of one checkpoint; ``checkpoint_id`` of the call overrules it. DCP's coordinator
-    begins an attempt, all ranks write their images, and the coordinator commits in ``finish``:
-    atomically, when all images are durable. After any failure nothing has changed.
+    Works in threads and processes, with any planner. ``uri`` is that of one checkpoint; a
+    ``checkpoint_id`` in the call takes precedence. DCP's coordinator begins an attempt, all ranks
+    write their images, and the coordinator commits atomically in ``finish``, once all images are
+    durable. A failed save changes nothing.
 
-    Values are stored without pickle, as :func:`~holdfast.save` stores them. One that cannot be is a
-    StateError, which names it, before this rank writes anything; with ``allow_opaque`` it is kept
-    as the bytes that the planner has made of it, which Holdfast never unpickles. ``step`` is
-    recorded with the checkpoint (default: ``state["step"]`` if that is an int).
-    ``storage_options``, ``budget_nbytes`` and ``compression`` as in :func:`~holdfast.save`.
+    Values are stored without pickle, as by :func:`~holdfast.save`. A value that cannot be stored
+    raises StateError with its name, before this rank writes anything; with ``allow_opaque`` the
+    planner's bytes are stored, which Holdfast never unpickles. ``step`` is recorded in the
+    checkpoint (default: ``state["step"]`` if that is an int). ``storage_options``,
+    ``budget_nbytes`` and ``compression`` as in :func:`~holdfast.save`.
 
-    With ``use_collectives=False`` the ranks meet as those of :func:`~holdfast.save` do, through the
-    job's store. All ranks of the job take part then, and what comes of it is one checkpoint all the
-    same. ``deadline_s`` is how long they wait for one that shows no sign of life; otherwise DCP's
-    own time-outs count.
+    With ``use_collectives=False`` the ranks coordinate through the job's store, as in
+    :func:`~holdfast.save`. All ranks of the job then take part, and the result is still one
+    checkpoint. ``deadline_s`` is how long they wait for a rank that shows no sign of life;
+    otherwise DCP's own timeouts apply.
     """
 
     def __init__(
@@ -86,15 +86,17 @@ class HoldfastWriter(AtUri, StorageWriter):
         self._deadline_s = deadline_s
         self._is_coordinator = False
         self._meets = False
-        """Whether the ranks meet without DCP."""
+        """True if the ranks coordinate without DCP."""
 
     def storage_meta(self) -> StorageMeta:
-        """Where the checkpoint is to be."""
+        """Return the location of the checkpoint."""
         return StorageMeta(checkpoint_id=printed_uri(self._uri))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """Note the role of this rank. Raises UsageError for ranks that are to meet without DCP, and
-        are not those of the job."""
+        """Record the role of this rank.
+
+        Raises UsageError if the ranks coordinate without DCP and are not those of the job.
+        """
         self._is_coordinator = is_coordinator
         self._meets = not kwargs.get("use_collectives", True) and current_world() > 1
         if self._meets and kwargs.get("rank") != current_rank():
@@ -105,13 +107,15 @@ class HoldfastWriter(AtUri, StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: begin an attempt, and tell every rank its task. A rank without peers
-        begins it later, when it knows that all can be saved. Where ranks meet without DCP, every
-        rank comes here with its own plan."""
+        """Begin an attempt on the coordinator, and assign every rank its task.
+
+        A rank without peers begins the attempt later, once it knows that everything can be saved.
+        If ranks coordinate without DCP, each calls this with its own plan.
+        """
         if self._meets:
             return [self._divided(plan) for plan in plans]
         world = len(plans)
@@ -120,26 +124,30 @@ class HoldfastWriter(AtUri, StorageWriter):
         if world > 1:
             attempt = run(self._begin(world)).id
         tasks = [Task(uri, attempt, rank, world, time.time()) for rank in range(world)]
-        tasks[COORDINATOR].deliver()  # where nothing is sent, nothing arrives
+        tasks[COORDINATOR].deliver()  # without peers, no task is unpickled
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what the plan has for this rank, as one image. Raises StateError before anything is
-        written; StorageError."""
+        """Write this rank's items as one image.
+
+        Raises StateError before anything is written; StorageError.
+        """
         with self._announcing_errors():
             fragment = self._written(plan, planner)
         results = [
             WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items
         ]
-        # A rank without items reports, too.
+        # A rank without items reports as well.
         report = WriteResult(MetadataIndex(_REPORT), 0, fragment.encode())
         written: Future[list[WriteResult]] = Future()
         written.set_result([report, *results])
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: commit what all ranks have written. Raises CoverageError where an
-        element is stored twice or not at all; SaveError, StorageError."""
+        """Commit the images of all ranks, on the coordinator.
+
+        Raises CoverageError if an element is stored twice or not at all; SaveError, StorageError.
+        """
         fragments = [
             decode_fragment(result.storage_data, f"the report of rank {rank}", {})
             for rank, of_rank in enumerate(results)
@@ -165,7 +173,7 @@ class HoldfastWriter(AtUri, StorageWriter):
         return run(self._write(task, job, queued))
 
     def _divided(self, plan: SavePlan) -> SavePlan:
-        """The items of ``plan`` that this rank is to write, agreed on without DCP."""
+        """Return ``plan`` with just this rank's items, as agreed without DCP."""
         team = self._team(_DIVIDE)
         names = [_box_name(item) for item in plan.items]
         sizes = [item.tensor_storage_size() or 1 for item in plan.items]
@@ -186,7 +194,9 @@ class HoldfastWriter(AtUri, StorageWriter):
         return current_team(call, self._deadline_s, saving=True)
 
     def _announcing_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Where ranks meet without DCP, an error of this one must not keep the others waiting."""
+        """Report an error of this rank to the others, which wait for it if they coordinate without
+        DCP.
+        """
         if not self._meets:
             return contextlib.nullcontext()
         return announcing_errors_of_call(_COMMIT, self._uri, None, self._deadline_s)
@@ -218,7 +228,7 @@ class HoldfastWriter(AtUri, StorageWriter):
                 raise
 
     async def _commit(self, team: Team | None, fragments: Sequence[Fragment]) -> None:
-        """Commit ``fragments``, which are those of all ranks, or of this one of a team."""
+        """Commit ``fragments``: those of all ranks, or, with a team, that of this rank."""
         driver = self._driver(len(fragments))
         async with closing(driver):
             if team is not None:
@@ -233,12 +243,12 @@ class HoldfastWriter(AtUri, StorageWriter):
 
 
 def _box_name(item: WriteItem) -> str:
-    """The same on all ranks that have the item."""
+    """Return the name of an item, the same on all ranks that have it."""
     return f"{item.index.fqn} {item.index.offset}"
 
 
 def _step_in(flat: FlatState) -> int | None:
-    """``state["step"]``, where it is an int and among the values of this rank."""
+    """Return ``state["step"]``, if it is an int among this rank's values."""
     for value in flat.tree.values:
         if (value.container, value.key) == (ROOT, "step"):
             step = value.of(0)
@@ -248,8 +258,10 @@ def _step_in(flat: FlatState) -> int | None:
 
 
 def _for_all_ranks(fragments: Sequence[Fragment]) -> list[Fragment]:
-    """What one rank has written of what all ranks have: DCP has one of them write a value, so that
-    is everybody's, and one of them knows the step."""
+    """Assign all values to all ranks, and the step to all fragments.
+
+    DCP has only one rank write each value, and only one of them knows the step.
+    """
     attempt, _, created_s = fragments[0].head
     step = next((f.head[1] for f in fragments if f.head[1] is not None), None)
     everybody = list(range(len(fragments)))
@@ -260,7 +272,7 @@ def _for_all_ranks(fragments: Sequence[Fragment]) -> list[Fragment]:
 
 
 def _of_ranks(group: Group, ranks: list[int]) -> Group:
-    """The group, with all its values those of ``ranks``."""
+    """Return the group with all values assigned to ``ranks``."""
     values: list[ByRank] = [
         [(ranks, encoded) for _, encoded in by_rank] for by_rank in group.values
     ]
