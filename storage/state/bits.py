@@ -1,5 +1,5 @@
-"""Tensors as bits: copies that keep every bit, whatever the dtype means (NaN payloads, float8, bool
-above one)."""
+"""Tensors as bits: copies that keep every bit of any dtype (NaN payloads, float8, bool above one).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 SHORT_NBYTES = 256 << 10
-"""Copied in some 20 to 50 µs."""
+"""Size up to which a copy takes some 20 to 50 µs."""
 _move_with_gil = ctypes.PyDLL(None).memmove
 _move_with_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _move_with_gil.restype = ctypes.c_void_p
@@ -31,26 +31,31 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, of a dtype that every kernel can copy. Lazy conjugation and negation are
-    resolved first."""
+    """Return the same elements as a dtype that every kernel can copy.
+
+    Lazy conjugation and negation are resolved first.
+    """
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
 def typed(data: torch.Tensor, itemsize: int, lengths: Sequence[int]) -> torch.Tensor:
-    """A 1-D uint8 tensor, seen as bits of ``itemsize`` bytes in an array of shape ``lengths``."""
+    """Return a 1-D uint8 tensor as an array of shape ``lengths`` with elements of ``itemsize``
+    bytes."""
     return data.view(_BITS[itemsize]).view(tuple(lengths))
 
 
 def typed_storage(memory: memoryview, itemsize: int) -> torch.Tensor:
-    """All whole elements in ``memory``, as a 1-D tensor of bits of ``itemsize`` bytes."""
+    """Return all whole elements in ``memory`` as a 1-D tensor of bits of ``itemsize`` bytes."""
     return torch.frombuffer(memory, dtype=_BITS[itemsize], count=len(memory) // itemsize)
 
 
 def pack(windows: Iterable[torch.Tensor], to: torch.Tensor) -> None:
-    """Copy the elements of ``windows``, which are bits, to ``to``, 1-D and uint8: each window in
-    row-major order, one behind the other."""
+    """Copy the elements of ``windows``, which are bits, back to back to ``to``, 1-D and uint8.
+
+    Each window is copied in row-major order.
+    """
     position = 0
     for window in windows:
         end = position + window.nbytes
@@ -60,18 +65,18 @@ def pack(windows: Iterable[torch.Tensor], to: torch.Tensor) -> None:
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
-    """Where the elements lie in row-major order in this process's memory, bit for bit; None if they
-    do not."""
+    """Return the tensor's address; None unless it lies in host memory in row-major order as stored.
+    """
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor.data_ptr()
     return None
 
 
 def copy_memory(to: int, source: int, nbytes: int) -> None:
-    """memcpy between addresses of this process. The caller makes sure that both ranges are mapped.
+    """Copy memory within this process, like memcpy. Both ranges must be mapped.
 
-    A short copy keeps the GIL. To release it costs as much as the copy where other threads want it,
-    and to get it back takes up to 5 ms beside one that computes in Python.
+    A short copy keeps the GIL. Releasing it while other threads want it costs as much as the copy,
+    and getting it back takes up to 5 ms next to a thread that computes in Python.
     """
     if nbytes <= SHORT_NBYTES:
         _move_with_gil(to, source, nbytes)
@@ -80,15 +85,19 @@ def copy_memory(to: int, source: int, nbytes: int) -> None:
 
 
 def mark_written(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell autograd that ``tensors`` are written to, which it cannot see: a backward that needs
-    their old values then fails, as after any operation in place. Inference tensors have no
-    version."""
+    """Tell autograd that ``tensors`` are modified, which it cannot see.
+
+    A backward pass that needs their old values then fails, as after any in-place operation.
+    Inference tensors have no version and are skipped.
+    """
     torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 def writable(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Inference tensors can be written to in inference mode alone: their owner may be in it, this
-    thread is not."""
+    """Return a context in which ``tensor`` can be written to.
+
+    Inference tensors are writable in inference mode only, and this thread may not be in it.
+    """
     if tensor.is_inference():
         return torch.inference_mode()
     return contextlib.nullcontext()

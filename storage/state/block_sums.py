@@ -1,12 +1,12 @@
-"""Sums over a tensor's bits, block by block: was a copy made of the tensor as it was before?
+"""Sums over a tensor's bits, block by block, to check that a copy matches an earlier state.
 
-Nothing tracks writes to tensors on an accelerator, but reading these is cheap. A tensor is seen as
-rows of 4 KiB, and blocks of 512 rows. Per row there is the sum of its words, and per block the sum
-of each column. Both are needed, since one sum does not depend on the order of the words. They
+Nothing tracks writes to accelerator tensors, but reading these is cheap. A tensor is seen as rows
+of 4 KiB, and as blocks of 512 rows. There is one sum per row, over its words, and one sum per
+column of each block. Both are needed, since one sum does not depend on the order of the words. They
 detect accidents, not forgery.
 
-What is compared are the bytes that were copied, not the tensor afterwards: a tensor that was
-changed and changed back is not what the copy may have caught.
+The check covers the copied bytes, not the tensor afterwards: a copy may have caught a value that
+was changed back since.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["BLOCK_NBYTES", "ROW_NBYTES", "BlockSums", "as_bytes"]
 
 ROW_NBYTES = 4096
 ROWS = 512
-"""Of a block."""
+"""Rows per block."""
 BLOCK_NBYTES = ROW_NBYTES * ROWS
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -29,23 +29,25 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @dataclass(frozen=True, slots=True)
 class BlockSums:
-    """What is known of one tensor's bytes. ``word_nbytes``: of what the sums are."""
+    """The sums of one tensor's bytes, over words of ``word_nbytes``."""
 
     nbytes: int
     word_nbytes: int
     rows: torch.Tensor
-    """(R,): of each whole row."""
+    """(R,): one sum per whole row."""
     columns: torch.Tensor
-    """(B, C): of each block, the last of which may have fewer rows."""
+    """(B, C): one per block and column. The last block may have fewer rows."""
     end: torch.Tensor
-    """What is left behind the last whole row, as it is."""
+    """Bytes after the last whole row, verbatim."""
 
     @classmethod
     def of(cls, data: torch.Tensor) -> BlockSums:
-        """Of a contiguous uint8 tensor, on its device, by its current stream. Allocates about 0.4 %
-        of it."""
-        # A storage made by another library may begin anywhere: a misaligned read is an error of
-        # CUDA that ends the process's use of the device.
+        """Compute the sums of a contiguous uint8 tensor, on its device and current stream.
+
+        Allocates about 0.4 % of the tensor's size.
+        """
+        # A storage of another library may begin at any address, and a misaligned read is a CUDA
+        # error that makes the device unusable for this process.
         begins = data.storage_offset() | data.data_ptr()
         word_nbytes = next(n for n in _WORDS if begins % n == 0)
         return cls(
@@ -56,13 +58,17 @@ class BlockSums:
         )
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
-        """The whole blocks that hold bytes [start, stop); the last one ends with the tensor."""
+        """Return the whole blocks that hold bytes [start, stop); the last one ends with the tensor.
+        """
         return start // BLOCK_NBYTES * BLOCK_NBYTES, min(self.nbytes, round_up(stop, BLOCK_NBYTES))
 
     def same(self, start: int, copied: torch.Tensor) -> torch.Tensor:
-        """Whether ``copied`` is what the tensor held from byte ``start`` on: a scalar on the
-        device of ``copied``, which are whole blocks, see :meth:`span`, and begin at a multiple of
-        eight bytes."""
+        """Return whether ``copied`` equals the tensor from byte ``start`` on, as a scalar on its
+        device.
+
+        ``copied`` consists of whole blocks, see :meth:`span`, and begins at a multiple of eight
+        bytes.
+        """
         rows, columns = _sums(copied, self.word_nbytes)
         first = start // ROW_NBYTES
         block = start // BLOCK_NBYTES
@@ -74,14 +80,14 @@ class BlockSums:
         return same
 
     def equals(self, other: BlockSums) -> bool:
-        """Whether the two are of the same bytes."""
+        """Return whether both are sums of the same bytes."""
         mine = (self.rows, self.columns, self.end)
         theirs = (other.rows, other.columns, other.end)
         return self.nbytes == other.nbytes and all(map(torch.equal, mine, theirs))
 
 
 def _sums(data: torch.Tensor, word_nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of whole rows, and of the columns of blocks of them."""
+    """Return the sums of whole rows, and those of the columns of each block."""
     columns = ROW_NBYTES // word_nbytes
     count = len(data) // ROW_NBYTES
     words = data[: count * ROW_NBYTES].view(_WORDS[word_nbytes]).view(count, columns)
@@ -95,7 +101,7 @@ def _sums(data: torch.Tensor, word_nbytes: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor without lazy bits, as uint8."""
-    # Strided anew: a dimension of one element may have any stride, and other dtypes are only seen
-    # through a stride of 1.
+    """Return a contiguous tensor without lazy bits as 1-D uint8."""
+    # Normalize the strides: a dimension of one element may have any stride, but viewing as another
+    # dtype needs a stride of 1.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -16,7 +16,7 @@ __all__ = ["FLOATS", "convert", "is_convertible"]
 Bytes = npt.NDArray[np.uint8]
 
 FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-"""What can be converted to: torch's names, and bytes per element."""
+"""Target dtypes: torch's names, and bytes per element."""
 
 
 @functools.cache
@@ -25,15 +25,15 @@ def is_convertible(source: torch.dtype, wanted: torch.dtype) -> bool:
     ours = torch.zeros(source.itemsize, dtype=torch.uint8).view(source)
     try:
         torch.empty(1, dtype=wanted).copy_(ours)
-    except RuntimeError:  # a NotImplementedError is one
+    except RuntimeError:  # NotImplementedError is a subclass
         return False
     return True
 
 
 def convert(source: Bytes, kind: tuple[str, int], into: Bytes, dtype: str, name: str) -> None:
-    """Convert elements of a dtype, given by name and itemsize, to ``dtype``, one of ``FLOATS``.
+    """Convert elements of dtype ``kind`` (name, itemsize) to ``dtype``, one of ``FLOATS``.
 
-    Raises UsageError, which names the tensor, for a finite number that becomes infinite.
+    Raises UsageError, naming the tensor, if a finite number would become infinite.
     """
     ours = torch.from_numpy(source).view(dtype_of(*kind))
     theirs = torch.from_numpy(into).view(dtype_of(dtype, FLOATS[dtype]))

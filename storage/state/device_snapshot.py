@@ -1,8 +1,8 @@
-"""Tensors on an accelerator as they were at one moment, known by sums over their bits.
+"""Snapshots of tensors on an accelerator, verified by sums over their bits.
 
-At that moment the sums are computed on the trainer's stream, where they come after all that was
-queued before, and ahead of all that follows. Later, bytes are copied on the device first, on a
-stream of our own. What was copied is summed again, and then goes to host memory.
+At the moment of the snapshot, the sums are queued on the trainer's stream, which orders them after
+all earlier work and before all later work. Later, bytes are first copied on the device, on a
+separate stream. The copy is summed, compared, and then sent to host memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["DeviceSnapshot", "Doubt"]
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Whether a copy of ``row`` is good: a scalar on its device, which need not be known yet."""
+    """Validity of one copy of ``row``: a scalar on its device that may still be pending."""
 
     row: int
     same: torch.Tensor
@@ -28,26 +28,29 @@ class Doubt:
 @dataclass(frozen=True, slots=True)
 class _Held:
     data: torch.Tensor
-    """Its bytes. A view of its own: giving the tensor other memory does not change this."""
+    """The bytes, as a separate view: swapping the tensor's memory does not affect it."""
     address: int
     nbytes: int
-    """Of the storage."""
+    """Size of the storage."""
     sums: BlockSums
 
 
 class DeviceSnapshot:
-    """Made at the moment, in the trainer's thread; used by threads that copy."""
+    """Sums of tensors on an accelerator as of one moment.
+
+    Created in the trainer's thread at that moment; used by copying threads.
+    """
 
     def __init__(
         self,
         tensors: Mapping[int, torch.Tensor],
         empty: Callable[..., torch.Tensor] = torch.empty,
     ) -> None:
-        """``tensors``: contiguous ones, by row. ``empty`` allocates the copies."""
+        """Queue the sums of ``tensors``, contiguous ones by row. ``empty`` allocates the copies."""
         self._held: dict[int, _Held] = {}
         self._empty = empty
         self.without_room: list[int] = []
-        """Rows whose sums the device had no memory for: they are not in the snapshot."""
+        """Rows that are not in the snapshot, because the device had no memory for their sums."""
         with torch.no_grad():
             for row, tensor in tensors.items():
                 data = as_bytes(tensor)
@@ -63,8 +66,10 @@ class DeviceSnapshot:
         return row in self._held
 
     def staged(self, row: int, start: int, stop: int) -> tuple[torch.Tensor, Doubt]:
-        """Copy bytes [start, stop) of ``row`` on its device, or to the host if the device is full;
-        return the copy, and whether the bytes are what they were."""
+        """Copy bytes [start, stop) of ``row`` on its device, or to the host if the device is full.
+
+        Returns the copy, and whether its bytes are those of the snapshot.
+        """
         held = self._held[row]
         try:
             return self._staged_on(held.data.device, row, start, stop)
@@ -87,11 +92,11 @@ class DeviceSnapshot:
         return copied[start - first : stop - first], Doubt(row, held.sums.same(first, copied))
 
     def sums(self, row: int) -> BlockSums:
-        """What is known of ``row``."""
+        """Return the sums of ``row``."""
         return self._held[row].sums
 
     @staticmethod
     def _is_there(held: _Held) -> bool:
-        """Whether its storage was neither freed nor moved."""
+        """Return whether the storage was neither freed nor moved."""
         storage = held.data.untyped_storage()
         return (storage.data_ptr(), storage.nbytes()) == (held.address, held.nbytes)

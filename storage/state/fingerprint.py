@@ -1,7 +1,7 @@
-"""Digests of tensors, which show whether those of one name are the same on all ranks.
+"""Digests of tensors, to find out whether tensors of one name are equal on all ranks.
 
 A plain tensor does not say which other ranks hold it. Taking equal names for equal contents would
-save a mixture of ranks where they differ (a random state, a running mean). So every byte is
+save a mixture of ranks wherever they differ (a random state, a running mean). So every byte is
 digested; at memory speed that costs a few percent of a save.
 """
 
@@ -25,10 +25,11 @@ _PIECE_NBYTES = 1 << 20
 
 
 def unsure_rows(flat: FlatState, world: int) -> list[int]:
-    """Rows of tensors whose replicas a rank does not know by itself.
+    """Return the rows whose replicas this rank cannot determine alone.
 
-    Those of plain tensors, and of DTensors on a mesh of fewer ranks than the job has: another mesh
-    may hold the same (layers that tensor parallelism left alone do), or not (pipeline stages).
+    These are plain tensors, and DTensors on a mesh with fewer ranks than the job: another mesh may
+    hold the same tensor (layers that tensor parallelism does not split) or a different one
+    (pipeline stages).
     """
     return [
         row
@@ -40,9 +41,11 @@ def unsure_rows(flat: FlatState, world: int) -> list[int]:
 def fingerprints(
     flat: FlatState, rows: Sequence[int], lazy: LazyCapture | None = None
 ) -> dict[int, bytes]:
-    """Per row a 16-byte digest of the shape, dtype and bytes of what this rank holds; of a tensor
-    that is tied, of the name of the other too. ``lazy`` reads tensors that may be written to
-    meanwhile."""
+    """Return a 16-byte digest per row, over the shape, dtype and bytes that this rank holds.
+
+    The digest of a tied tensor also covers the other tensor's name. ``lazy`` reads tensors that may
+    be written to meanwhile.
+    """
     roots = {row: flat.alias[row] if flat.alias[row] >= 0 else row for row in rows}
     digests = {root: fingerprint(flat, root, lazy) for root in dict.fromkeys(roots.values())}
     return {
@@ -56,8 +59,8 @@ def _tied(fingerprint: bytes, name: str) -> bytes:
 
 
 def label(flat: FlatState, row: int) -> str:
-    """A name that is the same on all ranks that hold the same part of a tensor: that of the tensor,
-    and the region of it."""
+    """Return a label that is equal on all ranks with the same part: the tensor's name and the
+    region."""
     layout = flat.layouts[row]
     if layout.holders is None:
         return flat.names[row]
@@ -65,7 +68,8 @@ def label(flat: FlatState, row: int) -> str:
 
 
 def fingerprint(flat: FlatState, row: int, lazy: LazyCapture | None = None) -> bytes:
-    """A digest of dtype, shape and bytes of what this rank holds of the tensor in ``row``."""
+    """Return a digest of the dtype, shape and bytes of this rank's part of the tensor in ``row``.
+    """
     tensor = flat.locals[row]
     hasher = xxhash.xxh3_128(f"{flat.dtypes[row]}{list(flat.shapes[row])}".encode())
     if tensor.numel() == 0:
@@ -87,8 +91,10 @@ def fingerprint(flat: FlatState, row: int, lazy: LazyCapture | None = None) -> b
 
 
 def _update_carefully(hasher: xxhash.xxh3_128, lazy: LazyCapture, row: int, nbytes: int) -> None:
-    """By way of a buffer that stays in the processor's cache: the tensor's memory may be freed
-    meanwhile."""
+    """Hash the row through a buffer that fits in the processor's cache.
+
+    The tensor's own memory may be freed meanwhile.
+    """
     buffer = np.empty(min(nbytes, _PIECE_NBYTES), np.uint8)
     for start in range(0, nbytes, len(buffer)):
         piece = buffer[: nbytes - start]
@@ -97,6 +103,6 @@ def _update_carefully(hasher: xxhash.xxh3_128, lazy: LazyCapture, row: int, nbyt
 
 
 def _bytes_of(contiguous: torch.Tensor) -> memoryview:
-    # Strided anew: a dimension of one element may have any stride, and other dtypes are only seen
-    # through a stride of 1.
+    # Normalize the strides: a dimension of one element may have any stride, but viewing as another
+    # dtype needs a stride of 1.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8).numpy().data

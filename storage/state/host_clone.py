@@ -1,9 +1,8 @@
-"""Copies of tensors that are made at the call, of those for which nothing better is known.
+"""Clones, made at the call, of host tensors that no other method can copy.
 
-In host memory these are tensors that are not contiguous. Other threads may write to them, or free
-them, even now. So the memory is read with care, and :meth:`HostClone.is_still` reads it again when
-all else is copied: if it has not changed, there was a moment at which all was as it is in the
-copies.
+These are tensors that are not contiguous. Other threads may write to them or free them during the
+copy, so their memory is read in a way that survives both. :meth:`HostClone.is_still` reads it again
+after everything else is copied: if it has not changed, all clones were valid at one single moment.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ class HostClone:
         span = torch.empty(elements, dtype=dtype, device="cpu")
         self._memory = [(tensor.data_ptr(), span.nbytes)]
         self._digests = digests_of(self._memory, span.data_ptr())
-        # A copy of bools would make any byte but 0 a 1.
+        # A copy of bools would turn any byte but 0 into 1.
         self.copy = _laid_out_like(tensor, span).view(tensor.dtype)
-        """The elements in row-major order, without lazy bits."""
+        """The elements in row-major order, with lazy bits resolved."""
 
     def is_still(self) -> bool:
-        """Whether the memory holds the same as when it was copied."""
+        """Return whether the memory still holds the copied bytes."""
         try:
             return digests_of(self._memory) == self._digests
         except GoneError:

@@ -1,21 +1,21 @@
-"""Tensors in host memory as they were at one moment, read while others may write to them.
+"""Snapshots of tensors in host memory, readable while others may write to them.
 
-At that moment, pages that lie within one tensor alone are armed (:mod:`.write_tracking`), and the
-rest is copied: small tensors, tensors that are known to be written to soon, and the first and last
-bytes of large ones, which share their pages with other memory. Later, :meth:`HostSnapshot.copy`
-reads, and then asks whether the pages that it read are still clean. If they are, what was read is
-what was there at that moment. If they are not, it raises: there is no way to get it back.
+At the moment of the snapshot, pages that hold bytes of a single tensor only are armed
+(:mod:`.write_tracking`). Everything else is copied: small tensors, tensors known to be written to
+soon, and the first and last bytes of large tensors, which share their pages with other memory.
+Later, :meth:`HostSnapshot.copy` reads the armed pages and then asks whether they are still clean.
+If so, the bytes are those of the snapshot. If not, the snapshot's bytes are lost and it raises.
 
-Memory that others may write to unseen is not armed: files, shared memory, memory of devices, or
-all of it where the kernel tracks no writes. Its digests are taken at that moment, and later reads
+Memory that others may write to unnoticed is not armed: files, shared memory, device memory, or all
+memory if the kernel does not track writes. Its digests are taken at the snapshot, and later reads
 are compared with them (:mod:`.memory_digests`).
 
-What is copied at that moment is read twice. If both reads are equal, and nothing that is armed was
-written to, there was one moment at which all of the state was as it is stored.
+Everything copied at the snapshot is read twice. If both reads agree and no armed page was written
+to, all of the state was as stored at one single moment.
 
-Memory that was read is disarmed at once, so the trainer does not pay for marks that are no longer
-needed. This is done in units of huge pages, and what lies between them is disarmed when
-all is copied.
+Memory that was read is disarmed immediately, so that the trainer does not pay for marks that are no
+longer needed. Disarming works in units of huge pages; the rest is disarmed once everything is
+copied.
 """
 
 from __future__ import annotations
@@ -38,24 +38,23 @@ from .write_tracking import PAGE_NBYTES, Range, WriteTracker, merged, touches, w
 __all__ = ["SMALL_NBYTES", "ChangedError", "HostSnapshot", "Region"]
 
 GAP_NBYTES = 64 << 10
-"""Ranges that are closer than this are armed together: a system call costs as much as arming so
-many pages."""
+"""Ranges closer than this are armed together: a system call costs as much as arming 16 pages."""
 HUGE_NBYTES = 2 << 20
-"""A huge page. To disarm a part of one splits it, and then the next save has 512 pages to arm."""
+"""Size of a huge page. Disarming part of one splits it, and the next save has to arm 512 pages."""
 SMALL_NBYTES = 16 << 10
-"""So much is copied rather than tracked."""
+"""Tensors up to this size are copied rather than tracked."""
 TRIES = 3
-"""So often memory is copied at the call, where another thread or process writes to it meanwhile."""
+"""Attempts to copy memory at the call while another thread or process writes to it."""
 
 PAUSE_S = 0.005
-"""How long to wait between the reads of memory that nobody tracks. A writer in the middle of its
-work that has to wait for a processor would look as if it did not write."""
+"""Pause between the two reads of untracked memory. A writer that is waiting for a processor in the
+middle of its work would otherwise go unnoticed."""
 
 Ints = npt.NDArray[np.int64]
 
 
 class ChangedError(Exception):
-    """A row is not what it was at the moment of the snapshot. Not seen outside of this package."""
+    """A row has changed since the snapshot. Never leaves this package."""
 
     def __init__(self, row: int) -> None:
         super().__init__(row)
@@ -64,10 +63,10 @@ class ChangedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where the bytes of a tensor lie.
+    """The memory of one tensor.
 
-    ``at_once``: they are copied at the call. ``watch``: they stay armed after they are copied, to
-    see later writes. ``untracked``: the kernel does not see all writes to them.
+    ``at_once``: copy it at the call. ``watch``: keep it armed after the copy, to see later writes.
+    ``untracked``: the kernel does not see all writes to it.
     """
 
     row: int
@@ -79,19 +78,19 @@ class Region:
 
 
 class HostSnapshot:
-    """Made at the call, while the trainer waits; used by the threads that copy; closed when
-    everything is copied.
+    """A snapshot of host memory.
 
-    Stored column-wise, because a state may have thousands of tensors.
+    Created at the call while the trainer waits, read by the copying threads, and closed when
+    everything is copied. Stored column-wise, because a state may have thousands of tensors.
     """
 
     def __init__(
         self, regions: Sequence[Region], tracker: WriteTracker | None, *, prove: bool = False
     ) -> None:
-        """``tracker``: None where the system has none. ``prove``: take digests of tracked memory,
-        too.
+        """Arm, copy and digest ``regions``; the caller must then call :meth:`confirm`.
 
-        Raises ChangedError where memory is gone. To be followed by :meth:`confirm`.
+        ``tracker``: None if the system has none. ``prove``: take digests of tracked memory, too.
+        Raises ChangedError if memory is no longer mapped.
         """
         self._tracker = tracker
         self._regions = regions
@@ -113,9 +112,9 @@ class HostSnapshot:
             raise
 
     def confirm(self) -> None:
-        """Read what was copied again, and copy what is tracked and was to be copied at once.
+        """Read the copied memory again, and copy the tracked memory that was due at once.
 
-        Raises ChangedError where another thread or process keeps writing to what is copied.
+        Raises ChangedError if another thread or process keeps writing to the copied memory.
         """
         if self._untracked:
             time.sleep(PAUSE_S)
@@ -134,17 +133,16 @@ class HostSnapshot:
 
     @property
     def arena_nbytes(self) -> int:
-        """Memory that copies of small tensors and of edges take, at most, in both reads."""
+        """Upper bound of the memory for copies of small tensors and edges, both reads included."""
         return 0 if self._arena is None else 2 * len(self._arena.view)
 
     def __contains__(self, row: int) -> bool:
         return row in self._at
 
     def copy(self, row: int, start: int, stop: int, to: int, *, disarm: bool = True) -> None:
-        """Copy bytes [start, stop) of the tensor in ``row``, as they were, to address ``to``.
-        Raises ChangedError.
+        """Copy bytes [start, stop) of ``row``, as of the snapshot, to address ``to``.
 
-        ``disarm``: these bytes are not asked for again.
+        ``disarm``: these bytes will not be read again. Raises ChangedError.
         """
         with _changed(row):
             if self.compares(row):
@@ -154,14 +152,16 @@ class HostSnapshot:
         self.check([(row, start, stop)], disarm=disarm)
 
     def compares(self, row: int) -> bool:
-        """Whether what is read of ``row`` is compared with digests, so that only :meth:`copy` may
+        """Return whether reads of ``row`` are compared with digests; then only :meth:`copy` may
         read it."""
         i = self._at[row]
         return i in self._digests and i not in self._whole
 
     def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Where bytes [start, stop) of the tensor in ``row`` are to be read from, in order, as
-        addresses and numbers of bytes. They are as they were if :meth:`check` says so later."""
+        """Return the (address, nbytes) pairs to read bytes [start, stop) of ``row`` from, in order.
+
+        The bytes are those of the snapshot only if a later :meth:`check` passes.
+        """
         i = self._at[row]
         if i in self._whole:
             return [(self._whole[i].address + start, stop - start)]
@@ -180,11 +180,14 @@ class HostSnapshot:
         return found
 
     def check(self, read: Sequence[tuple[int, int, int]], *, disarm: bool = True) -> None:
-        """Raise ChangedError unless what was read is what was there: of rows, bytes [start, stop)
-        each. ``disarm``: see :meth:`copy`."""
+        """Raise ChangedError if any (row, start, stop) in ``read`` has changed since the snapshot.
+
+        ``disarm``: see :meth:`copy`.
+        """
         pages = {part: self._pages(*part) for part in read}
         tracked = [range_ for range_ in pages.values() if range_[0] < range_[1]]
-        # Neighbours are asked for at once. What lies between them may have been written to.
+        # Neighbouring ranges share one query, which also covers the memory between them. Someone
+        # may have written there, so a dirty answer has to be confirmed range by range.
         if not all(self._is_clean(range_) for range_ in merged(tracked, GAP_NBYTES)):
             for part, range_ in pages.items():
                 if range_[0] < range_[1] and not self._is_clean(range_):
@@ -194,7 +197,7 @@ class HostSnapshot:
                 self._disarm_read(*part)
 
     def _pages(self, row: int, start: int, stop: int) -> Range:
-        """The tracked pages of which bytes [start, stop) of ``row`` are read; empty where those are
+        """Return the tracked pages behind bytes [start, stop) of ``row``; empty if those are
         copies."""
         i = self._at[row]
         first = max(start, self._head[i])
@@ -219,15 +222,18 @@ class HostSnapshot:
         self._disarm(round_up(first, HUGE_NBYTES), last // HUGE_NBYTES * HUGE_NBYTES)
 
     def sees_writes(self, row: int) -> bool:
-        """Whether :meth:`written` is for ``row``."""
+        """Return whether :meth:`written` can answer for ``row``."""
         i = self._at.get(row)
         if i is None or self._regions[i].nbytes <= SMALL_NBYTES:
             return False
         return i in self._digests or i not in self._untracked
 
     def written(self, row: int) -> bool:
-        """Whether ``row`` is not as it was, but for the first and last bytes of one that is tracked
-        alone, and was not disarmed."""
+        """Return whether ``row`` has changed since the snapshot.
+
+        For a row that is tracked without digests, its first and last bytes are ignored, and it must
+        not have been disarmed.
+        """
         i = self._at[row]
         if i not in self._digests:
             return not self._is_clean(self._tracked(i))
@@ -237,14 +243,14 @@ class HostSnapshot:
             return True
 
     def watch_again(self) -> None:
-        """Arm anew what was disarmed, to see later writes. What was written to stays dirty."""
+        """Re-arm everything that was disarmed, to see later writes. Dirty pages stay dirty."""
         if self._tracker is not None:
             self._tracker.arm_all(merged(self._disarmed))
         self._disarmed.clear()
         self._drop_copies()
 
     def end_copying(self) -> None:
-        """All is copied: disarm what is not watched, and forget the copies."""
+        """Disarm everything but watched rows, and drop the copies: everything is copied."""
         watched = [self._tracked(i) for i, region in enumerate(self._regions) if region.watch]
         keep = merged(range_ for range_ in watched if range_[0] < range_[1])
         for start, stop in without(self._armed, [*self._disarmed, *keep]):
@@ -252,7 +258,7 @@ class HostSnapshot:
         self._drop_copies()
 
     def close(self) -> None:
-        """Disarm what is left, and forget all."""
+        """Disarm the rest and release everything."""
         for start, stop in without(self._armed, self._disarmed):
             self._disarm(start, stop)
         self._armed = []
@@ -267,8 +273,8 @@ class HostSnapshot:
             self._arena = None
 
     def _lay_out(self) -> None:
-        """Say of each region which bytes are tracked, [head, tail), and where in the arena the
-        others are copied to."""
+        """Compute the tracked bytes [head, tail) of each region, and the arena offsets of the
+        others."""
         address = np.array([region.address for region in self._regions], np.int64)
         nbytes = np.array([region.nbytes for region in self._regions], np.int64)
         first = round_up(address, PAGE_NBYTES)
@@ -289,7 +295,7 @@ class HostSnapshot:
         self._exact = merged(zip(first[~small].tolist(), last[~small].tolist(), strict=True))
 
     def _find_foreign(self, large: Sequence[int]) -> set[int]:
-        """Return the regions that are not to be armed, and leave them out of what is."""
+        """Return the regions that must not be armed, and remove them from the ranges to arm."""
         if self._tracker is None:
             self._exact = []
             return set(large)
@@ -302,7 +308,7 @@ class HostSnapshot:
         return found
 
     def _arm(self) -> list[Range]:
-        """Arm what is to be tracked. Returns what was armed."""
+        """Arm the ranges to track. Returns the armed ranges."""
         if self._tracker is None or not self._exact:
             return []
         for ranges in (merged(self._exact, GAP_NBYTES), self._exact):
@@ -316,7 +322,8 @@ class HostSnapshot:
         return self._arm_one_by_one(self._tracker, self._exact)
 
     def _arm_one_by_one(self, tracker: WriteTracker, ranges: Sequence[Range]) -> list[Range]:
-        """Arm each of ``ranges`` that no other snapshot tracks, and that can be armed."""
+        """Arm each of ``ranges`` that no other snapshot tracks, if the kernel can arm it. Returns
+        those."""
         theirs = tracker.claimed_by_others(self)
         ours = [range_ for range_ in ranges if not touches(theirs, range_)]
         if not tracker.claim(self, ours):
@@ -327,7 +334,7 @@ class HostSnapshot:
         return [range_ for range_ in ours if range_ not in failed]
 
     def _find_unarmed(self) -> set[int]:
-        """Return the regions that were to be armed, and could not be."""
+        """Return the regions that should have been armed, but were not."""
         missing = without(self._exact, self._armed)
         if not missing:
             return set()
@@ -346,7 +353,7 @@ class HostSnapshot:
             self._gather(addresses, sizes, self._arena.address)
 
     def _changed_edges(self) -> set[int]:
-        """Copy heads and tails again. Returns a row of which they have changed, if any has."""
+        """Copy heads and tails again. Returns a row whose edges have changed, if any."""
         if self._arena is None:
             return set()
         addresses, sizes = self._edges
@@ -360,7 +367,7 @@ class HostSnapshot:
         return set() if differs is None else {self._row_at(differs)}
 
     def _digest(self, which: Sequence[int]) -> None:
-        """Take digests of regions, and copy those that are to be copied at once."""
+        """Take digests of regions, and copy the regions that are due at once."""
         some = [i for i in which if not self._regions[i].at_once]
         found = self._digests_of(some)
         self._digests = dict(zip(some, found, strict=True))
@@ -370,8 +377,10 @@ class HostSnapshot:
                 self._digests[i] = self._digests_of([i], self._whole[i].address)[0]
 
     def _changed_wholes(self) -> set[int]:
-        """Read again what was copied whole, and copy what has changed once more. Returns the rows
-        of the latter."""
+        """Read the wholly copied regions again, and repeat the copy of those that have changed.
+
+        Returns the rows of the latter.
+        """
         copied = list(self._whole)
         again = self._digests_of(copied)
         changed = [i for i, found in zip(copied, again, strict=True) if found != self._digests[i]]
@@ -391,7 +400,7 @@ class HostSnapshot:
             return found
 
     def _copy_blocks(self, row: int, start: int, stop: int, to: int) -> None:
-        """Copy bytes of a region, and compare the blocks that they are of with their digests."""
+        """Copy bytes of a region, and compare the digests of all blocks they touch."""
         i = self._at[row]
         region = self._regions[i]
         spare = np.empty(BLOCK_NBYTES, np.uint8)
@@ -408,7 +417,7 @@ class HostSnapshot:
                 copy_memory(to + low - start, at + low - first, high - low)
 
     def _gather(self, addresses: Ints, sizes: Ints, to: int) -> None:
-        """Copy heads and tails. Raises ChangedError where one is not there any more."""
+        """Copy heads and tails. Raises ChangedError if one is no longer mapped."""
         try:
             gather(addresses, sizes, to)
         except GoneError:
@@ -417,7 +426,7 @@ class HostSnapshot:
                     read(int(address), to, int(size))
 
     def _row_at(self, position: int) -> int:
-        """Which row a byte of the arena belongs to."""
+        """Return the row that a byte of the arena belongs to."""
         return self._regions[(int(self._places.searchsorted(position, side="right")) - 1) // 2].row
 
     def _arena_at(self, position: int) -> int:
@@ -439,7 +448,7 @@ class HostSnapshot:
 
 @contextlib.contextmanager
 def _changed(row: int) -> Iterator[None]:
-    """Say of which row it is that memory is gone."""
+    """Translate GoneError into ChangedError for ``row``."""
     try:
         yield
     except GoneError:
@@ -447,8 +456,8 @@ def _changed(row: int) -> Iterator[None]:
 
 
 def _alone(start: Ints, stop: Ints) -> npt.NDArray[np.bool_]:
-    """Which ranges have no byte in common with another: a page that was read for one is not read
-    again."""
+    """Return which ranges overlap no other, (n,) bool. A page read for such a range is read only
+    once."""
     order = np.lexsort((stop, start))
     ends = np.maximum.accumulate(stop[order])
     touches = np.zeros(len(order) + 1, bool)
@@ -459,7 +468,8 @@ def _alone(start: Ints, stop: Ints) -> npt.NDArray[np.bool_]:
 
 
 def _first_difference(a: HostBuffer, b: HostBuffer, nbytes: int) -> int | None:
-    """Where the first ``nbytes`` of two buffers differ first; None where they do not."""
+    """Return the first position at which two buffers differ within ``nbytes``; None if they are
+    equal."""
     mine = np.frombuffer(a.view, np.uint8)
     theirs = np.frombuffer(b.view, np.uint8)
     whole = nbytes // 8 * 8
@@ -470,7 +480,7 @@ def _first_difference(a: HostBuffer, b: HostBuffer, nbytes: int) -> int | None:
 
 
 def _memory(nbytes: int) -> HostBuffer:
-    """A buffer of ``nbytes`` at least. Kept, as all of a pool: fresh memory costs more than the
+    """Return a pooled buffer of at least ``nbytes``: allocating fresh memory costs more than the
     copy."""
     size = max(1 << 20, 1 << (nbytes - 1).bit_length())
     return host_pool(size).take()

@@ -1,4 +1,5 @@
-"""A state that was flattened before, without what was in it; and with what is in it now."""
+"""Reuses a flattened state: strips its contents, and refills it from a scan with equal signature.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ __all__ = ["emptied", "filled"]
 
 
 def emptied(flat: FlatState) -> FlatState:
-    """What follows from the signature of ``flat`` alone: no tensors, values or objects."""
+    """Return the parts of ``flat`` that its signature determines: no tensors, values or objects."""
     return FlatState(
         names=list(flat.names),
         containers=list(flat.containers),
@@ -29,7 +30,7 @@ def emptied(flat: FlatState) -> FlatState:
 
 
 def filled(known: FlatState, scan: SignatureScan, modules: list[Walked]) -> FlatState:
-    """A state with the signature of ``known``, and with what ``scan`` has found in it."""
+    """Return a state with the signature of ``known`` and the contents found by ``scan``."""
     opened = zip(known.subtrees, scan.opened, strict=True)
     return FlatState(
         names=list(known.names),
@@ -50,7 +51,7 @@ def filled(known: FlatState, scan: SignatureScan, modules: list[Walked]) -> Flat
 
 
 def _with_values(tree: Tree, values: Sequence[object]) -> Tree:
-    """A copy of ``tree`` with other values, encoded, in the same places."""
+    """Return a copy of ``tree`` with other values, encoded, in the same places."""
     copied = Tree()
     copied.containers = list(tree.containers)
     copied.tensor_keys = {c: dict(keys) for c, keys in tree.tensor_keys.items()}

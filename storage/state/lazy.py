@@ -1,23 +1,24 @@
-"""Copies the state while training goes on. What is stored is the state at the call; otherwise the
-save fails and names a tensor.
+"""Lazy capture: copies the state in the background while training continues.
 
-Between two steps of an optimizer, what it trains does not change, as a rule. So large tensors are
-copied in the background, and before any ``torch.optim.Optimizer`` of the process steps, a hook
-waits for what is left to copy. The interpreter switches threads more often meanwhile.
+A save stores the state as of the call, or fails and names a tensor that changed.
 
-Correctness does not depend on that rule. Each byte that is copied later is checked against the
-call, by means that no writer can get around: the kernel reports which pages of host memory were
-written to, and digests show it for host memory that others may write to unseen
-(:mod:`.host_snapshot`), as sums do for tensors on an accelerator (:mod:`.device_snapshot`).
+Between optimizer steps, parameters and optimizer state usually stay constant. Large tensors are
+therefore copied in the background, and a hook makes every ``torch.optim.Optimizer`` of the process
+wait for pending copies before it steps. Python switches threads more often during that time.
 
-Eager saves differ in one way: their call returns when all is copied. It is checked likewise, for
-other threads and processes may write meanwhile. Accelerators are left out: there, copies are
-ordered by the streams.
+Correctness does not depend on that convention. Every byte copied after the call is checked against
+the call, by means that no writer can bypass: the kernel reports which pages of host memory were
+written to, digests cover host memory that others can write to unnoticed (:mod:`.host_snapshot`),
+and sums cover tensors on an accelerator (:mod:`.device_snapshot`).
 
-What was written to before it was copied is lost, so later saves avoid it. A tensor that is seen for
-the first time is copied at the call, and watched until the next fence (:mod:`.write_watch`). If it
-was written to, later saves copy it at the call, too (:mod:`.write_history`). The same happens after
-a save that failed.
+Eager saves differ in one way: the call returns only after everything is copied. They are checked as
+well, because other threads and processes may write meanwhile. Accelerator tensors need no check
+there: streams order those copies.
+
+A tensor that is written to before it is copied cannot be recovered, so later saves avoid the race.
+On first sight, a tensor is copied at the call and watched until the next fence
+(:mod:`.write_watch`). If it is written to in that time, later saves copy it at the call, too
+(:mod:`.write_history`). The same happens after a save that failed.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from .write_watch import Watch, Watched
 __all__ = ["LazyCapture", "fence", "hook_optimizers"]
 
 CLONED_NBYTES = 32 << 20
-"""So much is copied at the call in any case. Where there is more, and it is most of the state, the
-call waits until all of the image is copied, rather than copy it twice."""
+"""Bytes that may be copied at the call in any case. If more has to be copied at the call, and it is
+most of the state, the call waits for the whole image instead of copying the data twice."""
 
 _ADVICE = (
     "From now on it is copied at the call. To have it copied in the background, call fence() "
@@ -70,12 +71,12 @@ _hooked = False
 
 
 def fence() -> None:
-    """Return when lazy saves of this process have copied all that they have to. Then the state may
-    be written to. Does nothing while this thread captures a CUDA graph: nothing is written then,
-    and to ask the device would break the capture.
+    """Block until all lazy saves of this process have copied the state. It may be modified
+    afterwards.
 
-    Optimizers call it before each step, by themselves. It does not raise: the handle of a save
-    reports its outcome.
+    Optimizers call this before each step. Does nothing while this thread captures a CUDA graph: a
+    capture writes nothing, and synchronizing with the device would break it. Never raises for a
+    failed save: the save's handle reports that.
     """
     if is_capturing():
         return
@@ -85,15 +86,18 @@ def fence() -> None:
 
 
 class LazyCapture:
-    """What one save copies, beside the trainer or other threads. Made in the trainer's thread, at
-    the call of the save.
+    """The copies of one save, made while the trainer or other threads may be writing.
 
-    ``waits``: the call of the save returns when all is copied. ``eager``: so it was asked for.
+    Created in the trainer's thread when the save is called. ``eager``: the caller asked for an
+    eager save. ``waits``: the save's call returns only after everything is copied.
     """
 
     def __init__(self, flat: FlatState, *, prove: bool = False, eager: bool = False) -> None:
-        """Raises SaveError where another thread or process keeps writing to what is to be copied at
-        once."""
+        """Prepare the capture.
+
+        Raises SaveError if another thread or process keeps writing to memory that must be copied at
+        once.
+        """
         _end_watches()
         if not eager:
             hook_optimizers()
@@ -102,7 +106,7 @@ class LazyCapture:
         self._captured = threading.Event()
         self._changed: int | None = None
         self.waited_s = 0.0
-        """How long fences have waited for this."""
+        """Seconds that fences have waited for this capture."""
         rows = _sorted_eagerly(flat) if eager else _sorted(flat)
         self.waits = eager or _most_at_once(flat, rows)
         self._watched: dict[int, Watched] = {}
@@ -119,9 +123,10 @@ class LazyCapture:
         switch_interval.shorten(self)
 
     def _take(self, flat: FlatState, rows: _Rows, prove: bool) -> None:
-        """From here on, a write is noticed, or does not matter."""
+        """Clone, arm and digest the rows. From here on, every write is detected or harmless."""
         for row in [*rows.host, *rows.device]:
-            # If the trainer gives a tensor other memory, or another shape, this one stays as it is.
+            # The trainer may swap this tensor's memory or change its shape; the detached alias
+            # keeps both.
             if flat.locals[row] is flat.origins[row] and flat.locals[row].nbytes > SMALL_NBYTES:
                 flat.locals[row] = flat.locals[row].detach()
         if rows.pinned:
@@ -146,11 +151,11 @@ class LazyCapture:
 
     @property
     def arena_nbytes(self) -> int:
-        """Host memory that copies of small tensors take."""
+        """Host memory that the copies of small tensors take, in bytes."""
         return 0 if self._host is None else self._host.arena_nbytes
 
     def _to_clone(self, rows: _Rows) -> list[int]:
-        """Rows of which a copy takes the place, since they can be copied in no other way."""
+        """Return the rows to replace by clones, because nothing else can copy them."""
         at_once = list(rows.clone)
         if not self.waits:
             at_once += [row for row in rows.device if row in rows.new or row in rows.soon]
@@ -165,10 +170,9 @@ class LazyCapture:
 
     def copy(self, row: int, start: int, stop: int, to: torch.Tensor) -> Doubt | None:
         """Copy bytes [start, stop) of the local tensor in ``row`` to ``to``, uint8 in host memory.
-        For threads that copy.
 
-        Raises SaveError where they are not what they were at the call. What is returned has to be
-        settled.
+        Called by copying threads. The caller must settle the returned doubt. Raises SaveError if
+        the bytes have changed since the call.
         """
         if row in self._device:
             staged, doubt = self._device.staged(row, start, stop)
@@ -178,19 +182,23 @@ class LazyCapture:
         return None
 
     def is_tracked_only(self, row: int) -> bool:
-        """Whether :meth:`copy_tracked` is for ``row``."""
+        """Return whether :meth:`segments` and :meth:`copy_tracked` apply to ``row``."""
         return self._host is not None and row in self._host and not self._host.compares(row)
 
     def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """For a row that is tracked only: where bytes [start, stop) of it are to be read from, in
-        order, as addresses and numbers of bytes. They are as they were at the call if
-        :meth:`check` says so later."""
+        """Return the (address, nbytes) pairs to read bytes [start, stop) of ``row`` from, in order.
+
+        Only for rows for which :meth:`is_tracked_only` holds. The bytes are those of the call only
+        if a later :meth:`check` passes.
+        """
         assert self._host is not None
         return self._host.segments(row, start, stop)
 
     def check(self, read: Sequence[tuple[int, int, int]]) -> None:
-        """Raise SaveError unless what was read is what was there at the call: of rows, bytes
-        [start, stop) each, which are not asked for again."""
+        """Raise SaveError if any (row, start, stop) in ``read`` has changed since the call.
+
+        The checked bytes must not be read again.
+        """
         assert self._host is not None
         try:
             self._host.check(read)
@@ -198,11 +206,11 @@ class LazyCapture:
             raise self._error(error.row) from None
 
     def copy_tracked(self, row: int, start: int, stop: int, to: int) -> None:
-        """As :meth:`copy`, to an address, with nothing to be settled."""
+        """Copy bytes of ``row`` to an address, like :meth:`copy`, leaving no doubt to settle."""
         self._read(row, start, stop, to)
 
     def staged(self, row: int, start: int, stop: int) -> tuple[torch.Tensor, Doubt | None]:
-        """As :meth:`copy`, to memory of the device that the tensor is on."""
+        """Copy bytes of ``row`` like :meth:`copy`, but to memory on the tensor's own device."""
         if row in self._device:
             return self._device.staged(row, start, stop)
         data = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
@@ -210,34 +218,36 @@ class LazyCapture:
         return data, None
 
     def settle(self, doubts: Sequence[Doubt]) -> None:
-        """Raise SaveError unless all of them turn out well. Waits for the device."""
+        """Raise SaveError if any of ``doubts`` proves true. Waits for the device."""
         for doubt in doubts:
             if not bool(doubt.same):
                 raise self._error(doubt.row)
 
     def peek(self, row: int, start: int, stop: int, to: int) -> None:
-        """Copy bytes of ``row`` in host memory to an address, as :meth:`copy` does, to be copied
-        once more later."""
+        """Copy bytes of a ``row`` in host memory to an address; they will be read again later."""
         self._read(row, start, stop, to, disarm=False)
 
     def __contains__(self, row: int) -> bool:
-        """Whether ``row`` is to be copied by this, rather than from the state's own tensor, which
-        is a copy already, or does not change before the call returns."""
+        """Return whether this capture copies ``row``.
+
+        Other rows are read from the state's own tensors, which are clones already or stay constant
+        until the call returns.
+        """
         return row not in self._cloned and (row in self._device or self.has_in_host_memory(row))
 
     def has_in_host_memory(self, row: int) -> bool:
-        """Whether it is tracked."""
+        """Return whether ``row`` belongs to the host snapshot."""
         return self._host is not None and row in self._host
 
     def copied(self) -> None:
-        """For the engine: all is copied."""
+        """Record that everything is copied. Called by the engine."""
         assert self._flat is not None
         if self._host is not None:
             self._host.end_copying()
         self._let_go(watching=bool(self._watched))
 
     def end(self) -> None:
-        """For the engine: the save is over, whatever its outcome. Nothing waits any more."""
+        """Release everything: the save has ended, whatever its outcome. Called by the engine."""
         changed = self._flat is not None and self._changed is not None
         if changed:
             self._watch_all()
@@ -252,25 +262,29 @@ class LazyCapture:
                 self._watched[row] = self._watch(row, local)
 
     def wait(self) -> None:
-        """Return when all is copied, or the save has failed: its own deadlines bound the wait.
-        Raises UsageError on the engine's thread, which copies."""
+        """Block until everything is copied or the save has failed; the save's deadlines bound the
+        wait.
+
+        Raises UsageError on the engine's thread, which does the copying.
+        """
         began_s = time.perf_counter()
         self.wait_in_call()
         self.waited_s += time.perf_counter() - began_s
 
     def wait_in_call(self) -> None:
-        """The same, for the call of the save."""
+        """Block like :meth:`wait`, without counting the time as waited in a fence."""
         if not self._captured.is_set():
             check_may_wait()
         self._captured.wait()
 
     def seen(self) -> None:
-        """The trainer has seen that all is copied: what it writes from now on is not early."""
+        """End the watch, since the trainer knows that everything is copied: later writes are not
+        early."""
         if self._captured.is_set():
             _end_watch(id(self))
 
     def _read(self, row: int, start: int, stop: int, to: int, *, disarm: bool = True) -> None:
-        """From host memory."""
+        """Copy bytes of a row in host memory."""
         assert self._host is not None
         try:
             self._host.copy(row, start, stop, to, disarm=disarm)
@@ -281,7 +295,7 @@ class LazyCapture:
         return row in self._device or (self._host is not None and self._host.sees_writes(row))
 
     def _watch(self, row: int, local: torch.Tensor) -> Watched:
-        """For what can be watched."""
+        """Return a watch entry for ``row``, for which :meth:`_can_watch` holds."""
         assert self._flat is not None
         sums = None
         if row in self._device:
@@ -289,7 +303,7 @@ class LazyCapture:
         return Watched(_known_as(self._flat, row), local, sums)
 
     def _let_go(self, *, watching: bool) -> None:
-        """Hold nothing of the state any more, and let the trainer go on."""
+        """Drop all references to the state and release the waiting trainer."""
         switch_interval.restore(self)
         with _lock:
             if watching:
@@ -315,25 +329,28 @@ class LazyCapture:
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows of a state, sorted by what can be done about them."""
+    """The rows of a state, sorted by how they can be copied."""
 
     host: list[int] = field(default_factory=list)
-    """Contiguous, in host memory."""
+    """Contiguous rows in host memory."""
     device: list[int] = field(default_factory=list)
-    """Large, contiguous, on an accelerator."""
+    """Large contiguous rows on an accelerator."""
     clone: list[int] = field(default_factory=list)
-    """Small ones on an accelerator, and all that is laid out otherwise."""
+    """Small rows on an accelerator, and all rows with any other layout."""
     pinned: set[int] = field(default_factory=set)
-    """Devices may write to these unseen."""
+    """Rows in pinned memory, which devices can write to unnoticed."""
     soon: set[int] = field(default_factory=set)
-    """Written to before an optimizer steps, or cannot be tracked."""
+    """Rows that are written to before an optimizer steps, or cannot be tracked."""
     new: set[int] = field(default_factory=set)
-    """Large ones that were not seen before."""
+    """Large rows not seen before."""
 
 
 def _sorted_eagerly(flat: FlatState) -> _Rows:
-    """Return the contiguous rows in host memory. Nothing is watched, accelerators copy in order,
-    and a copy of what is not contiguous would need more memory than the budget."""
+    """Return the contiguous rows in host memory; an eager save checks no others.
+
+    It watches nothing, streams order the copies of accelerators, and cloning the non-contiguous
+    rows would exceed the memory budget.
+    """
     rows = _sorted(flat)
     rows.device.clear()
     rows.new.clear()
@@ -370,7 +387,7 @@ def _sorted(flat: FlatState) -> _Rows:
 
 
 def _most_at_once(flat: FlatState, rows: _Rows) -> bool:
-    """Whether what is to be copied at the call is most of the state."""
+    """Return whether most of the state has to be copied at the call."""
     nbytes = _nbytes(flat)
     at_once = sum(nbytes[row] for row in rows.soon | rows.new)
     return at_once > CLONED_NBYTES and 2 * at_once > sum(nbytes)
@@ -385,8 +402,7 @@ def _known_as(flat: FlatState, row: int) -> Tensor:
 
 
 def _clone(flat: FlatState, rows: Sequence[int]) -> dict[int, HostClone]:
-    """Replace tensors by copies. Returns copies that another thread may have written to
-    meanwhile."""
+    """Replace tensors by clones. Returns the clones that another thread could have raced with."""
     found = {}
     for row in rows:
         local = flat.locals[row]
@@ -403,7 +419,7 @@ def _clone(flat: FlatState, rows: Sequence[int]) -> dict[int, HostClone]:
 
 
 def _clone_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the device of ``tensor``, or in host memory where the device is full."""
+    """Return a copy of ``tensor`` on its device, or in host memory if the device is full."""
     try:
         return tensor.clone()
     except torch.OutOfMemoryError:
@@ -411,7 +427,7 @@ def _clone_on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _buffers_and_arrays(flat: FlatState) -> set[int]:
-    """Rows that a forward pass, or numpy, may write to."""
+    """Return the rows that a forward pass, or numpy, may write to."""
     found = set[int]()
     parts = [part for walked in flat.modules for _, part in walked.parts if buffers_of(part)]
     buffers = {
@@ -445,8 +461,11 @@ def _end_watch(key: int) -> None:
 
 
 def hook_optimizers() -> None:
-    """Once per process: all optimizers, since whichever it is, it may train what is being saved.
-    The first lazy save does it; a step that is compiled sees only what is hooked before."""
+    """Hook every optimizer, once per process: any of them may train the state being saved.
+
+    The first lazy save calls this. A compiled step only sees hooks registered before its
+    compilation.
+    """
     global _hooked  # noqa: PLW0603
     if not _hooked:
         _hooked = True
@@ -459,7 +478,7 @@ def _before_step(*_: object) -> None:
 
 
 def _forget_parent() -> None:
-    """A forked child copies nothing, and its memory is not tracked."""
+    """Drop all captures in a forked child: it copies nothing, and its memory is not tracked."""
     _under_way.clear()
     _watches.clear()
 

@@ -1,7 +1,8 @@
-"""Finds memory of this process that is mapped from a file. Asks the kernel (Linux 6.11 and newer),
-or reads its list of mappings.
+"""Finds memory of this process that is mapped from a file.
 
-Scope: addresses. Which of such memory others can write to, :mod:`.write_tracking` decides.
+Asks the kernel (Linux 6.11 and newer), or reads its list of mappings.
+
+Scope: addresses. :mod:`.write_tracking` decides which of that memory others can write to.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ __all__ = ["listed_files", "mapped_files"]
 Range = tuple[int, int]
 
 _QUERY = struct.Struct("3Q 64x 16x")
-"""A ``procmap_query``: its size, flags, and address; the answer begins behind the address."""
+"""A ``procmap_query``: size, flags, address. The answer begins after the address."""
 _PROCMAP_QUERY = 3 << 30 | _QUERY.size << 16 | ord("f") << 8 | 17
 _NEXT_FILE = 0x10 | 0x20
-"""COVERING_OR_NEXT_VMA, FILE_BACKED_VMA."""
+"""COVERING_OR_NEXT_VMA and FILE_BACKED_VMA."""
 
 
 def mapped_files(ranges: Sequence[Range]) -> list[Range]:
-    """Return the parts of ``ranges``, which are sorted and disjoint, that are mapped from a file.
-    To the kernel, all shared memory is a file, and so are huge pages of hugetlbfs."""
+    """Return the parts of ``ranges`` (sorted, disjoint) that are mapped from a file.
+
+    To the kernel, all shared memory is a file, and so are huge pages of hugetlbfs.
+    """
     with open("/proc/self/maps", "rb", buffering=0) as maps:
         try:
             return _overlaps(ranges, lambda address: _ask(maps.fileno(), address))
@@ -33,7 +36,7 @@ def mapped_files(ranges: Sequence[Range]) -> list[Range]:
 
 
 def listed_files(ranges: Sequence[Range], maps: bytes) -> list[Range]:
-    """Return the same, given the contents of ``/proc/self/maps``."""
+    """Return the same as :func:`mapped_files`, from the contents of ``/proc/self/maps``."""
     files = [_range_of(line) for line in maps.splitlines() if _is_file(line)]
 
     def following(address: int) -> Range | None:
@@ -44,7 +47,10 @@ def listed_files(ranges: Sequence[Range], maps: bytes) -> list[Range]:
 
 
 def _overlaps(ranges: Sequence[Range], following: Callable[[int], Range | None]) -> list[Range]:
-    """``following`` returns the mapping of a file that holds an address, or the next one above."""
+    """Return the overlaps of ``ranges`` with file mappings.
+
+    ``following`` returns the file mapping that contains an address, or the next one above it.
+    """
     found = []
     file: Range | None = (0, 0)
     for start, stop in ranges:
@@ -70,7 +76,7 @@ def _ask(maps: int, address: int) -> Range | None:
 
 
 def _is_file(line: bytes) -> bool:
-    """Whether a line of ``/proc/self/maps`` is of shared memory, or has an inode."""
+    """Return whether a line of ``/proc/self/maps`` describes shared memory, or has an inode."""
     _, permissions, _, _, inode, *_ = line.split(None, 5)
     return permissions.endswith(b"s") or inode != b"0"
 

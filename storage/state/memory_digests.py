@@ -1,7 +1,7 @@
-"""Digests of host memory, block by block. Where nothing tracks who writes, they show whether memory
-still holds the same bytes.
+"""Digests of host memory, block by block: they detect changes where writes cannot be tracked.
 
-Memory is read with care (:mod:`.process_memory`), and by several threads where there is much.
+Memory is read in a way that survives unmapping (:mod:`.process_memory`), by several threads if
+there is much of it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ __all__ = ["BLOCK_NBYTES", "Block", "block_of", "copy_digest", "digests_of"]
 
 BLOCK_NBYTES = 1 << 20
 ALONE = 32
-"""One thread reads up to so many blocks."""
+"""Up to this number of blocks, one thread reads them all."""
 
 Block = tuple[int, int]
-"""An address and a number of bytes."""
+"""Address and number of bytes."""
 
 
 def block_of(address: int, nbytes: int, number: int) -> Block:
-    """Return one block of the memory at ``address``. The last one may be short."""
+    """Return block ``number`` of the memory at ``address``. The last one may be short."""
     first = number * BLOCK_NBYTES
     return address + first, min(BLOCK_NBYTES, nbytes - first)
 
 
 def digests_of(memory: Sequence[Block], to: int | None = None) -> list[list[bytes]]:
-    """Return the digests of the blocks of each part of ``memory``. With ``to``, also copy the
-    parts, one behind the other, to that address. Raises GoneError."""
+    """Return the digests of the blocks of each part of ``memory``.
+
+    With ``to``, also copy the parts back to back to that address. Raises GoneError.
+    """
     counts = [-(-nbytes // BLOCK_NBYTES) for _, nbytes in memory]
     blocks = [
         block_of(address, nbytes, number)
@@ -51,7 +53,7 @@ def digests_of(memory: Sequence[Block], to: int | None = None) -> list[list[byte
 
 
 def copy_digest(address: int, to: int, nbytes: int) -> bytes:
-    """Copy memory to ``to``, and return the digest of the copy. Raises GoneError."""
+    """Copy memory to ``to`` and return the digest of the copy. Raises GoneError."""
     read(address, to, nbytes)
     return digest(memoryview((ctypes.c_char * nbytes).from_address(to)).cast("B"))
 
@@ -64,13 +66,13 @@ def _in_threads(jobs: Sequence[tuple[Block, int | None]]) -> list[bytes]:
     with ThreadPoolExecutor(CPU_THREADS) as threads:
         try:
             done = threads.map(_in_this_thread, batches)
-        except RuntimeError:  # the interpreter is about to end, and starts no thread
+        except RuntimeError:  # the interpreter is shutting down and starts no threads
             return _in_this_thread(jobs)
         return list(itertools.chain.from_iterable(done))
 
 
 def _in_this_thread(jobs: Sequence[tuple[Block, int | None]]) -> list[bytes]:
-    buffer = np.empty(BLOCK_NBYTES, np.uint8)  # stays in the processor's cache
+    buffer = np.empty(BLOCK_NBYTES, np.uint8)  # fits in the processor's cache
     return [
         copy_digest(address, buffer.ctypes.data if to is None else to, nbytes)
         for (address, nbytes), to in jobs

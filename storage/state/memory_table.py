@@ -1,5 +1,4 @@
-"""Where tensors lie in memory, as columns: asked of all of them at once, because a load looks at
-thousands before it reads the first byte.
+"""The memory of many tensors as columns: a load inspects thousands before it reads the first byte.
 
 Scope: reads no element.
 """
@@ -23,12 +22,11 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryTable:
-    """A row for each tensor.
+    """A row for each tensor. All columns have shape (n,).
 
-    ``address`` (n,): of its first element, on its device. ``nbytes`` (n,): of its elements.
-    ``dtype_id`` (n,): Python's id of its dtype, of which there is one object each.
-    ``on_host``, ``is_contiguous`` (n,). ``as_stored`` (n,): whether its elements lie in row-major
-    order in this process's memory, bit for bit.
+    ``address``: of its first element, on its device. ``nbytes``: of its elements. ``dtype_id``:
+    Python's id of its dtype object. ``on_host``, ``is_contiguous``: as torch has it. ``as_stored``:
+    whether its elements lie in row-major order in this process's memory, bit for bit.
     """
 
     address: Ints
@@ -40,7 +38,7 @@ class MemoryTable:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> MemoryTable:
-        """Look at all of ``tensors``."""
+        """Return the table of ``tensors``."""
 
         def flags(ask: Callable[[torch.Tensor], bool]) -> Flags:
             return np.fromiter(map(ask, tensors), np.bool_, len(tensors))

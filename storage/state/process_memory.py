@@ -1,10 +1,10 @@
-"""Reads this process's memory without a crash where it is no longer mapped.
+"""Reads memory of this process without crashing if it is no longer mapped.
 
-While training goes on, a tensor's memory may be freed. A plain copy from there ends the
-process with a segmentation fault. ``process_vm_readv`` on the own process id reports it instead,
-and so does ``/proc/self/mem``, which is read where a sandbox refuses the former.
+A tensor's memory may be freed during training, and a plain copy from there ends the process with a
+segmentation fault. ``process_vm_readv`` on the own process id reports an error instead. So does
+``/proc/self/mem``, which serves where a sandbox forbids that call.
 
-Scope: knows addresses and sizes, and nothing of tensors.
+Scope: addresses and sizes. Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class GoneError(Exception):
-    """Memory that was to be read is not mapped any more. Not seen outside of this package."""
+    """Memory to be read is no longer mapped. Never leaves this package."""
 
 
 def read(address: int, to: int, nbytes: int) -> None:
-    """Copy ``nbytes`` from ``address`` to ``to``, without the GIL. Raises GoneError where some of
-    it is not mapped."""
+    """Copy ``nbytes`` from ``address`` to ``to``, without the GIL.
+
+    Raises GoneError if any of it is not mapped.
+    """
     done = 0
     while done < nbytes:
         local = _PAIR.pack(to + done, nbytes - done)
@@ -46,8 +48,7 @@ def read(address: int, to: int, nbytes: int) -> None:
 
 
 def gather(addresses: Ints, sizes: Ints, to: int) -> None:
-    """Copy the ranges of memory at ``addresses``, one behind the other, to ``to``. Raises as
-    :func:`read`."""
+    """Copy the memory ranges at ``addresses`` back to back to ``to``. Raises like :func:`read`."""
     segments = np.empty((len(addresses), 2), np.uint64)
     segments[:, 0] = addresses
     segments[:, 1] = sizes
@@ -57,20 +58,22 @@ def gather(addresses: Ints, sizes: Ints, to: int) -> None:
         if _readv(_PAIR.pack(to, nbytes), some.tobytes(), len(some)) == nbytes:
             to += nbytes
             continue
-        for address, size in some.tolist():  # one call stops at 2 GiB, or where memory is missing
+        for address, size in some.tolist():  # one call stops at 2 GiB, or at unmapped memory
             read(address, to, size)
             to += size
 
 
 def gather_segments(segments: Sequence[tuple[int, int]], to: int) -> None:
-    """The same, of pairs of an address and a number of bytes."""
+    """Copy like :func:`gather`, from (address, nbytes) pairs."""
     columns = np.array(segments, np.int64).reshape(-1, 2)
     gather(columns[:, 0], columns[:, 1], to)
 
 
 def _readv(local: bytes, remote: bytes, segments: int) -> int:
-    """Copy by one system call. Returns the number of bytes that were copied, at least one: it may
-    stop at the end of any segment."""
+    """Copy with one system call and return the number of bytes copied, at least one.
+
+    The copy may stop at the end of any segment.
+    """
     done = -1
     error = errno.ENOSYS
     if _process_vm_readv is not None:
@@ -86,9 +89,11 @@ def _readv(local: bytes, remote: bytes, segments: int) -> int:
 
 
 def _read_file(local: bytes, remote: bytes) -> int:
-    """Copy the first segment, or its beginning, from the file of this process's memory.
+    """Copy the first segment, or its beginning, from this process's memory file.
 
-    The file is opened each time: a descriptor that a forked child inherits shows its parent."""
+    The file is opened each time: a descriptor inherited by a forked child shows its parent's
+    memory.
+    """
     to, _ = _PAIR.unpack(local)
     address, nbytes = _PAIR.unpack_from(remote)
     with open("/proc/self/mem", "rb", buffering=0) as file:

@@ -1,8 +1,8 @@
-"""Shortens the interval at which Python's threads take the interpreter's lock from each other.
+"""Shortens the interval at which Python's threads hand over the GIL.
 
-Beside a trainer that computes in Python, a thread that copies waits for the lock at each chunk, for
-5 ms by default, and so takes many times as long. So does one beside a thread that computes
-checksums. The interval is short while anything is copied.
+Next to a trainer that computes in Python, a copying thread waits 5 ms (the default) for the lock at
+each chunk, which multiplies the copy's duration. The same holds next to a thread that computes
+checksums. The interval is short while anything is being copied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...core.forks.renewal import in_child, new_lock
 __all__ = ["SWITCH_INTERVAL_S", "switch_interval"]
 
 SWITCH_INTERVAL_S = 0.0005
-"""While something is copied: how long a thread may keep the lock while another one waits for it."""
+"""Longest time that a thread keeps the lock during a copy while another one waits for it."""
 
 
 class _SwitchInterval:
@@ -27,7 +27,7 @@ class _SwitchInterval:
 
     @contextmanager
     def short(self) -> Iterator[None]:
-        """It is short until the end of the body."""
+        """Keep the interval short for the body."""
         user = object()
         self.shorten(user)
         try:
@@ -36,7 +36,8 @@ class _SwitchInterval:
             self.restore(user)
 
     def shorten(self, user: object) -> None:
-        """Shorten it until :meth:`restore` was called for ``user``, and for all others."""
+        """Shorten the interval until :meth:`restore` has been called for ``user`` and all other
+        users."""
         with self._lock:
             if not self._shortened_for:
                 self._before_s = sys.getswitchinterval()
@@ -44,7 +45,7 @@ class _SwitchInterval:
             self._shortened_for.add(id(user))
 
     def restore(self, user: object) -> None:
-        """Set it to what it was before. May be called any number of times."""
+        """Restore the former interval if ``user`` was the last. Idempotent."""
         with self._lock:
             if id(user) in self._shortened_for:
                 self._shortened_for.remove(id(user))
@@ -52,7 +53,7 @@ class _SwitchInterval:
                     sys.setswitchinterval(self._before_s)
 
     def forget(self) -> None:
-        """In a forked child, which copies nothing."""
+        """Restore the interval in a forked child, which copies nothing."""
         if self._shortened_for:
             self._shortened_for.clear()
             sys.setswitchinterval(self._before_s)

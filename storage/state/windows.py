@@ -1,4 +1,4 @@
-"""Boxes in local tensors: where the planner says that a piece lies, as a tensor of its own."""
+"""Boxes in local tensors: turns the planner's place of a piece into a tensor view."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ __all__ = ["Place"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a piece lies in a local tensor: ``start`` and ``within`` are its ``local_start`` and
-    ``local_shape``, see :class:`~holdfast.planner.layout.Piece`."""
+    """The place of a piece in a local tensor.
+
+    ``start`` and ``within`` are the piece's ``local_start`` and ``local_shape``, see
+    :class:`~holdfast.planner.layout.Piece`.
+    """
 
     start: int
     within: tuple[int, ...]
@@ -23,11 +26,11 @@ class Place:
     def window(
         self, local: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]
     ) -> torch.Tensor:
-        """The elements of a box at ``offsets`` in the piece."""
+        """Return a view of the box at ``offsets`` in the piece."""
         if tuple(local.shape) == self.within:
             strides: Sequence[int] = local.stride()
             first = _dot(self._offsets(), strides)
-        else:  # 1-d: one element behind the other, however far apart these are
+        else:  # 1-d: elements in order, at any stride
             step = local.stride(0)
             strides = [stride * step for stride in row_strides(self.within)]
             first = self.start * step
@@ -35,11 +38,11 @@ class Place:
         return local.as_strided(tuple(lengths), tuple(strides), at)
 
     def element(self, offsets: Sequence[int]) -> int:
-        """The number, in the row-major order of the local tensor, of an element of the piece."""
+        """Return an element's index in the row-major order of the local tensor."""
         return self.start + _dot(offsets, row_strides(self.within))
 
     def _offsets(self) -> list[int]:
-        """Where the piece begins, as indices of the local tensor."""
+        """Return the piece's first element as indices of the local tensor."""
         offsets = []
         rest = self.start
         for stride in row_strides(self.within):

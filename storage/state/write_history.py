@@ -1,8 +1,7 @@
-"""What former saves of this process have learned about tensors: is one written to early, which is
-before the optimizer steps?
+"""Remembers which tensors are written to early, that is, before the optimizer steps.
 
-Such a tensor is copied at the call from then on. A tensor is known by its name and size. Nothing is
-assumed of one that is not known yet.
+Later saves of this process copy such a tensor at the call. A tensor is identified by its name and
+size. Nothing is assumed of an unknown tensor.
 """
 
 from __future__ import annotations
@@ -14,24 +13,26 @@ from ...core.forks.renewal import new_lock
 __all__ = ["Tensor", "WriteHistory", "write_history"]
 
 Tensor = tuple[str, int]
-"""A tensor's name in the state, and how many bytes of it this rank holds."""
+"""A tensor's name in the state, and the bytes of it that this rank holds."""
 COUNT_MAX = 1 << 18
 
 
 class WriteHistory:
-    """Thread-safe."""
+    """Write behaviour by tensor. Thread-safe."""
 
     def __init__(self) -> None:
         self._early: dict[Tensor, bool] = {}
         self._lock = new_lock()
 
     def is_early(self, tensor: Tensor) -> bool | None:
-        """Whether it was written to early; None where it was never watched."""
+        """Return whether it was written to early; None if it was never watched."""
         return self._early.get(tensor)
 
     def learn(self, tensors: Iterable[Tensor], *, early: bool) -> list[Tensor]:
-        """Record what was seen of ``tensors``. A tensor that was once written to early stays so.
-        Returns those of which this is news."""
+        """Record observations of ``tensors``, and return those that are newly early.
+
+        A tensor once seen as early stays early.
+        """
         with self._lock:
             news = [tensor for tensor in tensors if early and not self.is_early(tensor)]
             if len(self._early) > COUNT_MAX:
@@ -47,4 +48,4 @@ class WriteHistory:
 
 
 write_history = WriteHistory()
-"""Of this process."""
+"""The history of this process."""

@@ -1,16 +1,15 @@
-"""Asks the kernel which pages of this process's memory were written to.
+"""Write tracking: asks the kernel which pages of this process were written to.
 
-Uses userfaultfd in asynchronous write-protect mode, and asks with the ioctl PAGEMAP_SCAN (Linux 6.7
-and newer). *Arming* a range marks each of its pages; the first write to a marked page, by whatever
-means, clears the mark and goes on. A page is *clean* as long as the mark is there. No writer is
-stopped or notified; a first write to a marked page costs the writer about a microsecond.
-*Disarming* clears marks.
+Uses userfaultfd in asynchronous write-protect mode together with the ioctl PAGEMAP_SCAN (Linux 6.7
+and newer). *Arming* a range marks each of its pages. The first write to a marked page, by whatever
+means, clears the mark. A page is *clean* while its mark is set. *Disarming* clears marks. No writer
+is stopped or notified; the first write to a marked page costs the writer about a microsecond.
 
-What is not seen: writes of a device to memory that it was given access to before the page was armed
-(RDMA, pinned host memory), and writes by another process to memory that it shares, or to a file
-that is mapped. Such memory must not be tracked: see :meth:`WriteTracker.foreign`.
+Two kinds of writes are not seen: those of a device to memory it had access to before the page was
+armed (RDMA, pinned host memory), and those of another process to shared memory or a mapped file.
+Such memory must not be tracked: see :meth:`WriteTracker.foreign`.
 
-Scope: addresses and pages. Which tensors lie there, others know.
+Scope: addresses and pages. Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .mappings import mapped_files
 __all__ = ["PAGE_NBYTES", "Range", "WriteTracker", "merged", "touches", "without", "write_tracker"]
 
 Range = tuple[int, int]
-"""Addresses: the first, and the one behind the last."""
+"""First address, and the address after the last."""
 
 PAGE_NBYTES = mmap.PAGESIZE
 
@@ -62,8 +61,10 @@ _log = logging.getLogger(__name__)
 
 
 class WriteTracker:
-    """The tracker of this process. Ranges are whole pages. Thread-safe, but for two users of one
-    page: see ``claim``."""
+    """The write tracker of this process. Ranges must consist of whole pages.
+
+    Thread-safe, except that two users must not share a page: see ``claim``.
+    """
 
     def __init__(self, userfaultfd: int, pagemap: int) -> None:
         self._userfaultfd = userfaultfd
@@ -73,7 +74,7 @@ class WriteTracker:
 
     @classmethod
     def open(cls) -> WriteTracker:
-        """Raises OSError where the system has no such thing, or refuses it."""
+        """Open a tracker. Raises OSError if the system has none, or refuses it."""
         number = _SYSCALL.get(platform.machine())
         if number is None:
             raise OSError(f"the number of the system call is not known on {platform.machine()}")
@@ -96,7 +97,7 @@ class WriteTracker:
         return tracker
 
     def _try_out(self) -> None:
-        """Raises OSError where a write is not seen."""
+        """Raise OSError if a write to an armed page goes unnoticed."""
         page = mmap.mmap(-1, PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         page[0] = 1
         start = ctypes.addressof(ctypes.c_char.from_buffer(page))
@@ -108,13 +109,15 @@ class WriteTracker:
             raise OSError("write tracking does not work here")
 
     def close(self) -> None:
-        """Close it. All marks vanish."""
+        """Close the descriptors. All marks vanish."""
         os.close(self._userfaultfd)
         os.close(self._pagemap)
 
     def claim(self, owner: object, ranges: Sequence[Range]) -> bool:
-        """Reserve ``ranges`` for ``owner``, unless another one has a page of them: arming a page
-        makes it clean, and the other would miss a write."""
+        """Reserve ``ranges`` for ``owner``; return False if another owner holds one of their pages.
+
+        Arming a page makes it clean, so the other owner would miss a write.
+        """
         with self._lock:
             for theirs in self._claims.values():
                 if _overlap(theirs, ranges):
@@ -123,7 +126,7 @@ class WriteTracker:
             return True
 
     def claimed_by_others(self, owner: object) -> list[Range]:
-        """What is reserved for others than ``owner``."""
+        """Return the ranges reserved for owners other than ``owner``."""
         with self._lock:
             return sorted(
                 range_
@@ -133,16 +136,16 @@ class WriteTracker:
             )
 
     def forgo(self, owner: object) -> None:
-        """End what ``owner`` has claimed; it has disarmed all of it."""
+        """Release the claim of ``owner``, which must have disarmed all of it."""
         with self._lock:
             self._claims.pop(id(owner), None)
 
     def arm_all(self, ranges: Iterable[Range]) -> list[Range]:
-        """Arm ``ranges``. Returns those that could not be: memory of another tracker, or of a kind
-        that has no marks.
+        """Arm ``ranges``. Returns those that failed: another tracker has them, or they cannot be
+        marked.
 
-        One thread does it. A second one gains nothing, for cores have to notify each other of each
-        step; and where ranges are cut for it, huge pages are too.
+        One thread does all of it. A second one gains nothing: the cores have to notify each other
+        at each step, and cutting ranges for it would cut huge pages, too.
         """
         failed = []
         for start, stop in ranges:
@@ -153,13 +156,13 @@ class WriteTracker:
         return failed
 
     def arm(self, start: int, stop: int) -> None:
-        """Mark each page of the range as clean. Raises OSError where that cannot be.
+        """Mark each page of the range as clean. Raises OSError if the kernel cannot.
 
-        PAGEMAP_SCAN can mark pages too, and faster, but pages that the kernel is moving lose such a
-        mark when they arrive, and would count as written to.
+        PAGEMAP_SCAN can mark pages faster, but a page that the kernel is migrating loses such a
+        mark on arrival, and would count as written to.
         """
         size = stop - start
-        # Does nothing to what is registered already, and refuses what another tracker has.
+        # A no-op for a range that is registered already; fails for a range of another tracker.
         register = bytearray(struct.pack("QQQQ", start, size, _MODE_WP, 0))
         fcntl.ioctl(self._userfaultfd, _UFFDIO_REGISTER, register)
         fcntl.ioctl(
@@ -167,11 +170,11 @@ class WriteTracker:
         )
 
     def is_clean(self, start: int, stop: int) -> bool:
-        """Whether every page of the range is the one that was armed, and has not been written to
+        """Return whether every page of the range is still the armed one and was not written to
         since.
 
-        False also where memory was unmapped, discarded or replaced since. Such pages look as if
-        nothing had written to them, so it asks for marks and contents, not for writes.
+        Also False if memory was unmapped, discarded or replaced. Such pages look unwritten, so this
+        asks for marks and contents, not for writes.
         """
         mask = _WP_ALLOWED | _WRITTEN | _FILE
         return self._first(start, stop, _WRITTEN | _FILE, mask, _PRESENT | _SWAPPED) == (
@@ -180,16 +183,18 @@ class WriteTracker:
         )
 
     def foreign(self, ranges: Sequence[Range]) -> list[Range]:
-        """Return the parts of ``ranges``, which are sorted and disjoint, to which others may write
-        unseen: mappings of a file, shared memory, and huge pages of hugetlbfs. A private mapping
-        does not count where each page of it was replaced by a copy of this process's own."""
+        """Return the parts of ``ranges`` (sorted, disjoint) that others may write to unnoticed.
+
+        These are file mappings, shared memory and huge pages of hugetlbfs. A private mapping is
+        exempt if each of its pages was replaced by this process's own copy.
+        """
         return [part for part in mapped_files(ranges) if not self._is_own(*part)]
 
     def _is_own(self, start: int, stop: int) -> bool:
         return self._first(start, stop, _FILE, _FILE, _PRESENT | _SWAPPED) == (start, stop)
 
     def _first(self, start: int, stop: int, inverted: int, mask: int, any_of: int) -> Range | None:
-        """The first run of pages of these categories."""
+        """Return the first run of pages of these categories; see PAGEMAP_SCAN for the masks."""
         found = (ctypes.c_uint64 * 3)()
         at = ctypes.addressof(found)
         asked = bytearray(
@@ -206,7 +211,7 @@ class WriteTracker:
         asked = bytearray(struct.pack("QQQ", start, stop - start, 0))
         try:
             fcntl.ioctl(self._userfaultfd, _UFFDIO_WRITEPROTECT, asked)
-        except OSError:  # it stops at memory that has taken the place of what was registered
+        except OSError:  # it stops at memory that replaced a registered range
             with contextlib.suppress(OSError):  # all of it is gone
                 fcntl.ioctl(
                     self._userfaultfd,
@@ -216,7 +221,7 @@ class WriteTracker:
 
 
 def merged(ranges: Iterable[Range], gap_nbytes: int = 0) -> list[Range]:
-    """``ranges`` sorted, and those joined that overlap, or lie at most ``gap_nbytes`` apart."""
+    """Return ``ranges`` sorted, joining those that overlap or lie at most ``gap_nbytes`` apart."""
     found: list[Range] = []
     for start, stop in sorted(ranges):
         if found and start <= found[-1][1] + gap_nbytes:
@@ -227,7 +232,7 @@ def merged(ranges: Iterable[Range], gap_nbytes: int = 0) -> list[Range]:
 
 
 def without(ranges: Iterable[Range], holes: Iterable[Range]) -> list[Range]:
-    """What is left of merged ``ranges`` without ``holes``."""
+    """Return the parts of merged ``ranges`` that ``holes`` do not cover."""
     cut = merged(holes)
     left = []
     at = 0
@@ -247,8 +252,7 @@ def without(ranges: Iterable[Range], holes: Iterable[Range]) -> list[Range]:
 
 
 def touches(ranges: Sequence[Range], range_: Range) -> bool:
-    """Whether ``range_`` has a byte in common with one of ``ranges``, which are sorted and
-    disjoint."""
+    """Return whether ``range_`` overlaps one of ``ranges``, which are sorted and disjoint."""
     at = bisect.bisect_right(ranges, range_[0], key=lambda other: other[1])
     return at < len(ranges) and ranges[at][0] < range_[1]
 
@@ -264,7 +268,7 @@ _lock = new_lock()
 
 
 def write_tracker() -> WriteTracker | None:
-    """The tracker of this process; None where the system has none, which is logged once."""
+    """Return the tracker of this process. None if the system has none, which is logged once."""
     global _tracker, _asked  # noqa: PLW0603
     with _lock:
         if not _asked:
@@ -281,7 +285,7 @@ def write_tracker() -> WriteTracker | None:
 
 
 def _forget_parent() -> None:
-    """In a forked child, whose descriptors are of its parent's memory."""
+    """Close the tracker in a forked child: its descriptors refer to the parent's memory."""
     global _tracker, _asked  # noqa: PLW0603
     if _tracker is not None:
         _tracker.close()

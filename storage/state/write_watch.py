@@ -1,8 +1,7 @@
-"""Watches, after a save has copied its tensors, which of them are written to before the next
-optimizer step.
+"""Watches which tensors are written to between a save's copy and the next optimizer step.
 
-A save that copied at the call, or failed, cannot lose anything more. It watches for the sake of
-later saves. The watch ends at the next fence, or at the next lazy save. It holds no tensor:
+The save itself can no longer lose anything: it has copied those tensors, or failed. The watch
+informs later saves. It ends at the next fence or the next lazy save. It keeps no tensor alive:
 memory may be freed meanwhile.
 """
 
@@ -25,8 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class Watched:
-    """One tensor under watch: how it is known, and its storage, which may go away. ``sums``: of
-    what it was; None for one whose pages are tracked."""
+    """One tensor under watch, with a weak reference to its storage.
+
+    ``sums``: its bits as of the save; None if its pages are tracked.
+    """
 
     def __init__(self, known_as: Tensor, local: torch.Tensor, sums: BlockSums | None) -> None:
         self.known_as = known_as
@@ -38,7 +39,7 @@ class Watched:
 
     @property
     def gone(self) -> bool:
-        """Whether its memory was freed, so that nothing writes there."""
+        """Whether its memory was freed, so that nobody writes there."""
         return self._storage.expired
 
     @property
@@ -48,7 +49,7 @@ class Watched:
         return storage is not None and storage.data_ptr() != self._address
 
     def bytes(self) -> torch.Tensor | None:
-        """What is in it now; None where its memory is gone, or has become smaller."""
+        """Return its current bytes; None if its memory is gone or has shrunk."""
         storage = self._storage.get()
         if storage is None or storage.nbytes() < self._offset_nbytes + self._nbytes:
             return None
@@ -58,14 +59,14 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Rows of one save. ``host`` tracks some of them."""
+    """The watched rows of one save. ``host`` tracks some of them."""
 
     rows: Mapping[int, Watched]
     host: HostSnapshot | None
     write_history: WriteHistory
 
     def end(self) -> None:
-        """Learn what was written to, and watch no more."""
+        """End the watch, and record in the history which tensors were written to."""
         early, unknown = set[int](), set[int]()
         for row, watched in self.rows.items():
             try:
