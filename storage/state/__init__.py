@@ -1,1 +1,1 @@
-"""Between the trainer's state and bytes in host memory: everything here knows torch."""
+"""Between the trainer's state and bytes in host memory. All modules here know torch."""

@@ -1,4 +1,4 @@
-"""A state, or a part of one, built from a checkpoint alone."""
+"""Builds a state, or a part of one, from a checkpoint alone."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ __all__ = ["Built", "Items", "build", "viewers"]
 
 @dataclass(slots=True)
 class Items:
-    """What is in one container, each kind in the order of the state, but containers in the reverse
-    order.
+    """The items of one container, each kind in the state's order, but containers in reverse.
 
-    ``own``: it holds, however deep, something that this rank has saved, or may have. ``others``: it
-    holds something that only other ranks have.
+    ``own``: at any depth, there is an item that this rank has saved, or may have. ``others``: there
+    is an item that only other ranks have.
     """
 
     tensors: list[tuple[Key, object]] = field(default_factory=list)
@@ -38,11 +37,14 @@ class Items:
     own: bool = False
     others: bool = False
     foreign: set[Key] = field(default_factory=set)
-    """Keys of containers in which only other ranks have anything."""
+    """Keys of containers in which only other ranks have items."""
 
     def add_value(self, value: Value, rank: int, world: int, kind: str) -> None:
-        """Add a value as ``rank`` of ``world`` has it. What only other ranks have is left out of
-        lists, since theirs were longer; a dict is that of all ranks together."""
+        """Add a value as ``rank`` of ``world`` has it.
+
+        Lists skip the items that only other ranks have, whose lists were longer. A dict is the
+        union over all ranks.
+        """
         own = rank >= world or any(rank in ranks for ranks, _ in value.by_rank)
         self.own |= own
         self.others |= not own
@@ -50,7 +52,7 @@ class Items:
             self.values.append((value.key, value.of(rank)))
 
     def add_container(self, key: Key, made: object, items: Items) -> None:
-        """Add a container that was ``made`` of its ``items``."""
+        """Add a container that was ``made`` from its ``items``."""
         self.own |= items.own
         self.others |= items.others
         self.containers.append((key, made))
@@ -58,8 +60,10 @@ class Items:
             self.foreign.add(key)
 
     def assembled(self, tree: Tree, number: int) -> object:
-        """The container with this number in ``tree``. Items beyond the order that is stored, which
-        are those of other ranks, come last."""
+        """Return the container ``number`` of ``tree``.
+
+        Items missing from the stored order, which are those of other ranks, come last.
+        """
         kind = tree.containers[number].kind
         if kind != "dict":
             held = dict(chain(self.tensors, self.values, self.containers))
@@ -79,8 +83,7 @@ class Items:
 
 
 class Built:
-    """A built state, whose tensors are yet to be filled. ``tensors`` and ``values`` are the rows
-    that it uses."""
+    """A built state whose tensors are still empty. ``tensors`` are the rows it uses."""
 
     def __init__(
         self, manifest: Manifest, rank: int, wanted: Wanted, make: Allocate | None
@@ -93,7 +96,7 @@ class Built:
         self._seen_by = viewers(manifest.tree, self._paths, rank)
         self._made: dict[int, torch.Tensor] = {}
         self.tensors: set[int] = set()
-        t = manifest.tensors  # as lists, since they are read row by row
+        t = manifest.tensors  # lists, because they are read row by row
         self._roots = [root if root >= 0 else row for row, root in enumerate(t.alias.tolist())]
         self._width = t.shape.shape[1]
         self._lengths = t.shape.ravel().tolist()
@@ -102,8 +105,10 @@ class Built:
         self._dtypes: dict[int, torch.dtype] = {}
 
     def run(self, path: TypedPath) -> object:
-        """The state at ``path``: a container with all in it, a tensor or a value. Raises KeyError
-        where nothing is."""
+        """Return the state at ``path``: a container with all its items, a tensor or a value.
+
+        Raises KeyError if nothing is stored there.
+        """
         m = self._m
         depth = len(path)
         inside = [p[:depth] == path for p in self._paths]
@@ -162,8 +167,7 @@ class Built:
     def _tensor_for(
         self, make: Allocate, row: int, container: int, keys: tuple[Key, ...]
     ) -> TensorLike | InParts | None:
-        """The tensor to be filled with a stored one; None where the object whose state is built has
-        no place for it."""
+        """Return the tensor to fill from a stored one; None if the object has no place for it."""
         root = self._roots[row]
         placements = self._m.tree.placements.get(container, {}).get(str(keys[-1]))
         own = bool(self._m.tensors.owner[row] >= 0)
@@ -184,7 +188,7 @@ class Built:
         return self._dtypes[code]
 
     def _new_tensor(self, row: int) -> torch.Tensor:
-        """A tensor in host memory, made once: tied tensors come back as one."""
+        """Return an empty tensor in host memory. Tied tensors share one."""
         root = self._roots[row]
         made = self._made.get(root)
         if made is None:
@@ -197,7 +201,7 @@ class Built:
         return made
 
     def _assemble(self, items: dict[int, Items]) -> object:
-        """Containers from their items, children first: parents have smaller numbers."""
+        """Build the containers from their items, children first: parents have smaller numbers."""
         tree = self._m.tree
         top = min(items)
         for c in sorted(items, reverse=True):
@@ -209,8 +213,10 @@ class Built:
 
 
 def viewers(tree: Tree, paths: Sequence[TypedPath], rank: int) -> list[int]:
-    """Per container, the rank whose values it shows: ``rank``, but in what a PerRank stores for
-    another one, that one."""
+    """Return the rank whose values each container shows.
+
+    That is ``rank``, except within a PerRank's storage for another rank.
+    """
     sized = {
         (*paths[value.container], ("str", OF_RANKS))
         for value in tree.values
@@ -232,11 +238,11 @@ def build(
     path: TypedPath = (),
     make: Allocate | None = None,
 ) -> tuple[object, set[int]]:
-    """The state at ``path`` as ``rank`` saved it, its tensors empty and added to ``wanted``; and
-    the rows it has.
+    """Build the state at ``path`` as ``rank`` saved it, and return it with the rows it uses.
 
-    ``make`` says what tensors to fill, and leaves out those that it gives None for; without it, new
-    ones on the CPU. Raises KeyError where nothing is stored at ``path``.
+    Its tensors are empty and are added to ``wanted``. ``make`` allocates them, returning None for
+    those to leave out; without it, they are new tensors on the CPU. Raises KeyError if nothing is
+    stored at ``path``.
     """
     built = Built(manifest, rank, wanted, make)
     return built.run(path), built.tensors

@@ -1,8 +1,6 @@
-"""A flat state of items that are known by their paths: what others have flattened is put together
-again.
+"""Builds a flat state from items that others have flattened, each known by its path.
 
-Items are values, and parts of tensors. Where a path has a number among its keys, that stands for an
-item of a list.
+Items are values and parts of tensors. An integer in a path is the index of a list item.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ def flat_state_of_items(
     values: Mapping[str, object],
     parts: Mapping[str, Sequence[Shard]],
 ) -> FlatState:
-    """The state that has ``values``, and tensors of these ``parts``; each at its path.
+    """Return the state that has ``values``, and tensors with these ``parts``, each at its path.
 
-    Raises StateError, which names the path, for a value that cannot be stored.
+    Raises StateError, naming the path, for a value that cannot be stored.
     """
     flat = flat_state_at(paths, {**values, **{name: held[0] for name, held in parts.items()}})
     _add_further_parts(flat, parts)
@@ -36,22 +34,24 @@ def flat_state_of_items(
 
 
 def flat_state_at(paths: Mapping[str, Path], items: Mapping[str, object]) -> FlatState:
-    """The state that has these values and tensors; each at its path.
+    """Return the state that has these values and tensors, each at its path.
 
-    Raises StateError, which names the path, for a value that cannot be stored.
+    Raises StateError, naming the path, for a value that cannot be stored.
     """
     state: dict[str | int, object] = {}
     for name, item in items.items():
         put(state, paths[name], item)
     flat = flatten(state)
     _make_lists(flat.tree, {path for each in paths.values() for path in _lists_in(each)})
-    flat.layout_id = None  # it stands for the state as it was flattened
+    flat.layout_id = None  # identifies the state before its lists were made
     return flat
 
 
 def sound_paths(paths: Mapping[str, Path]) -> dict[str, Path]:
-    """The paths, where they are those of a state: each leads through dicts, and through lists of
-    which no item is missing. In place of any other, the name is a key of the state."""
+    """Return the paths, each replaced by its name as a single key if it cannot belong to a state.
+
+    A sound path leads through dicts, and through lists without missing items.
+    """
     keys_in: defaultdict[Path, set[str | int]] = defaultdict(set)
     for path in paths.values():
         for depth, key in enumerate(path):
@@ -65,14 +65,14 @@ def sound_paths(paths: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _are_keys(keys: set[str | int]) -> bool:
-    """Whether one dict or one list has these."""
+    """Return whether one dict or one list can have exactly these keys."""
     numbers = {key for key in keys if isinstance(key, int)}
     return not numbers or keys == set(range(len(keys)))
 
 
 def put(state: dict[str | int, object], path: Path, item: object) -> None:
-    """Put ``item`` where ``path`` leads to. Lists are dicts, for now: some of their items may be
-    missing."""
+    """Put ``item`` at ``path``. Lists are dicts for now, since some of their items may be missing.
+    """
     *above, key = path
     for step in above:
         within = state.setdefault(step, {})
@@ -82,13 +82,15 @@ def put(state: dict[str | int, object], path: Path, item: object) -> None:
 
 
 def _lists_in(path: Path) -> Sequence[Path]:
-    """The lists that a path leads through, each by its own path."""
+    """Return the lists that a path leads through, each by its own path."""
     return [path[:depth] for depth in range(1, len(path)) if isinstance(path[depth], int)]
 
 
 def _make_lists(tree: Tree, lists: set[Path]) -> None:
-    """Make the containers at ``lists`` lists. The order of the items of dicts is dropped: it is
-    that of a part of them."""
+    """Turn the containers at ``lists`` into lists.
+
+    Drops the recorded order of dict items, which covers only some of them.
+    """
     tree.orders.clear()
     for number, path in enumerate(tree.paths()):
         if path in lists:
@@ -97,7 +99,7 @@ def _make_lists(tree: Tree, lists: set[Path]) -> None:
 
 
 def _add_further_parts(flat: FlatState, parts: Mapping[str, Sequence[Shard]]) -> None:
-    """Give each part but the first of a tensor a row of its own, of the same name."""
+    """Give every further part of a tensor its own row under the same name."""
     row_of = {name: row for row, name in enumerate(flat.names)}
     for name, held in parts.items():
         for part in held[1:]:

@@ -1,8 +1,8 @@
-"""All that is used of torch beside its public interface, each with what it is for.
+"""Everything used of torch outside its public interface, and why.
 
-Every name here is exercised by the tests with 2.13.0. All but those of :class:`FlatUnit` were
-looked up in the sources of torch 2.6.0, the oldest release that is promised. No other module uses a
-private name of torch, so a new release is checked against this file alone.
+The tests exercise every name here with torch 2.13.0. All except those of :class:`FlatUnit` were
+looked up in the sources of torch 2.6.0, the oldest supported release. No other module uses a
+private name of torch, so only this file has to be checked against a new release.
 """
 
 from __future__ import annotations
@@ -53,72 +53,78 @@ FLAT_PARAMETER_MARKS = ("_fsdp_flattened", "_is_flat_param")
 """Attributes that FSDP1 leaves on its flat parameters. 2.6.0: see ``torch.distributed.fsdp``."""
 
 STATE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
-"""Methods of a module, by one of which it may have a way of its own to make its state dict."""
+"""Methods that a module may override to customize its state dict."""
 
 
 DcpPlace = _StorageInfo
-"""What DCP's metadata say of an item: the name of a file, and the item's offset and length there.
+"""The location of an item in DCP's metadata: a file's name, and the item's offset and length there.
 2.6.0: see ``torch.distributed.checkpoint.filesystem``."""
 
 
 def parameters_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
-    """The parameters of the module itself. ``named_parameters(recurse=False)`` leaves out tied
-    ones, and costs a generator for each module."""
+    """Return the module's own parameters.
+
+    ``named_parameters(recurse=False)`` omits tied ones, and costs a generator per module.
+    """
     return module._parameters
 
 
 def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
-    """The buffers of the module itself, likewise."""
+    """Return the module's own buffers, including tied ones."""
     return module._buffers
 
 
 def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]:
-    """The modules right below; one that is there under two names comes under both, unlike in
-    ``named_children``."""
+    """Return the direct children, under all of their names; ``named_children`` returns each once.
+    """
     return module._modules
 
 
 def non_persistent_of(module: torch.nn.Module) -> Set[str]:
-    """Names of the module's buffers that are no part of its state dict."""
+    """Return the names of the module's buffers that are not in its state dict."""
     return module._non_persistent_buffers_set
 
 
 def has_state_hooks(module: torch.nn.Module) -> bool:
-    """Whether something was registered that changes what ``state_dict()`` returns."""
+    """Return whether hooks are registered that change the result of ``state_dict()``."""
     return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
 
 
 def fqn_of(module: torch.nn.Module, name: str) -> str:
-    """What torch's distributed checkpoints call a parameter or a buffer: its name without those of
-    wrappers."""
+    """Return the name of a parameter or buffer in torch's distributed checkpoints.
+
+    It lacks the names of wrapper modules.
+    """
     return str(next(iter(_get_fqns(module, name))))
 
 
 def plain_state_dict(owner: torch.nn.Module | torch.optim.Optimizer) -> dict[str, object]:
-    """``owner.state_dict()``; of one that torch has patched for checkpoints, what it was before."""
+    """Return ``owner.state_dict()``, bypassing a patch that torch applies for checkpoints."""
     state: dict[str, object] = _state_dict_fn(owner, "state_dict")()
     return state
 
 
 def is_initialized(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the constructor of ``torch.optim.Optimizer`` ran, so that hooks can be registered.
-    Wrappers that inherit from it may skip that, and pass on the state of what they wrap."""
+    """Return whether the constructor of ``torch.optim.Optimizer`` ran, so that hooks can be added.
+
+    Subclasses that wrap another optimizer may skip it, and forward the state of the wrapped one.
+    """
     return "_optimizer_load_state_dict_pre_hooks" in vars(optimizer)
 
 
 def stored_local(tensor: DTensor) -> torch.Tensor:
-    """The very local tensor of a DTensor, with all attributes. ``to_local()`` returns a view."""
+    """Return the DTensor's own local tensor, with all attributes. ``to_local()`` returns a view."""
     return tensor._local_tensor
 
 
 @dataclass(frozen=True, slots=True)
 class FlatPiece:
-    """A parameter that is in a flat parameter, and what this rank holds of it: ``numel`` elements
-    from ``start`` on, at element ``at`` of the rank's part of the flat parameter.
+    """This rank's part of one parameter in a flat parameter.
 
-    ``names``: its own and those of parameters that are the same, from the wrapped module on.
-    ``original``: the parameter that users see, with ``use_orig_params``. ``is_regular``: it is
-    flattened in row-major order, and by FSDP1 alone.
+    The rank holds ``numel`` elements of the parameter from ``start`` on, at element ``at`` of its
+    part of the flat parameter. ``names``: the parameter's name and those of tied parameters,
+    relative to the wrapped module. ``original``: the parameter that users see, with
+    ``use_orig_params``. ``is_regular``: it is flattened in row-major order, and by FSDP1 alone.
     """
 
     names: tuple[str, ...]
@@ -131,8 +137,11 @@ class FlatPiece:
 
 
 class FlatUnit:
-    """The flat parameter of a module that FSDP1 has wrapped. The attributes are described on
-    ``FlatParameter`` in ``_flat_param.py`` of ``torch.distributed.fsdp``, here of 2.13.0."""
+    """The flat parameter of a module wrapped by FSDP1.
+
+    The attributes are described on ``FlatParameter`` in ``_flat_param.py`` of
+    ``torch.distributed.fsdp``, here of 2.13.0.
+    """
 
     framework = "FSDP1 (torch's FullyShardedDataParallel)"
     apart = "Wrap the module with use_orig_params=True."
@@ -143,7 +152,7 @@ class FlatUnit:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the flat parameter has this rank's part, and nothing is working with it."""
+        """Whether the flat parameter holds this rank's part, and no operation is using it."""
         handle = self._handle
         state = handle._training_state.name
         flat: Any = self.flat
@@ -151,19 +160,23 @@ class FlatUnit:
 
     @property
     def shows_whole(self) -> bool:
-        """Whether the original parameters are the gathered ones: between forward and backward."""
+        """Whether the original parameters are the gathered ones, as between forward and backward.
+        """
         return self._handle._unsharded_flat_param_for_skipped_views is not None
 
     def reshard(self) -> None:
-        """Drop gathered parameters, which a forward without a backward leaves, and which the next
-        forward would use as they are."""
+        """Drop gathered parameters.
+
+        A forward pass without a backward pass leaves them behind, and the next one would reuse them
+        as they are.
+        """
         if not self._handle.uses_sharded_strategy or not hasattr(self.flat, "_local_shard"):
-            return  # nothing is ever gathered, or no forward has been yet
+            return  # nothing is ever gathered, or no forward pass has run yet
         if not self._handle.needs_unshard():
             self._handle.reshard(free_unsharded_flat_param=True)
 
     def pieces(self) -> Iterator[FlatPiece]:
-        """Its parameters, without padding."""
+        """Yield its parameters, without padding."""
         flat: Any = self.flat
         tied: dict[tuple[int, str], list[str]] = {}
         for shared in flat._shared_param_infos:
@@ -188,8 +201,7 @@ class FlatUnit:
 
 
 def flat_units(module: torch.nn.Module) -> list[FlatUnit]:
-    """The flat parameter that FSDP1 has made of parameters of ``module``, if it is a wrapper of
-    FSDP1 that has one."""
+    """Return the flat parameter of ``module``, if it is an FSDP1 wrapper that has one."""
     if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
         return [FlatUnit(module._handle)]
     return []
@@ -200,18 +212,20 @@ def _is_row_major(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 
 
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The negation of ``tensor`` as a view of its memory."""
+    """Return the negation of ``tensor`` as a view of its memory."""
     return torch._neg_view(tensor)
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory, as in an expanded tensor."""
+    """Return whether two elements may share memory, as in an expanded tensor."""
     return not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) != 0
 
 
 def never_compiled(function: Function) -> Function:
-    """Mark a hook that compiled code calls, and does not compile into itself. The public
-    ``torch.compiler.disable`` imports the compiler."""
+    """Mark a hook that compiled code calls instead of inlining.
+
+    The public ``torch.compiler.disable`` imports the compiler.
+    """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
@@ -225,19 +239,22 @@ class _Ref(Protocol):
 
 
 class WeakStorage:
-    """A storage that this does not keep alive. ``UntypedStorage`` itself has no weak references
-    that live as long as the memory does."""
+    """A weak reference to a storage's memory.
+
+    A weak reference to ``UntypedStorage`` itself dies with the Python object, before the memory
+    does.
+    """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._ref: _Ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     @property
     def expired(self) -> bool:
-        """Whether nothing has the memory any more."""
+        """Whether the memory was freed."""
         return self._ref.expired()
 
     def get(self) -> torch.UntypedStorage | None:
-        """The storage, or None."""
+        """Return the storage, or None if it was freed."""
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
             self._ref.cdata
         )

@@ -1,4 +1,4 @@
-"""The option ``default``: what is stored of a value that cannot be stored as it is."""
+"""The option ``default``: converts values that cannot be stored as they are."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ from .dtypes import is_plain_array
 __all__ = ["Default", "converted", "lacks_form"]
 
 Default = Callable[[Any], object]
-"""As the ``default`` of Python's ``json.dumps``: called with a value that cannot be stored as it
-is, returns what is stored of it, or raises TypeError."""
+"""Like the ``default`` of Python's ``json.dumps``: called with a value that cannot be stored as it
+is, returns a storable replacement, or raises TypeError."""
 
 _FORMS = (torch.Tensor, Shard, Mapping, list, tuple)
 _DEPTH_MAX = 50
 
 
 def lacks_form(item: object) -> bool:
-    """Return whether there is no form in which ``item`` can be stored. Tensors are looked at
-    later."""
+    """Return whether ``item`` cannot be stored in any form. Tensors are checked later."""
     if isinstance(item, np.ndarray):
         return not is_plain_array(item)
     if isinstance(item, ChainMap):
         return True
     if isinstance(item, tuple) and type(item) is not tuple and not isinstance(item, torch.Size):
-        return True  # with names
+        return True  # a named tuple
     if isinstance(item, _FORMS) or has_state(item) or is_in_parts(item):
         return False
     try:
@@ -45,10 +44,11 @@ def lacks_form(item: object) -> bool:
 
 
 def converted(item: object, default: Default, path: str, depth: int) -> object:
-    """What ``default`` makes of ``item``, which is at ``path`` and lacks a form.
+    """Return the replacement that ``default`` makes of ``item``, which is at ``path`` and lacks a
+    form.
 
-    ``depth`` counts it and the converted values that it is within. Raises StateError where nothing
-    that can be stored comes of it.
+    ``depth`` counts this conversion and the enclosing ones. Raises StateError if the replacement
+    cannot be stored either.
     """
     kind = type(item).__qualname__
     if depth > _DEPTH_MAX:

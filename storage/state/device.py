@@ -1,9 +1,8 @@
-"""Tensors on an accelerator: read on a stream of our own, into pinned memory, beside the
-trainer's streams.
+"""Reads tensors on an accelerator, on a separate stream and into pinned memory.
 
-What the trainer has queued when a save begins is waited for, by events on its streams; what it
-queues later is not. Copies go through one stream per device. A thread that copies waits for that
-stream alone, asleep, without the GIL.
+Events on the trainer's streams make the copies wait for everything queued before the save, and for
+nothing queued later. Copies go through one stream per device. A copying thread waits for that
+stream only, asleep and without the GIL.
 """
 
 from __future__ import annotations
@@ -38,20 +37,25 @@ _lock = new_lock()
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """The accelerators that any of ``tensors`` is on."""
+    """Return the accelerators that hold any of ``tensors``."""
     return tuple(dict.fromkeys(t.device for t in tensors if t.is_cuda))
 
 
 def is_capturing() -> bool:
-    """Whether this thread captures a CUDA graph. A child that was forked after CUDA began may not
-    even ask CUDA that, and captures nothing."""
+    """Return whether this thread is capturing a CUDA graph.
+
+    A child forked after CUDA was initialized must not even ask CUDA, and captures nothing.
+    """
     began = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return began and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(capturing: Callable[[], bool] = is_capturing) -> None:
-    """Raise UsageError while this thread captures a CUDA graph: what it queues does not run yet, so
-    the state has no values, and to wait for an event would break the capture."""
+    """Raise UsageError while this thread captures a CUDA graph.
+
+    Captured work has not run yet, so the state has no values, and waiting for an event would break
+    the capture.
+    """
     if capturing():
         raise UsageError(
             "a save was begun within the capture of a CUDA graph",
@@ -60,8 +64,11 @@ def refuse_capture(capturing: Callable[[], bool] = is_capturing) -> None:
 
 
 def refuse_forked_child() -> None:
-    """Raise UsageError where CUDA cannot be used because this process was forked after CUDA had
-    begun in its parent. For a state that needs CUDA."""
+    """Raise UsageError if CUDA is unusable because this process was forked after its parent used
+    CUDA.
+
+    Call it only for a state that needs CUDA.
+    """
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -73,9 +80,11 @@ def refuse_forked_child() -> None:
 
 
 def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory, for which a full device needs no memory: torch packs a strided
-    tensor on its device first, and resolves conjugation there. So this copies the whole run of
-    memory that the tensor spans."""
+    """Return a copy in host memory, without allocating on the device, which may be full.
+
+    torch would pack a strided tensor on its device first, and resolve conjugation there. This
+    copies the tensor's whole span of memory instead.
+    """
     shape, strides = tensor.shape, tensor.stride()
     if not tensor.numel():
         return torch.empty(shape, dtype=tensor.dtype, device="cpu")
@@ -90,8 +99,8 @@ def pack_windows(
     to: torch.Tensor,
     pack: Callable[[Iterable[torch.Tensor], torch.Tensor], None] = pack,
 ) -> None:
-    """Copy the bits of ``windows`` to ``to``, see :func:`.bits.pack`; by way of host memory if
-    their device is full."""
+    """Copy the bits of ``windows`` to ``to`` like :func:`.bits.pack`, through the host if the
+    device is full."""
     try:
         pack(map(as_bits, windows), to)
     except torch.OutOfMemoryError:
@@ -100,14 +109,17 @@ def pack_windows(
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """What a thread had given its devices to do, at one moment."""
+    """The work that a thread had queued on its devices at one moment."""
 
     events: tuple[torch.cuda.Event, ...]
 
     @classmethod
     def now(cls, devices: Iterable[torch.device]) -> Queued:
-        """By the caller's current streams. Where CUDA is in use, its present device counts as well:
-        tensors in host memory may be the target of a copy that has not ended."""
+        """Record the caller's current streams on ``devices``.
+
+        If CUDA is in use, its current device counts as well: a tensor in host memory may be the
+        target of a pending copy.
+        """
         present = []
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             present = [torch.device("cuda", torch.cuda.current_device())]
@@ -119,17 +131,17 @@ class Queued:
         return cls(tuple(events))
 
     def wait(self) -> None:
-        """Return when all of it is done. Sleeps, and holds no lock of Python's."""
+        """Block until the work is done. Sleeps without the GIL."""
         for event in self.events:
             event.synchronize()
 
 
 @contextlib.contextmanager
 def beside(devices: Iterable[torch.device]) -> Iterator[None]:
-    """What this thread asks of ``devices`` within the block goes beside their other streams, and
-    has ended at its end.
+    """Run this thread's work on ``devices`` on separate streams within the block, and wait for it.
 
-    Tensors that are read must stay alive until then, and be written: see :class:`Queued`.
+    Tensors that are read must stay alive until the end, and their pending writes must have been
+    waited for: see :class:`Queued`.
     """
     streams = [_stream(device) for device in devices]
     if not streams:
@@ -155,8 +167,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def allocate_pinned(nbytes: int) -> HostBuffer:
-    """Memory that devices copy into at full speed, page-aligned; ordinary memory where the system
-    has no more to pin."""
+    """Return page-aligned memory that devices copy to at full speed.
+
+    Falls back to ordinary memory if the system cannot pin more.
+    """
     try:
         pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:

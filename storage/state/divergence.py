@@ -1,7 +1,7 @@
-"""Warns of plain tensors that differ between ranks, and are not expected to.
+"""Warns of plain tensors that unexpectedly differ between ranks.
 
-Each rank's own is stored, under one name, and a job of another size gets some ranks' and not
-others'. That is right for a random state, and for what is meant to belong to a rank. It is a
+Such tensors are stored per rank under one name, and a job of another size gets those of some ranks
+only. That is right for a random state, and for anything meant to belong to a rank. It comes as a
 surprise for replicas that have diverged, and for local shards of a layout that only the trainer
 knows: the same tensor may be equal at one save and differ at the next.
 """
@@ -23,8 +23,7 @@ __all__ = ["unexpected_rows", "warn_divergent"]
 _log = logging.getLogger(__name__)
 
 _OF_A_RANK = ("running_mean", "running_var", "num_batches_tracked")
-"""What batch normalisation counts on each rank for itself, where a state dict does not show that
-these are buffers."""
+"""Statistics that batch normalization keeps per rank, for state dicts that do not mark buffers."""
 _SHOWN = 10
 _WARNED_MAX = 1 << 20
 _warned: set[str] = set()
@@ -32,9 +31,11 @@ _lock = new_lock()
 
 
 def unexpected_rows(flat: FlatState, rows: Iterable[int]) -> list[int]:
-    """Those of ``rows``, of plain tensors, that are not expected to differ between ranks:
-    parameters, the state of optimizers, and tensors that stand in the state by themselves. Not
-    buffers, nor the state of other objects."""
+    """Return those of ``rows``, of plain tensors, that should not differ between ranks.
+
+    These are parameters, optimizer state, and tensors placed directly in the state, but not buffers
+    or the state of other objects.
+    """
     own = _of_a_rank(flat)
     prefixes = flat.tree.prefixes()
     expected = {(s.parent, s.key) for s in flat.subtrees if _is_of_a_rank(s.owner)}
@@ -58,8 +59,10 @@ def unexpected_rows(flat: FlatState, rows: Iterable[int]) -> list[int]:
 
 
 def warn_divergent(flat: FlatState, ranks: Mapping[int, int], rank: int) -> None:
-    """Log a warning that names the surprising ones among the rows in ``ranks``, which says how many
-    ranks hold each. A process names each tensor once."""
+    """Warn of unexpected tensors among the rows in ``ranks``, which holds the number of holders.
+
+    A process names each tensor once.
+    """
     rows = unexpected_rows(flat, ranks)
     with _lock:
         new = [row for row in rows if flat.names[row] not in _warned]
@@ -96,8 +99,8 @@ def _is_of_a_rank(owner: object) -> bool:
 
 
 def _of_a_rank(flat: FlatState) -> list[bool]:
-    """Per container, whether it belongs to an object whose state may differ between ranks: a data
-    loader, for example."""
+    """Return per container whether it belongs to an object with per-rank state, like a data loader.
+    """
     opened: dict[tuple[int, Key], bool] = {
         (s.parent, s.key): _is_of_a_rank(s.owner) for s in flat.subtrees
     }
@@ -109,8 +112,8 @@ def _of_a_rank(flat: FlatState) -> list[bool]:
 
 
 def _parameters(flat: FlatState) -> dict[int, set[str]]:
-    """Per container that is the state of a module, the names of its parameters. All else in it are
-    buffers."""
+    """Return the parameter names of each container that is a module's state. The rest are buffers.
+    """
     walked = {id(known.module): known for known in flat.modules}
     owners = {
         (s.parent, s.key): s.owner for s in flat.subtrees if isinstance(s.owner, torch.nn.Module)

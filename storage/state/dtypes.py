@@ -1,4 +1,4 @@
-"""Torch's dtypes by name, and what cannot be stored."""
+"""Torch's dtypes by name, and the kinds of tensors and arrays that cannot be stored."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ __all__ = ["dtype_name", "dtype_of", "empty", "is_plain_array", "numpy_to_torch"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` → ``bfloat16``."""
+    """Return the name without its module: ``torch.bfloat16`` → ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str, itemsize: int) -> torch.dtype:
-    """The dtype of that name. Raises UnsupportedFormatError where this torch has none, or one of
-    another size."""
+    """Return the dtype of that name.
+
+    Raises UnsupportedFormatError if this torch has none, or one of another size.
+    """
     dtype = vars(torch).get(name)  # getattr would import modules for some names
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != itemsize:
         raise UnsupportedFormatError(
@@ -31,13 +33,13 @@ def dtype_of(name: str, itemsize: int) -> torch.dtype:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Host memory for a stored tensor, of any content. Raises UsageError where the host has not
-    that much."""
+    """Return uninitialized host memory for a stored tensor. Raises UsageError if there is not
+    enough."""
     try:
         return torch.empty(
             tuple(shape), dtype=dtype, device="cpu"
-        )  # whatever the caller's default device is
-    except RuntimeError as error:  # torch's word for it
+        )  # regardless of the caller's default device
+    except RuntimeError as error:  # raised by torch when out of memory
         raise UsageError(
             f"no memory for tensor {name!r} of shape {list(shape)} and dtype {dtype_name(dtype)}",
             advice="Read a slice of it, or load it sharded.",
@@ -45,7 +47,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
 
 
 def refusal(tensor: torch.Tensor) -> str | None:
-    """Why this tensor has no bytes that could be stored, or None."""
+    """Return why this tensor has no bytes that could be stored; None if it has."""
     if type(tensor) not in _PLAIN and isinstance(tensor, _UNINITIALIZED):
         return "not initialised yet: it has no shape"
     if tensor.layout is not torch.strided:
@@ -75,14 +77,16 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def is_plain_array(array: np.ndarray) -> bool:
-    """Return whether a plain array is all that there is to ``array``. A ``memmap`` is one in a
-    file."""
+    """Return whether ``array`` is fully described by a plain array. A ``memmap`` is one in a file.
+    """
     return type(array) in (np.ndarray, np.memmap)
 
 
 def numpy_to_torch(array: np.ndarray, path: str) -> torch.Tensor:
-    """A tensor over the array's memory. Raises StateError for arrays of objects, strings or
-    dates."""
+    """Return a tensor over the array's memory.
+
+    Raises StateError for arrays of objects, strings or dates.
+    """
     if isinstance(array, np.ma.MaskedArray):
         raise StateError(
             f"{path} is a masked array, whose mask would be lost",

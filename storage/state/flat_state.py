@@ -1,6 +1,6 @@
 """A flattened state: one row per tensor, and a tree of everything else.
 
-Scope: data only. :mod:`.flatten` makes it.
+Scope: data only. :mod:`.flatten` builds it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from .adapters.tensors import TensorLike
 __all__ = ["CONTAINERS", "DEPTH_MAX", "MAPPINGS", "FlatState", "Subtree"]
 
 MAPPINGS = (dict, Mapping)
-"""To ask for a plain dict first takes a tenth of the time: a state has thousands."""
+"""Plain dicts come first, because that check takes a tenth of the time: a state has thousands."""
 CONTAINERS = (dict, list, tuple, Mapping)
 DEPTH_MAX = 200
-"""A state whose containers are nested deeper is refused."""
+"""Maximum nesting of a state's containers. Deeper states are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subtree:
     """An object with a state, at ``key`` of container ``parent``.
 
-    ``state`` is its expansion, which was flattened in its place. It is None for an object that was
-    not expanded and is to be given what is stored; then ``present`` is the state that it has.
+    ``state`` is its expansion, flattened in the object's place. It is None for an object that a
+    load hands its stored state instead; then ``present`` is the object's current state.
     """
 
     parent: int
@@ -41,17 +41,16 @@ class Subtree:
 
 @dataclass(slots=True)
 class FlatState:
-    """Columns of tensors, one row each, and the tree. ``nodes`` are the container objects, by
-    number."""
+    """The tensors as columns, and the tree. ``nodes`` are the container objects, by number."""
 
     names: list[str] = field(default_factory=list)
     containers: list[int] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
     locals: list[torch.Tensor] = field(default_factory=list)
-    """What this rank holds of each, plain."""
+    """This rank's part of each tensor, as a plain tensor."""
     origins: list[TensorLike] = field(default_factory=list)
-    """The tensors as they were found, such as the DTensors that the local ones are parts of."""
+    """The tensors as found in the state, such as the DTensors that the local ones belong to."""
     layouts: list[Layout] = field(default_factory=list)
     alias: list[int] = field(default_factory=list)
     tree: Tree = field(default_factory=Tree)
@@ -59,17 +58,16 @@ class FlatState:
     subtrees: list[Subtree] = field(default_factory=list)
     modules: list[Walked] = field(default_factory=list)
     placeholders: Mapping[str, str] = field(default_factory=dict)
-    """Tensors without elements that stand for some elsewhere: why, by path. Empty where a state is
-    loaded."""
+    """Tensors without elements that stand in for others: the reason, by path. Empty for a load."""
     made_of: set[int] = field(default_factory=set)
-    """Containers that stand for tensors made of tensors."""
+    """Containers that represent tensors made up of inner tensors."""
     without_memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Where a state is loaded: by name, the tensors of modules that have no memory yet."""
+    """For a load: the modules' tensors that have no memory yet, by name."""
     layout_id: object | None = None
-    """The same object for states with the same signature; None for a state without one."""
+    """An object shared by states with the same signature; None for a state without a signature."""
 
     def path(self, row: int) -> str:
-        """Where the tensor in ``row`` is, as a user would write it."""
+        """Return the place of the tensor in ``row``, in the notation of user code."""
         container = self.containers[row]
         text = self.names[row].removeprefix(self.tree.prefixes()[container])
         key = self.tree.tensor_key(container, text)

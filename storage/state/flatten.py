@@ -1,6 +1,6 @@
-"""A state, flattened: one row per tensor, and a tree of everything else.
+"""Flattens a state: one row per tensor, and a tree of everything else.
 
-Flattening reads no tensor data and does no I/O. What cannot be saved is refused here, by its path.
+Flattening reads no tensor data and does no I/O. It refuses anything that cannot be saved, by path.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .walk import Walker
 __all__ = ["KnownStates", "flatten"]
 
 _LEAVES = (*TENSOR_TYPES, int, float, str, bool, type(None))
-"""Where there are no modules."""
+"""Types that contain no modules."""
 
 KnownStates = LruCache[FlatState]
-"""States flattened lately, without what was in them, by their signatures."""
+"""Recently flattened states without their contents, by signature."""
 
 _KNOWN = KnownStates(8)
 
@@ -45,10 +45,10 @@ def flatten(
 ) -> FlatState:
     """Flatten ``state``: a dict, list or tuple, or an object with a state.
 
-    With ``loading``: only modules are expanded; other objects with a state become subtrees as they
-    are. ``default`` gives what is stored of a value that cannot be stored as it is. A state that is
-    laid out like one of ``known_states`` (by default, those of this process) is not walked again.
-    Raises StateError naming the path of what cannot be saved.
+    With ``loading``, only modules are expanded; other objects with a state become subtrees
+    unchanged. ``default`` converts values that cannot be stored as they are. A state laid out like
+    one of ``known_states`` (by default, those of this process) is not walked again. Raises
+    StateError, naming the path, for anything that cannot be saved.
     """
     modules = functools.cache(lambda: [Walked(module) for module in _modules(state)])
     scan = SignatureScan(modules)
@@ -80,7 +80,7 @@ def _signature(scan: SignatureScan, state: object) -> Hashable | None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _LayoutId:
-    """Stands for a signature. It keeps alive the layouts that this names by their ids."""
+    """Identifies a signature. Keeps the layouts alive that the signature refers to by id."""
 
     layouts: list[Layout]
 
@@ -96,7 +96,7 @@ def _refuse_stale(flat: FlatState) -> None:
 
 
 def _modules(state: object) -> Iterator[torch.nn.Module]:
-    """The modules in ``state``, outermost ones, in the order of a walk."""
+    """Yield the outermost modules in ``state``, in the order of a walk."""
     seen = set[int]()
     left: list[tuple[object, int]] = [(state, 0)]
     while left:

@@ -1,4 +1,4 @@
-"""How far the elements of two tensors are apart."""
+"""Measures how far the elements of two tensors are apart."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ __all__ = ["Gap", "gap_between"]
 Bytes = npt.NDArray[np.uint8]
 
 _AT_ONCE = 1 << 20
-"""So many elements are converted at a time."""
+"""Elements converted at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """``differing`` elements have other bits; ``max_abs`` is the largest absolute difference among
-    them. It is NaN if only one of two elements is, and None where the dtype has no differences."""
+    """The difference between two tensors.
+
+    ``differing``: number of elements with different bits. ``max_abs``: the largest absolute
+    difference among them; NaN if only one of two elements is, None if the dtype has no differences.
+    """
 
     differing: int = 0
     max_abs: float | None = 0
 
     def __add__(self, other: Gap) -> Gap:
-        """The gap of two parts of a tensor together."""
+        """Combine the gaps of two parts of a tensor."""
         if self.max_abs is None or other.max_abs is None:
             return Gap(self.differing + other.differing, None)
         pair = (self.max_abs, other.max_abs)
@@ -38,7 +41,7 @@ class Gap:
 
 
 def gap_between(a: Bytes, b: Bytes, dtype: str, itemsize: int) -> Gap:
-    """The gap between two equally long runs of elements, given as their bytes."""
+    """Return the gap between two equally long runs of elements, given as bytes."""
     gap = Gap()
     step = _AT_ONCE * itemsize
     for start in range(0, len(a), step):
@@ -59,7 +62,7 @@ def _gap(a: Bytes, b: Bytes, dtype: str, itemsize: int) -> Gap:
 
 
 def _largest(a: Bytes, b: Bytes, dtype: str, itemsize: int) -> float | None:
-    """The largest absolute difference; None where the dtype is not one that torch converts."""
+    """Return the largest absolute difference; None if torch cannot convert the dtype."""
     if dtype == "bool" or dtype.startswith(("int", "uint")):
         return _largest_of_integers(a, b, dtype)
     try:
@@ -70,22 +73,22 @@ def _largest(a: Bytes, b: Bytes, dtype: str, itemsize: int) -> float | None:
     except (UnsupportedFormatError, RuntimeError):  # RuntimeError: torch cannot convert it
         return None
     apart = (ours - theirs).abs()
-    apart[ours.isnan() & theirs.isnan()] = 0.0  # NaNs of different bits
+    apart[ours.isnan() & theirs.isnan()] = 0.0  # NaNs with different bits
     return float(apart.max())
 
 
 def _largest_of_integers(a: Bytes, b: Bytes, dtype: str) -> int | None:
-    """Exact, which a conversion to float64 would not be."""
+    """Return the exact largest difference; a conversion to float64 could round it."""
     try:
         kind = np.dtype(dtype)
-    except TypeError:  # torch has integers of less than a byte
+    except TypeError:  # torch has integers smaller than a byte
         return None
     ours = a.view(kind)
     theirs = b.view(kind)
-    if dtype == "bool":  # of which any byte but 0 is True
+    if dtype == "bool":  # any byte but 0 is True
         ours = (a != 0).view(np.uint8)
         theirs = (b != 0).view(np.uint8)
     high = np.maximum(ours, theirs).astype(np.int64 if kind.kind == "i" else np.uint64)
     low = np.minimum(ours, theirs).astype(high.dtype)
-    # Modulo 2**64, which every difference is less than.
+    # Modulo 2**64 is exact, since every difference is smaller.
     return int((high.view(np.uint64) - low.view(np.uint64)).max())

@@ -1,9 +1,8 @@
-"""Modules on the meta device, whose tensors have no memory: a load allocates it for those that it
-fills.
+"""Allocates memory for modules on the meta device: a load fills tensors that have none yet.
 
-The parameters stay the same objects, so an optimizer that was made before has them still. They get
-their memory when all of it is filled: after a load that fails, they are on the meta device as
-before. What a load does not fill stays there, such as buffers that no state dict has.
+The parameters stay the same objects, so an existing optimizer still refers to them. They get their
+memory only after all of it is filled: a failed load leaves them on the meta device. Tensors that
+the load does not fill stay there, such as buffers that are in no state dict.
 """
 
 from __future__ import annotations
@@ -29,8 +28,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Given:
-    """``whole`` has the memory for ``place``, a parameter or a buffer of a module, and for
-    ``copy``, which stands for it in the module's state dict."""
+    """Memory for one tensor of a module.
+
+    ``whole`` is the memory, ``place`` the parameter or buffer, and ``copy`` the tensor that
+    represents it in the module's state dict.
+    """
 
     place: torch.Tensor
     copy: torch.Tensor
@@ -40,11 +42,11 @@ class Given:
 def find_without_memory(
     flat: FlatState, rows: Sequence[tuple[int, str]]
 ) -> dict[str, torch.Tensor]:
-    """The parameters and buffers on the meta device of the modules in ``flat``, by the names that
-    they have there.
+    """Return the meta-device parameters and buffers of the modules in ``flat``, by their names
+    there.
 
-    ``rows`` are those of tensors on the meta device, with their paths. Raises StateError for one
-    that is no parameter or buffer under its own name.
+    ``rows`` lists the state's tensors on the meta device, with their paths. Raises StateError for
+    one that is not a parameter or buffer under its own name.
     """
     if not rows:
         return {}
@@ -56,7 +58,7 @@ def find_without_memory(
 
 
 def cannot_be_filled(path: str) -> StateError:
-    """The error for a tensor on the meta device that no module gives a place."""
+    """Return the error for a meta tensor that belongs to no module."""
     return StateError(
         f"{path} is a meta tensor without data, which cannot be filled",
         advice=(
@@ -101,8 +103,11 @@ def _of_module(walked: Walked) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def allocate(flat: FlatState, wanted: Wanted) -> list[Given]:
-    """Memory for those of ``flat.without_memory`` that are wanted; in ``wanted``, it takes their
-    place. Tied tensors share it."""
+    """Allocate memory for the wanted tensors of ``flat.without_memory``, and put it into
+    ``wanted``.
+
+    Tied tensors share their memory.
+    """
     if not flat.without_memory:
         return []
     rows = {name: row for row, name in enumerate(flat.names)}
@@ -123,16 +128,15 @@ def allocate(flat: FlatState, wanted: Wanted) -> list[Given]:
 
 
 def give(given: list[Given]) -> None:
-    """Give the tensors their memory, which is filled."""
+    """Move the filled memory into its tensors."""
     for each in given:
-        if each.place.is_meta:  # else it is tied to one before
+        if each.place.is_meta:  # else it is tied to an earlier one
             _become(each.place, each.whole)
         _become(each.copy, each.whole)
 
 
 def _become(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    """Make ``tensor`` one over the memory of ``whole``. It stays the same object, with its
-    attributes."""
+    """Make ``tensor`` use the memory of ``whole``, keeping its identity and attributes."""
     attributes = dict(tensor.__dict__)
     other: torch.Tensor = whole.detach()
     if isinstance(tensor, torch.nn.Parameter):

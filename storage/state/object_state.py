@@ -1,5 +1,5 @@
-"""Builds the stored state of an object that is not filled in place, in the form that the object
-takes."""
+"""Builds the stored state of an object that is not filled in place, in the form the object expects.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ __all__ = ["ObjectState", "Source", "build_object_state"]
 
 @dataclass
 class ObjectState:
-    """A built state, and the rows of the checkpoint that it has.
+    """A built state, and the rows of the checkpoint that it uses.
 
-    By name, with a text for people: ``missing`` is what the object has and the checkpoint has not;
-    ``mismatched``, what cannot be given back; ``dealt``, what is distributed anew though no rule
-    says how.
+    By name, with a text for people: ``missing`` is in the object but not in the checkpoint;
+    ``mismatched`` cannot be given back; ``dealt`` is redistributed although no rule says how.
     """
 
     state: object
@@ -55,8 +54,11 @@ class ObjectState:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint, and the rank of ``world`` that loads it. ``wanted``: gets the tensors to be
-    filled. ``stored_dtypes``: with ``cast=True``, see :func:`.adapters.kept_dtypes.kept_entry`."""
+    """A checkpoint, and the rank of ``world`` that loads it.
+
+    ``wanted`` collects the tensors to fill. ``stored_dtypes``: with ``cast=True``, see
+    :func:`.adapters.kept_dtypes.kept_entry`.
+    """
 
     manifest: Manifest
     rank: int
@@ -71,10 +73,9 @@ def build_object_state(
     source: Source,
     path: TypedPath,
 ) -> ObjectState:
-    """Build the state at ``path`` for the object of ``subtree``, its tensors empty and added to
-    those that are wanted.
+    """Build the state at ``path`` for the object of ``subtree``; its empty tensors join the wanted.
 
-    Raises KeyError where nothing is stored.
+    Raises KeyError if nothing is stored there.
     """
     restored = _restored(subtree, modules, source, path)
     if not restored.mismatched and not takes(subtree.owner, restored.state):
@@ -135,7 +136,7 @@ def _optimizer(
         taken.update(rows)
         return groups if isinstance(groups, list) else []
 
-    groups_of(rank)  # also those that no parameter of this rank is in
+    groups_of(rank)  # also groups without a parameter of this rank
     parameters = optimizer_parameters(optimizer, modules, stored)
     matched = match_groups(parameters.groups, parameters.keys, stored, rank, groups_of)
     misshapen: dict[str, str] = {}
@@ -176,8 +177,10 @@ _GROUPS = (("str", "param_groups"),)
 
 
 def _stored_groups(m: Manifest, path: TypedPath) -> list[StoredGroup] | None:
-    """The parameter groups of an optimizer at ``path``, with the parameters of all ranks; None
-    where there are none."""
+    """Return the optimizer's parameter groups at ``path``, with the parameters of all ranks.
+
+    None if there are no groups.
+    """
     base = (*path, *_GROUPS)
     below = {
         c: [key for _, key in keys[len(base) :]]
@@ -187,14 +190,14 @@ def _stored_groups(m: Manifest, path: TypedPath) -> list[StoredGroup] | None:
     if not below:
         return None
     groups: dict[int, StoredGroup] = {}
-    lists: dict[int, tuple[int, str]] = {}  # container -> number of the group, and what is listed
+    lists: dict[int, tuple[int, str]] = {}  # container -> (number of the group, name of the list)
     for c, keys in below.items():
         number = keys[0] if keys else None
         if type(number) is int and len(keys) == 1:
             groups[number] = StoredGroup()
         elif type(number) is int and len(keys) == 2 and keys[1] in ("params", "param_names"):
             lists[c] = (number, str(keys[1]))
-    names: dict[tuple[int, Key, int], str] = {}  # by group, place in the list, and rank
+    names: dict[tuple[int, Key, int], str] = {}  # by (group, index in the list, rank)
     for number, value in _listed(m.tree, lists, "param_names"):
         for ranks, encoded in value.by_rank:
             text = str(decode_value(encoded))
@@ -212,7 +215,7 @@ def _stored_groups(m: Manifest, path: TypedPath) -> list[StoredGroup] | None:
 def _listed(
     tree: Tree, lists: Mapping[int, tuple[int, str]], which: str
 ) -> Iterator[tuple[int, Value]]:
-    """The values in the lists of that name, each with the number of its group."""
+    """Yield the values in the lists called ``which``, each with the number of its group."""
     for value in tree.values:
         number, listed = lists.get(value.container, (-1, ""))
         if listed == which:
@@ -220,8 +223,10 @@ def _listed(
 
 
 def _per_rank(source: Source, path: TypedPath) -> ObjectState:
-    """Of all ranks that saved, or of this one alone where as many load. What was saved without a
-    PerRank is what each of them had."""
+    """Build the state of a PerRank: of all saving ranks, or of this one only if as many load.
+
+    State saved without a PerRank counts as the own part of each rank.
+    """
     m = source.manifest
     paths = typed_paths(m.tree)
     saved = _values_by_path(m, paths).get((*path, ("str", RANKS)))
@@ -245,7 +250,7 @@ def _per_rank(source: Source, path: TypedPath) -> ObjectState:
 
 
 def _own_part(source: Source, path: TypedPath) -> ObjectState | None:
-    """What this rank has saved in a PerRank; None where it has saved nothing."""
+    """Return what this rank saved in a PerRank; None if it saved nothing."""
     rank = str(source.rank)
     try:
         state, rows = build(
@@ -264,8 +269,8 @@ def _values_by_path(m: Manifest, paths: Sequence[TypedPath]) -> dict[TypedPath, 
 
 
 def _dealt(source: Source, path: TypedPath) -> dict[str, str]:
-    """A warning for an object whose state differs between the ranks that saved, where another
-    number of ranks loads it."""
+    """Return a warning if the saving ranks' states differ and another number of ranks loads them.
+    """
     m = source.manifest
     if m.world == source.world:
         return {}
@@ -281,8 +286,7 @@ def _dealt(source: Source, path: TypedPath) -> dict[str, str]:
 
 
 def _differs(m: Manifest, path: TypedPath) -> bool:
-    """Whether ranks that saved an object have other values in it, other items, or tensors of their
-    own."""
+    """Return whether an object's values, items or own tensors differ between the saving ranks."""
     inside = [keys[: len(path)] == path for keys in typed_paths(m.tree)]
     owned = m.tensors.owner >= 0
     if any(inside[c] for c in m.container[owned].tolist()):

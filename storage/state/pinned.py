@@ -1,5 +1,7 @@
-"""Memory that CUDA knows: a device copies to and from it directly, and beside everything else,
-where other memory takes a detour through the driver's own."""
+"""Registers a keeper's memory with CUDA, so that devices copy to and from it directly.
+
+Copies to other memory go through a buffer of the driver, and block other work.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from ..arenas.memory import Memory
 __all__ = ["Cuda", "pin"]
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: for all devices of the process."""
+"""cudaHostRegisterPortable: pinned for all devices of the process."""
 
 _log = logging.getLogger(__name__)
 _lock = new_lock()
@@ -26,16 +28,21 @@ _has_warned = False
 
 @dataclass(frozen=True)
 class Cuda:
-    """CUDA's runtime, as torch has it, and a device that this process uses already: a call on any
-    other one would make a context there, which takes half a gigabyte of that device. -1: whichever
-    is the thread's."""
+    """CUDA's runtime as torch exposes it, and a device that this process already uses.
+
+    A call on any other device would create a context there, which takes half a gigabyte of its
+    memory. -1 stands for the thread's current device.
+    """
 
     runtime: Any
     device: int = -1
 
     def register(self, address: int, nbytes: int) -> int:
-        """The error, 0 for none. In a thread that ends then: CUDA remembers an error of a thread,
-        and torch would raise it from the next copy there."""
+        """Register the memory and return the error code, 0 for success.
+
+        Runs in a short-lived thread: CUDA remembers the errors of a thread, and torch would raise
+        this one from the thread's next copy.
+        """
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self._register, address, nbytes).result()
 
@@ -44,16 +51,17 @@ class Cuda:
             return int(self.runtime.cudaHostRegister(address, nbytes, _PORTABLE))
 
     def unregister(self, address: int) -> int:
-        """The error, 0 for none."""
+        """Unregister the memory and return the error code, 0 for success."""
         with torch.cuda.device(self.device):
             return int(self.runtime.cudaHostUnregister(address))
 
 
 def pin(memory: Memory, cuda: Cuda | None = None) -> bool:
-    """Register ``memory`` with CUDA until it is unmapped; whether that is so. Blocks until all of
-    it is locked. Copies are only slower without, so a failure is no error: it is logged, once.
+    """Register ``memory`` with CUDA until it is unmapped; return whether that succeeded.
 
-    ``cuda``: None for that of this process; then nothing is done where it does not use any.
+    Blocks until all of it is locked. A failure only makes copies slower, so it is logged once
+    rather than raised. ``cuda``: None for this process's own; then nothing happens unless CUDA is
+    in use.
     """
     cuda = cuda or _in_use()
     if cuda is None:
@@ -71,7 +79,8 @@ def pin(memory: Memory, cuda: Cuda | None = None) -> bool:
 
 
 def _in_use() -> Cuda | None:
-    """CUDA, with a device that this process has memory of."""
+    """Return CUDA with a device on which this process has allocated memory; None if there is none.
+    """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     for device in range(torch.cuda.device_count()):
@@ -83,7 +92,7 @@ def _in_use() -> Cuda | None:
 def _unpin(cuda: Cuda, address: int) -> None:
     try:
         code = cuda.unregister(address)
-    except Exception as error:  # within a finalizer, where CUDA may have ended already
+    except Exception as error:  # runs in a finalizer, when CUDA may have shut down already
         _log.debug("memory of a keeper stays registered with CUDA: %s", error)
         return
     if code != 0:
@@ -91,7 +100,7 @@ def _unpin(cuda: Cuda, address: int) -> None:
 
 
 def _warn(problem: str) -> None:
-    """Once per process: the next slot would fail likewise."""
+    """Log the problem once per process: every further slot would fail likewise."""
     global _has_warned  # noqa: PLW0603
     with _lock:
         has_warned = _has_warned

@@ -1,15 +1,14 @@
-"""Finds placeholders: tensors without elements, in the place of parameters that have some.
+"""Finds placeholders: empty tensors in place of parameters that have elements.
 
-Some frameworks keep the elements of parameters elsewhere, and leave tensors of shape (0,) in their
-place. A state dict made of such a module does not show it any more, and a checkpoint of it
-would be whole, verified, and empty. So a save is an error where, on all ranks that have the tensors
-in question,
+Some frameworks keep the elements of parameters elsewhere, and leave tensors of shape (0,) behind. A
+state dict of such a module looks normal, and its checkpoint would be complete, verified, and empty.
+So a save fails if, on all ranks that have the tensors in question,
 
 - the state has tensors, and not one of them has an element;
 - a state dict has a weight of shape (0,), such as ``0.weight``;
 - a parameter has no elements, and its optimizer has some for it;
 
-unless the caller asks for it with ``allow_empty=True``.
+unless the caller passes ``allow_empty=True``.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from .flat_state import FlatState
 __all__ = ["Placeholders", "find_placeholders", "refuse_placeholders", "reported_placeholders"]
 
 Placeholders = Mapping[str, str]
-"""By path, why a tensor or a part of a state is taken for a placeholder."""
+"""Reasons why a tensor or a part of a state looks like a placeholder, by path."""
 
 _PLACEHOLDER = (0,)
 _SHOWN = 8
-"""So many parameters are reported at most whose optimizer has elements that they have not."""
+"""Maximum number of reported parameters that are empty while their optimizer state is not."""
 
 
 def find_placeholders(flat: FlatState) -> dict[str, str]:
-    """The placeholders in ``flat``, as this rank sees it. Names and shapes alone decide."""
+    """Return the placeholders in ``flat`` as seen by this rank. Only names and shapes matter."""
     empty = [row for row, shape in enumerate(flat.shapes) if 0 in shape]
     if not empty:
         return {}
@@ -50,14 +49,14 @@ def find_placeholders(flat: FlatState) -> dict[str, str]:
 
 
 def reported_placeholders(flat: FlatState) -> Placeholders | None:
-    """What this rank reports of ``flat`` to the others; None where it has no tensors."""
+    """Return this rank's report on ``flat`` to the others; None if it has no tensors."""
     if not flat.names:
         return None
     return flat.placeholders
 
 
 def refuse_placeholders(reported: Sequence[Placeholders | None]) -> None:
-    """Raise StateError for a placeholder that all ranks with tensors report."""
+    """Raise StateError for a placeholder reported by every rank that has tensors."""
     found = [of_rank for of_rank in reported if of_rank is not None]
     if not found:
         return
@@ -73,8 +72,10 @@ def refuse_placeholders(reported: Sequence[Placeholders | None]) -> None:
 
 
 def _without_weights(flat: FlatState, placeholders: Mapping[int, str]) -> dict[str, str]:
-    """State dicts with weights that have no elements. A tensor of that shape that is merely empty
-    is unlikely to have such a name."""
+    """Return the state dicts whose weights have no elements.
+
+    A tensor of shape (0,) that is merely empty is unlikely to be called weight.
+    """
     weights: dict[int, list[str]] = {}
     for row, key in placeholders.items():
         if key.endswith(".weight"):
@@ -87,7 +88,7 @@ def _without_weights(flat: FlatState, placeholders: Mapping[int, str]) -> dict[s
 
 
 def _with_moments(flat: FlatState, placeholders: Mapping[int, str]) -> dict[str, str]:
-    """Parameters that have no elements where an optimizer's state, by the names of parameters, has
+    """Return the parameters without elements for which the optimizer's state, keyed by name, has
     some."""
     by_key = {key: row for row, key in placeholders.items()}
     found: dict[str, str] = {}

@@ -1,5 +1,5 @@
-"""What this rank writes, and where it lies: from a flat state to an image layout, and to the source
-of the image's bytes."""
+"""Plans a save on one rank: from a flat state to an image layout, and to the source of its bytes.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Agreed:
-    """What the ranks of a job have agreed on. It is kept from save to save, as the same object.
+    """Facts that the ranks of a job have agreed on. The same object is kept from save to save.
 
-    ``holders``: for each row whose replicas the rank alone does not know, which ranks hold the same
-    bytes: an empty tuple where ranks differ and each keeps its own. ``shares``: of groups of ranks
-    that do not divide evenly what they hold, see :func:`...planner.saving.divide`.
+    ``holders``: the ranks that hold the same bytes, for each row whose replicas a rank alone cannot
+    know; an empty tuple if ranks differ and each keeps its own. ``shares``: for groups of ranks
+    that do not divide their holdings evenly, see :func:`...planner.saving.divide`.
     """
 
     holders: Mapping[int, tuple[int, ...]]
@@ -43,9 +43,12 @@ class Agreed:
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """One rank's image, whatever is in the tensors: its shards, where they lie, and which boxes of
-    local tensors they are (``held``). ``reported``: all tensors and containers that the rank knows
-    of, as it reports them to the committing rank."""
+    """The plan of one rank's image, independent of the tensors' contents.
+
+    ``shards`` and ``layout`` say where everything lies, ``held`` which boxes of local tensors it
+    is. ``reported``: all tensors and containers this rank knows, as reported to the committing
+    rank.
+    """
 
     tensors: TensorTable
     shards: ShardTable
@@ -56,13 +59,13 @@ class ImagePlan:
 
 @dataclass(frozen=True)
 class SavePlan(ImagePlan):
-    """And its bytes."""
+    """An image plan, with the source of its bytes."""
 
     source: ImageSource
 
 
 def _tensor_table(flat: FlatState, alias: Ints, owner: Ints) -> TensorTable:
-    """The tensors of a flat state as columns."""
+    """Return the tensors of a flat state as columns."""
     kinds = list(dict.fromkeys(flat.dtypes))
     code = {dtype: i for i, dtype in enumerate(kinds)}
     ndim = np.fromiter(map(len, flat.shapes), np.int64, len(flat.shapes))
@@ -80,9 +83,9 @@ def _tensor_table(flat: FlatState, alias: Ints, owner: Ints) -> TensorTable:
 def plan_save(
     flat: FlatState, rank: int, agreed: Agreed | None, lazy: LazyCapture | None = None
 ) -> SavePlan:
-    """What :func:`plan_image` lays out, with the tensors of this time. What was laid out lately is
-    looked up."""
-    key = (rank, flat.layout_id, agreed)  # a plan follows from these alone
+    """Return the plan of :func:`plan_image`, bound to the current tensors. Recent plans are cached.
+    """
+    key = (rank, flat.layout_id, agreed)  # these determine the plan
     plan = None
     if flat.layout_id is not None:
         plan = _known.get(key)
@@ -100,7 +103,7 @@ _known: LruCache[ImagePlan] = LruCache(8)
 
 
 def plan_image(flat: FlatState, rank: int, agreed: Agreed | None) -> ImagePlan:
-    """Lay out what ``rank`` writes. Without ``agreed`` this process is alone."""
+    """Lay out the image of ``rank``. Without ``agreed``, this process is alone."""
     holders: Mapping[int, tuple[int, ...]] = {}
     shares: Mapping[Group, tuple[int, ...]] = {}
     if agreed is not None:
@@ -121,9 +124,11 @@ def plan_image(flat: FlatState, rank: int, agreed: Agreed | None) -> ImagePlan:
 
 
 def plan_images(flat: FlatState, image_nbytes: int) -> list[ImagePlan]:
-    """Lay out what a process that is alone writes as several images, each with shards of at most
-    ``image_nbytes``, or with one that is larger. Shards are in order, image after image, and name
-    theirs by its number."""
+    """Lay out the images of a process that is alone.
+
+    Each image has shards of at most ``image_nbytes`` in total, or a single larger one. Shards are
+    in order across images, and each refers to its image by number.
+    """
     whole = plan_image(flat, 0, None)
     begins = _begins(whole.held.nbytes.tolist(), image_nbytes)
     if len(begins) == 1:
@@ -136,7 +141,7 @@ def plan_images(flat: FlatState, image_nbytes: int) -> list[ImagePlan]:
 
 
 def _begins(sizes: Sequence[int], most_nbytes: int) -> list[int]:
-    """The row with which each image begins, where none is to have more than ``most_nbytes``."""
+    """Return the first row of each image, if no image may exceed ``most_nbytes``."""
     begins = [0]
     room_nbytes = most_nbytes
     for row, nbytes in enumerate(sizes):
@@ -150,7 +155,7 @@ def _begins(sizes: Sequence[int], most_nbytes: int) -> list[int]:
 def _laid_out(
     tensors: TensorTable, held: Holdings, reported: StateLayout, number: int = 0
 ) -> ImagePlan:
-    """The image ``number`` of those that this process writes, which has all of ``held``."""
+    """Return the plan of image ``number`` of this process, which holds all of ``held``."""
     ndim = tensors.ndim[held.tensor]
     dtypes = [tensors.dtypes[code][0] for code in tensors.dtype[held.tensor].tolist()]
     fqns = [tensors.names[row] for row in held.tensor.tolist()]
@@ -166,8 +171,10 @@ def _laid_out(
 def _holdings(
     flat: FlatState, tensors: TensorTable, rank: int, holders: Mapping[int, tuple[int, ...]]
 ) -> Holdings:
-    """Everything this rank holds, piece by piece; aliases left out. ``holders``: see
-    :class:`Agreed`; the layouts of the other rows know theirs."""
+    """Return everything this rank holds, piece by piece, without aliases.
+
+    ``holders``: see :class:`Agreed`; for the other rows, the layouts know theirs.
+    """
     width = tensors.shape.shape[1]
     alone = (rank,)
     groups = _Groups()
@@ -194,15 +201,17 @@ def _holdings(
 
 
 class _Groups:
-    """Groups of ranks, numbered as they come. Looked up as objects first: thousands of tensors
-    share a group of thousands."""
+    """Groups of ranks, numbered in order of appearance.
+
+    They are looked up by identity first: thousands of tensors share a group of thousands.
+    """
 
     def __init__(self) -> None:
         self.numbers: dict[Group, int] = {}
         self._by_id: dict[int, int] = {}
 
     def number(self, ranks: Group) -> int:
-        """The number of ``ranks``, which outlive this object."""
+        """Return the number of ``ranks``, which must outlive this object."""
         number = self._by_id.get(id(ranks))
         if number is None:
             number = self._by_id[id(ranks)] = self.numbers.setdefault(ranks, len(self.numbers))
@@ -210,15 +219,17 @@ class _Groups:
 
 
 def _sort_keys(flat: FlatState) -> Sequence[str]:
-    """A text for each row, in whose order all ranks sort what they hold: the name, or, where a rank
-    holds several parts of one name, the name and the region."""
+    """Return one sort key per row, by which all ranks order their holdings.
+
+    That is the name; or name and region, if a rank holds several parts of one name.
+    """
     if len(set(flat.names)) == len(flat.names):
         return flat.names
     return [label(flat, row) for row in range(len(flat.names))]
 
 
 def _order(names: Sequence[str], row: Ints, groups: int) -> Ints:
-    """A sort key that all holders of a group agree on: by name, then by piece."""
+    """Return sort keys that all holders of a group agree on: by name, then by piece."""
     if groups == 1:
         return np.arange(len(row))
     by_name = np.empty(len(names), np.int64)

@@ -21,8 +21,11 @@ __all__ = ["Scatter"]
 
 
 class Scatter:
-    """Carries out the copies of a load plan. ``buffers`` are the local tensors that
-    ``targets.buffer`` counts, and ``memory`` where they lie."""
+    """Executes the copies of a load plan.
+
+    ``buffers`` are the local tensors that ``targets.buffer`` indexes, and ``memory`` describes
+    them.
+    """
 
     def __init__(
         self,
@@ -47,8 +50,8 @@ class Scatter:
         self._counted = counting("device_copy")
 
     def deliver(self, read: int, buffer: HostBuffer) -> None:
-        """Copy everything that read number ``read`` holds to where it is wanted. Thread-safe for
-        distinct reads."""
+        """Copy the bytes of read number ``read`` to their targets. Thread-safe for distinct reads.
+        """
         if not self._on_device:
             self._copy(read, buffer)
             return
@@ -73,7 +76,7 @@ class Scatter:
                 self._copy_strided(copy, target, buffer, start)
 
     def _as_stored(self, memory: MemoryTable) -> list[int]:
-        """Of each target, where its elements lie as they are stored; 0 where they lie otherwise."""
+        """Return the address of each target stored as it lies in memory; 0 for all others."""
         rows = self._targets.buffer
         stored = np.array([id(self._dtypes[code]) for code in self._codes], np.int64)
         same = memory.dtype_id[rows] == stored
@@ -83,7 +86,7 @@ class Scatter:
         return addresses
 
     def _copy_strided(self, copy: int, target: int, buffer: HostBuffer, start: int) -> None:
-        """``buffer`` holds the image from byte ``start`` on."""
+        """Copy one strided piece. ``buffer`` holds the image from byte ``start`` on."""
         dtype = self._dtypes[self._codes[target]]
         data = typed_storage(buffer.view, dtype.itemsize)
         into = self._buffers[self._buffer_of[target]]
@@ -94,7 +97,7 @@ class Scatter:
                 _assign(self._window(into, part.box, target), source, dtype)
 
     def _window(self, into: torch.Tensor, part: Box, target: int) -> torch.Tensor:
-        """A box of the global tensor, in the target's local tensor."""
+        """Return a box of the global tensor as a view of the target's local tensor."""
         targets = self._targets
         n = part.ndim
         place = Place(

@@ -1,13 +1,13 @@
-"""The signature of a state, which shows whether it is laid out as one that was flattened before.
+"""Signatures of states: they tell whether a state is laid out like one flattened before.
 
-A training loop saves the same state over and over. One scan takes from it what is new each time
-(tensors, values, the state of objects) and a *signature* of all else: of every container its type
-and keys; of every leaf its type; of every tensor its dtype, shape, strides, device and layout, and
-which earlier tensor begins at the same address. Names, tree and ties follow from the signature
-alone, so they are cached by it, and any difference makes another signature.
+A training loop saves the same state over and over. One scan takes from it everything that is new
+each time (tensors, values, the state of objects) and a *signature* of the rest: the type and keys
+of every container; the type of every leaf; the dtype, shape, strides, device and layout of every
+tensor, and which earlier tensor begins at the same address. Names, tree and ties follow from the
+signature alone, so they are cached by it. Any difference results in another signature.
 
-Scope: the common kinds of containers and leaves. Anything else is no error here; a state that holds
-it is flattened anew each time.
+Scope: the common kinds of containers and leaves. Anything else is no error here; a state that
+contains it is flattened each time.
 """
 
 from __future__ import annotations
@@ -33,49 +33,50 @@ from .flat_state import DEPTH_MAX
 __all__ = ["NoSignatureError", "SignatureScan"]
 
 _KEYS = {str, int, bool, type(None)}
-"""Equal keys of one of these types are the same text; 0.0 and -0.0 are not."""
+"""Types whose equal keys have the same text; 0.0 and -0.0 do not."""
 _VALUES = (type(None), bool, int, float, str)
 
 
 class NoSignatureError(Exception):
-    """The state holds something of which a scan knows no signature. Not seen outside of this
-    package."""
+    """The state holds something without a signature. Never leaves this package."""
 
 
 class SignatureScan:
-    """One scan of a state. The lists are in the order in which flattening meets things."""
+    """One scan of a state. The lists are in the order in which flattening visits the items."""
 
     def __init__(self, modules: Callable[[], Sequence[Walked]]) -> None:
-        """``modules()`` are all that the state has; called if there is an object with a state."""
+        """Prepare a scan. ``modules()`` returns all modules of the state; called only if needed."""
         self._signature: list[Hashable] = []
         self.nodes: list[object] = []
-        """Containers."""
+        """The containers."""
         self.locals: list[torch.Tensor] = []
         self.origins: list[TensorLike] = []
         self.layouts: list[Layout] = []
-        """Of tensors that are not plain. Each is the same object as long as the layout is the same.
-        The signature has their ids, so whatever keeps the signature has to keep these."""
+        """Layouts of tensors that are not plain, one object per distinct layout. The signature
+        contains their ids, so its owner has to keep them alive."""
         self.values: list[object] = []
-        """Encoded."""
+        """The encoded values."""
         self.opened: list[tuple[object, object]] = []
-        """Objects with a state, and that state."""
+        """The objects with a state, each with that state."""
         self._modules = modules
         self._first: dict[int, int] = {}  # by address: the first tensor that begins there
         self._adapters = Adapters()
 
     def signature_of(self, state: object) -> tuple[Hashable, ...]:
-        """Scan all of ``state``, once. Raises NoSignatureError; what was opened until then is in
-        ``opened``."""
+        """Scan all of ``state``, once.
+
+        Raises NoSignatureError; the objects opened until then are in ``opened``.
+        """
         try:
             with torch.no_grad():
                 self._container(self._plain(state), 0)
         except (StateError, RecursionError, RuntimeError) as error:
-            # Flattening raises it again, with the path of what is wrong.
+            # Flattening raises it again, naming the path.
             raise NoSignatureError from error
         return tuple(self._signature)
 
     def _plain(self, item: object) -> object:
-        """``item``, or its state where it has one."""
+        """Return ``item``, or its state if it has one."""
         if not has_state(item):
             return item
         self._signature.append(("opened", type(item)))
@@ -141,7 +142,7 @@ class SignatureScan:
             self._laid_out(part)
 
     def _laid_out(self, item: TensorLike) -> None:
-        """A tensor of a type that has an adapter."""
+        """Add a tensor whose type has an adapter."""
         adapter = self._adapters.of(item)
         local = adapter.local(item)
         if type(local) not in PLAIN_TYPES:
@@ -155,7 +156,7 @@ class SignatureScan:
         self.values.append(encode_value(item, ""))
 
     def _tensor(self, item: torch.Tensor, origin: TensorLike, layout: Layout | None) -> None:
-        # Raises RuntimeError where the tensor is sparse or nested, and has no address or no shape.
+        # A sparse or nested tensor has no address or shape and raises RuntimeError here.
         row = len(self.locals)
         first = row
         address = item.data_ptr()

@@ -1,4 +1,4 @@
-"""An image as a source of bytes: any byte range of it, copied out of the tensors when asked for."""
+"""An image as a source of bytes: copies any byte range of it out of the tensors on demand."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ __all__ = ["ImageSource"]
 Ints = npt.NDArray[np.int64]
 
 GATHERED_NBYTES_MAX = 8 << 20
-"""Parts up to this size are copied together. A longer one is copied faster by itself, past the
+"""Parts up to this size are copied together. A longer one is faster alone, bypassing the
 processor's cache."""
 
 
 class ImageSource:
-    """The bytes [0, layout.hashed_end) of one rank's image. Holds the tensors until it is dropped.
+    """The bytes [0, layout.hashed_end) of one rank's image. Keeps the tensors alive.
 
-    ``parts`` says which boxes of which local tensors make the image, in the rows of
-    ``layout.start``. ``allocate`` makes the memory that the image is best copied to; None: any
+    ``parts`` lists the boxes of local tensors that make up the image, in the rows of
+    ``layout.start``. ``allocate`` returns the memory best suited to receive the image; None if any
     memory will do.
     """
 
@@ -45,7 +45,7 @@ class ImageSource:
         ndim: Ints,
         lazy: LazyCapture | None = None,
     ) -> None:
-        """``lazy`` copies tensors that may be written to meanwhile."""
+        """Prepare the copies. ``lazy`` copies tensors that may be written to meanwhile."""
         self._header = np.frombuffer(layout.header, np.uint8)
         self._data_end = layout.data_end
         order = layout.order
@@ -66,7 +66,7 @@ class ImageSource:
             start if run and tensor.is_contiguous() else None
             for start, run, tensor in zip(self._local_start, is_run, self._tensors, strict=True)
         ]
-        """The element with which each part begins, where it is one run of its tensor's memory."""
+        """First element of each part that is one run of its tensor's memory."""
         self._capture = lazy
         self._is_lazy = [lazy is not None and row in lazy for row in self._rows]
         self._tracked_from = [self._tracked_from_of(i) for i in range(len(self._tensors))]
@@ -79,7 +79,7 @@ class ImageSource:
         self._is_gathered = is_gathered | is_tracked
 
     def _address_of(self, i: int) -> int | None:
-        """The address at which part ``i`` begins, where it is one run of host memory."""
+        """Return the address of part ``i`` if it is one run of host memory."""
         first = self._first[i]
         address = address_of(self._tensors[i])
         if address is None or first is None:
@@ -87,15 +87,14 @@ class ImageSource:
         return address + first * self._itemsize[i]
 
     def _plain_address(self, i: int) -> int:
-        """The address of part ``i``, where it can be copied from there alone; else 0."""
+        """Return the address of part ``i`` if nothing but a plain copy is needed; else 0."""
         address = self._address[i]
         if address is None or self._is_lazy[i]:
             return 0
         return address
 
     def _tracked_from_of(self, i: int) -> int | None:
-        """The byte of its tensor with which part ``i`` begins, where that is one run of tracked
-        memory."""
+        """Return the part's first byte in its tensor, if the part is one run of tracked memory."""
         first = self._first[i]
         if self._capture is None or first is None or not self._is_lazy[i]:
             return None
@@ -121,7 +120,7 @@ class ImageSource:
     def _copy_parts(
         self, first: int, last: int, start: int, stop: int, into: HostBuffer
     ) -> list[Doubt]:
-        """Returns what is to be settled before the copy is good."""
+        """Copy the parts and return the doubts to be settled before the copy is valid."""
         doubts: list[Doubt] = []
         base = into.address - start
         left = self._gather_runs(first, last, start, stop, base)
@@ -151,10 +150,12 @@ class ImageSource:
         return doubts
 
     def _gather_runs(self, first: int, last: int, start: int, stop: int, base: int) -> Ints:
-        """Copy the runs of parts among ``first`` to ``last`` that can be copied together, each by
-        one call that does not hold the GIL. To take it back after a copy of its own for each would
-        take longer than the copies, beside a trainer in Python, which would wait, too. Returns the
-        parts that are left."""
+        """Copy runs of parts together, and return the parts that are left.
+
+        Each run takes one call that does not hold the GIL. Copying each part alone would have to
+        retake the GIL every time. Next to a trainer in Python, that takes longer than the copies
+        and delays the trainer, too.
+        """
         parts = slice(first, last)
         is_done = self._is_gathered[parts] & (self._start[parts] >= start)
         is_done &= self._stop[parts] <= stop
@@ -165,8 +166,10 @@ class ImageSource:
         return first + np.flatnonzero(~is_done)
 
     def _gather(self, run: slice, base: int) -> bool:
-        """Copy parts that follow each other in the image. Whether that is possible: the system may
-        refuse, also for memory of some kinds alone."""
+        """Copy parts that are adjacent in the image; return whether that was possible.
+
+        The system may refuse it, possibly for some kinds of memory only.
+        """
         begins = self._start[run]
         sizes = self._stop[run] - begins
         to = base + int(begins[0])
@@ -184,7 +187,7 @@ class ImageSource:
         return True
 
     def _tracked_of(self, run: slice) -> dict[int, tuple[int, int, int]]:
-        """The parts that are tracked: their rows, and which bytes of those they are."""
+        """Return the tracked parts as (row, start, stop)."""
         sizes = (self._stop[run] - self._start[run]).tolist()
         return {
             i: (self._rows[i], start, start + nbytes)
@@ -195,7 +198,7 @@ class ImageSource:
     def _segments(
         self, run: slice, tracked: Mapping[int, tuple[int, int, int]], sizes: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """Addresses, and numbers of bytes, of all that is to be read for the parts in turn."""
+        """Return the (address, nbytes) pairs to read for the parts in order."""
         assert self._capture is not None
         plain = self._plain[run].tolist()
         segments: list[tuple[int, int]] = []
@@ -207,8 +210,10 @@ class ImageSource:
         return segments
 
     def _copy_now(self, i: int, begin: int, end: int, to: torch.Tensor) -> None:
-        """Bytes [begin, end) of part ``i`` in row-major order. Image layouts and chunks cut between
-        elements only."""
+        """Copy bytes [begin, end) of part ``i`` in row-major order.
+
+        Image layouts and chunks cut between elements only.
+        """
         itemsize = self._itemsize[i]
         first = self._first[i]
         tensor = self._tensors[i]
@@ -222,7 +227,8 @@ class ImageSource:
         pack_windows(windows, to)
 
     def _copy_lazily(self, i: int, begin: int, end: int, to: torch.Tensor) -> Doubt | None:
-        """The same, of a contiguous tensor that may be written to meanwhile."""
+        """Copy like :meth:`_copy_now`, from a contiguous tensor that may be written to meanwhile.
+        """
         assert self._capture is not None
         itemsize = self._itemsize[i]
         first = self._first[i]
@@ -243,11 +249,11 @@ class ImageSource:
         return doubt
 
     def _boxes(self, i: int, begin: int, end: int) -> list[Box]:
-        """Bytes [begin, end) of part ``i``, as boxes of it."""
+        """Return bytes [begin, end) of part ``i`` as boxes of it."""
         itemsize = self._itemsize[i]
         lengths = self._lengths[i, : self._ndim[i]].tolist()
         return flat_to_boxes(lengths, begin // itemsize, end // itemsize)
 
     def _place(self, i: int) -> Place:
-        """Where part ``i`` lies in its tensor."""
+        """Return the place of part ``i`` in its tensor."""
         return Place(self._local_start[i], tuple(self._local_shape[i, : self._ndim[i]].tolist()))

@@ -1,4 +1,4 @@
-"""What a load fills: matches the tensors and values of the caller's state with a checkpoint's."""
+"""Finds what a load fills: matches the caller's tensors and values with those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ TypedPath = tuple[tuple[str, Key], ...]
 
 _CASTABLE = " (cast=True converts)"
 Wish = tuple[int, Layout | None]
-"""(row of the tensor, what is wanted of it; None: all)"""
+"""(row of the tensor, the wanted part of it; None: all)"""
 
 
 @dataclass
 class Wanted:
-    """Parts of tensors to be filled, collected one by one; ``targets()`` makes columns of them."""
+    """Parts of tensors to fill, collected one by one; ``targets()`` turns them into columns."""
 
     buffers: list[torch.Tensor] = field(default_factory=list)
     _whole: list[tuple[int, int]] = field(default_factory=list)
     """(row of the tensor, number of the buffer)"""
     _parts: list[tuple[int, Layout, int]] = field(default_factory=list)
-    """(row of the tensor, what is wanted of it, number of the buffer)"""
+    """(row of the tensor, the wanted part of it, number of the buffer)"""
     _names: dict[int, str] = field(default_factory=dict)
     _memory: MemoryTable | None = None
 
     def add_all_whole(
         self, tensors: Ints, buffers: Sequence[torch.Tensor], names: Sequence[str]
     ) -> None:
-        """Want the tensors in these rows, all of each, in the buffers beside them, which have these
-        names in the state."""
+        """Add all of the tensors in these rows, each with its buffer and the buffer's name in the
+        state."""
         first = len(self.buffers)
         numbers = range(first, first + len(buffers))
         filled = map(torch.Tensor.numel, buffers)
@@ -63,15 +63,17 @@ class Wanted:
         self.buffers += buffers
 
     def add_whole(self, tensor: int, buffer: torch.Tensor, name: str | None = None) -> None:
-        """Want all of the tensor in row ``tensor``, in ``buffer``. ``name``: that of the buffer in
-        the state."""
+        """Add all of the tensor in row ``tensor``, to be read into ``buffer``.
+
+        ``name``: the buffer's name in the state.
+        """
         self._named(name)
         if buffer.numel():
             self._whole.append((tensor, len(self.buffers)))
         self.buffers.append(buffer)
 
     def add_tensor(self, row: int, tensor: TensorLike | InParts, name: str) -> None:
-        """Want all that this rank holds of a tensor, of whatever type it is."""
+        """Add everything this rank holds of a tensor, whatever its type."""
         parts: Sequence[TensorLike] = [tensor]  # type: ignore[list-item]
         if is_in_parts(tensor):
             parts = parts_of(tensor, lambda: name)
@@ -82,7 +84,7 @@ class Wanted:
     def add_held(
         self, row: int, local: torch.Tensor, layout: Layout, name: str | None = None
     ) -> None:
-        """Want what ``layout`` says that this rank holds of a tensor, in ``local``."""
+        """Add the part of a tensor that ``layout`` describes, to be read into ``local``."""
         if layout.local_shape == layout.shape:
             self.add_whole(row, local, name)
         else:
@@ -97,12 +99,15 @@ class Wanted:
 
     @property
     def names(self) -> Mapping[int, str]:
-        """Names of buffers, by their number; of those that have one."""
+        """Names of the buffers that have one, by number."""
         return self._names
 
     def memory(self) -> MemoryTable:
-        """Where the buffers lie. All have been added. Raises UsageError in a child that was forked
-        after CUDA began, where it could not fill them."""
+        """Return where the buffers lie; called after all have been added.
+
+        Raises UsageError in a child forked after CUDA was initialized, where they could not be
+        filled.
+        """
         if self._memory is None:
             self._memory = MemoryTable.of(self.buffers)
             if not self._memory.on_host.all() and devices_of(self.buffers):
@@ -110,26 +115,26 @@ class Wanted:
         return self._memory
 
     def numbers(self) -> Ints:
-        """Of the buffers of which anything is wanted."""
+        """Return the numbers of all buffers to fill."""
         wanted = [number for _, number in self._whole]
         wanted += [number for _, _, number in self._parts]
         return np.array(wanted, np.int64)
 
     def wishes(self) -> dict[int, Wish]:
-        """What each buffer of which anything is wanted gets, by its number."""
+        """Return the wish for each buffer to fill, by number."""
         found: dict[int, Wish] = {number: (tensor, None) for tensor, number in self._whole}
         found.update((number, (tensor, layout)) for tensor, layout, number in self._parts)
         return found
 
     def stored_dtypes(self, tensors: TensorTable) -> dict[int, torch.dtype]:
-        """Return the dtypes in the checkpoint of the tensors that are filled, by address."""
+        """Return the stored dtypes of the tensors to fill, by address."""
         return {
             self.buffers[number].data_ptr(): dtype_of(*tensors.dtypes[tensors.dtype[row]])
             for number, (row, _) in self.wishes().items()
         }
 
     def part(self, number: int, buffer: torch.Tensor) -> Wanted:
-        """What is wanted in one buffer, in another one instead."""
+        """Return the wish of one buffer, redirected to ``buffer``."""
         tensor, layout = self.wishes()[number]
         wanted = Wanted()
         if layout is None:
@@ -139,7 +144,7 @@ class Wanted:
         return wanted
 
     def without(self, numbers: Collection[int]) -> Wanted:
-        """What is wanted in other buffers than these."""
+        """Return the wishes of all buffers but these."""
         return Wanted(
             self.buffers,
             [whole for whole in self._whole if whole[1] not in numbers],
@@ -149,7 +154,8 @@ class Wanted:
         )
 
     def targets(self, shape: Ints) -> Targets:
-        """Columns. ``shape`` (T, D) are the shapes of the checkpoint's tensors."""
+        """Return the wishes as columns. ``shape`` (T, D) are the shapes of the checkpoint's
+        tensors."""
         width = shape.shape[1]
         tensor, buffer = np.array(self._whole, np.int64).reshape(-1, 2).T
         whole = shape[tensor]
@@ -169,12 +175,12 @@ class Wanted:
 
 @dataclass
 class Match:
-    """How a state matches a checkpoint, as one rank sees it.
+    """The match of a state with a checkpoint, as one rank sees it.
 
     By name, with a text for people: ``missing`` are in the state only; ``mismatched`` are in both,
-    but cannot be filled; ``castable`` could be, with ``cast``; ``shared`` are one in the state, and
-    stored with different values. ``tensors`` and ``values`` are the rows of the checkpoint that the
-    state has a place for; ``assign`` the values to be put into its containers.
+    but cannot be filled; ``castable`` could be filled with ``cast``; ``shared`` are one in the
+    state, but stored with different values. ``tensors`` and ``values`` are the rows of the
+    checkpoint that have a place in the state; ``assign`` are the values to put into its containers.
     """
 
     wanted: Wanted = field(default_factory=Wanted)
@@ -183,11 +189,11 @@ class Match:
     castable: dict[str, str] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
-    """What a load that failed began to fill, and this one would not."""
+    """Items that a failed load began to fill, and this one would not."""
     tensors: set[int] = field(default_factory=set)
     values: set[int] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
-    """Names of tensors, and of objects, that a load fills."""
+    """Names of the tensors and objects that a load fills."""
     assign: list[tuple[int, Key, int]] = field(default_factory=list)
     """(container of the state, key, row of the value in the checkpoint)"""
 
@@ -239,15 +245,17 @@ def _match_tensors(
 
 
 def _are_plain(flat: FlatState) -> bool:
-    """Whether all tensors of the state are whole ones, row by row in memory. Most states are so,
-    and then none needs to be looked at by itself."""
+    """Return whether all tensors of the state are whole and contiguous.
+
+    That holds for most states, and saves looking at each tensor.
+    """
     layouts = {id(layout): layout for layout in flat.layouts}
     whole = all(layout.local_shape == layout.shape for layout in layouts.values())
     return whole and all(map(torch.Tensor.is_contiguous, flat.locals))
 
 
 def _clipped(flat: FlatState, row: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, Layout]:
-    """What is to be filled from a tensor of ``shape``: less, or the same, of one that is padded."""
+    """Return the part to fill from a tensor of ``shape``, which is smaller for a padded tensor."""
     origin = flat.origins[row]
     if isinstance(origin, KeyedShard) and origin.fits_in(shape):
         return layout_of(origin.clipped(shape), lambda: flat.path(row))
@@ -259,7 +267,7 @@ def _missing(flat: FlatState, row: int) -> str:
 
 
 def _fitting(flat: FlatState, stored: TensorTable, sources: Ints) -> npt.NDArray[np.bool_]:
-    """(rows of the state,): whether shape and dtype are those of the stored tensor, all at once."""
+    """Return whether shape and dtype equal the stored ones, (rows of the state,) bool."""
     ndim = np.fromiter(map(len, flat.shapes), np.int64, len(flat.shapes))
     width = max(stored.shape.shape[1], int(ndim.max(initial=0)))
     shapes = widen(stored.shape, width, 1)[sources] == padded(flat.shapes, width, 1)
@@ -289,7 +297,7 @@ def _problem(
 
 
 def _unfillable(local: torch.Tensor) -> str | None:
-    span = 0  # of the dimensions so far, from the closest on: the next one must step over it
+    span = 0  # bytes spanned by the smaller strides; the next stride must exceed it
     for stride, size in sorted(
         (stride, size) for stride, size in zip(local.stride(), local.shape, strict=True) if size > 1
     ):
@@ -300,8 +308,8 @@ def _unfillable(local: torch.Tensor) -> str | None:
 
 
 def typed_paths(tree: Tree) -> list[TypedPath]:
-    """Per container, the keys that lead to it, each with its type: 1, True and 1.0 are different
-    keys here."""
+    """Return the keys that lead to each container, with their types: 1, True and 1.0 are distinct.
+    """
     out: list[TypedPath] = [()]
     for c in tree.containers[1:]:
         out.append((*out[c.parent], (type(c.key).__name__, c.key)))
@@ -339,7 +347,8 @@ def _match_values(found: Match, flat: FlatState, stored: Tree, rank: int) -> Non
 def _compare_descriptions(
     found: Match, flat: FlatState, present: Value, stored: Value, rank: int
 ) -> None:
-    """Of a tensor made of tensors, whose inner tensors mean nothing to another kind."""
+    """Report an item made up of tensors if its kind differs: the inner tensors would mean nothing.
+    """
     ours = present.of(rank)
     theirs = stored.of(rank)
     if not agrees(theirs, ours):
@@ -350,14 +359,16 @@ def _compare_descriptions(
 
 
 def _settle_shared_containers(found: Match, flat: FlatState, stored: Tree, rank: int) -> None:
-    """Of a container that is in the state at two places: where different values are stored for it,
-    the last is to stay."""
+    """Resolve containers that are in the state at two places: the last value assigned wins.
+
+    Reports those whose stored values differ.
+    """
     last: dict[tuple[int, Key, str], int] = {}
     for container, key, row in found.assign:
         node = flat.nodes[container]
         place = (id(node), key, type(key).__name__)
         if isinstance(node, tuple):
-            continue  # it is made anew at each place
+            continue  # rebuilt at each place
         before = last.setdefault(place, row)
         if before != row and repr(stored.values[before].of(rank)) != repr(
             stored.values[row].of(rank)
@@ -382,8 +393,11 @@ def _dotted_value(tree: Tree, row: int) -> str:
 
 
 def _opened(flat: FlatState, ours: Sequence[TypedPath]) -> list[TypedPath]:
-    """Paths of modules and optimizers. Their small values (hyperparameters) vary with torch's
-    version: those that both have are taken over, others are left as they are."""
+    """Return the paths of modules and optimizers.
+
+    Their small values (hyperparameters) vary with torch's version: shared ones are loaded, all
+    others stay as they are.
+    """
     return [_path_of(subtree, ours) for subtree in flat.subtrees if subtree.state is not None]
 
 
@@ -394,7 +408,6 @@ def _path_of(subtree: Subtree, ours: Sequence[TypedPath]) -> TypedPath:
 
 
 def _is_own_layout(path: TypedPath) -> bool:
-    """Which parameters an optimizer's group has is decided by the job that loads, not by the one
-    that saved."""
+    """Return whether ``path`` is a group's list of parameters, which the loading job decides."""
     keys = [key for _, key in path]
     return len(keys) == 4 and keys[0] == "param_groups" and keys[2] == "params"

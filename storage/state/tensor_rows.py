@@ -1,6 +1,6 @@
-"""The rows of a flat state: added one by one, each with the earlier row that it is tied to.
+"""Adds tensors to a flat state, one row at a time, and finds the earlier row each is tied to.
 
-Tied tensors have the very same bytes in memory and are laid out alike. Only one of them is stored.
+Tied tensors have the same bytes in memory and the same layout. Only one of them is stored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TensorRows:
         *,
         may_be_tied: bool = True,
     ) -> None:
-        """Add the row of a tensor, or of one of its parts."""
+        """Add a row for a tensor, or for one of its parts."""
         flat = self._flat
         row = len(flat.names)
         flat.names.append(name)
@@ -46,7 +46,7 @@ class TensorRows:
         flat.alias.append(self._alias_of(local, layout, row) if may_be_tied else -1)
 
     def _alias_of(self, item: torch.Tensor, layout: Layout, row: int) -> int:
-        """The earlier row that ``item`` is tied to; -1 if there is none."""
+        """Return the earlier row that ``item`` is tied to, or -1."""
         address = item.data_ptr()
         if not address or not item.numel():
             return -1
@@ -67,8 +67,10 @@ class TensorRows:
         return root
 
     def store_first_by_name(self) -> None:
-        """Of tied tensors, store the first by name, so that ranks that walk their state in another
-        order agree."""
+        """Store the first by name of each set of tied tensors.
+
+        Ranks that walk their state in another order then agree.
+        """
         flat = self._flat
         alias = np.array(flat.alias, np.int64)
         for root in sorted({row for row in flat.alias if row >= 0}):
@@ -80,7 +82,7 @@ class TensorRows:
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Of two tensors at one address: whether they are the same elements in the same order."""
+    """Return whether two tensors at the same address have the same elements in the same order."""
     return (
         (a.dtype, a.device, a.shape, a.stride()) == (b.dtype, b.device, b.shape, b.stride())
         and a.is_conj() == b.is_conj()

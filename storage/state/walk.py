@@ -1,7 +1,7 @@
-"""The walk over a state: what each item is, what is stored of it, and under which name.
+"""Walks a state: decides for each item what is stored of it, and under which name.
 
-It descends into containers and into the states of objects. Every tensor becomes rows, everything
-else goes into the tree, and what cannot be stored is refused by its path.
+The walk descends into containers and into the states of objects. Every tensor becomes rows,
+everything else goes into the tree, and anything that cannot be stored is refused by its path.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ __all__ = ["Walker"]
 
 _log = logging.getLogger(__name__)
 _warned_of = set[str]()
-"""Types of containers of which a warning has said that they are not restored, by name."""
+"""Types of containers that were reported as not restored, by name."""
 
 _PLAIN_CONTAINERS = (dict, list, tuple)
-"""Containers that are no objects with a state, whatever is in them."""
+"""Containers that never are objects with a state, whatever they contain."""
 
 _Node = Mapping[Key, object] | list[object] | tuple[object, ...]
 """A container of a state."""
 
 _Inside = Literal["containers", "module", "object"]
-"""What a walk is in: the user's own containers, or the state of an object."""
+"""The surroundings of the walk: the user's own containers, or the state of an object."""
 
 _Emitted = Literal["t", "v", "c", ""]
-"""What an item became: a (t)ensor, a (v)alue or a (c)ontainer; "" for what is stored elsewhere."""
+"""The form an item took: a (t)ensor, a (v)alue or a (c)ontainer; "" if stored elsewhere."""
 
 
 class Walker:
-    """One walk over one state, which fills ``flat``.
+    """One walk over one state, filling ``flat``.
 
-    An item is known by the number of its container and its key there; ``prefix`` is what the names
-    of all tensors in that container begin with.
+    An item is identified by the number of its container and its key there. ``prefix`` begins the
+    names of all tensors in that container.
     """
 
     def __init__(
@@ -67,10 +67,12 @@ class Walker:
         opened: Sequence[tuple[object, object]],
         default: Default | None,
     ) -> None:
-        """``opened`` are the first objects with a state, in order, and their state, where that is
-        known."""
+        """Prepare a walk.
+
+        ``opened``: the first objects with a state, in order, with their states if known already.
+        """
         self.on_meta: list[tuple[int, str]] = []
-        """Rows of modules' tensors on the meta device, and their paths."""
+        """Rows of modules' tensors on the meta device, with their paths."""
         self._flat = flat
         self._tree = flat.tree
         self._tree.containers = []
@@ -78,13 +80,13 @@ class Walker:
         self._verb = "filled" if loading else "saved"
         self._opened = iter(opened)
         self._default = default
-        self._converting = 0  # so many values that are being converted, each within the other
+        self._converting = 0  # depth of nested conversions in progress
         self._adapters = Adapters()
         self._rows = TensorRows(flat)
         self._first_rows: dict[str, int] = {}  # by name
         self._keyed = KeyedParts()
         self._open_ids: set[int] = set()
-        self._keys: list[Key] = []  # those that lead to the current container
+        self._keys: list[Key] = []  # keys that lead to the current container
         self._inside: _Inside = "containers"
 
     def walk(self, state: object) -> None:
@@ -108,7 +110,7 @@ class Walker:
         return format_path((*self._keys, key))
 
     def _key(self, key: Key) -> Key:
-        """``key``, if it is of a type that can be saved. Raises StateError."""
+        """Return ``key`` if it has a type that can be saved. Raises StateError."""
         if key is None or type(key) in (str, int, float, bool):
             return key
         raise StateError(f"{self._path(key)}: a key of type {type(key).__name__} cannot be saved")
@@ -164,14 +166,16 @@ class Walker:
             )
 
     def _here(self) -> str:
-        """The path of the current container."""
+        """Return the path of the current container."""
         if not self._keys:
             return "the state"
         return format_path(self._keys)
 
     def _note_kind(self, node: object, number: int, kind: str) -> None:
-        """Note what a container is beyond a plain dict. A module is loaded into the containers that
-        it has."""
+        """Record the type of a container that is not a plain dict.
+
+        Modules are skipped: a load fills their existing containers.
+        """
         if self._loading or self._inside == "module":
             return
         name = None
@@ -191,7 +195,7 @@ class Walker:
             self._warn_of_type(f"{type(node).__module__}.{type(node).__qualname__}", kind)
 
     def _warn_of_type(self, type_name: str, kind: str) -> None:
-        """Warn, once for each type, that a container of the state comes back as a plain one."""
+        """Warn, once per type, that a container of the state comes back as a plain one."""
         if type_name not in _warned_of:
             _warned_of.add(type_name)
             _log.warning(
@@ -203,8 +207,10 @@ class Walker:
             )
 
     def _note_order(self, number: int, emitted: Sequence[_Emitted]) -> None:
-        """Note in which order a dict has its tensors, values and containers, where it has more than
-        one kind of them: each kind is stored apart."""
+        """Record the order of a dict's items if it mixes tensors, values and containers.
+
+        Each kind is stored separately, so the order between them would be lost.
+        """
         if len(set(emitted)) < 2:
             return
         runs: list[tuple[str, int]] = [
@@ -216,7 +222,7 @@ class Walker:
     # Items of a container, and objects with a state.
 
     def _item(self, item: object, number: int, key: Key, prefix: str) -> _Emitted:
-        """Add what is no plain tensor."""
+        """Add an item that is not a plain tensor."""
         if not has_state(item):
             return self._stateless(item, number, key, prefix)
         if self._loading and not fills_in_place(item):
@@ -232,7 +238,7 @@ class Walker:
         return emitted
 
     def _open(self, item: object, number: int, key: Key) -> object:
-        """The state of an object, which is flattened in its place."""
+        """Return the state of an object, to be flattened in the object's place."""
         owner, state = next(self._opened, (None, None))
         if owner is not item:
             where = self._path(key) if number >= 0 else "the state"
@@ -241,14 +247,14 @@ class Walker:
         return state
 
     def _only(self, item: object) -> None:
-        """The state is an object that is given what is stored."""
+        """Add a state that is itself an object to be given its stored state."""
         refuse_object(item, self._flat.modules, "the state", loading=True)
         self._tree.containers = [Container(-1, None, "dict")]
         self._flat.nodes.append({})
         self._flat.subtrees.append(Subtree(-1, None, item, None, present_state(item, "the state")))
 
     def _stateless(self, item: object, number: int, key: Key, prefix: str) -> _Emitted:
-        """As :meth:`_item`, for what is no object with a state."""
+        """Add an item like :meth:`_item`, if it is no object with a state."""
         if megatron_kind(item):
             self._of_megatron(item, key)
             return ""
@@ -285,13 +291,13 @@ class Walker:
             return encode_value(item, "")
         except StateError:
             if self._loading:
-                return None  # whatever is there, what is stored takes its place
+                return None  # the stored value replaces whatever is there
             return encode_value(item, self._path(key))
 
     # Tensors.
 
     def _plain_tensor(self, item: torch.Tensor, number: int, key: Key, prefix: str) -> None:
-        """Add a tensor that is its own memory. Most are, and none needs an adapter."""
+        """Add a tensor with its own memory. Most tensors are like that and need no adapter."""
         if is_suspect(item):
             if is_in_parts(item):
                 self._in_parts(item, number, key, prefix)
@@ -332,7 +338,7 @@ class Walker:
         self._add(local, layout, item, number, key, prefix)
 
     def _in_parts(self, item: ShardedTensor | InParts, number: int, key: Key, prefix: str) -> None:
-        """Add a row for each part of a tensor, all of its name."""
+        """Add a row for each part of a tensor, all under its name."""
         first, *others = parts_of(item, lambda: self._path(key))
         self._tensor(first, number, key, prefix)
         for part in others:
@@ -340,7 +346,7 @@ class Walker:
             self._rows.add(part.tensor, part.layout, part, number, f"{prefix}{key}")
 
     def _of_megatron(self, item: Any, key: Key) -> None:
-        """Add what stands in the outermost dict under a name of its own."""
+        """Add an object of Megatron, stored in the outermost dict under its own name."""
         if self._inside != "containers" or self._tree.containers[ROOT].kind != "dict":
             raise misplaced(item, self._path(key))
         if megatron_kind(item) == "ShardedObject":
@@ -350,7 +356,7 @@ class Walker:
         for part in keyed_parts_of(item, lambda: self._path(key), loading=self._loading):
             self._check_bytes(part.tensor, key)
             self._keyed.add(part, lambda: self._path(key))
-            # Whether others share its memory says nothing of the parts that other ranks hold.
+            # Sharing memory here says nothing about the parts of other ranks.
             self._rows.add(part.tensor, part.layout, part, ROOT, part.key, may_be_tied=False)
 
     def _add(
@@ -375,8 +381,8 @@ class Walker:
         self._rows.add(local, layout, origin, number, name)
 
     def _check_bytes(self, item: torch.Tensor, key: Key) -> None:
-        """Raise the StateError for a tensor that has no bytes of its own, unless the load gives it
-        memory."""
+        """Raise StateError for a tensor without bytes of its own, unless the load allocates them.
+        """
         reason = refusal(item)
         if reason is None:
             return
@@ -403,7 +409,7 @@ def _inside(owner: object) -> _Inside:
 
 
 def _kind(container: object) -> str:
-    """What a tree calls a container."""
+    """Return a tree's name for a container."""
     if isinstance(container, MAPPINGS):
         return "dict"
     return "list" if isinstance(container, list) else "tuple"
