@@ -1,5 +1,5 @@
-"""Tensors as bits: copies that keep every bit of any dtype (NaN payloads, float8, bool above one).
-"""
+"""Tensors as bits: copies that keep every bit of any dtype (NaN payloads, float8, bool above
+one)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 SHORT_NBYTES = 256 << 10
-"""Size up to which a copy takes some 20 to 50 µs."""
+"""Largest short copy; one takes some 20 to 50 µs."""
 _move_with_gil = ctypes.PyDLL(None).memmove
 _move_with_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _move_with_gil.restype = ctypes.c_void_p
@@ -65,8 +65,8 @@ def pack(windows: Iterable[torch.Tensor], to: torch.Tensor) -> None:
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
-    """Return the tensor's address; None unless it lies in host memory in row-major order as stored.
-    """
+    """Return the tensor's address; None unless it lies in host memory in row-major order as
+    stored."""
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor.data_ptr()
     return None
@@ -94,7 +94,7 @@ def mark_written(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def writable(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which ``tensor`` can be written to.
+    """Return a context manager that makes ``tensor`` writable.
 
     Inference tensors are writable in inference mode only, and this thread may not be in it.
     """

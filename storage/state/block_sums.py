@@ -58,8 +58,8 @@ class BlockSums:
         )
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the whole blocks that hold bytes [start, stop); the last one ends with the tensor.
-        """
+        """Return the whole blocks that hold bytes [start, stop); the last one ends with the
+        tensor."""
         return start // BLOCK_NBYTES * BLOCK_NBYTES, min(self.nbytes, round_up(stop, BLOCK_NBYTES))
 
     def same(self, start: int, copied: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ class BlockSums:
 
 
 def _sums(data: torch.Tensor, word_nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums of whole rows, and those of the columns of each block."""
+    """Return the sums of whole rows, and of the columns of each block."""
     columns = ROW_NBYTES // word_nbytes
     count = len(data) // ROW_NBYTES
     words = data[: count * ROW_NBYTES].view(_WORDS[word_nbytes]).view(count, columns)

@@ -37,7 +37,7 @@ class Items:
     own: bool = False
     others: bool = False
     foreign: set[Key] = field(default_factory=set)
-    """Keys of containers in which only other ranks have items."""
+    """Keys of containers whose items all belong to other ranks."""
 
     def add_value(self, value: Value, rank: int, world: int, kind: str) -> None:
         """Add a value as ``rank`` of ``world`` has it.
@@ -62,7 +62,7 @@ class Items:
     def assembled(self, tree: Tree, number: int) -> object:
         """Return the container ``number`` of ``tree``.
 
-        Items missing from the stored order, which are those of other ranks, come last.
+        Items missing from the stored order belong to other ranks, and come last.
         """
         kind = tree.containers[number].kind
         if kind != "dict":

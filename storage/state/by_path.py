@@ -71,8 +71,8 @@ def _are_keys(keys: set[str | int]) -> bool:
 
 
 def put(state: dict[str | int, object], path: Path, item: object) -> None:
-    """Put ``item`` at ``path``. Lists are dicts for now, since some of their items may be missing.
-    """
+    """Put ``item`` at ``path``. Lists are dicts for now, since some of their items may be
+    missing."""
     *above, key = path
     for step in above:
         within = state.setdefault(step, {})

@@ -75,8 +75,8 @@ def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
 
 
 def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]:
-    """Return the direct children, under all of their names; ``named_children`` returns each once.
-    """
+    """Return the direct children, under all of their names; ``named_children`` returns each
+    once."""
     return module._modules
 
 
@@ -152,7 +152,7 @@ class FlatUnit:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the flat parameter holds this rank's part, and no operation is using it."""
+        """True if the flat parameter holds this rank's part, and no operation is using it."""
         handle = self._handle
         state = handle._training_state.name
         flat: Any = self.flat
@@ -160,8 +160,7 @@ class FlatUnit:
 
     @property
     def shows_whole(self) -> bool:
-        """Whether the original parameters are the gathered ones, as between forward and backward.
-        """
+        """True if the original parameters are gathered, as between forward and backward."""
         return self._handle._unsharded_flat_param_for_skipped_views is not None
 
     def reshard(self) -> None:
@@ -250,7 +249,7 @@ class WeakStorage:
 
     @property
     def expired(self) -> bool:
-        """Whether the memory was freed."""
+        """True once the memory was freed."""
         return self._ref.expired()
 
     def get(self) -> torch.UntypedStorage | None:

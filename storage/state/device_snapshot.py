@@ -68,7 +68,7 @@ class DeviceSnapshot:
     def staged(self, row: int, start: int, stop: int) -> tuple[torch.Tensor, Doubt]:
         """Copy bytes [start, stop) of ``row`` on its device, or to the host if the device is full.
 
-        Returns the copy, and whether its bytes are those of the snapshot.
+        Returns the copy, and whether its bytes are as of the snapshot.
         """
         held = self._held[row]
         try:

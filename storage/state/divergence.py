@@ -31,7 +31,7 @@ _lock = new_lock()
 
 
 def unexpected_rows(flat: FlatState, rows: Iterable[int]) -> list[int]:
-    """Return those of ``rows``, of plain tensors, that should not differ between ranks.
+    """Return the members of ``rows``, all plain tensors, that should not differ between ranks.
 
     These are parameters, optimizer state, and tensors placed directly in the state, but not buffers
     or the state of other objects.
@@ -99,8 +99,8 @@ def _is_of_a_rank(owner: object) -> bool:
 
 
 def _of_a_rank(flat: FlatState) -> list[bool]:
-    """Return per container whether it belongs to an object with per-rank state, like a data loader.
-    """
+    """Return per container whether it belongs to an object with per-rank state, like a data
+    loader."""
     opened: dict[tuple[int, Key], bool] = {
         (s.parent, s.key): _is_of_a_rank(s.owner) for s in flat.subtrees
     }
@@ -112,8 +112,8 @@ def _of_a_rank(flat: FlatState) -> list[bool]:
 
 
 def _parameters(flat: FlatState) -> dict[int, set[str]]:
-    """Return the parameter names of each container that is a module's state. The rest are buffers.
-    """
+    """Return the parameter names of each container that is a module's state. The rest are
+    buffers."""
     walked = {id(known.module): known for known in flat.modules}
     owners = {
         (s.parent, s.key): s.owner for s in flat.subtrees if isinstance(s.owner, torch.nn.Module)

@@ -77,8 +77,8 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def is_plain_array(array: np.ndarray) -> bool:
-    """Return whether ``array`` is fully described by a plain array. A ``memmap`` is one in a file.
-    """
+    """Return whether ``array`` is fully described by a plain array. A ``memmap`` is one in a
+    file."""
     return type(array) in (np.ndarray, np.memmap)
 
 

@@ -68,8 +68,8 @@ def label(flat: FlatState, row: int) -> str:
 
 
 def fingerprint(flat: FlatState, row: int, lazy: LazyCapture | None = None) -> bytes:
-    """Return a digest of the dtype, shape and bytes of this rank's part of the tensor in ``row``.
-    """
+    """Return a digest of the dtype, shape and bytes of this rank's part of the tensor in
+    ``row``."""
     tensor = flat.locals[row]
     hasher = xxhash.xxh3_128(f"{flat.dtypes[row]}{list(flat.shapes[row])}".encode())
     if tensor.numel() == 0:

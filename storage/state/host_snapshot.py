@@ -160,7 +160,7 @@ class HostSnapshot:
     def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the (address, nbytes) pairs to read bytes [start, stop) of ``row`` from, in order.
 
-        The bytes are those of the snapshot only if a later :meth:`check` passes.
+        The bytes are as of the snapshot only if a later :meth:`check` passes.
         """
         i = self._at[row]
         if i in self._whole:
@@ -377,7 +377,7 @@ class HostSnapshot:
                 self._digests[i] = self._digests_of([i], self._whole[i].address)[0]
 
     def _changed_wholes(self) -> set[int]:
-        """Read the wholly copied regions again, and repeat the copy of those that have changed.
+        """Read the wholly copied regions again, and repeat the copy of changed regions.
 
         Returns the rows of the latter.
         """
@@ -456,8 +456,10 @@ def _changed(row: int) -> Iterator[None]:
 
 
 def _alone(start: Ints, stop: Ints) -> npt.NDArray[np.bool_]:
-    """Return which ranges overlap no other, (n,) bool. A page read for such a range is read only
-    once."""
+    """Return which ranges overlap no other, (n,) bool.
+
+    Each page of such a range is read only once.
+    """
     order = np.lexsort((stop, start))
     ends = np.maximum.accumulate(stop[order])
     touches = np.zeros(len(order) + 1, bool)

@@ -1,5 +1,5 @@
-"""Reuses a flattened state: strips its contents, and refills it from a scan with equal signature.
-"""
+"""Reuses a flattened state: strips its contents, and refills it from a scan with equal
+signature."""
 
 from __future__ import annotations
 

@@ -188,8 +188,8 @@ class LazyCapture:
     def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the (address, nbytes) pairs to read bytes [start, stop) of ``row`` from, in order.
 
-        Only for rows for which :meth:`is_tracked_only` holds. The bytes are those of the call only
-        if a later :meth:`check` passes.
+        :meth:`is_tracked_only` must hold for the row. The bytes are as of the call only if a later
+        :meth:`check` passes.
         """
         assert self._host is not None
         return self._host.segments(row, start, stop)
@@ -295,7 +295,7 @@ class LazyCapture:
         return row in self._device or (self._host is not None and self._host.sees_writes(row))
 
     def _watch(self, row: int, local: torch.Tensor) -> Watched:
-        """Return a watch entry for ``row``, for which :meth:`_can_watch` holds."""
+        """Return a watch entry for ``row``; :meth:`_can_watch` must hold for it."""
         assert self._flat is not None
         sums = None
         if row in self._device:

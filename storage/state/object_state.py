@@ -1,5 +1,5 @@
-"""Builds the stored state of an object that is not filled in place, in the form the object expects.
-"""
+"""Builds the stored state of an object that is not filled in place, in the form the object
+expects."""
 
 from __future__ import annotations
 
@@ -269,8 +269,8 @@ def _values_by_path(m: Manifest, paths: Sequence[TypedPath]) -> dict[TypedPath, 
 
 
 def _dealt(source: Source, path: TypedPath) -> dict[str, str]:
-    """Return a warning if the saving ranks' states differ and another number of ranks loads them.
-    """
+    """Return a warning if the saving ranks' states differ and another number of ranks loads
+    them."""
     m = source.manifest
     if m.world == source.world:
         return {}

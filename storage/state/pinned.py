@@ -79,8 +79,7 @@ def pin(memory: Memory, cuda: Cuda | None = None) -> bool:
 
 
 def _in_use() -> Cuda | None:
-    """Return CUDA with a device on which this process has allocated memory; None if there is none.
-    """
+    """Return CUDA with a device that holds memory of this process, or None."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     for device in range(torch.cuda.device_count()):

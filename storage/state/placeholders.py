@@ -88,8 +88,7 @@ def _without_weights(flat: FlatState, placeholders: Mapping[int, str]) -> dict[s
 
 
 def _with_moments(flat: FlatState, placeholders: Mapping[int, str]) -> dict[str, str]:
-    """Return the parameters without elements for which the optimizer's state, keyed by name, has
-    some."""
+    """Return the empty parameters whose optimizer state, keyed by name, has elements."""
     by_key = {key: row for row, key in placeholders.items()}
     found: dict[str, str] = {}
     containers = flat.tree.containers

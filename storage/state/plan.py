@@ -1,5 +1,5 @@
-"""Plans a save on one rank: from a flat state to an image layout, and to the source of its bytes.
-"""
+"""Plans a save on one rank: from a flat state to an image layout, and to the source of its
+bytes."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def _tensor_table(flat: FlatState, alias: Ints, owner: Ints) -> TensorTable:
 def plan_save(
     flat: FlatState, rank: int, agreed: Agreed | None, lazy: LazyCapture | None = None
 ) -> SavePlan:
-    """Return the plan of :func:`plan_image`, bound to the current tensors. Recent plans are cached.
-    """
+    """Return the plan of :func:`plan_image`, bound to the current tensors. Recent plans are
+    cached."""
     key = (rank, flat.layout_id, agreed)  # these determine the plan
     plan = None
     if flat.layout_id is not None:
@@ -219,7 +219,7 @@ class _Groups:
 
 
 def _sort_keys(flat: FlatState) -> Sequence[str]:
-    """Return one sort key per row, by which all ranks order their holdings.
+    """Return one sort key per row, so that all ranks order their holdings alike.
 
     That is the name; or name and region, if a rank holds several parts of one name.
     """

@@ -50,8 +50,8 @@ class Scatter:
         self._counted = counting("device_copy")
 
     def deliver(self, read: int, buffer: HostBuffer) -> None:
-        """Copy the bytes of read number ``read`` to their targets. Thread-safe for distinct reads.
-        """
+        """Copy the bytes of read number ``read`` to their targets. Thread-safe for distinct
+        reads."""
         if not self._on_device:
             self._copy(read, buffer)
             return

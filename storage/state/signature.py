@@ -42,7 +42,7 @@ class NoSignatureError(Exception):
 
 
 class SignatureScan:
-    """One scan of a state. The lists are in the order in which flattening visits the items."""
+    """One scan of a state. The lists follow the order of flattening."""
 
     def __init__(self, modules: Callable[[], Sequence[Walked]]) -> None:
         """Prepare a scan. ``modules()`` returns all modules of the state; called only if needed."""

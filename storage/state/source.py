@@ -227,8 +227,8 @@ class ImageSource:
         pack_windows(windows, to)
 
     def _copy_lazily(self, i: int, begin: int, end: int, to: torch.Tensor) -> Doubt | None:
-        """Copy like :meth:`_copy_now`, from a contiguous tensor that may be written to meanwhile.
-        """
+        """Copy like :meth:`_copy_now`, from a contiguous tensor that may be written to
+        meanwhile."""
         assert self._capture is not None
         itemsize = self._itemsize[i]
         first = self._first[i]

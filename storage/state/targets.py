@@ -1,4 +1,4 @@
-"""Finds what a load fills: matches the caller's tensors and values with those of a checkpoint."""
+"""Matches the caller's tensors and values with a checkpoint, to find the tensors to fill."""
 
 from __future__ import annotations
 
@@ -308,8 +308,8 @@ def _unfillable(local: torch.Tensor) -> str | None:
 
 
 def typed_paths(tree: Tree) -> list[TypedPath]:
-    """Return the keys that lead to each container, with their types: 1, True and 1.0 are distinct.
-    """
+    """Return the keys that lead to each container, with their types: 1, True and 1.0 are
+    distinct."""
     out: list[TypedPath] = [()]
     for c in tree.containers[1:]:
         out.append((*out[c.parent], (type(c.key).__name__, c.key)))
@@ -347,8 +347,8 @@ def _match_values(found: Match, flat: FlatState, stored: Tree, rank: int) -> Non
 def _compare_descriptions(
     found: Match, flat: FlatState, present: Value, stored: Value, rank: int
 ) -> None:
-    """Report an item made up of tensors if its kind differs: the inner tensors would mean nothing.
-    """
+    """Report an item made up of tensors if its kind differs: the inner tensors would mean
+    nothing."""
     ours = present.of(rank)
     theirs = stored.of(rank)
     if not agrees(theirs, ours):

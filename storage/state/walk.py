@@ -1,4 +1,4 @@
-"""Walks a state: decides for each item what is stored of it, and under which name.
+"""Walks a state: decides how each item is stored, and under which name.
 
 The walk descends into containers and into the states of objects. Every tensor becomes rows,
 everything else goes into the tree, and anything that cannot be stored is refused by its path.
@@ -41,7 +41,7 @@ _warned_of = set[str]()
 """Types of containers that were reported as not restored, by name."""
 
 _PLAIN_CONTAINERS = (dict, list, tuple)
-"""Containers that never are objects with a state, whatever they contain."""
+"""Containers that never are objects with a state."""
 
 _Node = Mapping[Key, object] | list[object] | tuple[object, ...]
 """A container of a state."""
@@ -291,7 +291,7 @@ class Walker:
             return encode_value(item, "")
         except StateError:
             if self._loading:
-                return None  # the stored value replaces whatever is there
+                return None  # the stored value replaces it anyway
             return encode_value(item, self._path(key))
 
     # Tensors.
@@ -381,8 +381,8 @@ class Walker:
         self._rows.add(local, layout, origin, number, name)
 
     def _check_bytes(self, item: torch.Tensor, key: Key) -> None:
-        """Raise StateError for a tensor without bytes of its own, unless the load allocates them.
-        """
+        """Raise StateError for a tensor without bytes of its own, unless the load allocates
+        them."""
         reason = refusal(item)
         if reason is None:
             return

@@ -29,7 +29,7 @@ class WriteHistory:
         return self._early.get(tensor)
 
     def learn(self, tensors: Iterable[Tensor], *, early: bool) -> list[Tensor]:
-        """Record observations of ``tensors``, and return those that are newly early.
+        """Record observations of ``tensors``, and return the newly early ones.
 
         A tensor once seen as early stays early.
         """

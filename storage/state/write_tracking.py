@@ -5,8 +5,8 @@ and newer). *Arming* a range marks each of its pages. The first write to a marke
 means, clears the mark. A page is *clean* while its mark is set. *Disarming* clears marks. No writer
 is stopped or notified; the first write to a marked page costs the writer about a microsecond.
 
-Two kinds of writes are not seen: those of a device to memory it had access to before the page was
-armed (RDMA, pinned host memory), and those of another process to shared memory or a mapped file.
+Two kinds of writes are not seen: by a device to memory it had access to before the page was armed
+(RDMA, pinned host memory), and by another process to shared memory or a mapped file.
 Such memory must not be tracked: see :meth:`WriteTracker.foreign`.
 
 Scope: addresses and pages. Knows nothing of tensors.
@@ -221,7 +221,7 @@ class WriteTracker:
 
 
 def merged(ranges: Iterable[Range], gap_nbytes: int = 0) -> list[Range]:
-    """Return ``ranges`` sorted, joining those that overlap or lie at most ``gap_nbytes`` apart."""
+    """Return ``ranges`` sorted, joining ranges that overlap or are within ``gap_nbytes``."""
     found: list[Range] = []
     for start, stop in sorted(ranges):
         if found and start <= found[-1][1] + gap_nbytes:

@@ -39,12 +39,12 @@ class Watched:
 
     @property
     def gone(self) -> bool:
-        """Whether its memory was freed, so that nobody writes there."""
+        """True once its memory was freed, so that nobody writes there."""
         return self._storage.expired
 
     @property
     def moved(self) -> bool:
-        """Whether its storage was given other memory."""
+        """True if its storage was given other memory."""
         storage = self._storage.get()
         return storage is not None and storage.data_ptr() != self._address
 
@@ -72,7 +72,7 @@ class Watch:
             try:
                 if not watched.gone and self._written(row, watched):
                     early.add(row)
-            except torch.OutOfMemoryError:  # no room for sums: the next save watches it anew
+            except torch.OutOfMemoryError:  # no room for sums: the next save watches it again
                 unknown.add(row)
         if self.host is not None:
             self.host.close()

@@ -1,1 +1,1 @@
-"""What a state is made of: modules, optimizers, meshes, random number generators, other objects."""
+"""Adapters for the contents of a state: modules, optimizers, meshes, random generators, objects."""

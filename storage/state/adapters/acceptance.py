@@ -1,7 +1,7 @@
-"""Whether what is stored in the place of an object is a state that the object takes.
+"""Checks whether an object accepts the state stored for it.
 
-Asked before anything is filled: the tensors of the state are there, but not yet what is in them.
-Which dicts an object with code of its own takes is left to that code.
+The check runs before anything is filled: the state's tensors exist, but have no contents yet.
+Objects with their own code decide themselves which dicts they accept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["takes"]
 
 
 def takes(value: object, state: object) -> bool:
-    """Whether ``value``, an object with a state, takes ``state`` back."""
+    """Return whether ``value``, an object with a state, accepts ``state``."""
     if isinstance(value, torch.Generator):
         return _is_like(state, value.get_state())
     if isinstance(value, np.random.RandomState):
@@ -94,14 +94,14 @@ def _takes_python(state: object) -> bool:
         return False
     version, words, gauss = state
     if isinstance(words, np.ndarray):
-        words = np.zeros_like(words)  # not read yet, and the last word has to be a small number
+        words = np.zeros_like(words)  # not read yet, and the last word must be a small number
     elif not isinstance(words, list | tuple):
         return False
     return _runs(random.Random().setstate, (version, tuple(map(int, words)), gauss))
 
 
 def _runs(function: Callable[[Any], None], state: Any) -> bool:
-    """Whether another object of the same kind, which nobody needs, takes ``state``."""
+    """Return whether a throwaway object of the same kind accepts ``state``."""
     try:
         function(state)
     except (TypeError, ValueError, KeyError, IndexError, OverflowError):

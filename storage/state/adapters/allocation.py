@@ -1,7 +1,6 @@
-"""Tensors for a state that is built from a checkpoint: on the device and in the layout that their
-owner works with.
+"""Allocates tensors for a state built from a checkpoint, on their owner's device and in its layout.
 
-Nothing here reads or communicates: an entry of a checkpoint goes in, an empty tensor comes out.
+Nothing here reads or communicates: given a stored tensor's entry, it returns an empty tensor.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A stored tensor. ``keys`` lead to it from the object whose state it is in.
+    """A stored tensor. ``keys`` lead to it from the object whose state contains it.
 
-    ``placements``: how it was laid out as a DTensor; None where it was none, or nothing is said of
-    that. ``own``: each rank had one of its own under this name.
+    ``placements``: its layout as a DTensor; None if it was none, or nothing was recorded. ``own``:
+    each rank stored its own tensor under this name.
     """
 
     keys: tuple[object, ...]
@@ -53,11 +52,11 @@ class Entry:
 
 
 Allocate = Callable[[Entry], torch.Tensor | Shard | InParts | None]
-"""The tensor to be filled with an entry; None for what this rank has no place for."""
+"""Returns the tensor to fill with an entry; None if this rank has no place for it."""
 
 
 def value_at(present: object, keys: Sequence[object]) -> object:
-    """What ``present``, a nested state, has under ``keys``; None where there is nothing."""
+    """Return the item under ``keys`` in ``present``, a nested state, or None."""
     for key in keys:
         if isinstance(present, Mapping):
             present = present.get(key)
@@ -71,7 +70,7 @@ def value_at(present: object, keys: Sequence[object]) -> object:
 
 
 def fits(present: object, entry: Entry) -> TypeGuard[torch.Tensor]:
-    """Whether ``present`` is a tensor that can be filled with ``entry`` as it is."""
+    """Return whether ``present`` is a tensor that can be filled with ``entry`` directly."""
     return (
         isinstance(present, torch.Tensor)
         and not is_made_of(present)
@@ -83,16 +82,20 @@ def fits(present: object, entry: Entry) -> TypeGuard[torch.Tensor]:
 
 
 def fitting_parts(present: ShardedTensor | InParts, entry: Entry) -> ShardedTensor | InParts:
-    """``present``, of which this rank holds parts. Raises MismatchError where they are parts of
-    another tensor than the stored one."""
+    """Return ``present``, a tensor in parts.
+
+    Raises MismatchError if these are not parts of the stored tensor.
+    """
     for part in parts_of(present, lambda: ".".join(map(str, entry.keys))):
         fitting(part, entry)
     return present
 
 
 def fitting(present: Shard, entry: Entry) -> Shard:
-    """``present``, which is a part of the stored tensor. Raises MismatchError where it is a part of
-    another one."""
+    """Return ``present``, a part of the stored tensor.
+
+    Raises MismatchError if it is not a part of that tensor.
+    """
     if (present.shape, present.tensor.dtype) != (entry.shape, entry.dtype):
         raise MismatchError(
             f"{'.'.join(map(str, entry.keys))} of an object: shape {list(entry.shape)} and dtype "
@@ -103,15 +106,15 @@ def fitting(present: Shard, entry: Entry) -> Shard:
 
 
 def empty_for(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """An empty tensor for ``entry``, which belongs to ``reference``, such as a parameter.
+    """Return an empty tensor for ``entry``, which belongs to ``reference``, such as a parameter.
 
-    One of the same shape is laid out like it. One of another shape beside a DTensor gets the layout
-    that it was saved in; or, where that is not known, it becomes a replicated DTensor, because
-    torch refuses arithmetic between DTensors and plain tensors. Numbers, and what each rank had of
-    its own, stay plain.
+    With the same shape, it is laid out like the reference. With another shape, next to a DTensor,
+    it gets the layout in which it was saved. If that is unknown, it becomes a replicated DTensor,
+    because torch refuses arithmetic between DTensors and plain tensors. Numbers and per-rank
+    tensors stay plain.
     """
     if is_made_of(reference):
-        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # and does not fit
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # never fits
     if tuple(reference.shape) == entry.shape:
         return torch.empty_like(
             reference, dtype=entry.dtype, requires_grad=False, device=device_for(reference)
@@ -133,7 +136,8 @@ def empty_for(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def device_for(reference: torch.Tensor) -> torch.device:
-    """The device of ``reference``; of one that has no memory yet, that where a load makes it."""
+    """Return the device of ``reference``; for a meta tensor, the device on which a load creates
+    it."""
     if not reference.is_meta:
         return reference.device
     if isinstance(reference, DTensor):
@@ -142,8 +146,11 @@ def device_for(reference: torch.Tensor) -> torch.device:
 
 
 def empty_dtensor(mesh: DeviceMesh, device: torch.device, entry: Entry) -> DTensor:
-    """An empty DTensor for ``entry``: placed as it was, if ``mesh`` has as many dimensions as that
-    mesh had; else replicated."""
+    """Return an empty DTensor for ``entry``.
+
+    It has its saved placements if the saved mesh had as many dimensions as ``mesh``; else it is
+    replicated.
+    """
     recorded = entry.placements or ()
     placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
     if len(recorded) == mesh.ndim:
@@ -160,8 +167,7 @@ def empty_dtensor(mesh: DeviceMesh, device: torch.device, entry: Entry) -> DTens
 
 
 def _placement(text: str, entry: Entry) -> Placement:
-    """What a text says. What this release does not know is replicated: that is a layout of
-    anything."""
+    """Parse a recorded placement. Unknown ones become Replicate, which is valid for any tensor."""
     dim = text[1:]
     if text[:1] == "S" and dim.isdecimal() and int(dim) < len(entry.shape):
         return ShardPlacement(int(dim))

@@ -1,12 +1,11 @@
-"""Moments of 8 bits as local tensors of DTensors: what torchao's optimizers keep of parameters that
-FSDP2 has sharded.
+"""8-bit moments as local tensors of DTensors: torchao's optimizers for parameters sharded by FSDP2.
 
-Such a tensor has codes of the shape of the parameter's local part, and a scale for each block of
-elements in row-major order. So where the parts of all ranks are whole blocks, one behind the other,
-codes are laid out like the parameter, and scales are a flat range of those of the whole.
+Such a tensor has codes with the shape of the parameter's local part, and one scale per block of
+elements in row-major order. If each rank's part consists of whole, consecutive blocks, codes are
+laid out like the parameter, and scales are a flat range of the whole tensor's scales.
 
-Scope: classes of torchao, recognised by their names. Of others, nothing says which part of a whole
-an inner tensor is.
+Scope: classes of torchao, recognized by name. For others, nothing tells which part of a whole an
+inner tensor is.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _INNER = {
     "OptimState8bit": {"codes": _ELEMENTS, "scale": _BLOCKS, "qmap": _SHARED},
     "OptimStateFp8": {"codes": _ELEMENTS, "scale": _BLOCKS},
 }
-"""By class and inner tensor: what has an item of it, or that all ranks have the same one."""
+"""By class and inner tensor: the unit that has an item of it, or that all ranks share it."""
 
 
 def is_block_scaled(value: object) -> TypeGuard[DTensor]:
-    """Whether ``value`` is a DTensor of which this rank has codes and scales."""
+    """Return whether ``value`` is a DTensor whose local part has codes and scales."""
     if not isinstance(value, DTensor):
         return False
     kind = type(stored_local(value))
@@ -44,8 +43,10 @@ def is_block_scaled(value: object) -> TypeGuard[DTensor]:
 
 
 def inner_of_blocks(tensor: DTensor, name: str, path: Callable[[], str]) -> torch.Tensor | Shard:
-    """The inner tensor of that name; where ranks have parts of one, the part. Raises StateError,
-    which names ``path()``, where they do not have whole blocks, one behind the other."""
+    """Return the inner tensor called ``name``; if ranks hold parts of it, the part.
+
+    Raises StateError, naming ``path()``, unless ranks have whole, consecutive blocks.
+    """
     local = stored_local(tensor)
     inner: torch.Tensor = getattr(local, name)
     kind = _INNER[type(local).__name__][name]
@@ -62,7 +63,7 @@ def inner_of_blocks(tensor: DTensor, name: str, path: Callable[[], str]) -> torc
 
 
 def _offsets(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> tuple[int, ...]:
-    """Where the local part begins."""
+    """Return the offsets of the local part."""
     whole = tuple(tensor.shape)
     pieces = layouts_on(tensor.device_mesh).of(tensor, path).pieces
     of_rows = [piece for piece in pieces if piece.box.lengths == (local.shape[0], *whole[1:])]
@@ -77,6 +78,6 @@ def _offsets(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> t
 
 
 def _parts(tensor: DTensor) -> int:
-    """How many parts the placements make of the whole."""
+    """Return the number of parts that the placements make of the whole."""
     sizes = zip(tensor.device_mesh.mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placed in sizes if not isinstance(placed, Replicate))

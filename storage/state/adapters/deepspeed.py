@@ -1,14 +1,14 @@
-"""DeepSpeed ZeRO: the masters of parameters, as flat ranges of what the parameters are to users.
+"""DeepSpeed ZeRO: maps master weights to flat ranges of the user's parameters.
 
-A ZeRO optimizer joins the parameters of a group in a flat one, in fp32, of which each rank has a
-part: the *masters*, which the optimizer steps. The parameters of the module are copies of them,
-mostly in another dtype: whole ones in stages 1 and 2, and in stage 3 a part of each, with a
-placeholder in the module. After each step DeepSpeed makes the copies anew. So the masters are the
-weights that a checkpoint has, and a load fills them, and has the copies made.
+A ZeRO optimizer joins the parameters of a group into a flat fp32 parameter, and each rank holds a
+part of it: the *masters*, which the optimizer steps. The parameters of the module are copies of the
+masters, usually in another dtype: whole copies in stages 1 and 2; in stage 3 a part of each, with a
+placeholder in the module. DeepSpeed refreshes the copies after each step. So a checkpoint contains
+the masters, and a load fills them and then refreshes the copies.
 
-Scope: how DeepSpeed keeps its books, by names of its attributes (of 0.19.8), and what of it is not
-known. Nothing of it is imported: classes are recognised by their names. Reading the books calls no
-collective; :meth:`Zero.copy_masters` does, as each step of the optimizer.
+Scope: DeepSpeed's bookkeeping, by the names of its attributes (of 0.19.8), and which of its
+features are not supported. Nothing is imported from it: classes are recognized by name. Reading the
+bookkeeping calls no collective; :meth:`Zero.copy_masters` does, as each step of the optimizer.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from .flat_parts import FlatPart
 __all__ = ["ParameterNames", "Zero", "engine_of", "zero_of"]
 
 ParameterNames = Mapping[torch.nn.Parameter, Sequence[str]]
-"""The names of all parameters of a module, in a checkpoint."""
+"""Checkpoint names of all parameters of a module."""
 
 _ENGINE = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 
 
 @dataclass(frozen=True, slots=True)
 class _Books:
-    """Attributes of a kind of ZeRO optimizer: lists of the parameters of each flat one, and of this
-    rank's part of that."""
+    """Attribute names of one kind of ZeRO optimizer.
+
+    ``parameters``: the parameters in each flat one. ``masters``: this rank's part of each flat one.
+    """
 
     parameters: str
     masters: str
@@ -51,16 +53,16 @@ _KINDS = {
     ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"): _STAGE_3,
 }
 _SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What a scaler of losses changes while it is at work."""
+"""State of a loss scaler that changes during training."""
 
 
 def engine_of(module: torch.nn.Module) -> Any | None:
-    """``module``, if it is an engine of DeepSpeed."""
+    """Return ``module`` if it is a DeepSpeed engine."""
     return module if _ENGINE in map(_kind, type(module).__mro__) else None
 
 
 def zero_of(value: object) -> Zero | None:
-    """The books of ``value``, if it is a ZeRO optimizer of a kind that is known."""
+    """Return access to ``value`` if it is a ZeRO optimizer of a known kind."""
     books = _KINDS.get(_kind(type(value)))
     return None if books is None else Zero(value, books)
 
@@ -80,7 +82,7 @@ class _Masters:
 
 
 class Zero:
-    """The books of a ZeRO optimizer."""
+    """Access to a ZeRO optimizer's bookkeeping."""
 
     def __init__(self, optimizer: Any, books: _Books) -> None:
         self.optimizer = optimizer
@@ -97,7 +99,8 @@ class Zero:
         return self._books is _STAGE_3
 
     def unknown(self, engine: Any) -> str | None:
-        """What of ``engine``, or of this optimizer of it, this release does not know."""
+        """Return a feature of ``engine`` or its optimizer that is not supported; None if all
+        are."""
         optimizer = self.optimizer
         parameters = list(engine.module.parameters())
         swaps = ("swap_optimizer", "params_in_nvme_and_cpu")
@@ -119,8 +122,10 @@ class Zero:
         return next((name for name, present in unknown.items() if present), None)
 
     def parts(self, names: ParameterNames) -> list[FlatPart]:
-        """What this rank holds of all parameters that ZeRO has partitioned. ``names`` are those of
-        the module."""
+        """Return this rank's part of every parameter that ZeRO has partitioned.
+
+        ``names``: from the module.
+        """
         held = [
             FlatPart(tuple(names[p]), unit, piece, p)
             for unit, parameters in self._units()
@@ -132,7 +137,7 @@ class Zero:
         return held
 
     def _frozen(self, parameter: Any, names: Sequence[str]) -> FlatPart:
-        """Of a parameter that is partitioned, and has no master."""
+        """Return the part of a partitioned parameter that has no master."""
         piece = _piece_of_stage_3(parameter, 0)
         return FlatPart(tuple(names), _Masters(parameter.ds_tensor), piece, parameter)
 
@@ -156,8 +161,10 @@ class Zero:
 
     @contextlib.contextmanager
     def in_groups(self) -> Iterator[None]:
-        """Within this, the groups of :attr:`base` have the masters. Stage 3 puts them there for
-        each step only."""
+        """Keep the masters in the groups of :attr:`base` within the block.
+
+        Stage 3 puts them there only during each step.
+        """
         if not self._has_stage_3:
             yield
             return
@@ -168,7 +175,7 @@ class Zero:
             self.optimizer._clear_fp32_optimizer_param_groups()
 
     def copy_masters(self) -> None:
-        """Make the parameters of the module anew, from the masters. All ranks call this."""
+        """Refresh the module's parameters from the masters. All ranks must call this."""
         optimizer = self.optimizer
         with torch.no_grad():
             if not self._has_stage_3:
@@ -177,29 +184,29 @@ class Zero:
             optimizer.checkpoint_event_prologue()  # drops gathered parameters
             for group in range(len(self._flat())):
                 optimizer._reassign_or_swap_out_partitioned_parameters(group)
-            optimizer.checkpoint_event_epilogue()  # gathers those that are to stay so
+            optimizer.checkpoint_event_epilogue()  # gathers parameters that stay gathered
 
     def link_state(self) -> None:
-        """Show DeepSpeed the state of :attr:`base`, which is another one now."""
+        """Point DeepSpeed to the state of :attr:`base` after it was replaced."""
         if not self._has_stage_3 and self.base.state:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def scaling(self) -> dict[str, object]:
-        """The state of the scaler of losses; empty where the scale is fixed."""
+        """Return the state of the loss scaler; empty if the scale is fixed."""
         scaler = getattr(self.optimizer, "loss_scaler", None)
         if not getattr(scaler, "dynamic", False):
             return {}
         return {name: getattr(scaler, name) for name in _SCALING}
 
     def set_scaling(self, stored: Mapping[str, object]) -> None:
-        """Take that back, where the scale is not fixed."""
+        """Restore the state of the loss scaler, unless the scale is fixed."""
         for name in self.scaling().keys() & stored.keys():
             setattr(self.optimizer.loss_scaler, name, stored[name])
 
 
 def _is_of_another_kind(engine: Any) -> bool:
-    """Whether the engine is of another class of DeepSpeed, such as that for pipelines."""
+    """Return whether the engine has another class of DeepSpeed, such as the pipeline engine."""
     kinds = list(map(_kind, type(engine).__mro__))
     return any(kind[0].startswith("deepspeed.") for kind in kinds[: kinds.index(_ENGINE)])
 
@@ -213,8 +220,10 @@ def _piece_of_stage_1(parameter: Any) -> FlatPiece:
 
 
 def _piece_of_stage_3(parameter: Any, at: int) -> FlatPiece:
-    """Each rank has as many elements of a parameter as the others; those beyond its end are
-    padding."""
+    """Return this rank's piece of a stage 3 parameter.
+
+    All ranks hold equally many elements; those beyond its end are padding.
+    """
     share = parameter.ds_tensor.ds_numel
     rank = torch.distributed.get_rank(parameter.ds_process_group)
     start = min(share * rank, parameter.ds_numel)

@@ -1,5 +1,7 @@
-"""DTensors: from a device mesh and placements to boxes. The planner knows the arithmetic, this file
-knows torch."""
+"""DTensors: converts device meshes and placements to boxes.
+
+This module knows torch; the planner does the arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +45,21 @@ V = TypeVar("V")
 
 @dataclass(slots=True)
 class MeshLayouts:
-    """The layouts of tensors on one mesh, each made once: layers repeat, so a model has few.
+    """The layouts of tensors on one mesh, each built once: layers repeat, so a model has few.
 
-    To look up placements takes torch longer than all else about a tensor. So a layout is also kept
-    by the identity of the tuple of placements: a tensor keeps its tuple, also when it is detached,
-    and this keeps it alive, so that no other tuple gets its id.
+    Looking up placements takes torch longer than everything else about a tensor. So layouts are
+    also cached by the identity of the placements tuple. A tensor keeps its tuple, also when
+    detached, and the cache keeps it alive, so that no other tuple gets its id.
     """
 
     by_value: dict[Hashable, MeshLayout] = field(default_factory=dict)
     by_tuple: dict[Hashable, tuple[Hashable, MeshLayout]] = field(default_factory=dict)
 
     def of(self, tensor: DTensor, path: Callable[[], str]) -> MeshLayout:
-        """What this rank holds of ``tensor``. Raises StateError for a placement that is not a
-        layout (Partial), or one that this release does not know."""
+        """Return this rank's layout of ``tensor``.
+
+        Raises StateError for a placement that is not a layout (Partial), or is unknown.
+        """
         placements = tensor.placements
         shape = tensor.shape
         known = self.by_tuple.get((id(placements), shape))
@@ -75,15 +79,18 @@ class DTensorAdapter:
     """Reads DTensors, see :class:`.tensors.TensorAdapter`."""
 
     def __init__(self) -> None:
-        self._layouts: dict[int, MeshLayouts] = {}  # by the ids of meshes
+        self._layouts: dict[int, MeshLayouts] = {}  # by mesh id
 
     def local(self, tensor: DTensor) -> torch.Tensor:
-        """This rank's local tensor, without a node in the autograd graph."""
+        """Return this rank's local tensor, without a node in the autograd graph."""
         return local_part(tensor)
 
     def layout(self, tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> MeshLayout:
-        """What ``local`` is of the whole. Raises StateError for a placement that is not a layout
-        (Partial), and for a local tensor that is not what the placements imply."""
+        """Return the layout of ``local`` in the whole tensor.
+
+        Raises StateError for a placement that is not a layout (Partial), and for a local tensor
+        that does not match its placements.
+        """
         mesh = tensor.device_mesh
         layouts = self._layouts.get(id(mesh))
         if layouts is None:
@@ -103,7 +110,7 @@ class DTensorAdapter:
         return layout
 
     def recorded(self, tensor: DTensor) -> tuple[str, ...]:
-        """A text for each dimension of the mesh: ``R`` for Replicate, ``S0`` for Shard(0)."""
+        """Return a text per dimension of the mesh: ``R`` for Replicate, ``S0`` for Shard(0)."""
         return tuple(
             "R" if isinstance(placement, Replicate) else f"S{getattr(placement, 'dim', 0)}"
             for placement in tensor.placements
@@ -111,8 +118,10 @@ class DTensorAdapter:
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:
-    """What ``tensor.to_local()`` returns, without a node in the autograd graph. ``tensor``:
-    torch's, or one that has the same method."""
+    """Return ``tensor.to_local()`` without a node in the autograd graph.
+
+    ``tensor``: torch's DTensor, or an object with the same method.
+    """
     if torch.is_grad_enabled():
         with torch.no_grad():
             return local_part(tensor)
@@ -128,11 +137,12 @@ def _make_room(known: dict[Hashable, V]) -> None:
 
 
 def hooked(tensor: torch.Tensor, local: torch.Tensor | None = None) -> bool:
-    """Whether ``tensor``, or its part ``local``, says by hooks of its own how it is laid out (the
-    protocol of ``torch.distributed._checkpointable``, which overrules the placements of a DTensor).
+    """Return whether ``tensor``, or its part ``local``, reports its layout by custom hooks.
+
+    The hooks are the protocol of ``torch.distributed._checkpointable``, which overrides the
+    placements of a DTensor.
     """
-    # Every DTensor has these methods, which ask the local tensor. What counts are others than
-    # those.
+    # Every DTensor has these methods, which ask the local tensor. Only overrides count.
     if type(tensor) is DTensor:
         own = _CHUNKS in tensor.__dict__ or _WRITES in tensor.__dict__
     elif isinstance(tensor, DTensor):
@@ -149,8 +159,7 @@ _WRITES = "__create_write_items__"
 
 
 def check_layout(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> None:
-    """Raise StateError where hooks of ``tensor``, or of its part ``local``, imply another layout
-    than its placements."""
+    """Raise StateError if hooks of ``tensor`` or its part ``local`` contradict its placements."""
     if hooked(tensor, local):
         _check_hooks(tensor, local, layouts_on(tensor.device_mesh).of(tensor, path), path)
 
@@ -174,8 +183,8 @@ def _check_hooks(
 
 
 def _reported_boxes(tensor: DTensor, local: torch.Tensor) -> list[Box] | None:
-    """The boxes (offsets, lengths) with elements that hooks report; None where there is no hook
-    for that."""
+    """Return the non-empty boxes (offsets, lengths) reported by hooks; None if no hook reports
+    any."""
     source: torch.Tensor = tensor
     if hasattr(local, _CHUNKS):
         source = local
@@ -199,15 +208,19 @@ _layouts: WeakKeyDictionary[DeviceMesh, dict[Hashable, MeshLayouts]] = WeakKeyDi
 
 
 def layouts_on(mesh: DeviceMesh) -> MeshLayouts:
-    """The known layouts of tensors on ``mesh``, among the ranks that take part. They are kept,
-    since it takes longer to list the ranks of a mesh the more there are."""
+    """Return the cached layouts of tensors on ``mesh``, for the current set of participating ranks.
+
+    They are cached because listing the ranks of a large mesh takes long.
+    """
     place = (_coordinate(mesh), acting_name())
     return _layouts.setdefault(mesh, {}).setdefault(place, MeshLayouts())
 
 
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
-    """Where on ``mesh`` this rank is; None where it is not on it. Some releases of torch have a
-    list of it."""
+    """Return this rank's coordinate on ``mesh``; None if it is not on it.
+
+    Some releases of torch return a list.
+    """
     at = mesh.get_coordinate()
     if at is None:
         return None
@@ -220,9 +233,11 @@ def mesh_layout(
     placements: Sequence[TorchPlacement],
     path: Callable[[], str],
 ) -> MeshLayout:
-    """What this rank holds of a tensor of ``shape`` on ``mesh``. Raises StateError for a placement
-    that is no layout."""
-    if _coordinate(mesh) is None:  # no placement needs to be known
+    """Return this rank's layout of a tensor of ``shape`` on ``mesh``.
+
+    Raises StateError for a placement that is not a layout.
+    """
+    if _coordinate(mesh) is None:  # nothing to translate
         placements = ()
     return layout_on_mesh(mesh, shape, tuple(_placement(p, path) for p in placements))
 
@@ -230,8 +245,10 @@ def mesh_layout(
 def layout_on_mesh(
     mesh: DeviceMesh, shape: tuple[int, ...], splits: Sequence[Placement]
 ) -> MeshLayout:
-    """The same, of placements that are known. ``mesh``: torch's, or one that has the same
-    methods."""
+    """Return this rank's layout for translated placements.
+
+    ``mesh``: torch's, or an object with the same methods.
+    """
     coordinate = _coordinate(mesh)
     ranks = mesh.mesh.numpy()
     if coordinate is None:
@@ -246,8 +263,7 @@ def layout_on_mesh(
 
 
 def _taking_part(holders: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of the ``holders``, which are ranks of the job, that take part in the call, as they are
-    numbered there."""
+    """Return the call's numbers of the ``holders`` (ranks of the job) that take part in it."""
     numbers = current_numbers()
     if numbers is None:
         return holders
@@ -259,7 +275,7 @@ def _placement(placement: object, path: Callable[[], str]) -> Placement:
         return Replicated()
     stride = getattr(
         placement, "split_factor", None
-    )  # _StridedShard: what FSDP2 makes of a tensor that TP has split
+    )  # _StridedShard: FSDP2 on top of tensor parallelism
     if stride is not None:
         return Split(int(placement.dim), int(stride))  # type: ignore[attr-defined]
     if isinstance(placement, Shard):

@@ -1,9 +1,9 @@
-"""A stored optimizer state, given back to the last bit.
+"""Restores optimizer states to the last bit.
 
-``Optimizer.load_state_dict`` of torch converts every floating-point tensor of a state to the dtype
-of its parameter: fp32 moments of bf16 parameters lose half their bits. It also makes generators of
-strings and fails on arrays. This module undoes that, and only that: what hooks and subclasses do to
-the state before and after holds.
+torch's ``Optimizer.load_state_dict`` converts every floating-point tensor of a state to the dtype
+of its parameter: fp32 moments of bf16 parameters lose half their bits. It also turns strings into
+generators and fails on arrays. This module undoes exactly that, and keeps the changes that hooks
+and subclasses make to the state before and after.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["exact_values"]
 
 
 class _Opaque:
-    """A value that torch hands through as it is: it looks into everything that can be iterated."""
+    """Hides a value from torch, which iterates over everything it can."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -30,12 +30,11 @@ class _Opaque:
 
 @contextlib.contextmanager
 def exact_values(owner: object) -> Iterator[None]:
-    """Within this, no value is converted to another dtype by the ``load_state_dict`` of ``owner``,
-    an optimizer, or of optimizers that it has.
+    """Prevent ``load_state_dict`` of ``owner``, or of optimizers it holds, from converting dtypes.
 
-    A hook of ours runs after all others that prepare the state, and one before all others that
-    follow. So they stand right around torch's own conversion. A subclass that loads without torch's
-    method is not touched.
+    One of our hooks runs after all others that prepare the state, and one before all others that
+    follow the load. So they enclose torch's own conversion only. A subclass that loads without
+    torch's method is unaffected.
     """
     with contextlib.ExitStack() as stack:
         for each in _torch_optimizers(owner, set()):
@@ -48,8 +47,10 @@ def exact_values(owner: object) -> Iterator[None]:
 
 
 def _torch_optimizers(owner: object, seen: set[int]) -> Iterator[torch.optim.Optimizer]:
-    """``owner``, and those that it has as attributes: wrappers hand their state on, and have no
-    hooks of their own."""
+    """Yield ``owner`` and the optimizers in its attributes.
+
+    Wrappers forward their state and have no hooks of their own.
+    """
     seen.add(id(owner))
     held = getattr(owner, "__dict__", {})
     if isinstance(owner, torch.optim.Optimizer) and is_initialized(owner):
@@ -61,7 +62,7 @@ def _torch_optimizers(owner: object, seen: set[int]) -> Iterator[torch.optim.Opt
 
 
 def _items(value: object) -> Iterable[object]:
-    """What an attribute holds: the items of a container, or itself."""
+    """Return the items of a container attribute, or the attribute itself."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, list | tuple):
@@ -70,7 +71,7 @@ def _items(value: object) -> Iterable[object]:
 
 
 class _Around:
-    """The state of each parameter as it was before torch's conversion."""
+    """The state of each parameter before torch's conversion."""
 
     def __init__(self) -> None:
         self._given: list[tuple[torch.Tensor, object]] = []
@@ -78,7 +79,7 @@ class _Around:
     def before(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, object]:
-        """Keep what is given, and protect what torch would spoil."""
+        """Record the given state, and protect the values that torch would spoil."""
         stored = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         state = dict(state_dict["state"])
@@ -90,7 +91,7 @@ class _Around:
         return {**state_dict, "state": state}
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put back what torch has converted."""
+        """Restore the values that torch has converted."""
         for parameter, given in self._given:
             if parameter in optimizer.state:
                 optimizer.state[parameter] = _restored(
@@ -110,12 +111,11 @@ def _protected(value: object) -> object:
 
 
 def _restored(parameter: torch.Tensor, given: object, now: object, key: object) -> object:
-    """``now``, but for what torch has made of ``given`` because of the dtype of ``parameter``."""
+    """Return ``now`` with torch's conversions of ``given`` to the parameter's dtype undone."""
     if isinstance(now, _Opaque):
         return now.value
     if isinstance(given, torch.Tensor) and isinstance(now, torch.Tensor):
-        # Torch leaves the dtype of steps alone, unless the kernel that counts them needs another
-        # one.
+        # Torch keeps the dtype of steps, unless the kernel that counts them needs another one.
         converted = key != "step" and now.dtype != given.dtype and now.dtype == parameter.dtype
         if not converted:
             return now
@@ -131,14 +131,14 @@ def _restored(parameter: torch.Tensor, given: object, now: object, key: object) 
 
 
 def _is_sequence(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
-    """Whether ``value`` is of a type that torch makes anew, item by item."""
+    """Return whether ``value`` has a type that torch rebuilds item by item."""
     return type(value) in (list, tuple)
 
 
 def _refilled(
     given: MutableMapping[object, object], items: Mapping[object, object]
 ) -> MutableMapping[object, object]:
-    """A mapping of the type of ``given``: torch makes plain dicts of all."""
+    """Return a mapping of the type of ``given``: torch turns all into plain dicts."""
     made = copy.copy(given)
     made.clear()
     made.update(items)

@@ -1,12 +1,11 @@
-"""Flat parameters: what frameworks join parameters in, as flat ranges of what they are to users.
+"""Flat parameters: represents their contents as flat ranges of the user's parameters.
 
-FSDP1 and ZeRO flatten parameters, join them with padding between, and give every rank an even part.
-So a rank holds of each parameter a range of its row-major order, which may be empty; and an
-optimizer has one state for all parameters that are in a flat one.
+FSDP1 and ZeRO flatten parameters, join them with padding in between, and give every rank an even
+part. So a rank holds, of each parameter, a range of its row-major order, possibly empty; and an
+optimizer has one state for all parameters in a flat one.
 
-Scope: from flat parameters to Shards under the names of parameters, and back. No collective is
-called, and nothing is gathered. Who keeps the books says what is where: :mod:`.fsdp1` and
-:mod:`.deepspeed`.
+Scope: converts flat parameters to Shards under the parameters' names, and back. Calls no collective
+and gathers nothing. :mod:`.fsdp1` and :mod:`.deepspeed` know the frameworks' bookkeeping.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .shards import Shard
 __all__ = ["FlatPart", "FlatStates", "Parts", "Unit", "joined", "sharded_state"]
 
 Parts = Sequence[tuple[str, torch.nn.Module]]
-"""Modules, and the prefixes of their names."""
+"""Modules with the prefixes of their names."""
 
 
 class Unit(Protocol):
@@ -42,28 +41,27 @@ class Unit(Protocol):
 
     @property
     def framework(self) -> str:
-        """What errors call the framework."""
+        """Name of the framework, for errors."""
 
     @property
     def apart(self) -> str:
-        """What to do so that parameters are not joined."""
+        """Advice on how to keep parameters from being joined."""
 
     @property
     def flat(self) -> torch.Tensor:
-        """This rank's part of the flat parameter, as an optimizer has it."""
+        """This rank's part of the flat parameter, as the optimizer holds it."""
 
     @property
     def shows_whole(self) -> bool:
-        """Whether original parameters are gathered ones at the moment."""
+        """True while the original parameters are gathered."""
 
 
 @dataclass(frozen=True, eq=False)
 class FlatPart:
-    """What this rank holds of one parameter. ``names``: its own, and those of parameters that are
-    tied to it, as a checkpoint has them.
+    """This rank's part of one parameter.
 
-    ``registered``: the parameter that its module has, where that is neither what the optimizer has
-    nor what the state is of.
+    ``names``: its names in a checkpoint, including those of tied parameters. ``registered``: the
+    parameter registered in its module, if that is neither the optimizer's nor the one to be saved.
     """
 
     names: tuple[str, ...]
@@ -73,36 +71,41 @@ class FlatPart:
 
     @property
     def owner(self) -> torch.Tensor:
-        """The parameter by which an optimizer knows it, which may be that of others too."""
+        """The parameter that the optimizer holds for it, possibly shared with other parameters."""
         original = self.piece.original
         return self.unit.flat if original is None else original
 
     @property
     def in_module(self) -> torch.Tensor:
-        """What its module has in its place."""
+        """The parameter registered in its module."""
         return self.owner if self.registered is None else self.registered
 
     @property
     def is_absent(self) -> bool:
-        """Whether this rank has nothing of an original parameter. FSDP1 gives it no gradient here,
-        and so the optimizer of this rank has no state for it."""
+        """True if this rank has no element of an original parameter.
+
+        FSDP1 then gives it no gradient here, so this rank's optimizer has no state for it.
+        """
         return self.piece.original is not None and not self.piece.numel
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return self.piece.shape
 
     def shard(self) -> Shard:
-        """Of the parameter itself. Users, and optimizers, may have given an original parameter new
-        data; FSDP1 takes them over in the next forward."""
+        """Return this rank's part of the parameter.
+
+        Users and optimizers may have given an original parameter new data; FSDP1 adopts them in the
+        next forward pass.
+        """
         original = self.piece.original
         if original is None or self.unit.shows_whole:
             return self.of(self.unit.flat.detach())
         return self._range(original.detach().reshape(-1))
 
     def of(self, held: torch.Tensor) -> Shard:
-        """Of a tensor that is laid out as the flat parameter."""
+        """Return this parameter's part of a tensor laid out like the flat parameter."""
         at = self.piece.at
         return self._range(held[at : at + self.piece.numel])
 
@@ -111,10 +114,10 @@ class FlatPart:
         return Shard(held, shape=self.shape, flat=(start, start + self.piece.numel))
 
     def state(self, value: object, path: str) -> object:
-        """Of ``value``, which an optimizer keeps for the owner, what belongs to this parameter.
+        """Return this parameter's part of ``value``, which the optimizer keeps for the owner.
 
-        Numbers belong to each parameter; where they are one tensor for all, each gets a copy, as
-        parameters on their own would have. Raises StateError for a tensor of another shape.
+        Numbers belong to each parameter. If a number is one tensor for all, each parameter gets a
+        copy, as it would have on its own. Raises StateError for a tensor of another shape.
         """
         if isinstance(value, Mapping):
             return {key: self.state(item, f'{path}["{key}"]') for key, item in value.items()}
@@ -137,11 +140,10 @@ class FlatPart:
 def sharded_state(
     parts: Parts, flat: Sequence[FlatPart], named: Mapping[str, str], path: str
 ) -> dict[str, object]:
-    """The state dict of a module, with Shards for parameters that are in ``flat``; all else as it
-    is registered.
+    """Return a module's state dict with Shards for the parameters in ``flat``.
 
-    Raises StateError for modules with a state dict of their own making: their code would see what
-    the framework has put in the place of parameters, or have it gather all of them.
+    Everything else is as registered. Raises StateError for modules that customize their state dict:
+    their code would see the framework's replacements of parameters, or make it gather them all.
     """
     for prefix, module in parts:
         _refuse_own_making(module, flat[0].unit.framework, f'{path}["{prefix[:-1]}"]')
@@ -160,7 +162,7 @@ def sharded_state(
 
 def _refuse_own_making(module: torch.nn.Module, framework: str, path: str) -> None:
     if isinstance(module, FullyShardedDataParallel | ActivationWrapper):
-        return  # their hooks gather parameters, and take their own names out of those of tensors
+        return  # their hooks gather parameters, and strip their own names from tensors
     own = any(getattr(type(module), m) is not getattr(torch.nn.Module, m) for m in STATE_METHODS)
     if own or has_state_hooks(module):
         raise StateError(
@@ -171,23 +173,27 @@ def _refuse_own_making(module: torch.nn.Module, framework: str, path: str) -> No
 
 
 class _StatePart(Shard):
-    """A part of ``whole``, which is what an optimizer keeps."""
+    """A part of ``whole``, which the optimizer keeps."""
 
     whole: torch.Tensor
 
 
 class FlatStates:
-    """Makes the tensors that an optimizer keeps for flat parameters: those that it has, where they
-    fit, else new ones; one for all parameters that are in a flat one."""
+    """Creates the tensors that an optimizer keeps for flat parameters.
+
+    Existing tensors are reused if they fit. All parameters in a flat one share one tensor.
+    """
 
     def __init__(self, state: Mapping[object, object]) -> None:
-        """``state``: that of the optimizer, by its own parameters."""
+        """Prepare allocation. ``state``: the optimizer's, by its own parameters."""
         self._state = state
         self._whole: dict[tuple[object, ...], torch.Tensor] = {}
 
     def tensor(self, part: FlatPart, entry: Entry) -> torch.Tensor | Shard:
-        """What is to be filled with ``entry``. Raises MismatchError where it has not the shape of
-        the parameter."""
+        """Return the tensor to fill with ``entry``.
+
+        Raises MismatchError if its shape differs from the parameter's.
+        """
         if not entry.shape:
             return torch.empty((), dtype=entry.dtype, device=self._device(part, entry))
         if entry.shape != part.shape:
@@ -225,8 +231,10 @@ class FlatStates:
 
 
 def joined(states: Sequence[object], unit: Unit, path: str) -> object:
-    """The state of a flat parameter, from those of its parameters. Raises StateError where numbers
-    of parameters differ that are one in a flat parameter."""
+    """Join the states of parameters into the state of their flat parameter.
+
+    Raises StateError if parameters differ in a number that a flat parameter has only once.
+    """
     first = states[0]
     if isinstance(first, Mapping):
         keys = dict.fromkeys(key for state in _mappings(states) for key in state)

@@ -1,14 +1,13 @@
-"""Layouts of other frameworks that Holdfast does not know: recognised by what they leave on tensors
-and modules.
+"""Recognizes unsupported layouts of other frameworks by their traces on tensors and modules.
 
-Such a tensor is not what it seems. It is a placeholder whose elements are elsewhere, a piece of a
-flat buffer, or a copy that the next step of the optimizer overwrites from another one. Stored as it
-looks, it makes a checkpoint that is empty or wrong; loaded as it looks, it loses what was loaded.
-So it is refused by name, before any I/O.
+Such a tensor is not what it seems: a placeholder whose elements are elsewhere, a piece of a flat
+buffer, or a copy that the optimizer's next step overwrites. Saved at face value, it makes an empty
+or wrong checkpoint; loaded at face value, it loses the loaded data. So it is refused by name,
+before any I/O.
 
-Scope: recognises, and says what to do instead. No framework is imported: attributes and names of
-classes tell. Tensors that have lost their attributes (``module.state_dict()`` detaches them) are
-left to :mod:`..placeholders`.
+Scope: recognizes layouts, and says what to do instead. Imports no framework: attributes and class
+names are enough. Tensors that have lost their attributes (``module.state_dict()`` detaches them)
+are left to :mod:`..placeholders`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ __all__ = ["is_suspect", "refuse_master", "refuse_object", "refuse_stale", "refu
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """``text``: what an error says of a tensor or an object that has it. ``advice``: what to do
-    instead."""
+    """An unsupported layout.
+
+    ``text``: predicate for an error about a tensor or an object. ``advice``: what to do instead.
+    """
 
     text: str
     advice: str
@@ -109,14 +110,16 @@ _MARKS = frozenset(
 
 
 def is_suspect(tensor: torch.Tensor) -> bool:
-    """Whether a framework has left its mark on ``tensor``, so that it has to be looked at closely.
-    Cheap: a trainer waits for this, once for each of its tensors."""
+    """Return whether a framework has marked ``tensor``, so that it needs a closer look.
+
+    Must be cheap: a trainer waits for this once per tensor.
+    """
     return not _MARKS.isdisjoint(tensor.__dict__)
 
 
 def refuse_tensor(tensor: torch.Tensor, path: Callable[[], str], *, loading: bool) -> None:
-    """Raise StateError where ``tensor``, which is no local part of a DTensor, has a layout that is
-    not known."""
+    """Raise StateError if ``tensor``, which is no local part of a DTensor, has an unknown
+    layout."""
     layout = _of_tensor(tensor, loading)
     if layout is None and not isinstance(tensor, DTensor) and hooked(tensor):
         layout = _SHARD_HOOKS
@@ -125,8 +128,8 @@ def refuse_tensor(tensor: torch.Tensor, path: Callable[[], str], *, loading: boo
 
 
 def refuse_object(value: object, modules: Iterable[Walked], path: str, *, loading: bool) -> None:
-    """Raise StateError where ``value``, an object with a state, or a parameter of it, has a layout
-    that is not known.
+    """Raise StateError if ``value``, an object with a state, or a parameter of it, has an unknown
+    layout.
 
     ``modules`` are those of the state, walked.
     """
@@ -155,7 +158,7 @@ def _of_optimizer(value: object, modules: Iterable[Walked]) -> _Layout | None:
         return _WITHOUT_ENGINE
     if any(value is optimizer.optimizer for optimizer in known):
         return _STEPS_MASTERS
-    # Accelerate's, for example, wraps another.
+    # A wrapper such as Accelerate's has the real one inside.
     for inner in (value, getattr(value, "optimizer", None)):
         if _is_of(inner, "deepspeed") and hasattr(inner, "param_groups"):
             return _DEEPSPEED_OPTIMIZER
@@ -167,8 +170,10 @@ def _of_optimizer(value: object, modules: Iterable[Walked]) -> _Layout | None:
 
 
 def _known_to_module(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]) -> set[int]:
-    """The ids of parameters of FSDP1, where one of ``modules`` has all parameters of ``optimizer``:
-    by that module they get their names."""
+    """Return the ids of the flat parameters if one of ``modules`` has all of the optimizer's.
+
+    That module gives them their names.
+    """
     for walked in modules:
         if not walked.flat:
             continue
@@ -180,9 +185,11 @@ def _known_to_module(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]
 
 
 def refuse_stale(module: torch.nn.Module, beside: Iterable[object], path: str) -> None:
-    """Raise StateError where a load into ``module`` would leave master copies of its parameters
-    behind: an optimizer of Megatron has them, and is not among ``beside``, the objects that are
-    loaded too."""
+    """Raise StateError if a load into ``module`` would leave master copies of its parameters stale.
+
+    That is the case if an optimizer of Megatron has them, and is not among ``beside``, the objects
+    that are loaded too.
+    """
     if any(
         _is_of(other, "megatron") and not isinstance(other, torch.nn.Module) for other in beside
     ):
@@ -193,8 +200,10 @@ def refuse_stale(module: torch.nn.Module, beside: Iterable[object], path: str) -
 
 
 def refuse_master(masters: Mapping[str, torch.Tensor], loaded: Iterable[torch.Tensor]) -> None:
-    """Raise StateError where one of the ``masters``, which are named by the paths of parts of
-    parameters, is not among what is ``loaded``."""
+    """Raise StateError if one of ``masters`` is not among the tensors in ``loaded``.
+
+    ``masters`` are keyed by the paths of their parts of parameters.
+    """
     if masters:
         addresses = {tensor.data_ptr() for tensor in loaded}
         for path, master in masters.items():
@@ -235,7 +244,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_unusual(tensor: torch.Tensor) -> bool:
-    """Whether a parameter or a buffer has to be looked at closely."""
+    """Return whether a parameter or buffer needs a closer look."""
     if type(tensor) is DTensor:
         local = stored_local(tensor)
         return type(local) not in _PLAIN or is_suspect(local) or is_suspect(tensor)
@@ -244,8 +253,8 @@ def _is_unusual(tensor: torch.Tensor) -> bool:
 
 def _refuse_parameter(tensor: torch.Tensor, path: str, loading: bool) -> None:
     if isinstance(tensor, DTensor):
-        # To detach it, as a state dict does, makes a new local tensor, without hooks. They have to
-        # be asked here.
+        # Detaching, as a state dict does, creates a new local tensor without hooks. They must be
+        # checked here.
         check_layout(tensor, stored_local(tensor), lambda: path)
     refuse_tensor(tensor, lambda: path, loading=loading)
 
@@ -258,7 +267,7 @@ def _of_module(part: torch.nn.Module, loading: bool) -> _Layout | None:
         and _is_of(part, "deepspeed")
         and _is_of(getattr(part, "optimizer", None), "deepspeed")
     ):
-        return _MASTERS  # an engine: also of the optimizers that leave no mark on parameters
+        return _MASTERS  # an engine: also of optimizers that leave no mark on parameters
     return None
 
 
@@ -276,9 +285,7 @@ def _of_tensor(tensor: torch.Tensor, loading: bool) -> _Layout | None:
     if loading and own.get("_hp_mapping") is not None:
         return _MASTERS
     if loading and own.get("main_param_sharded") and tensor.dtype in _SHORT:
-        return (
-            _MEGATRON_MASTERS  # by the distributed optimizer, whose state dict does not hold them
-        )
+        return _MEGATRON_MASTERS  # by the distributed optimizer, whose state dict lacks them
     return None
 
 
@@ -286,7 +293,7 @@ _SHORT = (torch.bfloat16, torch.float16)
 
 
 def _is_of(value: object, package: str) -> bool:
-    """Whether the class of ``value``, or one that it inherits from, is of ``package``."""
+    """Return whether a class of ``value``, inherited or not, belongs to ``package``."""
     return any(kind.__module__.partition(".")[0] == package for kind in type(value).__mro__)
 
 

@@ -1,14 +1,13 @@
-"""FSDP1 (torch's FullyShardedDataParallel): parameters, and their state in an optimizer, as flat
-ranges of what they are to users.
+"""FSDP1 (torch's FullyShardedDataParallel): parameters and optimizer states as flat ranges.
 
-FSDP1 flattens the parameters of a wrapped module, joins them with padding between, and gives every
-rank an even part of that *flat parameter*. So a rank holds of each parameter a range of its
-row-major order, which may be empty. With ``use_orig_params`` an optimizer has the original
-parameters, whose data are these ranges; without it, it has the flat parameter, and one state for
-all parameters that are in it.
+FSDP1 flattens the parameters of a wrapped module, joins them with padding in between, and gives
+every rank an even part of that *flat parameter*. So a rank holds, of each parameter, a range of its
+row-major order, possibly empty. With ``use_orig_params``, an optimizer has the original parameters,
+whose data are these ranges. Without it, it has the flat parameter, and one state for all parameters
+in it.
 
-Scope: which ranges these are, and whether FSDP1 is at work on them. How FSDP1 keeps its books is in
-:mod:`..compat`.
+Scope: which ranges these are, and whether FSDP1 is using them. :mod:`..compat` knows FSDP1's
+bookkeeping.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ __all__ = ["check_at_rest", "fsdp1_parts"]
 
 
 def fsdp1_parts(parts: Parts, named: Callable[[str], str]) -> list[FlatPart]:
-    """What this rank holds of all parameters in ``parts``, the modules of one tree, that are in
-    flat parameters. ``named`` makes the name in a checkpoint of one in the tree."""
+    """Return this rank's part of every flattened parameter in ``parts``, the modules of one tree.
+
+    ``named`` translates a name in the tree to the name in a checkpoint.
+    """
     return [
         FlatPart(
             tuple(dict.fromkeys(named(f"{prefix}{name}") for name in piece.names)), unit, piece
@@ -36,8 +37,10 @@ def fsdp1_parts(parts: Parts, named: Callable[[str], str]) -> list[FlatPart]:
 
 
 def check_at_rest(flat: Sequence[FlatPart], path: str, *, loading: bool) -> None:
-    """Raises StateError where FSDP1 is at work on a parameter in ``flat``, or has a layout that is
-    not known. With ``loading``, gathered parameters are dropped: a forward would use them."""
+    """Raise StateError if FSDP1 is using a parameter in ``flat``, or its layout is unknown.
+
+    With ``loading``, gathered parameters are dropped: a forward pass would use them.
+    """
     units: dict[int, FlatUnit] = {}
     for part in flat:
         if isinstance(part.unit, FlatUnit):

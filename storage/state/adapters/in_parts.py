@@ -1,8 +1,10 @@
-"""Tensors of which one rank may hold several parts: torch's ShardedTensor, and what has the hooks
-of ``torch.distributed._checkpointable``, by which torch's distributed checkpoints save it.
+"""Tensors with possibly several parts on one rank.
 
-Such a tensor is as many :class:`.shards.Shard` as it has parts here. Scope: DTensors have these
-hooks too, and an adapter of their own.
+These are torch's ShardedTensor, and objects with the hooks of
+``torch.distributed._checkpointable``, which torch's distributed checkpoints call. Each part becomes
+one :class:`.shards.Shard`.
+
+Scope: not DTensors, which have these hooks too, but also their own adapter.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ class _Chunk(Protocol):
 
 
 class InParts(Protocol):
-    """What has the hooks."""
+    """An object with the hooks."""
 
     def __create_chunk_list__(self) -> list[Any]:
-        """The box of each part, with ``offsets`` and ``sizes``."""
+        """Return the box of each part, with ``offsets`` and ``sizes``."""
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
-        """What DCP writes of it, which says the shape of the whole."""
+        """Return DCP's write items, which include the shape of the whole."""
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The part that begins at the offset of ``index``."""
+        """Return the part that begins at the offset of ``index``."""
 
 
 _CONTAINERS = (dict, list, tuple)
@@ -44,7 +46,7 @@ _HOOKS = ("__create_chunk_list__", "__create_write_items__", "__get_tensor_shard
 
 
 def is_in_parts(value: object) -> TypeGuard[ShardedTensor | InParts]:
-    """Whether ``value`` says by itself which parts of a larger tensor it holds."""
+    """Return whether ``value`` knows which parts of a larger tensor it holds."""
     if type(value) in _CONTAINERS:
         return False
     if isinstance(value, DTensor | LocalShardsWrapper):
@@ -53,8 +55,10 @@ def is_in_parts(value: object) -> TypeGuard[ShardedTensor | InParts]:
 
 
 def parts_of(value: ShardedTensor | InParts, path: Callable[[], str]) -> list[Shard]:
-    """The parts that this rank holds, at least one, which may be empty. Raises StateError where
-    they are no parts of one tensor."""
+    """Return the parts that this rank holds: at least one, possibly empty.
+
+    Raises StateError if they do not belong to one tensor.
+    """
     try:
         if isinstance(value, ShardedTensor):
             return _of_sharded(value)

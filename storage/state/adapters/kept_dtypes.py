@@ -1,6 +1,6 @@
-"""The dtypes of an object's state after a load with ``cast=True``.
+"""Chooses the dtypes of an object's state for a load with ``cast=True``.
 
-Scope: decides; the copy itself converts.
+Scope: decides only; the copy converts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .tensors import local_of
 __all__ = ["Held", "StoredDtypes", "kept_entry"]
 
 Held = torch.Tensor | FlatPart
-"""An optimizer's parameter, or the part of one that has a name of its own in the checkpoint."""
+"""An optimizer's parameter, or a part of one with its own name in the checkpoint."""
 
 StoredDtypes = Mapping[int, torch.dtype]
-"""By address of a tensor that the load fills, the dtype that it has in the checkpoint."""
+"""Dtypes in the checkpoint of the tensors that a load fills, by address."""
 
 _KINDS = (
     (torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -34,13 +34,12 @@ _KINDS = (
 def kept_entry(
     entry: Entry, present: object, parameter: Held | None, stored: StoredDtypes | None
 ) -> Entry:
-    """Return ``entry`` in the dtype in which the object that loads it keeps it; ``stored``: None
-    without ``cast``, which leaves it as it is.
+    """Return ``entry`` with the dtype in which the loading object keeps it.
 
-    A tensor that the object has, ``present``, says so. A state that does not exist yet follows its
-    ``parameter``, as in torch's ``Optimizer.load_state_dict``: but not steps and other numbers,
-    and not what was stored in another dtype than its parameter, such as fp32 moments of bf16
-    weights.
+    ``stored``: None without ``cast``, which leaves the entry as it is. An existing tensor
+    ``present`` determines the dtype. A state that does not exist yet follows its ``parameter``, as
+    in torch's ``Optimizer.load_state_dict``. Exempt are steps and other numbers, and tensors stored
+    in another dtype than their parameter, such as fp32 moments of bf16 weights.
     """
     if stored is None:
         return entry

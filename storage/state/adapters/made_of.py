@@ -1,10 +1,9 @@
-"""Tensors that are made of other tensors, by torch's protocol ``__tensor_flatten__``: quantized
-weights, moments of 8 bits.
+"""Composite tensors: made up of inner tensors by torch's protocol ``__tensor_flatten__``.
 
-One is stored as a dict of its inner tensors, by the names of its attributes, beside a
-*description* of all else: its type, shape and dtype, and the context that it gives. A load fills
-the inner tensors of a tensor that is there, whose description agrees; it never makes one. So what
-is stored names no class that would be looked up.
+Examples are quantized weights and 8-bit moments. Such a tensor is stored as a dict of its inner
+tensors, keyed by attribute, plus a *description* of everything else: type, shape, dtype, and the
+context that the tensor reports. A load fills the inner tensors of an existing tensor whose
+description agrees, and never creates one. So no stored class name is ever looked up.
 """
 
 from __future__ import annotations
@@ -38,25 +37,27 @@ __all__ = [
 ]
 
 DESCRIPTION = "__tensor_flatten__"
-"""The key of the description, beside the inner tensors."""
+"""Key of the description, next to the inner tensors."""
 
 
 def is_made_of(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether ``value`` is a tensor that is made of others, and nothing else is known of it."""
+    """Return whether ``value`` is a composite tensor without a more specific adapter."""
     return is_block_scaled(value) or (
         isinstance(value, torch.Tensor)
         and hasattr(type(value), "__tensor_flatten__")
         and not isinstance(value, DTensor)
         and not is_vescale(type(value))
-        and not hasattr(value, "wait")  # a result that is not there yet
+        and not hasattr(value, "wait")  # a pending result
         and value.layout is torch.strided
         and not value.is_nested
     )
 
 
 def parts_by_name(tensor: torch.Tensor, path: str) -> dict[Key, object]:
-    """The inner tensors of ``tensor``, and its description. Raises StateError for a context that
-    has no description."""
+    """Return the inner tensors of ``tensor`` and its description.
+
+    Raises StateError for a context that cannot be described.
+    """
     names, context = _flattened(tensor)
     described = {
         "type": type(_made(tensor)).__qualname__,
@@ -69,7 +70,7 @@ def parts_by_name(tensor: torch.Tensor, path: str) -> dict[Key, object]:
 
 
 def memories_of(tensor: TensorLike) -> Iterator[TensorLike]:
-    """``tensor`` itself; or, if it is made of tensors, those, at any depth."""
+    """Yield ``tensor`` itself; or, if it is composite, its inner tensors at any depth."""
     if not is_made_of(tensor):
         yield tensor
         return
@@ -79,7 +80,7 @@ def memories_of(tensor: TensorLike) -> Iterator[TensorLike]:
 
 
 def inner_tensor(tensor: torch.Tensor, name: object) -> object:
-    """The inner tensor of that name; None where there is none."""
+    """Return the inner tensor called ``name``, or None."""
     names, _ = _flattened(tensor)
     if name in names:
         return _inner(tensor, str(name))
@@ -87,14 +88,14 @@ def inner_tensor(tensor: torch.Tensor, name: object) -> object:
 
 
 def _made(tensor: torch.Tensor) -> Any:
-    """What has the inner tensors: ``tensor``, or its local part."""
+    """Return the owner of the inner tensors: ``tensor``, or its local part."""
     if is_block_scaled(tensor):
         return stored_local(tensor)
     return tensor
 
 
 def _inner(tensor: torch.Tensor, name: str, path: str = "a tensor") -> Any:
-    """The inner tensor of that name, which says what it is of a whole."""
+    """Return the inner tensor called ``name``, as the part of a whole that it is."""
     if is_block_scaled(tensor):
         return inner_of_blocks(tensor, name, lambda: path)
     return getattr(tensor, name)
@@ -106,8 +107,10 @@ def _flattened(tensor: torch.Tensor) -> tuple[list[str], object]:
 
 
 def _described(value: object, path: str) -> object:
-    """``value``, which is in the context of a tensor, as JSON. Types are named without their
-    module: libraries move them."""
+    """Return ``value``, found in a tensor's context, as JSON.
+
+    Types are named without their module, because libraries move them.
+    """
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -130,8 +133,10 @@ def _described(value: object, path: str) -> object:
 
 
 def agrees(stored: object, present: object) -> bool:
-    """Whether a stored description is that of a tensor. Fields that one of them lacks are left out:
-    libraries add some."""
+    """Return whether a stored description matches a tensor's.
+
+    Fields that one of them lacks are ignored, because libraries add some.
+    """
     if isinstance(stored, str) and isinstance(present, str):
         try:
             return _agree(json.loads(stored), json.loads(present))
@@ -149,9 +154,11 @@ def _agree(a: object, b: object) -> bool:
 def with_present(
     state: object, present: object, keys: tuple[object, ...], problems: dict[str, str]
 ) -> object:
-    """``state``, built from a checkpoint, with each dict of inner tensors replaced by the tensor
-    that ``present`` has in its place, whose inner tensors these are. Adds to ``problems``, by name,
-    where there is no such tensor."""
+    """Return ``state``, built from a checkpoint, with composite tensors in place of their dicts.
+
+    Each dict of inner tensors is replaced by the tensor at the same place in ``present``, whose
+    inner tensors these are. Adds an entry to ``problems``, by name, if there is no such tensor.
+    """
     if is_made_of(present) or (isinstance(state, Mapping) and DESCRIPTION in state):
         problem = _problem(state, present)
         if problem is None:
@@ -175,7 +182,7 @@ def with_present(
 
 
 def _problem(state: object, present: object) -> str | None:
-    """Why a stored ``state`` is not that of the tensor ``present``; None where it is."""
+    """Return why the stored ``state`` does not match the tensor ``present``; None if it does."""
     if not isinstance(state, Mapping) or DESCRIPTION not in state:
         return f"no {type(present).__qualname__} in the checkpoint, but something else"
     if not is_made_of(present):
@@ -194,7 +201,7 @@ def _problem(state: object, present: object) -> str | None:
 
 
 def _is_filled(state: object, part: object) -> bool:
-    """Whether what was built for an inner tensor is that tensor."""
+    """Return whether the value built for an inner tensor is that tensor."""
     if is_made_of(part):
         return _problem(state, part) is None
     return (

@@ -1,12 +1,11 @@
-"""What Megatron-core's ``sharded_state_dict()`` returns: parts of tensors under names of their
-own.
+"""Parts of tensors as returned by Megatron-core's ``sharded_state_dict()``.
 
-A ``ShardedTensor`` is a box of a global tensor. Which tensor that is, its ``key`` says, and not the
-path on which it stands: all layers of a transformer may be one tensor with a dimension for the
-layers, and the first layer of each pipeline stage stands on one path. So a part is stored under its
-key, and one rank may hold several parts of one tensor.
+A ``ShardedTensor`` is a box of a global tensor. Its ``key`` names that tensor, not its path in the
+state: all layers of a transformer may form one tensor with a dimension for the layers, and the
+first layers of all pipeline stages have the same path. So a part is stored under its key, and one
+rank may hold several parts of one tensor.
 
-Scope: recognises the classes by their names, without importing Megatron, and translates them.
+Scope: recognizes the classes by name, without importing Megatron, and translates them.
 """
 
 from __future__ import annotations
@@ -34,26 +33,27 @@ __all__ = ["KeyedParts", "KeyedShard", "ObjectData", "keyed_parts_of", "megatron
 
 _MAPPING = "megatron.core.dist_checkpointing.mapping"
 _SIMPLE = frozenset({bool, dict, float, int, list, str, tuple, type(None)})
-"""What most items of a state are, and nothing of Megatron's."""
+"""Most items of a state have one of these types, and are not Megatron's."""
 
 
 class KeyedShard(Shard):
-    """A part of the tensor with the name ``key``, wherever in the state it stands."""
+    """A part of the tensor called ``key``, independent of its path in the state."""
 
     key: str
     master: torch.Tensor | None = None
-    """What an optimizer of Megatron overwrites the part from, in the next step."""
+    """The master copy: Megatron's optimizer overwrites the part with it in the next step."""
     may_be_padded: bool = False
-    """Whether the tensor may be longer or shorter in a checkpoint, such as a vocabulary that is
-    padded to a multiple of the number of ranks."""
+    """True if the tensor's length may differ in a checkpoint, like a vocabulary padded to a
+    multiple of the number of ranks."""
 
     def fits_in(self, shape: Sequence[int]) -> bool:
-        """Whether it can be filled from a tensor of ``shape``, as far as that goes."""
+        """Return whether the part can be filled from a tensor of ``shape``, possibly
+        incompletely."""
         same_ndim = len(shape) == len(self.shape)
         return same_ndim and self.may_be_padded and not self.layout.is_empty
 
     def clipped(self, shape: Sequence[int]) -> Shard:
-        """What of the part lies in a tensor of ``shape``."""
+        """Return the portion of the part that lies within a tensor of ``shape``."""
         box = self.layout.pieces[0].box
         sides = zip(box.offsets, box.stops, shape, strict=True)
         lengths = [max(min(stop, size) - start, 0) for start, stop, size in sides]
@@ -62,7 +62,7 @@ class KeyedShard(Shard):
 
 
 class KeyedParts:
-    """The parts of one state."""
+    """The keyed parts of one state."""
 
     def __init__(self) -> None:
         self._first: dict[str, KeyedShard] = {}
@@ -70,8 +70,11 @@ class KeyedParts:
         self._masters: dict[str, torch.Tensor] = {}
 
     def add(self, part: KeyedShard, path: Callable[[], str]) -> None:
-        """Raise StateError, which names ``path()``, where another one is the same part, or one of
-        another tensor under the same key."""
+        """Add a part.
+
+        Raises StateError, naming ``path()``, if it duplicates another part, or belongs to another
+        tensor with the same key.
+        """
         first = self._first.setdefault(part.key, part)
         place = (part.key, part.layout.region)
         if place in self._places:
@@ -85,8 +88,10 @@ class KeyedParts:
     def check(
         self, others: Collection[str], locals_: Iterable[torch.Tensor], *, loading: bool
     ) -> None:
-        """Raise StateError where one of the ``others`` has the name of a part; and, for a load,
-        where a part has a master copy that is not among ``locals_``."""
+        """Raise StateError if one of ``others`` has the name of a part.
+
+        For a load, also if a part's master copy is not among ``locals_``.
+        """
         for name in self._first:
             if name in others:
                 raise StateError(f"two items of the state have the same name, {name!r}")
@@ -119,8 +124,7 @@ class ObjectData(MutableMapping[Key, object]):
 
 
 def megatron_kind(item: object) -> str:
-    """Which of Megatron's classes ``item`` is of, or of one derived from it, by its name; "" where
-    of none."""
+    """Return the name of the Megatron class that ``item`` is an instance of; "" if none."""
     kind = type(item)
     if kind in _SIMPLE:
         return ""
@@ -128,7 +132,7 @@ def megatron_kind(item: object) -> str:
 
 
 def misplaced(item: object, path: str) -> StateError:
-    """The error for an item where there is no dict to which its key could belong."""
+    """Return the error for an item at a place without a dict for its key."""
     return StateError(
         f"{path} is a {megatron_kind(item)} of Megatron, which is stored under a name of its own",
         advice="Pass a dict, with what sharded_state_dict() returns, in dicts and lists alone.",
@@ -136,11 +140,11 @@ def misplaced(item: object, path: str) -> StateError:
 
 
 def keyed_parts_of(item: Any, path: Callable[[], str], *, loading: bool) -> list[KeyedShard]:
-    """The parts of tensors that ``item`` stands for: those of a ``ShardedTensor``, or of all that a
-    ``ShardedTensorFactory`` makes of its tensor. Of a ``LocalNonpersistentObject``, none.
+    """Return the parts of tensors that ``item`` represents.
 
-    Raises StateError, which names ``path()``, for what is not known, and for a factory that would
-    have to merge what is loaded.
+    These are the part of a ``ShardedTensor``, or all parts that a ``ShardedTensorFactory`` makes of
+    its tensor; none for a ``LocalNonpersistentObject``. Raises StateError, naming ``path()``, for
+    unknown items, and for a factory that would have to merge loaded data.
     """
     kind = megatron_kind(item)
     if kind == "ShardedTensor":
@@ -192,7 +196,7 @@ def _built_by(factory: Any, path: Callable[[], str], loading: bool) -> list[Keye
 
 
 def _leaves(built: object) -> Iterator[object]:
-    """What is in nested dicts and lists."""
+    """Yield the leaves of nested dicts and lists."""
     if isinstance(built, Mapping):
         built = list(built.values())
     if not isinstance(built, list):

@@ -1,9 +1,8 @@
-"""What torch calls the parameters and buffers of a module: the names in a state dict without those
-of wrappers.
+"""Names of parameters and buffers, as in the state dict, but without the names of wrappers.
 
-Torch finds them by walking down from the module, name by name, each time it is asked. A training
-run asks at every save, while the trainer waits; so a save walks once, and the names are kept as
-long as the module consists of the same kinds of modules.
+Torch finds such a name by walking down from the module each time it is asked. A training run asks
+at every save, while the trainer waits. So a save walks once, and the names are kept as long as the
+module consists of the same kinds of modules.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ __all__ = ["Names", "Walked", "module_state", "walk"]
 
 
 class Names(dict[str, str]):
-    """By any name that a module has for a parameter or a buffer, the name to save it under.
+    """Maps any name of a parameter or buffer in a module to the name to save it under.
 
-    ``kinds``: of all modules that it consists of. ``usual``: none of them has a way of its own to
-    make a state dict. ``sharded``: FSDP1 has wrapped one of them; ``gathers``: FSDP2 has.
+    ``kinds``: classes of all its modules. ``usual``: none of them customizes its state dict.
+    ``sharded``: FSDP1 has wrapped one of them; ``gathers``: FSDP2 has.
     """
 
     def __init__(self, module: torch.nn.Module, kinds: tuple[type, ...]) -> None:
@@ -62,10 +61,10 @@ _known: WeakKeyDictionary[torch.nn.Module, Names] = WeakKeyDictionary()
 
 
 class Walked:
-    """A module as it is now, kept for all uses during one call.
+    """A module as it is now, cached for the duration of one call.
 
-    ``engine``: it, where it is an engine of DeepSpeed. Then ``root``, whose tensors these are, is
-    what the engine wraps.
+    ``engine``: the module itself if it is a DeepSpeed engine. Then ``root`` is the module it wraps,
+    which owns the tensors.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -75,7 +74,7 @@ class Walked:
 
     @cached_property
     def zero(self) -> Zero | None:
-        """The books of the ZeRO optimizer that an engine has."""
+        """Access to the engine's ZeRO optimizer."""
         return None if self.engine is None else zero_of(vars(self.engine).get("optimizer"))
 
     @cached_property
@@ -85,7 +84,7 @@ class Walked:
 
     @cached_property
     def names(self) -> Names:
-        """Its names."""
+        """The checkpoint names of its parameters and buffers."""
         kinds = tuple([type(part) for _, part in self.parts])
         names = _known.get(self.root)
         if names is None or names.kinds != kinds:
@@ -94,7 +93,7 @@ class Walked:
 
     @cached_property
     def flat(self) -> list[FlatPart]:
-        """What this rank holds of parameters that are in flat parameters."""
+        """This rank's part of the parameters that are in flat parameters."""
         if self.zero is not None:
             return self.zero.parts(self._names_by_parameter())
         if not self.names.sharded:
@@ -109,12 +108,15 @@ class Walked:
 
     @cached_property
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """All parameters by name, as torch's ``named_parameters``; but tied ones come under each of
-        their names. Those of FSDP2 are the sharded ones, which its optimizer has."""
+        """All parameters by name, as from torch's ``named_parameters``, but tied ones under all
+        names.
+
+        For FSDP2, these are the sharded parameters, which its optimizer has.
+        """
         if self.names.gathers:
             for _, part in self.parts:
                 if isinstance(part, FSDPModule):
-                    part.reshard()  # a forward without a backward leaves gathered ones behind
+                    part.reshard()  # a forward pass alone leaves gathered ones
         return [
             (prefix + name, parameter)
             for prefix, part in self.parts
@@ -123,9 +125,11 @@ class Walked:
         ]
 
     def registered(self) -> dict[str, object] | None:
-        """What ``state_dict()`` returns, where nothing of it has hooks, or a way of its own: all
-        that is registered, in order; else None. Torch asks each module for its own, and that for
-        its own, and a trainer waits."""
+        """Return what ``state_dict()`` would, if no hooks or overrides are involved; else None.
+
+        That is everything registered, in order. Torch recurses from module to module, and a trainer
+        waits.
+        """
         if not self.names.usual:
             return None
         state: dict[str, object] = {}
@@ -142,14 +146,16 @@ class Walked:
                     state[prefix + name] = buffer.detach()
             places += sum(child is not None for child in children_of(part).values())
         if places != len(self.parts):
-            return None  # one of them is in two places, and under two names
+            return None  # one of them is at two places, under two names
         return state
 
 
 def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """``module`` and all modules in it, once each, with the prefix of their tensors' names, in the
-    order of torch's ``named_modules``: that hands each of them up through generators of all levels
-    above, and a trainer waits for it.
+    """Return ``module`` and all modules in it, once each, with the prefixes of their tensors'
+    names.
+
+    The order is that of torch's ``named_modules``, which passes each module up through generators
+    of all levels above, while a trainer waits.
     """
     found: list[tuple[str, torch.nn.Module]] = []
     seen: set[int] = set()
@@ -169,7 +175,8 @@ def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def module_state(walked: Walked) -> dict[str, object]:
-    """As torch's ``get_model_state_dict``: the module's state dict, by names without wrappers."""
+    """Return the module's state dict without wrapper names, like torch's
+    ``get_model_state_dict``."""
     names = walked.names
     state = walked.registered()
     if state is None:

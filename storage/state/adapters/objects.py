@@ -1,8 +1,8 @@
-"""Objects with a state_dict of their own: which tensors a load fills for them.
+"""Objects with their own state_dict: chooses the tensors that a load fills for them.
 
-Tensors that are in the object's state already are filled in place, as torch's distributed
-checkpoints do. One that is not there yet, such as a moment of an optimizer that has never stepped,
-is allocated like the parameter that it is named after.
+Tensors already in the object's state are filled in place, as torch's distributed checkpoints do. A
+tensor that is not there yet, such as a moment of an optimizer without a step, is allocated like the
+parameter that it is named after.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["object_allocator"]
 def object_allocator(
     owner: object, present: object, modules: Sequence[Walked], stored_dtypes: StoredDtypes | None
 ) -> Allocate:
-    """Make the tensors of the state of ``owner``, whose state is ``present`` now.
+    """Return a function that allocates tensors of the state of ``owner``, currently ``present``.
 
     ``stored_dtypes``: see :func:`.kept_dtypes.kept_entry`.
     """
@@ -68,8 +68,10 @@ _SEPARATORS = re.compile(r"[./:|]")
 
 
 class _Reach:
-    """The parameters that an object may have a state of: its own modules' and optimizers', and
-    those of the state."""
+    """The parameters that an object may have a state for.
+
+    These come from its own modules and optimizers, and from the modules of the state.
+    """
 
     def __init__(self, owner: object, modules: Sequence[Walked]) -> None:
         held = list(_held(owner))
@@ -84,15 +86,17 @@ class _Reach:
             *(group["params"] for o in self._optimizers for group in o.param_groups),
         )
         self.example = next((p for p in every if isinstance(p, DTensor)), None)
-        """Any DTensor among them. Tensors of which nothing else is known are put on its mesh."""
+        """Any DTensor among them. Tensors without other information are placed on its mesh."""
 
     def stepped_parameter_of(self, entry: Entry) -> torch.Tensor | None:
-        """The parameter of a moment; None where the object has no optimizer."""
+        """Return the parameter of a moment; None if the object has no optimizer."""
         return self.parameter_of(entry) if self._optimizers else None
 
     def parameter_of(self, entry: Entry) -> torch.Tensor | None:
-        """The parameter whose name is a part of the entry's path, the longest such name; or that of
-        its number, in the state of an only optimizer."""
+        """Return the parameter with the longest name contained in the entry's path.
+
+        If no name matches, a number in the state of the only optimizer identifies the parameter.
+        """
         words = _SEPARATORS.split(".".join(map(str, entry.keys)))
         for length in range(len(words), 0, -1):
             for start in range(len(words) - length + 1):
@@ -115,7 +119,7 @@ class _Reach:
 
 
 def _held(owner: object) -> Iterator[object]:
-    """What ``owner`` has as attributes, and in lists and dicts there."""
+    """Yield the attributes of ``owner``, and the items of lists and dicts among them."""
     for value in list(getattr(owner, "__dict__", {}).values()):
         if isinstance(value, Mapping):
             yield from value.values()

@@ -1,9 +1,8 @@
-"""Optimizers: their state by the names of their parameters, so that it fits any job that has those
-parameters.
+"""Optimizers: their state by parameter names, so that it fits any job with those parameters.
 
-Saved as torch's ``get_optimizer_state_dict`` gives it. For a load nothing is asked of the
-optimizer's present state, which a new one does not have: the stored entries say what there is, and
-each is made like the parameter that it belongs to.
+The saved form equals that of torch's ``get_optimizer_state_dict``. A load does not depend on the
+optimizer's present state, which a new one does not have: the stored entries determine the tensors,
+and each is created like the parameter it belongs to.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ __all__ = [
 
 
 class _PackedGroup(TypedDict):
-    """Besides, it has hyperparameters."""
+    """A packed parameter group; it also contains hyperparameters."""
 
     params: list[int]
 
 
 class _Packed(TypedDict):
-    """A state dict of torch's form, which may have more keys."""
+    """A state dict in torch's form, possibly with more keys."""
 
     state: Mapping[object, object]
     param_groups: list[_PackedGroup]
@@ -60,15 +59,17 @@ class _Packed(TypedDict):
 
 _log = logging.getLogger(__name__)
 _warned: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Optimizers whose orphans a warning has named."""
+"""Optimizers whose orphans have been reported."""
 
 
 @dataclass(frozen=True)
 class OptimizerParameters:
-    """The parameters of an optimizer, as a checkpoint has them. ``by_owner``: by id of a parameter
-    that the optimizer has, those that are in it, where it is not just itself. ``keys``: by id, the
-    keys that each may have in the checkpoint. ``orphans``: where the others have names, the
-    parameters that are in no module of the state, as texts for people."""
+    """The parameters of an optimizer, as a checkpoint has them.
+
+    ``by_owner``: the parameters contained in one of the optimizer's, by id of the latter, unless
+    that is just itself. ``keys``: possible keys of each in the checkpoint, by id. ``orphans``:
+    parameters that are in no module of the state while the others have names, as texts for people.
+    """
 
     groups: list[list[Held]]
     by_owner: Mapping[int, list[FlatPart]]
@@ -76,17 +77,16 @@ class OptimizerParameters:
     orphans: Sequence[str] = ()
 
     def held_in(self, owner: torch.Tensor) -> Sequence[Held]:
-        """The parameters in one that the optimizer has."""
+        """Return the parameters contained in ``owner``, one of the optimizer's."""
         return self.by_owner.get(id(owner), [owner])
 
 
 @dataclass(frozen=True)
 class StoredOptimizer:
-    """The state of an optimizer, built from a checkpoint, and how its groups match those of the
-    optimizer that takes it.
+    """The state of an optimizer, built from a checkpoint, and its match with the loading optimizer.
 
-    ``entries``: by the keys of parameters, their state. ``rest``: what else is stored, but for the
-    groups. ``stored`` are the groups of the checkpoint.
+    ``entries``: the state by parameter key. ``rest``: everything else stored, except groups.
+    ``stored``: the groups of the checkpoint.
     """
 
     entries: Mapping[object, object]
@@ -99,12 +99,15 @@ class StoredOptimizer:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked], path: str = "the optimizer"
 ) -> dict[str, object]:
-    """Return state and hyperparameters, by fqn where one of ``modules`` has all parameters, else by
-    torch's numbering. Parameters that no module has (orphans) keep their numbers, with a warning.
+    """Return state and hyperparameters, by fqn if one of ``modules`` has all parameters.
 
-    As torch's ``get_optimizer_state_dict`` gives it; but an optimizer that has never stepped has no
-    state, and gets none: torch's helper would take a step to make some. What an optimizer keeps
-    beside the state of its parameters is taken as it is. Raises StateError for what has no name.
+    Otherwise they are keyed by torch's numbering. Parameters that no module has (orphans) keep
+    their numbers, with a warning.
+
+    The form equals that of torch's ``get_optimizer_state_dict``, except that an optimizer without a
+    step has no state and gets none: torch's helper would take a step to create some. Anything an
+    optimizer keeps besides the state of its parameters is taken as it is. Raises StateError for
+    entries that cannot be named.
     """
     refuse_unknown(optimizer, path)
     optimizer = stepped(optimizer)
@@ -147,7 +150,7 @@ def _said_of_orphans(orphans: Sequence[str]) -> str:
 def _by_parameter(
     packed: _Packed, optimizer: torch.optim.Optimizer, named: OptimizerParameters, path: str
 ) -> _Packed:
-    """``packed`` with a number, and an entry, for each parameter of a checkpoint."""
+    """Return ``packed`` with a number and an entry for each parameter of a checkpoint."""
     if not named.by_owner:
         return packed
     owners = [p for group in optimizer.param_groups for p in group["params"]]
@@ -170,27 +173,30 @@ def _by_parameter(
 
 
 def _entry_of(parameter: Held, entry: object, path: str) -> object:
-    """What belongs to ``parameter`` of the entry of its owner."""
+    """Return the part of its owner's entry that belongs to ``parameter``."""
     if isinstance(parameter, FlatPart):
         return parameter.state(entry, f'{path}["state"]["{parameter.names[0]}"]')
     return entry
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that has the state: the one within a ZeroRedundancyOptimizer, which steps the
-    parameters of this rank; any other is that itself."""
+    """Return the optimizer that holds the state.
+
+    That is the inner one of a ZeroRedundancyOptimizer, which steps this rank's parameters; any
+    other optimizer is returned itself.
+    """
     if _is_redundancy_free(optimizer):
         return cast(torch.optim.Optimizer, vars(optimizer)["optim"])
     return optimizer
 
 
 def _is_redundancy_free(optimizer: torch.optim.Optimizer) -> bool:
-    # By name: to import it compiles functions, which takes seconds.
+    # Checked by name: importing the class compiles functions, which takes seconds.
     return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 
 def refuse_unknown(optimizer: torch.optim.Optimizer, path: str) -> None:
-    """Raises StateError for optimizers whose state cannot be taken from this rank."""
+    """Raise StateError for optimizers whose state cannot be taken from this rank."""
     if _is_redundancy_free(optimizer) and not isinstance(
         vars(optimizer).get("optim"), torch.optim.Optimizer
     ):
@@ -202,11 +208,10 @@ def refuse_unknown(optimizer: torch.optim.Optimizer, path: str) -> None:
 
 
 def present_layout(optimizer: torch.optim.Optimizer) -> dict[str, object] | None:
-    """The state dict of an optimizer that has a form of its own, such as flat names; None for
-    torch's form.
+    """Return the state dict of an optimizer with a custom form, such as flat names; else None.
 
-    Of torch's own nothing is asked: a new optimizer has no state, and what is stored says what
-    there is.
+    Optimizers of torch's form are not asked: a new one has no state, and the stored state
+    determines the entries.
     """
     optimizer = stepped(optimizer)
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
@@ -218,7 +223,7 @@ def present_layout(optimizer: torch.optim.Optimizer) -> dict[str, object] | None
 
 
 def has_own_form(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the state dict of an optimizer may be of another form than torch's."""
+    """Return whether the optimizer's state dict may have a custom form."""
     try:
         return present_layout(optimizer) is not None
     except Exception:  # the user's code: it may have no state before it is loaded
@@ -230,7 +235,7 @@ def _is_usual(packed: Mapping[str, object]) -> TypeGuard[_Packed]:
 
 
 def _check_states(optimizer: torch.optim.Optimizer, path: str) -> None:
-    """Raises StateError for a state that torch's ``state_dict`` cannot name, or would lose."""
+    """Raise StateError for a state that torch's ``state_dict`` cannot name, or would lose."""
     every = [p for group in optimizer.param_groups for p in group["params"]]
     known = {id(p) for p in every}
     for key in optimizer.state:
@@ -257,20 +262,20 @@ def optimizer_allocator(
     stored_dtypes: StoredDtypes | None,
     problems: dict[str, str],
 ) -> Allocate:
-    """Make the tensors of this optimizer's state: those it has, where they fit, else new ones like
-    the parameter.
+    """Return a function that allocates tensors of this optimizer's state.
 
-    ``stored_dtypes``: see :func:`.kept_dtypes.kept_entry`. Adds to ``problems``, by name, the
-    moments of another shape than their parameter.
+    Existing tensors are reused if they fit; new ones are created like their parameter.
+    ``stored_dtypes``: see :func:`.kept_dtypes.kept_entry`. Moments whose shape differs from their
+    parameter's are added to ``problems``, by name.
     """
     parameters = _by_key(held, matched)
     of_parameters = {key for group in stored for key in group.ranks}
-    state = cast(Mapping[object, object], optimizer.state)  # tensors are not its only keys
+    state = cast(Mapping[object, object], optimizer.state)  # not only tensors are keys
     flat = FlatStates(state)
 
     def make(entry: Entry) -> torch.Tensor | Shard | None:
         if entry.keys[0] == "param_groups":
-            return None  # made by group_allocator
+            return None  # allocated by group_allocator
         if entry.keys[0] != "state" or len(entry.keys) == 1:
             return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         key = entry.keys[1]
@@ -302,7 +307,7 @@ def _filled(
     present: object,
     entry: Entry,
 ) -> torch.Tensor | Shard:
-    """The tensor to be filled with ``entry``: ``present`` where it fits, else a new one."""
+    """Return the tensor to fill with ``entry``: ``present`` if it fits, else a new one."""
     if isinstance(present, Shard):
         return fitting(present, entry)
     if fits(present, entry):
@@ -333,14 +338,17 @@ _MOMENTS = frozenset(
         "step_size",
     )
 )
-"""What optimizers of torch keep in the shape of the parameter."""
+"""State that optimizers of torch keep in the shape of the parameter."""
 
 
 def _is_misshapen(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, present: object, entry: Entry
 ) -> bool:
-    """Whether ``entry`` is a moment of a parameter of another shape: one of an optimizer of torch,
-    or one that the optimizer has in the shape of ``parameter``."""
+    """Return whether ``entry`` is a moment whose shape differs from its parameter's.
+
+    Moments are those of torch's optimizers, and tensors that the optimizer already has in the shape
+    of ``parameter``.
+    """
     shape = tuple(parameter.shape)
     shapes = [shape, ()]
     if isinstance(parameter, DTensor):
@@ -350,7 +358,7 @@ def _is_misshapen(
     kind = type(optimizer)
     usual = torch.optim.Optimizer
     if kind.load_state_dict is not usual.load_state_dict or kind.state_dict is not usual.state_dict:
-        return False  # its code may shape them as it likes
+        return False  # its code may use any shape
     if isinstance(present, torch.Tensor):
         return tuple(present.shape) == shape
     source = str(getattr(kind.step, "__module__", ""))
@@ -358,7 +366,7 @@ def _is_misshapen(
 
 
 def _by_key(held: OptimizerParameters, matched: Matched) -> dict[ParameterKey, Held]:
-    """The parameters by their keys in the checkpoint."""
+    """Return the parameters by their keys in the checkpoint."""
     return {matched.keys[id(p)]: p for group in held.groups for p in group if id(p) in matched.keys}
 
 
@@ -370,8 +378,10 @@ def entries_with_present(
     keys: Sequence[object],
     problems: dict[str, str],
 ) -> dict[object, object]:
-    """``entries`` of a built state, with the tensors made of tensors that the optimizer has, see
-    :func:`.made_of.with_present`. ``keys`` lead to the optimizer."""
+    """Return ``entries`` of a built state, with the optimizer's composite tensors filled in.
+
+    See :func:`.made_of.with_present`. ``keys`` lead to the optimizer.
+    """
     parameters = _by_key(held, matched)
     state = cast(Mapping[object, object], optimizer.state)
     return {
@@ -387,8 +397,10 @@ def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
 
 
 def group_allocator(optimizer: torch.optim.Optimizer) -> Allocate:
-    """How to make hyperparameters that are tensors, such as learning rates: on the device of those
-    that it has."""
+    """Return a function that allocates hyperparameters stored as tensors, such as learning rates.
+
+    They are allocated on the device of the present ones.
+    """
 
     def make(entry: Entry) -> torch.Tensor:
         return torch.empty(
@@ -399,7 +411,7 @@ def group_allocator(optimizer: torch.optim.Optimizer) -> Allocate:
 
 
 def _device_of(optimizer: torch.optim.Optimizer, keys: tuple[object, ...]) -> torch.device | None:
-    """Where the optimizer has this hyperparameter, such as a learning rate that is a tensor."""
+    """Return the device of this hyperparameter in the optimizer, if it is a tensor there."""
     for group in optimizer.param_groups:
         present = value_at(group, keys)
         if isinstance(present, torch.Tensor) and not present.is_meta:
@@ -410,11 +422,11 @@ def _device_of(optimizer: torch.optim.Optimizer, keys: tuple[object, ...]) -> to
 def load_optimizer(
     optimizer: torch.optim.Optimizer, given: StoredOptimizer | Mapping[str, object]
 ) -> None:
-    """Give the optimizer its stored state, bit for bit. Which parameters its groups have stays as
-    it is."""
+    """Restore the optimizer's stored state, bit for bit, without changing its groups'
+    parameters."""
     inner = stepped(optimizer)
     _load_stepped(inner, given)
-    if inner is not optimizer:  # which hands the hyperparameters of its own groups down in a step
+    if inner is not optimizer:  # the outer one passes its groups' hyperparameters down in each step
         for group, loaded in zip(optimizer.param_groups, inner.param_groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
 
@@ -453,9 +465,11 @@ def _load_stepped(
 def optimizer_parameters(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked], stored: Iterable[StoredGroup]
 ) -> OptimizerParameters:
-    """Return the parameters of ``optimizer``, and the keys that each may have in a stored state:
-    its fqns; or torch's number, unless torch's ``param_names``, on both sides, says which number it
-    had."""
+    """Return the parameters of ``optimizer``, with their possible keys in a stored state.
+
+    These are fqns; or torch's numbers, unless ``param_names`` on both sides reveals a parameter's
+    former number.
+    """
     stored = list(stored)
     named = _named_by_module(optimizer, modules)
     if named is not None and not (named.orphans and _are_numbered(stored)):
@@ -483,8 +497,10 @@ def _are_numbered(stored: Iterable[StoredGroup]) -> bool:
 def _named_by_module(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked]
 ) -> OptimizerParameters | None:
-    """The parameters of ``optimizer``, with their fqns in the module that has all of them, but for
-    those that no module has; None where no single one has."""
+    """Return the parameters of ``optimizer``, with their fqns in the module that has all of them.
+
+    Parameters that are in no module are ignored. None if no single module has all others.
+    """
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     every = []
     for walked in modules:
@@ -501,8 +517,10 @@ def _named_by_module(
 
 @dataclass(frozen=True)
 class _ModuleNames:
-    """What :class:`OptimizerParameters` takes from one module. ``ids``: of its parameters, and of
-    what an optimizer has in their place."""
+    """Inputs for :class:`OptimizerParameters` from one module.
+
+    ``ids``: those of its parameters, and of the optimizer's substitutes for them.
+    """
 
     by_owner: Mapping[int, list[FlatPart]]
     keys: dict[int, list[ParameterKey]]
@@ -523,7 +541,7 @@ def _names_in(walked: Walked) -> _ModuleNames:
 
 
 def _grouped(optimizer: torch.optim.Optimizer, named: _ModuleNames) -> OptimizerParameters:
-    """The parameters of ``optimizer`` by name; orphans by their numbers."""
+    """Return the parameters of ``optimizer`` by name; orphans by number."""
     orphans = []
     count = itertools.count()
     for number, group in enumerate(optimizer.param_groups):

@@ -1,7 +1,7 @@
-"""Parameter groups: which stored group each group of an optimizer takes its hyperparameters from.
+"""Parameter groups: finds the stored group for each parameter group of an optimizer.
 
-Groups are matched by the names of their parameters, never by position: code that is tidied up
-builds them in another order. Pure, but for the optimizer's own lists.
+Groups are matched by the names of their parameters, never by position, because a refactoring may
+build them in another order. Pure, except for reading the optimizer's own lists.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ import torch
 __all__ = ["Matched", "ParameterKey", "StoredGroup", "differing_kind", "match_groups"]
 
 _OF_THE_JOB = ("params", "param_names")
-"""What a group has of the job that it is in."""
+"""Entries of a group that belong to the running job."""
 
 _OF_SCHEDULERS = frozenset(
     ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 )
-"""What schedulers of torch add to a group."""
+"""Entries that torch's schedulers add to a group."""
 
 
 ParameterKey = Hashable
-"""What a checkpoint calls a parameter: its name, or its number in the optimizer."""
+"""A parameter's identity in a checkpoint: its name, or its number in the optimizer."""
 
 
 @dataclass
 class StoredGroup:
-    """A parameter group of a checkpoint. ``ranks``: by the key of each of its parameters (a name,
-    or a number), those ranks in whose optimizer it was in this group. ``names``: by number, the
-    names that torch's ``param_names`` gives."""
+    """A parameter group of a checkpoint.
+
+    ``ranks``: by key (a name or a number) of each parameter, the ranks whose optimizer had it in
+    this group. ``names``: the names by number, from torch's ``param_names``.
+    """
 
     ranks: dict[ParameterKey, list[int]] = field(default_factory=dict)
     names: dict[ParameterKey, str] = field(default_factory=dict)
@@ -38,9 +40,12 @@ class StoredGroup:
 
 @dataclass
 class Matched:
-    """``keys``: by id of a parameter, its key in the checkpoint. ``hyperparameters``: of each group
-    of the optimizer; None: it keeps its own. ``new`` and ``conflicts`` say what does not fit, by
-    the numbers of groups."""
+    """The result of matching an optimizer's groups with stored ones.
+
+    ``keys``: the checkpoint key of a parameter, by id. ``hyperparameters``: one entry per group of
+    the optimizer; None leaves the group as it is. ``new`` and ``conflicts``: mismatches, by group
+    number.
+    """
 
     keys: dict[int, ParameterKey] = field(default_factory=dict)
     hyperparameters: list[dict[str, object] | None] = field(default_factory=list)
@@ -55,10 +60,10 @@ def match_groups(
     rank: int,
     groups_of: Callable[[int], Sequence[Mapping[str, object]]],
 ) -> Matched:
-    """Match the groups of an optimizer, each with its parameters, with stored ones.
+    """Match the groups of an optimizer, each given by its parameters, with stored ones.
 
-    ``names``: by id of each parameter, the keys that it may have in the checkpoint, the likeliest
-    first. ``groups_of(rank)``: the groups that a rank saved, with their hyperparameters.
+    ``names``: by id of each parameter, its possible keys in the checkpoint, most likely first.
+    ``groups_of(rank)``: the groups that a rank saved, with their hyperparameters.
     """
     found = Matched()
     rank = _stands_for(stored, rank)
@@ -88,7 +93,8 @@ def match_groups(
 
 
 def _stands_for(stored: Sequence[StoredGroup], rank: int) -> int:
-    """The rank that saved whose values ``rank`` gets: itself, or ``rank`` modulo their number."""
+    """Return the saving rank whose values ``rank`` gets: itself, or ``rank`` modulo their
+    number."""
     saved = sorted({r for group in stored for ranks in group.ranks.values() for r in ranks})
     if rank in saved or not saved:
         return rank
@@ -96,7 +102,7 @@ def _stands_for(stored: Sequence[StoredGroup], rank: int) -> int:
 
 
 Held = dict[ParameterKey, list[tuple[int, list[int]]]]
-"""By key of a parameter, the groups that it is in, and the ranks that have it there."""
+"""By key of a parameter, the groups that contain it, each with the ranks that had it there."""
 
 
 def _held(stored: Sequence[StoredGroup]) -> Held:
@@ -110,8 +116,10 @@ def _held(stored: Sequence[StoredGroup]) -> Held:
 def _place(
     keys: Sequence[ParameterKey], held: Held, rank: int
 ) -> tuple[ParameterKey, tuple[int, int]] | None:
-    """The key under which a parameter is stored, the number of its group, and a rank that has it
-    there: this one, if it has saved the parameter at all."""
+    """Return a parameter's stored key, the number of its group, and a rank that had it there.
+
+    The rank is this one, if it saved the parameter at all.
+    """
     for key in keys:
         places = held.get(key)
         if places:
@@ -139,7 +147,10 @@ def _check_numbers(
     rank: int,
     numbered: bool,
 ) -> None:
-    """Numbers say which parameter is which only if all groups are as they were."""
+    """Record a conflict if parameters are stored by number and the groups have changed size.
+
+    Numbers identify parameters only while all groups are unchanged.
+    """
     if not numbered or found.new or any(group.names for group in stored):
         return
     theirs = [sum(rank in ranks for ranks in group.ranks.values()) for group in stored]
@@ -154,9 +165,11 @@ def _check_numbers(
 def _match_empty(
     sources: list[list[tuple[int, int]]], ours: list[int], stored: Sequence[StoredGroup], rank: int
 ) -> None:
-    """Match groups without parameters, which have no names: by position if all other groups are
-    where they were; otherwise by their order, if the checkpoint has as many. Otherwise they keep
-    what they have."""
+    """Match groups without parameters, which have no names to match by.
+
+    They match by position if all other groups are at their old positions; otherwise by order, if
+    the checkpoint has equally many. Otherwise they stay as they are.
+    """
     theirs = [number for number, group in enumerate(stored) if not group.ranks]
     in_place = all(where == number for number, places in enumerate(sources) for where, _ in places)
     if in_place and len(sources) == len(stored):
@@ -172,7 +185,7 @@ def _taken(
     places: Sequence[tuple[int, int]],
     groups_of: Callable[[int], Sequence[Mapping[str, object]]],
 ) -> dict[str, object] | None:
-    """The hyperparameters of stored groups, which must be the same in all of them."""
+    """Return the hyperparameters of the stored groups, recording a conflict if they differ."""
     taken: dict[str, object] | None = None
     for where, of_rank in places:
         groups = groups_of(of_rank)
@@ -206,10 +219,9 @@ def _same(a: object, b: object, one_group: bool) -> bool:
 def differing_kind(
     optimizer: torch.optim.Optimizer, taken: Sequence[Mapping[str, object] | None]
 ) -> str | None:
-    """What shows that the checkpoint is of an optimizer of another kind, such as AdamW into SGD;
-    None if nothing does.
+    """Return evidence that the checkpoint is of another kind of optimizer (AdamW, SGD); else None.
 
-    Releases of torch add hyperparameters, and users add their own; so either alone shows nothing.
+    Extra or missing hyperparameters alone prove nothing: releases of torch and users add some.
     """
     stored = {key for group in taken if group is not None for key in group}
     known = (

@@ -1,8 +1,7 @@
-"""What each rank has of its own, such as where its data loader stands; and what becomes of it when
-their number changes.
+"""State that belongs to a rank, such as a data loader's position, and its resharding.
 
-In the checkpoint a ``PerRank`` is a dict of its ranks: readers that know nothing of it see every
-rank's value by number.
+In the checkpoint, a ``PerRank`` is a dict by rank: readers unaware of it see every rank's value by
+number.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from .stateful import expand, has_state, restore
 __all__ = ["OF_RANKS", "RANKS", "PerRank", "Rule", "is_of_ranks", "resharded"]
 
 Rule = Literal["keep", "broadcast", "split", "merge"] | Callable[[list[Any], int, int], object]
-"""Called with the values of all ranks that saved one, in order of rank, this rank and the number of
+"""Called with the values of all ranks that saved one, in rank order, this rank and the number of
 ranks."""
 
 RANKS = "world"
 OF_RANKS = "of"
-"""The keys of what a PerRank stores: how many ranks there are, and a dict of their values."""
+"""Keys of a stored PerRank: the number of ranks, and a dict of their values."""
 
 T = TypeVar("T")
 
@@ -37,24 +36,24 @@ class PerRank:
     holdfast.PerRank(loader, "split")})``.
 
     ``value`` is an object with a state (a data loader, a random generator), which gets its state
-    back; or small values and tensors, in dicts, lists and tuples: after a load, ``.value`` is what
-    came back. Modules and optimizers need no rule.
+    back; or small values and tensors in dicts, lists and tuples: after a load, ``.value`` is the
+    loaded value. Modules and optimizers need no rule.
 
-    As many ranks as have saved get each their own back. Otherwise, ``rule`` says who gets what; the
-    one of the load counts:
+    If as many ranks load as have saved, each gets its own value back. Otherwise the ``rule`` of the
+    load decides:
 
     ==============  ===============================================================================
     ``keep``        rank r gets the value of rank r mod n, of the n that saved
-    ``broadcast``   all get the value of the first
-    ``split``       the values of all, joined, are cut into as many parts: samples, files, tokens
-                    yet to be read
-    ``merge``       each gets some ranks' values, in order, joined but never cut; with more ranks,
-                    some get none
-    a function      ``rule(values, rank, world)`` returns this rank's
+    ``broadcast``   every rank gets the value of the first
+    ``split``       the values of all ranks are joined and cut into equal parts: remaining samples,
+                    files, tokens
+    ``merge``       each rank gets the values of some ranks, in order, joined but never cut; with
+                    more ranks than values, some get none
+    a function      ``rule(values, rank, world)`` returns this rank's value
     ==============  ===============================================================================
 
-    Lists, tuples, arrays and tensors are joined along their first dimension, dicts key by key. What
-    cannot be joined must be the same on all ranks. Raises StateError where it is not.
+    Lists, tuples, arrays and tensors are joined along their first dimension, dicts key by key.
+    Values that cannot be joined must be equal on all ranks; otherwise StateError is raised.
     """
 
     def __init__(self, value: Any, rule: Rule = "keep") -> None:
@@ -70,17 +69,17 @@ class PerRank:
         self.rule: Rule = rule
 
     builds_anew = True
-    """Its values are those of ranks that saved: there are no tensors to fill."""
+    """Tells a load not to fill the present tensors: the stored ones belong to the saving ranks."""
 
     def state_dict(self) -> dict[str, object]:
-        """This rank's value, by its number; and how many ranks there are."""
+        """Return this rank's value by its number, and the number of ranks."""
         state = self.value
         if has_state(state):
             state = expand(state, (), "a PerRank")
         return {RANKS: current_world(), OF_RANKS: {str(current_rank()): state}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's part of what all ranks have saved. Raises StateError."""
+        """Take this rank's share of the stored values. Raises StateError."""
         saved = {int(rank): state for rank, state in state_dict[OF_RANKS].items()}
         rank = current_rank()
         world = current_world()
@@ -95,7 +94,7 @@ class PerRank:
 
 
 def is_of_ranks(state: object) -> bool:
-    """Whether ``state`` is what a PerRank stores."""
+    """Return whether ``state`` was stored by a PerRank."""
     return (
         isinstance(state, Mapping)
         and type(state.get(RANKS)) is int
@@ -105,8 +104,10 @@ def is_of_ranks(state: object) -> bool:
 
 
 def resharded(values: list[object], rule: Rule, rank: int, world: int) -> object:
-    """What rank ``rank`` of ``world`` gets of the values of other ranks. Raises StateError where
-    ``rule`` does not fit."""
+    """Return the share of rank ``rank`` of ``world`` in the ranks' ``values``.
+
+    Raises StateError if ``rule`` does not fit.
+    """
     if callable(rule):
         return rule(values, rank, world)
     if rule == "keep":
@@ -149,7 +150,7 @@ def _all_like(values: Sequence[object], first: T) -> TypeGuard[Sequence[T]]:
 
 
 def _cut(joined: object, part: int, parts: int) -> object:
-    """One of so many even parts; nothing of it, where there are none."""
+    """Return part ``part`` of ``parts`` even ones; empty if ``parts`` is 0."""
     if isinstance(joined, dict):
         return {key: _cut(item, part, parts) for key, item in joined.items()}
     if isinstance(joined, torch.Tensor | np.ndarray) and not joined.ndim:

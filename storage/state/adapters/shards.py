@@ -1,4 +1,4 @@
-"""Parts of tensors, for frameworks that no adapter knows: the caller says which part it is."""
+"""Parts of tensors declared by the caller, for frameworks without an adapter."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ from ....planner.layout import BoxLayout, FlatLayout
 
 __all__ = ["Shard", "ShardAdapter"]
 
-# A state is recognised by the identity of its layouts. There are as many of these as parts.
+# A state is recognized by the identity of its layouts. There are as many of these as parts.
 _box_layout = functools.lru_cache(maxsize=1 << 16)(BoxLayout)
 _flat_layout = functools.lru_cache(maxsize=1 << 16)(FlatLayout)
 
 
 class Shard:
-    """The part of a larger tensor that this rank holds; it stands in a state in the place of a
-    tensor.
+    """The part of a larger tensor that this rank holds, used in a state in place of a tensor.
 
     ``tensor`` holds the part, and a load fills it in place. ``shape`` is that of the whole tensor.
-    Where the part lies, one of two says:
+    The position of the part is given by one of:
 
-    ``offset``   the part is a box, of the shape of ``tensor``, that begins at this index of the
+    ``offset``   the part is a box with the shape of ``tensor`` that begins at this index of the
                  whole tensor
     ``flat``     ``tensor`` has one dimension, and holds elements (start, stop) of the whole tensor
                  in row-major order: what ZeRO, FSDP1 and Megatron's optimizers hold
 
     The parts of all ranks make up the whole tensor: each element is in one of them. Ranks that hold
-    the very same part are replicas, and it is stored once. A part may be empty. Any other layout
-    loads what was saved in parts, and the other way round.
+    the same part are replicas, and it is stored once. A part may be empty. A checkpoint saved in
+    parts loads into any other layout, and vice versa.
 
-    Raises UsageError where the part is not one of a tensor of that shape.
+    Raises UsageError if the part does not fit into a tensor of that shape.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return self.layout.shape
 
     def __repr__(self) -> str:
@@ -133,15 +132,15 @@ class ShardAdapter:
     """Reads Shards, see :class:`.tensors.TensorAdapter`."""
 
     def local(self, tensor: Shard) -> torch.Tensor:
-        """The part."""
+        """Return the part."""
         return tensor.tensor
 
     def layout(
         self, tensor: Shard, local: torch.Tensor, path: Callable[[], str]
     ) -> BoxLayout | FlatLayout:
-        """What the caller has said."""
+        """Return the layout that the caller declared."""
         return tensor.layout
 
     def recorded(self, tensor: Shard) -> None:
-        """Nothing: a load is told where its parts lie."""
+        """Record nothing: a load is given its own parts."""
         return

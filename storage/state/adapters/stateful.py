@@ -1,10 +1,9 @@
-"""Objects that have a state: modules, optimizers, random generators, and whatever has
-state_dict/load_state_dict.
+"""Objects with a state: modules, optimizers, random generators, and other state_dict objects.
 
-Before a save they are *expanded*: replaced by what their state is, as nested dicts. For a load,
-modules are expanded likewise and filled in place. Others are given the stored dict. Its tensors are
-those of the state that the object has (:func:`present_state`), filled in place, where these have
-the stored shape and dtype; so DTensors stay what they are.
+Before a save they are *expanded*: replaced by their state as nested dicts. For a load, modules are
+expanded in the same way and filled in place. Other objects are handed the stored dict. Its tensors
+are those of the object's current state (:func:`present_state`), filled in place, if they have the
+stored shape and dtype; so DTensors remain DTensors.
 """
 
 from __future__ import annotations
@@ -52,25 +51,24 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class StatefulLike(Protocol):
-    """What torch's modules, optimizers, schedulers and stateful data loaders have in common."""
+    """The interface shared by torch's modules, optimizers, schedulers and stateful data loaders."""
 
     def state_dict(self) -> Mapping[str, object]:
-        """The state."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Take the state back."""
+        """Restore the state."""
 
 
 class RNGState:
-    """The process's global random generators: torch (CPU and every CUDA device), numpy, python. A
-    part of a state:
+    """The process's global random generators: torch (CPU and every CUDA device), numpy, python.
 
-    ``holdfast.save(uri, {"model": model, "rng": holdfast.RNGState()})``. Ranks differ; each gets
-    back its own.
+    Part of a state: ``holdfast.save(uri, {"model": model, "rng": holdfast.RNGState()})``. Ranks
+    differ; each gets its own state back.
     """
 
     def state_dict(self) -> dict[str, object]:
-        """States of all generators, as they are now."""
+        """Return the current states of all generators."""
         cuda: list[torch.Tensor] = []
         if torch.cuda.is_available():
             refuse_forked_child()
@@ -85,11 +83,11 @@ class RNGState:
                 version,
                 np.array(words, np.uint32),
                 gauss,
-            ],  # an array: 625 values a rank would swell the manifest
+            ],  # an array, because 625 values per rank would bloat the manifest
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set all generators. CUDA states beyond the devices of this process are left out."""
+        """Set all generators. Ignores CUDA states beyond the devices of this process."""
         on_device = bool(state_dict["cuda"]) and torch.cuda.is_available()
         if on_device:
             refuse_forked_child()
@@ -110,29 +108,29 @@ _CONTAINERS = (type, torch.Tensor, Mapping, list, tuple)
 
 
 def has_state(value: object) -> bool:
-    """Whether ``value`` is an object with a state rather than a container, a tensor or a value."""
+    """Return whether ``value`` is an object with a state, not a container, tensor or value."""
     if type(value) in _STATELESS or isinstance(value, _CONTAINERS):
         return False
     if isinstance(value, _GENERATORS):
         return True
-    # As isinstance with StatefulLike says, which takes twenty times as long: a trainer waits for
-    # every value of its state.
+    # Equivalent to isinstance with StatefulLike, which takes twenty times as long: a trainer waits
+    # for every value of its state.
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def fills_in_place(value: object) -> bool:
-    """Whether the tensors of this object's expansion are to be filled, rather than replaced by
-    stored ones."""
+    """Return whether a load fills the tensors of this object's expansion instead of replacing
+    them."""
     return isinstance(value, torch.nn.Module)
 
 
 def present_state(value: object, path: str) -> object:
-    """The state that an object has before a load, whose tensors are to be filled; None if it is not
-    asked for it.
+    """Return an object's state before a load, whose tensors the load fills, or None.
 
-    Optimizers make state from what is stored, unless it has a form of its own. Random generators
-    have nothing to fill, and data loaders would start their workers. An object that has no state
-    yet, and raises, gets what is stored. Raises StateError for an optimizer that cannot be loaded.
+    Optimizers create their state from the stored one, unless it has a custom form. Random
+    generators have nothing to fill, and data loaders would start their workers. An object that
+    raises, because it has no state yet, gets the stored state. Raises StateError for an optimizer
+    that cannot be loaded.
     """
     if isinstance(value, torch.optim.Optimizer):
         refuse_unknown(value, path)
@@ -154,10 +152,10 @@ def present_state(value: object, path: str) -> object:
 
 
 def expand(value: object, modules: Sequence[Walked], path: str, *, loading: bool = False) -> object:
-    """The state of an object with a state. ``modules`` are those of the whole state: an optimizer
-    needs its own.
+    """Return the state of an object.
 
-    Raises StateError where the object has a layout that is not known.
+    ``modules`` are those of the whole state: an optimizer needs its own. Raises StateError if the
+    object has an unknown layout.
     """
     refuse_object(value, modules, path, loading=loading)
     if isinstance(value, torch.nn.Module):
@@ -189,7 +187,7 @@ def expand(value: object, modules: Sequence[Walked], path: str, *, loading: bool
 
 
 def restore(value: object, state: Any) -> None:
-    """Give an object its state back, which it takes (:mod:`.acceptance`)."""
+    """Restore an object's state, which must be acceptable to it (:mod:`.acceptance`)."""
     zero = zero_of(value)
     if isinstance(value, torch.nn.Module):
         _restore_module(Walked(value), state)
@@ -217,8 +215,8 @@ def _restore_module(walked: Walked, state: dict[str, Any]) -> None:
     if walked.zero is not None:
         walked.zero.copy_masters()
     if walked.flat:
-        return  # its tensors are those that were filled, and FSDP1 would gather all of them
-    # Inference tensors can be written to in inference mode alone, and others should not be made
+        return  # its tensors have been filled, and FSDP1 would gather all of them
+    # Inference tensors are writable only in inference mode, and no other tensors should be created
     # there.
     with torch.inference_mode(_has_inference(state)):
         set_model_state_dict(walked.root, state)
@@ -226,12 +224,12 @@ def _restore_module(walked: Walked, state: dict[str, Any]) -> None:
 
 
 def _stateful(value: object) -> StatefulLike:
-    """``value``, of which :func:`has_state` is true."""
+    """Return ``value``; :func:`has_state` must be true for it."""
     return cast(StatefulLike, value)
 
 
 def _has_inference(state: object) -> bool:
-    """Whether there is an inference tensor in a nested state."""
+    """Return whether a nested state contains an inference tensor."""
     if isinstance(state, torch.Tensor):
         return state.is_inference()
     if isinstance(state, Mapping):

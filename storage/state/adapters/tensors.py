@@ -1,7 +1,7 @@
-"""Adapters: from each type of tensor to the memory that this rank has of it, and its layout.
+"""Adapters: map each type of tensor to this rank's memory of it and its layout.
 
-A new way to cut tensors up is one more file with an adapter, and one row in ``ADAPTERS``. Nothing
-outside of this package asks what type a tensor is of.
+To support another way of sharding tensors, add a file with an adapter and a row in ``ADAPTERS``. No
+code outside this package asks for a tensor's type.
 """
 
 from __future__ import annotations
@@ -29,29 +29,35 @@ __all__ = [
 ]
 
 TensorLike = torch.Tensor | Shard
-"""What an adapter reads."""
+"""Anything an adapter can read."""
 
 T_contra = TypeVar("T_contra", bound=TensorLike, contravariant=True)
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-"""Tensors that are their own memory, and nothing else."""
+"""Tensors that are nothing but their own memory."""
 
 
 class TensorAdapter(Protocol[T_contra]):
-    """Reads tensors of one type. Serves one walk over a state, which keeps all tensors alive; so it
-    may keep what it learns by their ids."""
+    """Reads tensors of one type.
+
+    An adapter serves one walk over a state. The walk keeps all tensors alive, so the adapter may
+    cache by their ids.
+    """
 
     def local(self, tensor: T_contra) -> torch.Tensor:
-        """The part in this rank's memory, as a plain tensor without a node in the autograd
-        graph."""
+        """Return this rank's part as a plain tensor without a node in the autograd graph."""
 
     def layout(self, tensor: T_contra, local: torch.Tensor, path: Callable[[], str]) -> Layout:
-        """What ``local`` is of the whole. Raises StateError, which names ``path()``, for a layout
-        that cannot be saved."""
+        """Return the layout of ``local`` in the whole tensor.
+
+        Raises StateError, naming ``path()``, for a layout that cannot be saved.
+        """
 
     def recorded(self, tensor: T_contra) -> tuple[str, ...] | None:
-        """How a manifest records the layout, so that a load can make such a tensor; None where
-        there is nothing to record."""
+        """Return the layout as recorded in a manifest, for a load that has to create the tensor.
+
+        None if there is nothing to record.
+        """
 
 
 class _PlainAdapter:
@@ -70,10 +76,10 @@ ADAPTERS: dict[type[TensorLike], Callable[[], TensorAdapter[Never]]] = {
     DTensor: DTensorAdapter,
     Shard: ShardAdapter,
 }
-"""By type. What is of none of these, nor of a type that inherits from one, is plain."""
+"""By type; also valid for derived types. All other tensors are plain."""
 
 TENSOR_TYPES: tuple[type, ...] = (*PLAIN_TYPES, *ADAPTERS)
-"""All that are known by their type alone."""
+"""All types that are recognized by the type alone."""
 
 
 class Adapters:
@@ -84,11 +90,11 @@ class Adapters:
         self._by_type: dict[type, TensorAdapter[TensorLike]] = dict.fromkeys(PLAIN_TYPES, plain)
 
     def of(self, tensor: TensorLike) -> TensorAdapter[TensorLike]:
-        """The adapter for ``tensor``."""
+        """Return the adapter for ``tensor``."""
         kind = type(tensor)
         adapter = self._by_type.get(kind)
         if adapter is None:
-            # It is asked of tensors of this type alone.
+            # This adapter instance only ever sees tensors of this type.
             adapter = cast(TensorAdapter[TensorLike], _adapter_of(kind)())
             self._by_type[kind] = adapter
         return adapter
@@ -96,18 +102,18 @@ class Adapters:
 
 def _adapter_of(kind: type) -> Callable[[], TensorAdapter[Never]]:
     known = (ADAPTERS[base] for base in kind.__mro__ if base in ADAPTERS)
-    if is_vescale(kind):  # not imported, so not in a table of types
+    if is_vescale(kind):  # never imported, so not in a table of types
         return next(known, VescaleAdapter)
     return next(known, _PlainAdapter)
 
 
 def local_of(tensor: TensorLike) -> torch.Tensor:
-    """What this rank holds of one tensor of any type."""
+    """Return this rank's part of a tensor of any type."""
     return Adapters().of(tensor).local(tensor)
 
 
 def layout_of(tensor: TensorLike, path: Callable[[], str]) -> tuple[torch.Tensor, Layout]:
-    """The same, and its layout. Raises StateError, which names ``path()``."""
+    """Return this rank's part of a tensor, and its layout. Raises StateError, naming ``path()``."""
     adapter = Adapters().of(tensor)
     local = adapter.local(tensor)
     return local, adapter.layout(tensor, local, path)

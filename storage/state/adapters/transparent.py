@@ -1,9 +1,9 @@
-"""Tensors around one tensor that has their shape and their dtype: weights that FSDP2 gathers in
-eight bits, as torchao trains with them.
+"""Transparent wrappers: tensors around one tensor with the same shape and dtype.
 
-What such a tensor is around is all of its data, and that is stored, under its own name; so it moves
-to and from weights that nothing is around. What it keeps besides is derived from that, and it drops
-that itself when it is detached.
+Examples are weights that FSDP2 gathers in eight bits, as torchao trains with them. The inner tensor
+is all of the data, and is stored under the wrapper's name, so it moves to and from unwrapped
+weights. Everything else in the wrapper is derived from it, and the wrapper drops that when
+detached.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["forget_derived", "seen_through"]
 
 
 def seen_through(local: torch.Tensor) -> torch.Tensor:
-    """The tensor that the detached ``local`` is around; ``local`` itself, where there is none."""
+    """Return the tensor inside the detached ``local``; ``local`` itself if it wraps none."""
     around: Any = local
     if not hasattr(around, "__tensor_flatten__"):
         return local
@@ -34,8 +34,10 @@ def seen_through(local: torch.Tensor) -> torch.Tensor:
 
 
 def forget_derived(parameters: Iterable[torch.Tensor]) -> None:
-    """Have parameters that were filled forget what they derived from what they held before, such as
-    the scale for their next gathering."""
+    """Reset values that filled parameters derived from their old contents.
+
+    An example is the scale for their next gathering.
+    """
     for parameter in parameters:
         if not isinstance(parameter, DTensor):
             continue

@@ -1,9 +1,9 @@
-"""Tensors of veScale: a ``DTensor`` of its own, on device meshes and with placements of its own.
+"""Tensors of veScale: its own ``DTensor``, with its own device meshes and placements.
 
-Its last package needs torch 2.2, so it cannot be imported beside the torch that Holdfast needs.
-Classes are recognised by their names, and this is tested with classes of their shape; sources:
+Its last package needs torch 2.2, so it cannot be installed next to the torch that Holdfast needs.
+Classes are recognized by name, and the tests use lookalikes; sources:
 ``vescale/dtensor/{dtensor,placement_types,device_mesh}.py`` of volcengine/veScale. Its later
-``DTensor``, which inherits from torch's, is read as that.
+``DTensor`` inherits from torch's and is read as such.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["VescaleAdapter", "is_vescale"]
 
 
 def is_vescale(kind: type) -> bool:
-    """Whether tensors of this type are veScale's."""
+    """Return whether tensors of this type are veScale's."""
     return any(
         base.__name__ == "DTensor" and base.__module__.partition(".")[0] == "vescale"
         for base in kind.__mro__
@@ -30,16 +30,18 @@ def is_vescale(kind: type) -> bool:
 
 
 class VescaleAdapter:
-    """Reads them, see :class:`.tensors.TensorAdapter`."""
+    """Reads veScale's tensors, see :class:`.tensors.TensorAdapter`."""
 
     def local(self, tensor: Any) -> torch.Tensor:
-        """This rank's local tensor, without a node in the autograd graph."""
+        """Return this rank's local tensor, without a node in the autograd graph."""
         return local_part(tensor)
 
     def layout(self, tensor: Any, local: torch.Tensor, path: Callable[[], str]) -> MeshLayout:
-        """What ``local`` is of the whole. Raises StateError for a placement that is not a layout
-        (Partial), one that is not known, and a local tensor that is not what the placements
-        imply."""
+        """Return the layout of ``local`` in the whole tensor.
+
+        Raises StateError for a placement that is not a layout (Partial) or is unknown, and for a
+        local tensor that does not match its placements.
+        """
         shape = tuple(tensor.shape)
         mesh_shape = tuple(tensor.device_mesh.mesh.shape)
         placements = tuple(
@@ -57,7 +59,7 @@ class VescaleAdapter:
         return layout
 
     def recorded(self, tensor: Any) -> None:
-        """Nothing: where no tensor is given, a load makes whole ones."""
+        """Record nothing: a load that is not given a tensor creates a whole one."""
         return
 
 
@@ -83,8 +85,10 @@ def _placement(
 
 
 def _check_sections(placements: Sequence[Placement], tensor: Any, path: Callable[[], str]) -> None:
-    """A dimension that is split in sections is split once: what several splits of it mean together
-    is not known."""
+    """Raise StateError if a dimension split in sections is split more than once.
+
+    The meaning of several such splits is not known.
+    """
     splits = [placement for placement in placements if isinstance(placement, Split)]
     for split in splits:
         if split.stride > 1 and sum(other.dim == split.dim for other in splits) > 1:

@@ -1,8 +1,8 @@
-"""ZeRO optimizers of DeepSpeed: their state by the names of parameters, as that of any optimizer.
+"""ZeRO optimizers of DeepSpeed: their state by parameter names, as for any optimizer.
 
-The optimizer that steps the masters is one of torch's kind, with flat parameters. So its state is
-taken and given as theirs, with two differences. DeepSpeed's own Adam counts steps as numbers, where
-torch's has tensors; a checkpoint always has tensors. And the scaler of losses is kept beside it.
+The optimizer that steps the masters is a torch optimizer with flat parameters, so its state is
+handled like theirs, with two differences. DeepSpeed's own Adam counts steps as numbers instead of
+tensors; a checkpoint always has tensors. And the state of the loss scaler is stored with it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ _SCALING = "loss_scaler"
 
 
 def zero_optimizer_state(zero: Zero, modules: Iterable[Walked], path: str) -> dict[str, object]:
-    """State and hyperparameters, by the names that one of ``modules``, the engine, has for
-    parameters."""
+    """Return state and hyperparameters, by the parameter names of the engine among ``modules``."""
     with zero.in_groups():
         state = optimizer_state(zero.base, modules, path)
     entries = state["state"]
-    assert isinstance(entries, Mapping)  # the optimizer is of torch's kind
+    assert isinstance(entries, Mapping)  # the optimizer is a torch optimizer
     state["state"] = {name: _with_tensor_step(entry) for name, entry in entries.items()}
     scaling = zero.scaling()
     if scaling:
@@ -41,7 +40,7 @@ def _with_tensor_step(entry: object) -> object:
 
 
 def load_zero_optimizer(zero: Zero, given: StoredOptimizer) -> None:
-    """Give the optimizer its stored state. The masters themselves are the module's."""
+    """Restore the optimizer's stored state. The masters themselves belong to the module."""
     with zero.in_groups():
         load_optimizer(zero.base, given)
     if type(zero.base).__module__.startswith("deepspeed."):
