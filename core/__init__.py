@@ -1,1 +1,1 @@
-"""What every room may use: it imports nothing of Holdfast."""
+"""Helpers for all rooms. Imports nothing of Holdfast."""

@@ -1,8 +1,7 @@
-"""What asyncio lacks: to wait out a cancellation, and to run coroutines of which none is left
-behind.
+"""Additions to asyncio: waiting out a cancellation, and groups of coroutines that end together.
 
-A task that is cancelled must often not return at once: a thread, or a request that was sent, still
-uses memory that the caller gets back when the task returns.
+A cancelled task often must not return immediately: a thread, or a request in flight, still uses
+memory that the caller gets back when the task returns.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ async def wait_out(
     *,
     on_cancel: Callable[[], object] | None = None,
 ) -> asyncio.CancelledError | None:
-    """Wait until all ``futures`` are done, also when this task is cancelled meanwhile.
+    """Wait until all ``futures`` are done, even if this task is cancelled meanwhile.
 
-    ``on_cancel`` is called for each cancellation. Returns the last one, which the caller has to
-    raise once it has cleaned up; None where there was none.
+    ``on_cancel`` is called at each cancellation. Returns the last one, which the caller must raise
+    after cleaning up; None without a cancellation.
     """
     cancelled: asyncio.CancelledError | None = None
     while not all(future.done() for future in futures):
@@ -39,12 +38,12 @@ async def wait_out(
 
 
 async def to_the_end(work: Awaitable[T], *, grace_s: float | None = None) -> T:
-    """Return what ``work`` returns, or raise what it raises.
+    """Return the result of ``work``, or raise its error.
 
-    If the caller is cancelled, this waits until ``work`` has ended and raises CancelledError only
-    then: the outcome is known, and nothing uses the caller's memory any more. What ``work`` raised
-    becomes the cause. After ``grace_s`` seconds ``work`` is cancelled, and waited for again. Where
-    ``grace_s`` is None it never is, so ``work`` needs a deadline of its own.
+    If the caller is cancelled, this waits until ``work`` has ended, and only then raises
+    CancelledError: the outcome is known, and nothing uses the caller's memory any more. An error of
+    ``work`` becomes the cause. After ``grace_s`` seconds ``work`` is cancelled and waited for
+    again; if ``grace_s`` is None, never. Then ``work`` needs its own deadline.
     """
     task = asyncio.ensure_future(work)
     timer: asyncio.TimerHandle | None = None
@@ -65,10 +64,10 @@ async def to_the_end(work: Awaitable[T], *, grace_s: float | None = None) -> T:
 
 
 async def side_by_side(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Run all of them at the same time; return what they return, in order.
+    """Run all coroutines concurrently, and return their results in order.
 
-    Where some fail, the others are waited for, and the failure of the first in order is raised. If
-    the caller is cancelled, all are cancelled, and waited for likewise.
+    If some fail, this waits for the others and raises the failure that is first in order. If the
+    caller is cancelled, this cancels all of them and waits for them.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     asked_to_end = False
@@ -91,7 +90,7 @@ async def side_by_side(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 async def at_most(limit: int, coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all of them, at most ``limit`` at a time; otherwise as :func:`side_by_side`."""
+    """Run all coroutines, at most ``limit`` at a time; otherwise like :func:`side_by_side`."""
     gate = asyncio.Semaphore(limit)
 
     async def gated(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -103,12 +102,14 @@ async def at_most(limit: int, coroutines: Iterable[Coroutine[Any, Any, None]]) -
         await side_by_side(*map(gated, given))
     finally:
         for coroutine in given:
-            coroutine.close()  # one that never had its turn, because this was cancelled
+            coroutine.close()  # some never started, because this was cancelled
 
 
 async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all of them at the same time. The first that fails, or is cancelled, has the others
-    cancelled; what it raised is raised once all have ended. Likewise if the caller is cancelled."""
+    """Run all coroutines concurrently; when one fails or is cancelled, cancel the others.
+
+    The first failure is raised after all have ended. A cancellation of the caller is handled alike.
+    """
     tasks: list[asyncio.Future[None]] = []
     first: asyncio.Future[None] | None = None
     asked_to_end = False
@@ -139,6 +140,6 @@ async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
         if first is not None:
             first.result()
     finally:
-        # The error's frames hold this one, and all memory that was in use in them.
+        # The error's frames include this one, and so would keep all memory used there alive.
         tasks.clear()
         first = cancelled = None

@@ -1,8 +1,8 @@
-"""JSON once it is decoded, and its narrowing to the types that a reader expects.
+"""Decoded JSON, and checks that narrow it to the types a reader expects.
 
-What comes from a storage or from another rank may be anything. Each function returns its argument
-where that has the expected type, and raises ValueError, which names ``what`` it is, where it has
-not. An int is no bool here, and no float.
+Data from a storage or from another rank may be anything. Each function returns its argument if it
+has the expected type. Otherwise it raises ValueError, which calls the value ``what``. A bool is not
+an int here, and neither is a float.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 
 def int_in(value: Json, what: str) -> int:
-    """An integer."""
+    """Return ``value`` if it is an integer."""
     if type(value) is not int:
         raise _unexpected(value, what, "an integer")
     return value
 
 
 def number_in(value: Json, what: str) -> float:
-    """An integer or a float, as a float."""
+    """Return ``value`` as a float if it is an integer or a float."""
     if type(value) is not int and type(value) is not float:
         raise _unexpected(value, what, "a number")
     return float(value)
 
 
 def str_in(value: Json, what: str) -> str:
-    """A text."""
+    """Return ``value`` if it is a string."""
     if type(value) is not str:
         raise _unexpected(value, what, "a text")
     return value
 
 
 def list_in(value: Json, what: str) -> list[Json]:
-    """A list of anything."""
+    """Return ``value`` if it is a list of anything."""
     if type(value) is not list:
         raise _unexpected(value, what, "a list")
     return value
 
 
 def object_in(value: Json, what: str) -> dict[str, Json]:
-    """An object of anything."""
+    """Return ``value`` if it is an object with any contents."""
     if type(value) is not dict:
         raise _unexpected(value, what, "an object")
     return value
 
 
 def ints_in(value: Json, what: str) -> list[int]:
-    """A list of integers."""
+    """Return ``value`` if it is a list of integers."""
     if type(value) is not list:
         raise _unexpected(value, what, "a list")
     ints = [item for item in value if type(item) is int]
@@ -71,7 +71,7 @@ def ints_in(value: Json, what: str) -> list[int]:
 
 
 def strs_in(value: Json, what: str) -> list[str]:
-    """A list of texts."""
+    """Return ``value`` if it is a list of strings."""
     if type(value) is not list:
         raise _unexpected(value, what, "a list")
     texts = [item for item in value if type(item) is str]
@@ -81,7 +81,7 @@ def strs_in(value: Json, what: str) -> list[str]:
 
 
 def rows_in(value: Json, length: int, what: str) -> list[list[Json]]:
-    """A list of lists of ``length``."""
+    """Return ``value`` if it is a list of lists of ``length`` items."""
     if type(value) is not list:
         raise _unexpected(value, what, "a list")
     rows = [item for item in value if type(item) is list and len(item) == length]

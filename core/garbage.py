@@ -1,7 +1,7 @@
-"""Pauses Python's collector of cyclic garbage while a great many objects are made that stay.
+"""Pauses Python's cyclic garbage collector while very many long-lived objects are created.
 
-The collector looks at all new objects again and again. Where thousands of tensors are described by
-a million small objects, that takes as long as making them, and finds nothing.
+The collector scans all new objects repeatedly. If thousands of tensors are described by a million
+small objects, that takes as long as creating them, and finds nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ _was_enabled = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the collector, of the whole process, until the last of all that have paused it goes on.
-    It stays off where it was. For work of seconds that awaits nothing."""
+    """Pause the collector for the whole process until every overlapping pause has ended.
+
+    A collector that was disabled before stays disabled. For a few seconds of work without an await.
+    """
     global _pauses, _was_enabled  # noqa: PLW0603
     with _lock:
         if not _pauses:

@@ -1,4 +1,4 @@
-"""Histograms of durations, in buckets each of which is twice as wide as the one before."""
+"""Histograms of durations, with buckets that double in width."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from collections.abc import Sequence
 __all__ = ["BUCKETS", "BUCKET_MIN_S", "bucket_of", "quantile_s"]
 
 BUCKET_MIN_S = 2.0**-20
-"""The upper end of the first bucket of a histogram, about a microsecond; each ends at twice the one
-before."""
+"""Upper end of a histogram's first bucket, about a microsecond; each further end is twice the
+previous."""
 BUCKETS = 32
-"""The last one is open."""
+"""Number of buckets. The last one is open."""
 
 
 def bucket_of(seconds: float) -> int:
-    """The bucket in which a duration counts."""
+    """Return the bucket that counts a duration."""
     return min(BUCKETS - 1, int(seconds / BUCKET_MIN_S).bit_length())
 
 
 def quantile_s(histogram: Sequence[int], part: float) -> float:
-    """So long took ``part`` (0 to 1) of what is counted, or less: the end of its bucket, so at most
-    twice too much; 0 if nothing is."""
+    """Return the duration that ``part`` (0 to 1) of the counted operations did not exceed.
+
+    The result is the end of a bucket, so up to twice the true value; 0 if nothing was counted.
+    """
     wanted = part * sum(histogram)
     seen = 0
     for bucket, count in enumerate(histogram):

@@ -1,4 +1,4 @@
-"""A cache of the last few values, by key: the least recently used one goes first."""
+"""A cache of recently used values that evicts the least recently used one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ V = TypeVar("V")
 class _Entry(Generic[V]):
     value: V
     used: int
-    """When it was last used, counted in uses of the cache."""
+    """Time of the last use, counted in uses of the cache."""
 
 
 class LruCache(Generic[V]):
-    """At most ``count`` values, by key. Thread-safe.
+    """Up to ``count`` values, by key. Thread-safe.
 
-    A lookup hashes its key once. An ``OrderedDict`` would do so twice, and to hash the signature of
-    a large state takes longer than all else about the lookup.
+    A lookup hashes its key once. An ``OrderedDict`` would do so twice, and hashing the signature of
+    a large state takes longer than the rest of the lookup.
     """
 
     def __init__(self, count: int) -> None:
@@ -35,7 +35,7 @@ class LruCache(Generic[V]):
         self._lock = new_lock()
 
     def get(self, key: Hashable) -> V | None:
-        """The value of ``key``, or None."""
+        """Return the value of ``key``, or None."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -44,7 +44,7 @@ class LruCache(Generic[V]):
             return entry.value
 
     def put(self, key: Hashable, value: V) -> None:
-        """Set the value of ``key``; drop the least recently used one where there are too many."""
+        """Set the value of ``key``; evict the least recently used value if there are too many."""
         with self._lock:
             self._entries[key] = _Entry(value, next(self._clock))
             while len(self._entries) > self._count:

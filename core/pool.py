@@ -1,10 +1,10 @@
-"""A thread pool that takes work until the interpreter ends.
+"""A thread pool that accepts work until the interpreter has ended.
 
-Once the main thread has returned, ``concurrent.futures`` takes no more work, and Python 3.12 starts
-no more threads. Handlers of ``atexit``, finalizers and threads that outlive the main thread still
-save, so their jobs run in the thread that submits them.
+Once the main thread has returned, ``concurrent.futures`` accepts no more work, and Python 3.12
+starts no more threads. Handlers of ``atexit``, finalizers and threads that outlive the main thread
+still save, so their jobs run in the submitting thread.
 
-Scope: a job must not wait for the thread that has submitted it.
+Scope: a job must not wait for the thread that submitted it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_exiting() -> bool:
 
 
 class Pool(ThreadPoolExecutor):
-    """At most ``count`` threads, started when they are first needed; see the module."""
+    """Up to ``count`` threads, started on demand; see the module."""
 
     def __init__(self, count: int, name: str) -> None:
         super().__init__(count, thread_name_prefix=name)
@@ -43,7 +43,7 @@ class Pool(ThreadPoolExecutor):
         except RuntimeError:
             if self._closed:
                 raise
-            job()  # a thread of the pool may come upon it later, and finds nothing pending
+            job()  # a thread of the pool may pick it up later, and finds nothing pending
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -53,7 +53,7 @@ class Pool(ThreadPoolExecutor):
 
 
 def _run(future: Future[T], pending: list[Callable[[], T]]) -> None:
-    """Run the job that is pending, if there still is one, and complete ``future``."""
+    """Run the pending job, if there still is one, and complete ``future``."""
     try:
         job = pending.pop()
     except IndexError:

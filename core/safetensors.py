@@ -1,8 +1,9 @@
-"""Headers of safetensors files: eight bytes of length, a JSON object with an entry for each tensor,
-and spaces up to a multiple of some alignment. (https://huggingface.co/docs/safetensors)
+"""Headers of safetensors files: reads and writes their text.
 
-Scope: the text of headers. What is in a file, and whether it may be believed, is for the code that
-writes and reads it.
+A header is eight bytes of length, a JSON object with an entry per tensor, and spaces up to a
+multiple of some alignment. (https://huggingface.co/docs/safetensors)
+
+Scope: the text of headers. The callers decide on a file's contents, and whether to trust it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 HEADER_NBYTES_MAX = 100_000_000
-"""Readers of safetensors refuse longer headers."""
+"""Size limit of headers; readers of safetensors refuse longer ones."""
 
 DTYPES = {
     "bool": "BOOL",
@@ -57,8 +58,8 @@ DTYPES = {
     "int64": "I64",
     "uint64": "U64",
 }
-"""Codes of dtypes that every reader since safetensors 0.4.3 knows. One unknown code makes a reader
-refuse the whole file, so dtypes that came later are not here."""
+"""Codes of dtypes known to every reader since safetensors 0.4.3. One unknown code makes a reader
+refuse the whole file, so later dtypes are not here."""
 
 _FP4 = "float4_e2m1fn_x2"
 EXPORTED_DTYPES = {
@@ -77,13 +78,13 @@ BITS = {
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
     "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64,
 }  # fmt: skip
-"""Bits per element of each code that safetensors defines."""
+"""Bits per element for each code that safetensors defines."""
 
 NDIM_MAX = 64
-"""Torch has no tensors of more dimensions."""
+"""Maximum number of dimensions, as in torch."""
 
 METADATA = "__metadata__"
-"""The key of a header that names no tensor: texts that a file says of itself."""
+"""A header's only key that names no tensor. It holds the file's own metadata as strings."""
 _INTS = frozenset([int])  # no bool
 _COUNT_MAX = 1 << 62
 _LENGTH = struct.Struct("<Q")
@@ -92,7 +93,7 @@ LENGTH_NBYTES = _LENGTH.size
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file. Bytes are counted from the end of the header."""
+    """A tensor in a file. Byte offsets are relative to the end of the header."""
 
     name: str
     code: str
@@ -103,14 +104,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The content of a header: tensors, and the file's metadata."""
+    """The contents of a header: tensors, and the file's metadata."""
 
     entries: list[Entry]
     metadata: Mapping[str, str]
 
 
 def header(entries: Iterable[Entry], metadata: Mapping[str, str], alignment: int) -> bytes:
-    """The first bytes of a file with these tensors, a multiple of ``alignment``."""
+    """Return the first bytes of a file with these tensors, padded to a multiple of
+    ``alignment``."""
     listed = list(entries)
     prefixes = {kind: entry_prefix(*kind) for kind in {(e.code, e.shape) for e in listed}}
     texts = [f'"{METADATA}":{json.dumps(metadata)}']
@@ -123,17 +125,23 @@ def header(entries: Iterable[Entry], metadata: Mapping[str, str], alignment: int
 
 
 def quoted(names: Sequence[str]) -> list[str]:
-    """The names as JSON texts, in one call for all: JSON has no bare line break inside a string, so
-    they can be told apart again."""
+    """Return the names as JSON strings.
+
+    One call encodes all of them: JSON strings contain no bare line break, so they can be split
+    again.
+    """
     if not names:
         return []
     return json.dumps(names, separators=("\n", ":"))[1:-1].split("\n")
 
 
 def from_torch(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Return code and shape of a tensor, for a dtype in ``EXPORTED_DTYPES`` and its shape in torch,
-    which counts bytes of two values where safetensors counts the values. Raises ValueError for two
-    values that have no dimension."""
+    """Return the code and shape of a tensor, given a dtype in ``EXPORTED_DTYPES`` and torch's
+    shape.
+
+    For fp4, torch counts bytes of two values, and safetensors counts values. Raises ValueError for
+    a zero-dimensional pair of values.
+    """
     if dtype != _FP4:
         return EXPORTED_DTYPES[dtype], tuple(shape)
     if not shape:
@@ -142,8 +150,10 @@ def from_torch(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
 
 
 def to_torch(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Return torch's dtype and shape for a tensor in a file. Where torch has none, return ``code``
-    and ``shape`` unchanged."""
+    """Return torch's dtype and shape for a tensor in a file.
+
+    If torch has no such dtype, return ``code`` and ``shape`` unchanged.
+    """
     dtype = _TORCH_DTYPES.get(code, code)
     if dtype != _FP4:
         return dtype, shape
@@ -153,9 +163,11 @@ def to_torch(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
 
 
 def parsed(text: bytes, data_nbytes: int) -> Header:
-    """Return the tensors that the header ``text`` names, in the order of their bytes, and its
-    metadata. The tensors take all of the ``data_nbytes`` that follow. For an unknown code, the size
-    is not checked. Raises ValueError for a malformed header."""
+    """Parse the header ``text``: its tensors in the order of their bytes, and its metadata.
+
+    The tensors must cover all of the ``data_nbytes`` that follow. The size of a tensor with an
+    unknown code is not checked. Raises ValueError for a malformed header.
+    """
     try:
         names = json.loads(text.decode(), object_pairs_hook=_without_repeats)
     except RecursionError as error:
@@ -215,28 +227,31 @@ def _are_counts(given: list[Any]) -> bool:
 
 
 def entry(code: str, shape: Iterable[int], start: int, stop: int) -> str:
-    """The JSON text of a tensor's entry. Bytes are counted from the end of the header."""
+    """Return the JSON text of a tensor's entry, with offsets relative to the end of the header."""
     return f"{entry_prefix(code, shape)}[{start},{stop}]}}"
 
 
 def entry_prefix(code: str, shape: Iterable[int]) -> str:
-    """An entry up to its offsets: what all tensors of one dtype and shape have in common."""
+    """Return an entry's text up to its offsets, which is equal for all tensors of a dtype and
+    shape."""
     return f'{{"dtype":"{code}","shape":[{",".join(map(str, shape))}],"data_offsets":'
 
 
 def framed_nbytes(text_nbytes: int, alignment: int) -> int:
-    """The least size, a multiple of ``alignment``, of the length and a text of ``text_nbytes``."""
+    """Return the smallest multiple of ``alignment`` that fits the length field and the text."""
     return round_up(LENGTH_NBYTES + text_nbytes, alignment)
 
 
 def framed(text: bytes, nbytes: int) -> bytes:
-    """The first ``nbytes`` of a file: the length, the text, and spaces."""
+    """Return the first ``nbytes`` of a file: the length, the text, and spaces."""
     return _LENGTH.pack(nbytes - LENGTH_NBYTES) + text.ljust(nbytes - LENGTH_NBYTES)
 
 
 def length_in(first: bytes | memoryview) -> int:
-    """The length of the header that follows these first bytes of a file. Raises ValueError where
-    there are fewer than eight."""
+    """Return the length of the header after these first bytes of a file.
+
+    Raises ValueError if there are fewer than eight.
+    """
     if len(first) < LENGTH_NBYTES:
         raise ValueError(f"{len(first)} bytes are no length")
     (length,) = _LENGTH.unpack(first[:LENGTH_NBYTES])

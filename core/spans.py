@@ -1,12 +1,12 @@
-"""Where the time of an operation goes: each of its stages is counted and timed while it runs.
+"""Measures where the time of an operation goes, by counting and timing its stages.
 
 A :class:`Recorder` belongs to one operation on one rank, such as a save. While it is
-:func:`recording`, every :func:`span` of the tasks that the operation starts counts in it. Where
-nothing is recorded, a span does nothing. Threads do not inherit what is recorded: what runs there
-is counted by what :func:`counting` returned before.
+:func:`recording`, every :func:`span` in the operation's tasks counts in it. Without a recorder, a
+span does nothing. Threads do not inherit the recorder: code there uses a function obtained from
+:func:`counting` beforehand.
 
-Of each stage there are sums and a histogram, and of the whole operation the slowest few requests:
-so a recorder takes the same few kilobytes however long an operation is.
+A recorder keeps sums and a histogram per stage, and the slowest few requests of the whole
+operation: so it takes the same few kilobytes however long an operation is.
 
 Scope: knows neither stages nor storage; names and keys are given.
 """
@@ -46,15 +46,15 @@ __all__ = [
 ]
 
 SLOWEST = 16
-"""How many of the slowest operations are kept."""
+"""Number of slowest operations to keep."""
 
 Span = contextlib.AbstractContextManager[None]
 NOT_COUNTED: Span = contextlib.nullcontext()
-"""A span of which nothing is recorded."""
+"""A span that records nothing."""
 
 
 class Where(NamedTuple):
-    """What one operation of a stage is about: bytes of an object in storage."""
+    """The object and byte range in storage that an operation of a stage concerns."""
 
     key: str = ""
     offset: int = 0
@@ -62,22 +62,23 @@ class Where(NamedTuple):
 
 
 NOWHERE = Where()
-"""Nothing in storage."""
+"""No place in storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """What one stage did on this rank. Times are in seconds; ``first_s`` and ``last_s`` from the
-    call.
+    """The work of one stage on this rank. Times are in seconds; ``first_s`` and ``last_s`` since
+    the call.
 
-    ``count``: its operations, such as chunks. ``seconds``: of all of them together; ``busy_s``: how
-    long at least one was under way, so at most the time from ``first_s``, the beginning of the
-    first, to ``last_s``, the end of the last. ``queued_max``: how many waited at most for others to
-    end. ``retries`` and ``hedges``: requests that were made again. ``last_rank``: in a round, the
-    rank that was waited for last. ``histogram[i]``: how many took up to ``2**i`` microseconds (of
-    2⁻²⁰ s each). ``throttled_s``: how long requests were held back, together, by
-    ``max_bytes_per_s``, or since the storage asked to be left alone. ``arrivals``: in a round, on
-    the rank that gathers messages, who sent them, and when they were found, in that order."""
+    ``count``: operations, such as chunks. ``seconds``: their total duration. ``busy_s``: time
+    during which at least one was running, so at most the time from ``first_s``, when the first
+    began, to ``last_s``, when the last ended. ``queued_max``: the largest number waiting for others
+    to end. ``retries`` and ``hedges``: repeated requests. ``last_rank``: in a round, the rank that
+    arrived last. ``histogram[i]``: the number that took up to ``2**i`` microseconds (of 2⁻²⁰ s
+    each). ``throttled_s``: total time that requests were held back, by ``max_bytes_per_s`` or
+    because the storage asked for a pause. ``arrivals``: in a round, on the rank that gathers
+    messages, the senders with their arrival times, in order.
+    """
 
     count: int
     nbytes: int
@@ -94,14 +95,17 @@ class StageReport:
     throttled_s: float = 0.0
 
     def quantile_s(self, part: float) -> float:
-        """So long took ``part`` (0 to 1) of its operations, or less: at most twice too much."""
+        """Return the duration that ``part`` (0 to 1) of its operations did not exceed; at most
+        twice it."""
         return quantile_s(self.histogram, part)
 
 
 @dataclass(frozen=True, slots=True)
 class SlowOperation:
-    """One operation of a stage: ``nbytes`` from ``offset`` on of the object ``key``. ``began_s`` is
-    in seconds from the call."""
+    """One slow operation of a stage: ``nbytes`` of the object ``key`` from ``offset`` on.
+
+    ``began_s``: its start, in seconds since the call.
+    """
 
     stage: str
     key: str
@@ -114,10 +118,12 @@ class SlowOperation:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What was recorded of one operation on one rank. ``stages``: by name, in the order in which
-    they began. ``slowest``: the slowest operations, the slowest first. ``cpu_s``: processor time
-    that this process took from the call on. ``peak_nbytes``: what was held in host memory at most
-    at a time. ``elapsed_s``: from the call to this summary."""
+    """The record of one operation on one rank.
+
+    ``stages``: by name, in order of their beginning. ``slowest``: the slowest operations, the
+    slowest first. ``cpu_s``: this process's processor time since the call. ``peak_nbytes``: the
+    most bytes held in host memory at any time. ``elapsed_s``: from the call to this summary.
+    """
 
     stages: dict[str, StageReport]
     slowest: tuple[SlowOperation, ...]
@@ -182,7 +188,7 @@ class _Stage:
 
 
 class Recorder:
-    """Counts what one operation does on ``rank``, from now on. Used from any thread."""
+    """Records one operation on ``rank``, starting now. Thread-safe."""
 
     def __init__(
         self,
@@ -205,19 +211,21 @@ class Recorder:
     def span(
         self, name: str, where: Callable[[], Where] = lambda: NOWHERE, queued: int = 0
     ) -> Span:
-        """The body is one operation of the stage ``name``. ``where()`` says at its end what it was
-        about; ``queued``: how many wait at its beginning. The slowest of those that have a key are
-        kept."""
+        """Count the body as one operation of the stage ``name``.
+
+        ``where()`` is called at its end for the place in storage. ``queued``: the number of
+        operations waiting at its beginning. The slowest operations with a key are kept.
+        """
         return _Span(self, name, where, queued)
 
     def hold(self, nbytes: int) -> None:
-        """So much more is held in host memory; less, where it is negative."""
+        """Add ``nbytes``, possibly negative, to the bytes held in host memory."""
         with self._lock:
             self._held_nbytes += nbytes
             self._peak_nbytes = max(self._peak_nbytes, self._held_nbytes)
 
     def summary(self) -> Summary:
-        """What has ended by now."""
+        """Return a summary of everything that has ended by now."""
         with self._lock:
             stages = {name: stage.report() for name, stage in self._stages.items() if stage.count}
             slowest = tuple(slow for *_, slow in sorted(self._slowest, reverse=True))
@@ -226,7 +234,7 @@ class Recorder:
             return Summary(stages, slowest, cpu_s, self._peak_nbytes, elapsed_s)
 
     def note_arrivals(self, ranks: Iterable[int]) -> None:
-        """The round that is under way here has the messages of ``ranks`` now."""
+        """Record that the messages of ``ranks`` have arrived in the current round."""
         stage = _current_stage.get()
         if stage is not None:
             now_s = self._clock() - self._called_s
@@ -250,7 +258,7 @@ class Recorder:
                 self._keep(SlowOperation(stage.name, *where, self.rank, began_s, seconds))
 
     def _keep(self, slow: SlowOperation) -> None:
-        self._slow_ones += 1  # of two that took equally long, the first is kept
+        self._slow_ones += 1  # of two equally slow ones, the first is kept
         heapq.heappush(self._slowest, (slow.seconds, -self._slow_ones, slow))
         if len(self._slowest) > SLOWEST:
             heapq.heappop(self._slowest)
@@ -284,7 +292,7 @@ _current_stage: ContextVar[_Stage | None] = ContextVar("holdfast_stage", default
 
 @contextlib.contextmanager
 def recording(recorder: Recorder | None) -> Iterator[None]:
-    """What the body does, and the tasks that it starts, is recorded; with None, it is not."""
+    """Record the body and the tasks it starts with ``recorder``; with None, record nothing."""
     token = _current_recorder.set(recorder)
     try:
         yield
@@ -293,12 +301,12 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
 
 
 def current() -> Recorder | None:
-    """What records here; None where nothing does."""
+    """Return the current recorder, or None."""
     return _current_recorder.get()
 
 
 def counting(name: str) -> Callable[[Where], Span]:
-    """Begins operations of the stage ``name`` of what is recorded here, also in other threads."""
+    """Return a function that begins operations of the stage ``name``, also in other threads."""
     recorder = _current_recorder.get()
     if recorder is None:
         return lambda where: NOT_COUNTED
@@ -306,40 +314,40 @@ def counting(name: str) -> Callable[[Where], Span]:
 
 
 def span(name: str, where: Where = NOWHERE) -> Span:
-    """The body is one operation of the stage ``name`` of what is recorded here."""
+    """Count the body as one operation of the stage ``name`` in the current recorder."""
     return counting(name)(where)
 
 
 def count_retry() -> None:
-    """A request of the operation that is under way here is made again."""
+    """Count a retried request of the current operation."""
     stage = _current_stage.get()
     if stage is not None:
         stage.retries += 1
 
 
 def count_hedge() -> None:
-    """A request of the operation that is under way here is made twice."""
+    """Count a hedged request of the current operation."""
     stage = _current_stage.get()
     if stage is not None:
         stage.hedges += 1
 
 
 def count_throttled(seconds: float) -> None:
-    """A request of the operation that is under way here is held back for so long."""
+    """Count ``seconds`` for which a request of the current operation is held back."""
     stage = _current_stage.get()
     if stage is not None:
         stage.throttled_s += seconds
 
 
 def waited_for(rank: int) -> None:
-    """The operation that is under way here has waited for ``rank`` last."""
+    """Record that the current operation waited for ``rank`` last."""
     stage = _current_stage.get()
     if stage is not None:
         stage.last_rank = rank
 
 
 def arrived(ranks: Iterable[int]) -> None:
-    """The round that is under way here has the messages of ``ranks`` now."""
+    """Record that the messages of ``ranks`` have arrived in the current round."""
     recorder = _current_recorder.get()
     if recorder is not None:
         recorder.note_arrivals(ranks)

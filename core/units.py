@@ -1,4 +1,4 @@
-"""Sizes and durations, from text and as text; division that rounds up; groups of bounded size."""
+"""Parses and formats sizes and durations; rounds up; groups items by size."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def ceil_div(
 def ceil_div(
     value: int | npt.NDArray[np.int64], divisor: int | npt.NDArray[np.int64]
 ) -> int | npt.NDArray[np.int64]:
-    """``value / divisor``, rounded up: how many groups of ``divisor`` hold ``value`` things."""
+    """Return ``value / divisor`` rounded up: the number of groups of ``divisor`` for ``value``
+    items."""
     return -(-value // divisor)
 
 
@@ -67,12 +68,13 @@ def round_up(
 def round_up(
     value: int | npt.NDArray[np.int64], multiple: int | npt.NDArray[np.int64]
 ) -> int | npt.NDArray[np.int64]:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 
 def parse_size(text: str) -> int:
-    """The bytes that ``32MiB``, ``500 MB``, ``4k`` or ``4096`` mean. Raises ValueError."""
+    """Return the bytes of a size such as ``32MiB``, ``500 MB``, ``4k`` or ``4096``. Raises
+    ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no size")
@@ -86,7 +88,7 @@ def parse_size(text: str) -> int:
 
 
 def exact_size_text(nbytes: int) -> str:
-    """A text that :func:`parse_size` takes for exactly ``nbytes``: ``32MiB``, ``4097B``."""
+    """Return a text that :func:`parse_size` reads as exactly ``nbytes``: ``32MiB``, ``4097B``."""
     power = 0
     while nbytes and nbytes % 1024 == 0 and power < 4:
         nbytes //= 1024
@@ -95,7 +97,7 @@ def exact_size_text(nbytes: int) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """Three digits and a unit, for people: ``512 B``, ``1.21 GiB``, ``62.5 KiB``."""
+    """Return three digits and a unit, for people: ``512 B``, ``1.21 GiB``, ``62.5 KiB``."""
     size = float(nbytes)
     power = 0
     while size >= 999.5 and power + 1 < len(_UNITS):
@@ -109,8 +111,10 @@ def size_text(nbytes: int) -> str:
 
 
 def parse_duration(text: str, *, needs_unit: bool = False) -> float:
-    """The seconds that ``90s``, ``500ms``, ``2min``, ``1.5h`` or ``30`` mean. Raises ValueError;
-    also for a number without a unit where ``needs_unit``."""
+    """Return the seconds of a duration such as ``90s``, ``500ms``, ``2min``, ``1.5h`` or ``30``.
+
+    Raises ValueError, with ``needs_unit`` also for a number without a unit.
+    """
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no duration")
@@ -123,15 +127,15 @@ def parse_duration(text: str, *, needs_unit: bool = False) -> float:
 
 
 def duration_text(seconds: float) -> str:
-    """A text that :func:`parse_duration` takes for ``seconds``: ``1.5s``."""
+    """Return a text that :func:`parse_duration` reads as ``seconds``: ``1.5s``."""
     return f"{seconds:g}s"
 
 
 def in_groups(
     items: Iterable[T], nbytes_of: Callable[[T], int], nbytes_max: int
 ) -> Iterator[list[T]]:
-    """The items in order, as many at a time as have at most ``nbytes_max`` bytes together; one that
-    has more is alone."""
+    """Yield the items in order, in groups of at most ``nbytes_max`` bytes; a larger item is
+    alone."""
     group: list[T] = []
     nbytes = 0
     for item in items:

@@ -1,9 +1,9 @@
-"""Every error that Holdfast raises, in one tree, grouped by what a handler would do.
+"""All errors that Holdfast raises, in one tree, grouped by what a handler would do.
 
     HoldfastError
     ├── UsageError (ValueError)         fix the call; nothing was read or written
     │   ├── UriError                        the URI: unknown scheme, unknown option, unsafe key
-    │   ├── StateError (TypeError)          the state holds what cannot be saved; names its path
+    │   ├── StateError (TypeError)          the state holds an unsupported item; names its path
     │   └── MismatchError                   target and checkpoint differ; lists every difference
     ├── CheckpointError                 choose another checkpoint
     │   ├── NotACheckpointError (FileNotFoundError)   nothing is committed under this URI
@@ -14,22 +14,22 @@
     │   ├── CoverageError                   shards do not cover every element exactly once
     │   ├── InvisibleFilesError             ranks do not see each other's files
     │   └── SupersededError                 another save to the same URI took over
-    ├── CoordinationError               look at the rank that is named
+    ├── CoordinationError               look at the named rank
     │   ├── RankFailedError                 another rank reported a failure; carries its message
-    │   └── DeadlineError (TimeoutError)    a rank, or a wait, gave no sign of life in time
+    │   └── DeadlineError (TimeoutError)    a rank or an operation did not respond in time
     ├── TelemetryError                  do without: the checkpoint does not depend on it
     └── StorageError (OSError)          look at the storage
         ├── NotFoundError (FileNotFoundError)         no such key
-        ├── ExistsError (FileExistsError)             exclusive create, and the key is there
-        ├── AccessError (PermissionError)             refused, or a symbolic link where none may be
+        ├── ExistsError (FileExistsError)             exclusive create, and the key exists
+        ├── AccessError (PermissionError)             refused, or an unexpected symbolic link
         ├── FullError                                 no space, quota or file size limit
-        └── StorageDownError (ConnectionError)        unreachable, no answer in time, I/O error
-            └── BusyError                                 it asks to be left alone for a while
+        └── StorageDownError (ConnectionError)        unreachable, timed out, or an I/O error
+            └── BusyError                                 the storage asks for a pause
 
-Each error carries ``uri`` (redacted), ``key``, ``rank`` and ``advice`` where they are known, and
-its cause as ``__cause__``. ``temporary`` says whether the same operation may succeed if it is tried
-again unchanged; only a retry layer decides by that mark. Errors survive pickling by others (a
-process pool, a test runner): their constructor takes only keywords besides the message.
+Each error carries ``uri`` (redacted), ``key``, ``rank`` and ``advice`` if known, and its cause as
+``__cause__``. ``temporary`` says whether the same operation may succeed if retried unchanged; only
+a retry layer acts on it. Errors survive pickling by others (a process pool, a test runner): their
+constructors take only keywords besides the message.
 
 Scope: this room holds nothing but the tree. Every other room may import it; it imports none of
 them.
@@ -87,7 +87,7 @@ class HoldfastError(Exception):
         advice: str | None = None,
         temporary: bool | None = None,
     ) -> None:
-        # The message alone goes to args: OSError would read two positional arguments as (errno,
+        # Only the message goes to args: OSError would read two positional arguments as (errno,
         # strerror).
         super().__init__(message)
         self.message = message
@@ -120,16 +120,18 @@ class UsageError(HoldfastError, ValueError):
 
 
 class UriError(UsageError):
-    """A URI, or a key below it, that no driver can serve."""
+    """No driver can serve the URI, or a key below it."""
 
 
 class StateError(UsageError, TypeError):
-    """The state holds something that cannot be saved; the message names its path."""
+    """The state contains an item that cannot be saved; the message names its path."""
 
 
 class MismatchError(UsageError):
-    """The target does not fit the checkpoint. ``differences`` lists every one, in the order of the
-    state."""
+    """The target does not fit the checkpoint.
+
+    ``differences`` lists every difference, in the order of the state.
+    """
 
     def __init__(self, message: str, *, differences: tuple[str, ...] = (), **where: Any) -> None:
         super().__init__(message, **where)
@@ -137,7 +139,7 @@ class MismatchError(UsageError):
 
 
 class CheckpointError(HoldfastError):
-    """What was asked for cannot be read from this checkpoint."""
+    """The requested data cannot be read from this checkpoint."""
 
 
 class NotACheckpointError(CheckpointError, FileNotFoundError):
@@ -145,11 +147,11 @@ class NotACheckpointError(CheckpointError, FileNotFoundError):
 
 
 class DamagedError(CheckpointError):
-    """Stored bytes differ from those that were written. None of them was returned as a value."""
+    """Stored bytes differ from the written ones. None of them was returned as a value."""
 
 
 class UnsupportedFormatError(CheckpointError):
-    """A format version, or a feature, that this reader does not know."""
+    """The checkpoint has a format version or a feature that this reader does not know."""
 
 
 class ReplacedError(CheckpointError):
@@ -159,20 +161,22 @@ class ReplacedError(CheckpointError):
 
 
 class SaveError(HoldfastError):
-    """A save that did not commit. The previous checkpoint, if any, is untouched."""
+    """The save did not commit. The previous checkpoint, if any, is untouched."""
 
 
 class CoverageError(SaveError):
-    """Some element of some tensor would be stored never, or more than once."""
+    """An element of a tensor would be stored never, or more than once."""
 
 
 class InvisibleFilesError(SaveError):
-    """The committing rank does not see what another rank wrote."""
+    """The committing rank does not see the files of another rank."""
 
 
 class SupersededError(SaveError):
-    """Another save to the same URI began later and took over, or committed first; or the files of
-    this save were deleted while it was under way."""
+    """Another save to the same URI began later and took over, or committed first.
+
+    Also raised if the files of this save were deleted while it was running.
+    """
 
 
 class CoordinationError(HoldfastError):
@@ -188,11 +192,11 @@ class DeadlineError(CoordinationError, TimeoutError):
 
 
 class TelemetryError(HoldfastError):
-    """What was recorded of a save cannot be read. The checkpoint itself does not depend on it."""
+    """The telemetry of a save cannot be read. The checkpoint itself does not depend on it."""
 
 
 class StorageError(HoldfastError, OSError):
-    """A driver could not do what it was asked."""
+    """A driver could not perform an operation."""
 
 
 class NotFoundError(StorageError, FileNotFoundError):
@@ -204,8 +208,10 @@ class ExistsError(StorageError, FileExistsError):
 
 
 class AccessError(StorageError, PermissionError):
-    """The storage refused, or the key would leave the root it is bound to. ``unlisted``: folders
-    that a listing could not enter, where it has listed everything else."""
+    """The storage refused, or the key would leave its root.
+
+    ``unlisted``: folders that a listing could not enter, if it has listed everything else.
+    """
 
     def __init__(self, message: str, *, unlisted: tuple[str, ...] = (), **where: Any) -> None:
         super().__init__(message, **where)
@@ -223,8 +229,7 @@ class StorageDownError(StorageError, ConnectionError):
 
 
 class BusyError(StorageDownError):
-    """The storage asks for fewer requests. ``retry_after_s``: when it wants to be asked again, if
-    it said so."""
+    """The storage asks for fewer requests. ``retry_after_s``: the pause it asked for, if any."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, **where: Any) -> None:
         super().__init__(message, **where)

@@ -1,1 +1,1 @@
-"""What a forked child has to find anew: locks, groups of tasks, values that were computed once."""
+"""Helpers for forked children, which start with fresh locks, groups of tasks and cached values."""

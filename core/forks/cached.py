@@ -1,7 +1,7 @@
 """A property that is computed once per object, without a lock.
 
-That of ``functools`` holds one lock per property for all objects, before Python 3.12: threads wait
-for each other's objects, and a child forked while one of them computes waits for ever.
+Before Python 3.12, that of ``functools`` holds one lock per property for all objects: threads wait
+for each other's objects, and a child forked during a computation waits forever.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ T = TypeVar("T")
 
 
 class cached_property(Generic[T]):
-    """As ``functools.cached_property``: the value becomes an attribute of the object. Two threads
-    that ask at the same time may both compute it; one of the values stays."""
+    """Like ``functools.cached_property``: the value becomes an attribute of the object.
+
+    Two threads that ask at the same time may both compute it; one of the values is kept.
+    """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute = compute

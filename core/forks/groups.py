@@ -1,7 +1,7 @@
-"""Which process group of torch.distributed a forked child has from its parent: it is a rank of none
-of that job's calls.
+"""Remembers the torch.distributed process group inherited by a forked child.
 
-No import of torch: a group can only be there where torch.distributed is.
+The child is not a rank of its parent's job. This module does not import torch: a group exists only
+if torch.distributed was imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _inherited: weakref.ref[Any] | None = None
 
 
 def is_inherited(group: object) -> bool:
-    """Whether this process has ``group`` from the process that forked it, and is no rank of it."""
+    """Return whether this process inherited ``group`` from its parent, and is not a rank of it."""
     return _inherited is not None and _inherited() is group
 
 

@@ -1,16 +1,18 @@
-"""What a forked child finds: locks that are free, and nothing of its parent's that is under way.
+"""Makes forked children safe: releases their locks, and resets unfinished work of the parent.
 
-A fork copies the memory of a process, but only the thread that forks. A lock that another thread
-holds at that moment stays held in the child for ever, and so does the lock of a module that another
-thread is importing. Therefore:
+A fork copies the memory of a process, but only the forking thread. A lock that another thread holds
+at that moment stays held in the child forever, and so does the lock of a module that another thread
+is importing. Therefore:
 
 - Every lock of Holdfast comes from :func:`new_lock` or :func:`new_rlock`: in a child all of them
-  are free.
-- What a child must not use (the engine's loop, saves in flight, pools) registers with
-  :func:`in_child`, which puts it back to how it was when the process began.
+  are
+  free.
+- Resources that a child must not use (the engine's loop, saves in flight, pools) register a
+  function
+  with :func:`in_child` that resets them to their initial state.
 - A fork waits until no other thread is importing anything, for :data:`IMPORTS_S` seconds at most.
 
-Scope: locks within other libraries are theirs to free.
+Scope: other libraries have to release their own locks.
 """
 
 from __future__ import annotations
@@ -27,35 +29,40 @@ from typing import Any
 __all__ = ["IMPORTS_S", "in_child", "new_lock", "new_rlock"]
 
 IMPORTS_S = 30.0
-"""How long a fork waits for the imports of other threads. To import torch takes seconds."""
+"""Longest time that a fork waits for imports of other threads. Importing torch takes seconds."""
 _LOOK_S = 0.001
 
-# Reset in place, so that references to a lock stay valid. Weak: most locks
-# belong to short-lived objects.
+# Reset in place, so that references to a lock stay valid. Weak: most locks belong to short-lived
+# objects.
 _locks: dict[int, weakref.ref[Any]] = {}
 _renewals: list[Callable[[], None]] = []
 _holding = threading.local()
 
 
 def new_lock() -> threading.Lock:
-    """A lock that is free in a forked child, also if a thread held it at the fork. What it guards
-    may be half changed there: the child must not use it, or put it back with :func:`in_child`."""
+    """Return a lock that is free in a forked child, even if a thread held it at the fork.
+
+    The data it guards may be half changed there: the child must not use it, or must reset it with
+    :func:`in_child`.
+    """
     made = threading.Lock()
     _register(made)
     return made
 
 
 def new_rlock() -> threading.RLock:
-    """As :func:`new_lock`, for a lock that one thread may take several times."""
+    """Return a reentrant lock, otherwise like :func:`new_lock`."""
     made = threading.RLock()
     _register(made)
     return made
 
 
 def in_child(renew: Callable[[], None]) -> None:
-    """Have ``renew`` called in every forked child, when all locks are free. It is called for the
-    life of the process, so this is for modules, not for objects. In order of registration: modules
-    after those that they import."""
+    """Register ``renew`` to be called in every forked child, once all locks are free.
+
+    It stays registered for the life of the process, so this is for modules, not for objects.
+    Functions run in order of registration: modules after those they import.
+    """
     _renewals.append(renew)
 
 
@@ -65,7 +72,7 @@ def _register(made: object) -> None:
 
 
 def _before() -> None:
-    """Take the lock of all imports at a moment when no other thread is within one."""
+    """Take the import lock at a moment when no other thread is importing."""
     _holding.imports = False
     until_s = time.monotonic() + IMPORTS_S
     while True:
@@ -81,7 +88,7 @@ def _before() -> None:
 
 
 def _others_import() -> bool:
-    """Whether another thread holds the lock of a module."""
+    """Return whether another thread holds the lock of a module."""
     me = threading.get_ident()
     bootstrap: Any = importlib._bootstrap
     for reference in list(getattr(bootstrap, "_module_locks", {}).values()):

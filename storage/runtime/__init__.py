@@ -1,1 +1,1 @@
-"""What runs next, on which thread, in which memory."""
+"""Thread pools, buffers, the engine's event loop and the scheduler."""

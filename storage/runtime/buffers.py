@@ -1,7 +1,7 @@
 """Page-aligned host memory that is reused.
 
 The first use of fresh memory costs a page fault per page, an order of magnitude more than copying
-into it. So buffers are kept after use, up to a limit, and the next save needs no page faults.
+into it. So pools keep buffers after use, up to a limit, and the next save has no page faults.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from ...errors import UsageError
 __all__ = ["HostBuffer", "HostPool", "host_pool", "memory_for", "release_pools"]
 
 KEPT_NBYTES = 256 << 20
-"""What a pool keeps by default. The capture of a whole image raises this to the image's size."""
+"""Bytes a pool keeps by default. The capture of a whole image raises this to the image's size."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """Memory of this process: ``view``, which begins at ``address``. It is page-aligned and
-    anonymous, unless :meth:`over` made it. ``owner`` keeps the memory alive where the view does
-    not."""
+    """Memory of this process: ``view``, at ``address``.
+
+    It is page-aligned and anonymous, unless created by :meth:`over`. ``owner`` keeps the memory
+    alive if the view does not.
+    """
 
     view: memoryview
     address: int
@@ -36,7 +38,7 @@ class HostBuffer:
 
     @classmethod
     def allocate(cls, nbytes: int) -> HostBuffer:
-        """Fresh memory, freed when the last view of it is gone. Raises MemoryError."""
+        """Allocate fresh memory, freed with its last view. Raises MemoryError."""
         try:
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -48,10 +50,10 @@ class HostBuffer:
 
     @classmethod
     def over(cls, data: memoryview) -> HostBuffer:
-        """The memory of ``data``, at any address. It must not be written to, and not be used after
-        this object is gone.
+        """Wrap the memory of ``data``, at any address.
 
-        The view is made from the address, because torch warns of read-only views.
+        It must not be written to, nor used after this object is gone. The view is created from the
+        address, because torch warns about read-only views.
         """
         if not len(data):
             return cls(data, 0)
@@ -62,7 +64,7 @@ class HostBuffer:
 
 @dataclass
 class HostPool:
-    """Buffers of one size. Thread-safe. Never blocks: the scheduler keeps budgets."""
+    """Buffers of one size. Thread-safe. Never blocks: the scheduler enforces budgets."""
 
     buffer_nbytes: int
     kept_nbytes: int = KEPT_NBYTES
@@ -73,11 +75,11 @@ class HostPool:
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes of the buffers that are kept for their next use."""
+        """Bytes of the unused buffers in the pool."""
         return len(self._free) * self.buffer_nbytes
 
     def take(self) -> HostBuffer:
-        """A buffer of ``buffer_nbytes`` bytes, of any content."""
+        """Return a buffer of ``buffer_nbytes`` bytes with arbitrary contents."""
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -86,18 +88,18 @@ class HostPool:
         return self.allocate(self.buffer_nbytes)
 
     def give(self, buffer: HostBuffer) -> None:
-        """Take ``buffer`` back. The caller must hold no view of it."""
+        """Return ``buffer`` to the pool. The caller must hold no view of it."""
         with self._lock:
             if (len(self._free) + 1) * self.buffer_nbytes <= self.kept_nbytes:
                 self._free.append(buffer)
 
     def keep(self, nbytes: int) -> None:
-        """Keep at least ``nbytes`` from now on."""
+        """Keep at least ``nbytes`` of unused buffers from now on."""
         with self._lock:
             self.kept_nbytes = max(self.kept_nbytes, nbytes)
 
     def release(self) -> None:
-        """Return all unused memory to the system, and keep only the default from now on."""
+        """Return all unused memory to the system, and reset the limit to the default."""
         with self._lock:
             self._free.clear()
             self.kept_nbytes = KEPT_NBYTES
@@ -108,21 +110,22 @@ _pools: dict[tuple[int, _Allocate], HostPool] = {}
 
 
 def host_pool(buffer_nbytes: int, allocate: _Allocate = None) -> HostPool:
-    """The process's pool of buffers of this size and kind; ``allocate`` allocates new ones (None:
-    ordinary memory)."""
+    """Return the process's pool for this size and allocator (None: ordinary memory)."""
     return _pools.setdefault((buffer_nbytes, allocate), HostPool(buffer_nbytes, allocate=allocate))
 
 
 def release_pools() -> None:
-    """Release what all pools of the process keep, see :meth:`HostPool.release`."""
+    """Release the unused memory of all pools, see :meth:`HostPool.release`."""
     for pool in list(_pools.values()):
         pool.release()
 
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Raise UsageError, which names ``what``, where the body runs out of memory: a manifest may
-    describe more than a host has."""
+    """Convert a MemoryError of the block to UsageError, naming ``what``.
+
+    A manifest may describe more data than fits in the host's memory.
+    """
     try:
         yield
     except MemoryError as error:
@@ -135,9 +138,11 @@ _of_parents: list[HostPool] = []
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: drop the buffers, since a page that both processes hold is copied when
-    either writes to it. But do not free pinned memory: torch would ask CUDA whether it is still in
-    use, and the error that CUDA returns in a forked child ends the process."""
+    """Drop all buffers in a forked child: a page shared by two processes is copied on a write.
+
+    Pinned memory is not freed: torch would ask CUDA whether it is still in use, and CUDA's error in
+    a forked child ends the process.
+    """
     _of_parents.extend(pool for pool in _pools.values() if pool.allocate is not None)
     _pools.clear()
 

@@ -1,13 +1,13 @@
 """The engine's event loop: one daemon thread per process, started at first use.
 
-Saves and loads are coroutines. They run here and not in the caller's thread, so that an
-asynchronous save goes on while the trainer trains, and a caller may run an event loop of its own.
+Saves and loads are coroutines. They run here instead of in the caller's thread, so that an
+asynchronous save proceeds while the trainer trains, and a caller may run its own event loop.
 
-While the interpreter ends, the engine has no thread: a caller that waits runs the loop itself. So
-a save in a handler of ``atexit``, or in a thread that outlives the main thread, works.
+While the interpreter shuts down, the engine has no thread, and waiting callers run the loop
+themselves. So a save in an ``atexit`` handler works, or in a thread that outlives the main thread.
 
-Nothing that waits for the engine may run on its thread: a log handler that saves, for example,
-would wait for itself. That is a UsageError.
+Nothing on the engine's thread may wait for the engine: a log handler that saves, for example, would
+wait for itself. That is a UsageError.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 CPU_THREADS = max(2, min(8, os.cpu_count() or 2))
-"""Threads that copy and hash. Their limit is memory bandwidth, not the number of cores."""
+"""Threads that copy and hash. Memory bandwidth limits them, not the number of cores."""
 
 _log = logging.getLogger(__name__)
 
 EXIT_S = 3600.0
-"""How long the exiting interpreter waits for work that is under way."""
+"""Longest time that the exiting interpreter waits for unfinished work."""
 CLEAN_UP_S = 60.0
-"""How long an interrupted call waits for its coroutine to clean up."""
+"""Longest time that an interrupted call waits for its coroutine to clean up."""
 END_S = 5.0
-"""How long the exiting interpreter waits for the engine's thread itself."""
+"""Longest time that the exiting interpreter waits for the engine's thread itself."""
 _TURN_S = 0.05
 """Time between two attempts of a waiting caller to run the loop."""
 
@@ -64,20 +64,22 @@ _closing: set[asyncio.Task[None]] = set()
 _lock = new_lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
-"""None, though there is a loop, while the interpreter ends: callers run the loop."""
+"""None while there is a loop means that the interpreter is shutting down: callers run the loop."""
 _driving = new_lock()
 """Held by the caller that runs the loop."""
 _parents_loops: list[asyncio.AbstractEventLoop] = []
 
 
 def on_engine() -> bool:
-    """Whether the calling thread is the engine's."""
+    """Return whether the calling thread is the engine's."""
     return _loop is not None and asyncio._get_running_loop() is _loop
 
 
 def check_may_wait() -> None:
-    """Raise UsageError on the engine's thread, which must not wait for its own work, and where
-    the interpreter has ended."""
+    """Raise UsageError on the engine's thread, and after the interpreter has ended.
+
+    The engine's thread must not wait for its own work.
+    """
     if sys.meta_path is None:
         raise UsageError(
             "the interpreter has ended, and can import nothing any more",
@@ -94,8 +96,11 @@ def check_may_wait() -> None:
 
 
 class EngineFuture(Future[T]):
-    """A future that the engine completes. Waiting for it on the engine's thread is a UsageError,
-    and so is waiting in a forked child for what the parent's engine does."""
+    """A future that the engine completes.
+
+    Waiting for it is a UsageError on the engine's thread, and in a forked child for work of the
+    parent's engine.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +108,7 @@ class EngineFuture(Future[T]):
         self._pid = os.getpid()
 
     def done(self) -> bool:
-        """See :meth:`Future.done`. Raises UsageError in a forked child, where it would never become
+        """See :meth:`Future.done`. Raises UsageError in a forked child if it could never become
         true."""
         done = super().done()
         if not done and self._pid != os.getpid():
@@ -115,16 +120,18 @@ class EngineFuture(Future[T]):
         return done
 
     def result(self, timeout: float | None = None) -> T:
-        """See :meth:`Future.result`. Raises UsageError where it would never return."""
+        """See :meth:`Future.result`. Raises UsageError if it would never return."""
         return super().result(self._reached(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """See :meth:`Future.exception`. Raises UsageError where it would never return."""
+        """See :meth:`Future.exception`. Raises UsageError if it would never return."""
         return super().exception(self._reached(timeout))
 
     def _reached(self, timeout: float | None) -> float | None:
-        """Run the loop until this is done, if the engine has no thread that does; return the
-        seconds that are left to wait."""
+        """Run the loop until this is done, if the engine has no thread.
+
+        Returns the seconds left to wait.
+        """
         if self.done():
             return timeout
         check_may_wait()
@@ -135,8 +142,11 @@ class EngineFuture(Future[T]):
 
 
 class _Started(EngineFuture[T]):
-    """The outcome of a coroutine on ``loop``. Done once the coroutine has ended, also where it was
-    cancelled: until then it may still clean up, and tell other ranks."""
+    """The outcome of a coroutine on ``loop``.
+
+    Done when the coroutine has ended, even if cancelled: until then it may still clean up, and
+    notify other ranks.
+    """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[object, None, T]
@@ -149,7 +159,7 @@ class _Started(EngineFuture[T]):
         loop.call_soon_threadsafe(self._begin, coroutine)
 
     def cancel(self) -> bool:
-        """Cancel the coroutine, which may take a while to clean up; False where it has ended."""
+        """Cancel the coroutine, which may take a while to clean up; False if it has ended."""
         if self.done():
             return False
         self._loop.call_soon_threadsafe(self._cancel)
@@ -176,17 +186,20 @@ class _Started(EngineFuture[T]):
 
 
 def start(coroutine: Coroutine[object, None, T]) -> Future[T]:
-    """Start ``coroutine`` on the engine's loop and return its future. The interpreter does not exit
-    before it ends.
+    """Start ``coroutine`` on the engine's loop and return its future.
 
-    Waiting for the future on the engine's thread is a UsageError."""
+    The interpreter does not exit before the coroutine ends. Waiting for the future on the engine's
+    thread is a UsageError.
+    """
     return _Started(_running_loop(), coroutine)
 
 
 def run(coroutine: Coroutine[object, None, T]) -> T:
-    """Run ``coroutine`` on the engine's loop and return its result. Ctrl-C cancels it; this then
-    waits until it has cleaned up, for a minute at most, and raises KeyboardInterrupt. Raises
-    UsageError on the engine's thread, before anything of ``coroutine`` has run."""
+    """Run ``coroutine`` on the engine's loop and return its result.
+
+    Ctrl-C cancels it; this then waits up to a minute for its cleanup, and raises KeyboardInterrupt.
+    Raises UsageError on the engine's thread, before any of ``coroutine`` runs.
+    """
     try:
         check_may_wait()
     except UsageError:
@@ -199,31 +212,34 @@ def run(coroutine: Coroutine[object, None, T]) -> T:
         interrupt(future)
         raise
     finally:
-        # The future holds the error, whose frames hold this one. Without this, everything that the
-        # frames hold would stay until the garbage collector runs.
+        # The future holds the error, whose frames include this one. Without this, everything that
+        # those frames hold would stay alive until the garbage collector runs.
         del future
         finish_before_exit()
 
 
 def interrupt(future: Future[Any]) -> None:
-    """Cancel what :func:`start` has started, and wait until it has cleaned up, for a minute at
-    most. Raises nothing."""
+    """Cancel work begun by :func:`start`, and wait up to a minute for its cleanup. Never raises."""
     future.cancel()
     with contextlib.suppress(CancelledError, TimeoutError):
         future.exception(CLEAN_UP_S)
 
 
 def finish_before_exit() -> None:
-    """Finish everything that has been started, if the interpreter is ending and callers run the
-    loop: nobody might do so later."""
+    """Finish all started work, if the interpreter is shutting down and callers run the loop.
+
+    There may be no later caller to do so.
+    """
     if _is_driven() and not on_engine():
         _finish_all()
 
 
 def close_later(close: Callable[[], Coroutine[object, None, None]]) -> None:
-    """For finalizers: run ``close()`` on the engine's loop, without waiting for it. Takes no lock
-    and starts no engine, because the garbage collector may call a finalizer at any moment on any
-    thread. Failures are logged."""
+    """Run ``close()`` on the engine's loop without waiting for it. For finalizers.
+
+    Takes no lock and starts no engine, because the garbage collector may call a finalizer at any
+    moment on any thread. Failures are logged.
+    """
     loop = _loop
     if loop is not None:
         loop.call_soon_threadsafe(_begin_to_close, loop, close)
@@ -244,8 +260,10 @@ def _begin_to_close(
 
 
 def _finish_all() -> None:
-    """Wait for asynchronous saves that are still under way when the program ends. Their own
-    deadlines bound this."""
+    """Wait for asynchronous saves that are still in flight when the program ends.
+
+    Their own deadlines bound the wait.
+    """
     until_s = time.monotonic() + EXIT_S
     for future in list(_unfinished):
         with contextlib.suppress(CancelledError, TimeoutError):
@@ -258,8 +276,10 @@ def _is_driven() -> bool:
 
 
 def _drive(future: Future[Any], timeout: float | None) -> None:
-    """Run the loop in the calling thread until ``future`` is done, for ``timeout`` seconds at most.
-    One caller at a time runs it, for all."""
+    """Run the loop in the calling thread until ``future`` is done, for at most ``timeout`` seconds.
+
+    One caller at a time runs it on behalf of all.
+    """
     loop = _loop
     assert loop is not None
     until_s = EXIT_S if timeout is None else timeout
@@ -286,8 +306,7 @@ async def _until_done(future: Future[Any], limit_s: float) -> None:
 
 
 async def offload(function: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Run ``function`` in a worker thread of the current loop; if cancelled, wait for its end all
-    the same.
+    """Run ``function`` in a worker thread of the current loop; even if cancelled, wait for its end.
 
     The thread uses the caller's buffers until it ends, so they must not be reused earlier.
     """
@@ -296,12 +315,12 @@ async def offload(function: Callable[[*Ts], T], *args: *Ts) -> T:
 
 
 def _end() -> None:
-    """End the engine's thread, after all else that may need it. Later calls run the loop
+    """End the engine's thread, after everything that may need it. Later calls run the loop
     themselves.
 
-    A thread that waits for the interpreter's lock while the interpreter ends is made to unwind.
-    Where it is within torch, C++ does not let it, and the process, whose work is done, dies of
-    SIGABRT. So no thread of ours may be left.
+    While the interpreter shuts down, it unwinds threads that wait for its lock. For a thread within
+    torch, C++ prevents that, and the process, whose work is done, dies of SIGABRT. So no thread of
+    ours may be left.
     """
     global _loop, _thread  # noqa: PLW0603
     _finish_all()
@@ -313,7 +332,7 @@ def _end() -> None:
         thread.join(END_S)
         _thread = None
         if thread.is_alive():
-            _loop = None  # it is stuck there: later calls get another one
+            _loop = None  # the thread is stuck: later calls get a new loop
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:
@@ -335,8 +354,11 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop for ever. A task that raises SystemExit or KeyboardInterrupt ends
-    ``run_forever``; its future has the error, and everything else that runs here must go on."""
+    """Run the loop forever.
+
+    A task that raises SystemExit or KeyboardInterrupt ends ``run_forever``. Its future holds the
+    error, and all other tasks must continue.
+    """
     while True:
         try:
             loop.run_forever()
@@ -346,9 +368,11 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _forget_parent() -> None:
-    """A forked child has none of its parent's threads, so it starts a new engine. It keeps the
-    parent's loop and never closes it: closing would remove descriptors from the parent's epoll
-    instance, which both processes share."""
+    """Detach a forked child from its parent's engine; it has none of the parent's threads.
+
+    The child keeps the parent's loop without closing it: closing would remove descriptors from the
+    parent's epoll instance, which both processes share.
+    """
     global _loop, _thread  # noqa: PLW0603
     if _loop is not None:
         _parents_loops.append(_loop)

@@ -1,5 +1,7 @@
-"""Runs pipelines: the asyncio shell around the scheduler. It performs the scheduler's instructions
-and reports how they ended. What is recorded where a pipeline runs counts every stage of every job.
+"""Runs pipelines: the asyncio shell around the scheduler.
+
+It executes the scheduler's instructions and reports their completion. The current recorder, if any,
+counts every stage of every job.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Stage(StageSpec, Generic[T]):
-    """One stage of a pipeline; ``run(job)`` performs it for one job."""
+    """One stage of a pipeline; ``run(job)`` executes it for one job."""
 
     run: Callable[[T], Awaitable[None]]
 
 
 class Pipeline(Generic[T]):
-    """Stages that every job passes through in order, within a budget; see :mod:`.scheduler`.
+    """Stages that every job passes in order, within a budget; see :mod:`.scheduler`.
 
-    ``release(job)`` is called exactly once for every job that was started, after its last stage has
-    ended. ``where(job)``: what its stages are about, for what is recorded.
+    ``release(job)`` is called exactly once for every started job, after its last stage.
+    ``where(job)`` returns the storage location of its stages, for recording.
     """
 
     def __init__(
@@ -49,11 +51,11 @@ class Pipeline(Generic[T]):
         self.where = where
 
     async def run(self, jobs: Sequence[T], nbytes: Sequence[int]) -> None:
-        """Run all ``jobs``; ``nbytes`` is what each takes of the budget.
+        """Run all ``jobs``; ``nbytes`` is each one's share of the budget.
 
-        After a failure nothing new starts. The stages that are running still use their buffers, so
-        they are waited for; then the first error is raised. A cancellation cancels the running
-        stages, and waits for them likewise.
+        After a failure nothing new starts. Running stages still use their buffers, so they are
+        waited for; then the first error is raised. A cancellation cancels the running stages and
+        waits for them, too.
         """
         run = _Run(self, jobs)
         run.begin(run.scheduler.submit(nbytes))
@@ -67,8 +69,11 @@ class Pipeline(Generic[T]):
 
 
 class _Run(Generic[T]):
-    """One run of a pipeline. A task that has ended a stage goes on with the next stage that may
-    start: where chunks are small, a task for each stage would cost more than the stage."""
+    """One run of a pipeline.
+
+    A task that has finished a stage continues with the next stage that may start: for small chunks,
+    a task per stage would cost more than the stage.
+    """
 
     def __init__(self, pipeline: Pipeline[T], jobs: Sequence[T]) -> None:
         self.scheduler = Scheduler(pipeline.stages, pipeline.budget, drain=pipeline.drain)
@@ -81,12 +86,12 @@ class _Run(Generic[T]):
         self._release = pipeline.release
         self._where = pipeline.where
         self._recorder = current()
-        self._held: dict[int, int] = {}  # by job, the bytes that are recorded as held
-        # Tasks that have not had their first step yet, and what they were created for.
+        self._held: dict[int, int] = {}  # by job, the bytes recorded as held
+        # Tasks that have not taken their first step yet, with their start instructions.
         self._pending: dict[asyncio.Task[None], Start] = {}
 
     def begin(self, instructions: Iterable[Instruction]) -> None:
-        """Follow the instructions; each start gets a task of its own."""
+        """Execute the instructions; each start gets its own task."""
         for instruction in instructions:
             if isinstance(instruction, Release):
                 self._release(self._jobs[instruction.job])
@@ -99,7 +104,8 @@ class _Run(Generic[T]):
                 self._pending[task] = instruction
 
     def cancel(self) -> None:
-        """Begin nothing new, and cancel what runs; once, so that it can clean up undisturbed."""
+        """Start nothing new and cancel running tasks; only once, so that cleanup is not
+        disturbed."""
         if self._cancelled:
             return
         self._cancelled = True
@@ -130,12 +136,14 @@ class _Run(Generic[T]):
         return self._recorder.span(self._stages[start.stage].name, where, waiting)
 
     def _stage_ended(self, job: int) -> Start | None:
-        """Follow the scheduler's instructions at the end of a stage of ``job``. The first start
-        among them is returned instead, for the calling task to go on with; but not while a task of
-        an earlier start is pending, because stages may have to begin in order."""
+        """Execute the scheduler's instructions at the end of a stage of ``job``.
+
+        Returns the first start among them, which the calling task continues with. Returns none
+        while a task of an earlier start is pending, because stages may have to begin in order.
+        """
         if self.error is None:
             instructions = self.scheduler.done(job)
-        else:  # also where this stage has succeeded: after a cancellation nothing new starts
+        else:  # even if this stage succeeded: after a cancellation nothing new starts
             instructions = self.scheduler.fail(job)
         first = None
         if not self._pending:

@@ -1,9 +1,9 @@
-"""Calls a user's progress callback, on a thread of its own and never on the engine's.
+"""Calls a user's progress callback on a separate thread, never on the engine's.
 
-A callback may take long, and it may call Holdfast. On the engine's thread, the first would delay
-every save and load of the process, and the second would wait for itself.
+A callback may take long, and it may call Holdfast. On the engine's thread, the former would delay
+every save and load of the process, and the latter would wait for itself.
 
-Scope: one callback of one operation. The caller decides what it displays.
+Scope: one callback of one operation. The caller decides what to display.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from ...errors import UsageError
 __all__ = ["EVERY_S", "ProgressCallback", "ProgressReporter"]
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with the bytes that are done, and all bytes that there are."""
+"""Called with the bytes done so far, and the total bytes."""
 
 EVERY_S = 0.1
-"""The callback is called at most this often."""
+"""Minimum interval between two calls."""
 
 
 class ProgressReporter:
-    """Reports progress to ``callback``; a context manager around the operation, synchronous or
-    asynchronous.
+    """Reports progress to ``callback``; a context manager around the operation, sync or async.
 
     :meth:`report` may be called from any thread, and does not wait for the callback. Calls of the
-    callback never overlap, and arrive in the order of the reports. Reports that come while it runs,
-    or within ``EVERY_S`` of its last call, are replaced by the newest one.
+    callback never overlap, and arrive in the order of the reports. Reports during a call, or within
+    ``EVERY_S`` of the last one, are replaced by the newest.
 
-    At the end of a successful operation the last report is always delivered. The end of the block
-    waits for a call that is under way; afterwards the callback is not called again. An error of the
-    callback ends the operation: the next :meth:`report` raises it, or else the end of the block.
+    After a successful operation, the last report is always delivered. The end of the block waits
+    for a running call; afterwards the callback is not called again. An error of the callback ends
+    the operation: the next :meth:`report` raises it, or else the end of the block.
 
-    The callback sees the context variables of the thread that made the reporter. Without a callback
-    there is no thread, and nothing is done.
+    The callback sees the context variables of the thread that created the reporter. Without a
+    callback, there is no thread, and nothing happens.
     """
 
     def __init__(self, callback: ProgressCallback | None) -> None:
@@ -54,8 +53,11 @@ class ProgressReporter:
         self._has_thread = False
 
     def report(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Note how far the operation is. Raises what the callback has raised; UsageError in place
-        of an error that is no Exception, such as SystemExit, because it would end the engine."""
+        """Record the operation's progress.
+
+        Raises the callback's error; or UsageError in place of an error that is not an Exception,
+        such as SystemExit, which would end the engine.
+        """
         if self._callback is None:
             return
         with self._changed:
@@ -109,7 +111,7 @@ class ProgressReporter:
         return self._ended
 
     def _surface(self, error: BaseException | None) -> None:
-        """Raise what the callback raised, unless the operation has failed for another reason."""
+        """Raise the callback's error, unless the operation has failed for another reason."""
         if self._error is not None and (error is None or error.__cause__ is self._error):
             raise self._error
 
@@ -135,7 +137,7 @@ class ProgressReporter:
             self._ended.set_result(None)
 
     def _next(self) -> tuple[int, int] | None:
-        """Wait for a report; None when the operation has ended and there is no other report."""
+        """Wait for a report; return None after the operation has ended without another one."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._latest is not None)
             report = self._latest
@@ -148,7 +150,7 @@ class ProgressReporter:
 
 
 def _is_started(body: Callable[[], None]) -> bool:
-    """Start a thread that runs ``body``; False where the interpreter is ending, and starts none."""
+    """Start a thread that runs ``body``; return False if the interpreter is shutting down."""
     try:
         threading.Thread(target=body, name="holdfast-progress", daemon=True).start()
     except RuntimeError:

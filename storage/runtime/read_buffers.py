@@ -1,5 +1,8 @@
-"""Holds the bytes that each job of a pipeline has read, until the job is released: in buffers of a
-pool, in memory that the driver hands over, or in the very memory where they are wanted."""
+"""Holds the bytes read by each job of a pipeline until the job is released.
+
+They are in buffers of a pool, in memory handed over by the driver, or directly at their
+destination.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ __all__ = ["ReadBuffers"]
 
 
 class ReadBuffers:
-    """The buffer of each job. Memory that the driver hands over is used where it is (a zero-copy
-    read); other drivers read into the process's buffers of ``chunk_nbytes``, or, for jobs that are
-    in ``places``, into what is there."""
+    """The buffer of each job.
+
+    Memory handed over by the driver is used in place (a zero-copy read). Other drivers read into
+    the process's buffers of ``chunk_nbytes``, or, for jobs in ``places``, into the given memory.
+    """
 
     def __init__(
         self,
@@ -33,11 +38,13 @@ class ReadBuffers:
             self._pool = host_pool(chunk_nbytes)
             copies = traits.read_copies
         self.job_nbytes = chunk_nbytes * copies
-        """What a job takes of the budget."""
+        """Each job's share of the budget."""
 
     async def read(self, job: Hashable, key: str, start: int, nbytes: int) -> None:
-        """Read for ``job``, at most a chunk. Raises what the driver raises. The job must be
-        released later, also after an error."""
+        """Read up to a chunk for ``job``. Raises the driver's errors.
+
+        The job must be released later, even after an error.
+        """
         if self._pool is None:
             self._buffers[job] = HostBuffer.over(await self._driver.fetch(key, start, nbytes))
         else:
@@ -49,7 +56,7 @@ class ReadBuffers:
         return self._buffers[job]
 
     def release(self, job: Hashable) -> None:
-        """Free the buffer of ``job``, if it has one. Its bytes must not be used any more."""
+        """Free the buffer of ``job``, if it has one. Its bytes must not be used afterwards."""
         buffer = self._buffers.pop(job, None)
         if buffer is not None and self._pool is not None and job not in self._places:
             self._pool.give(buffer)

@@ -1,16 +1,16 @@
 """Decides which stage of which job runs next, within a budget: a pure state machine.
 
-A *job* is one chunk on its way through an ordered list of *stages* (capture, hash, write; or
-read, deliver). A stage runs in a *lane* (``cpu``, ``io``) of limited width; each pipeline names its
-lanes. A job holds its bytes of host
-memory from the start of its first stage to the end of its last.
+A *job* is one chunk on its way through an ordered list of *stages* (capture, hash, write; or read,
+deliver). A stage runs in a *lane* (``cpu``, ``io``) of limited width; each pipeline names its
+lanes. A job holds its bytes of host memory from the start of its first stage to the end of its
+last.
 
 Events come in as method calls, instructions go out as return values. There is no I/O here, no
 thread, no clock and no asyncio, so a test can play every order of completion. ``executor.py`` is
-the shell that performs the instructions. The split follows the worker state machine of Dask's
+the shell that executes the instructions. The split follows the worker state machine of Dask's
 ``distributed``.
 
-Rules, in this order:
+Rules, by priority:
 
 1. Nothing starts after a failure. The machine is finished when everything that was running has
    ended.
@@ -18,8 +18,8 @@ Rules, in this order:
    exception: a job larger than the whole budget runs when no other job holds memory, since it
    could never run otherwise.
 3. Jobs are admitted in the order of submission. A job that does not fit holds back the jobs behind
-   it, so none starves. A stage with ``in_order`` begins in the order of submission too: a job that
-   arrives early waits for the jobs before it, and occupies no place in the lane meanwhile.
+   it, so none starves. A stage with ``in_order`` also begins in the order of submission: a job that
+   arrives early waits for the jobs before it, without occupying the lane meanwhile.
 4. Among stages that wait for one lane, ``drain=True`` prefers the later stage, which frees memory
    soonest; ``drain=False`` prefers the earlier one, which frees the trainer soonest.
 """
@@ -36,8 +36,7 @@ __all__ = ["Budget", "Instruction", "Release", "Scheduler", "StageSpec", "Start"
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a pipeline may use: ``memory_nbytes`` of host memory, and for each lane the number of
-    stages that it may run at a time."""
+    """Limits of a pipeline: ``memory_nbytes`` of host memory, and each lane's concurrent stages."""
 
     memory_nbytes: int
     lanes: Mapping[str, int]
@@ -49,8 +48,11 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """What the scheduler knows of one stage. ``lane`` names the resource that it occupies. With
-    ``in_order``, jobs begin the stage in the order of submission, though they may overlap in it."""
+    """The scheduler's view of one stage.
+
+    ``lane`` names the resource it occupies. With ``in_order``, jobs begin the stage in the order of
+    submission, though they may overlap in it.
+    """
 
     name: str
     lane: str
@@ -59,7 +61,8 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Begin stage ``stage`` (an index) of ``job``; report its end with ``done`` or ``fail``."""
+    """Instruction to begin stage number ``stage`` of ``job``; report its end by ``done`` or
+    ``fail``."""
 
     job: int
     stage: int
@@ -67,7 +70,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """``job`` no longer holds memory."""
+    """Instruction to release ``job``, which no longer holds memory."""
 
     job: int
 
@@ -86,31 +89,31 @@ class Scheduler:
         self.memory_in_use_nbytes = 0
         self.failed = False
         self._nbytes: list[int] = []
-        self._holding: dict[int, int] = {}  # job -> the stage that it runs or waits for
+        self._holding: dict[int, int] = {}  # job -> the stage it runs or waits for
         self._running: set[int] = set()
         self._lane_use = dict.fromkeys(budget.lanes, 0)
         self._waiting: list[deque[int]] = [deque() for _ in stages]
-        self._turn = [0] * len(stages)  # per stage, how many jobs have begun it
+        self._turn = [0] * len(stages)  # per stage, the number of jobs that have begun it
         self._order = range(len(stages) - 1, -1, -1) if drain else range(len(stages))
 
     @property
     def finished(self) -> bool:
-        """Whether nothing runs, and nothing can start without another event."""
+        """True if nothing runs, and nothing can start without another event."""
         return not self._running and (self.failed or not any(self._waiting))
 
     def waiting(self, stage: int) -> int:
-        """How many jobs wait for their turn in ``stage``."""
+        """Return the number of jobs waiting for their turn in ``stage``."""
         return len(self._waiting[stage])
 
     def submit(self, nbytes: Sequence[int]) -> list[Instruction]:
-        """Add one job per entry of ``nbytes``, of that many bytes."""
+        """Add one job per entry of ``nbytes``, of that size."""
         first = len(self._nbytes)
         self._nbytes.extend(nbytes)
         self._waiting[0].extend(range(first, len(self._nbytes)))
         return self._next()
 
     def done(self, job: int) -> list[Instruction]:
-        """The stage that ``job`` was running has succeeded."""
+        """Record that the running stage of ``job`` has succeeded."""
         stage = self._end(job)
         if stage + 1 < len(self.stages) and not self.failed:
             self._holding[job] = stage + 1
@@ -119,7 +122,7 @@ class Scheduler:
         return [self._release(job), *self._next()]
 
     def fail(self, job: int) -> list[Instruction]:
-        """The stage that ``job`` was running has failed: from now on nothing starts."""
+        """Record that the running stage of ``job`` has failed: nothing starts from now on."""
         self._end(job)
         self.failed = True
         waiting = [j for stage in self._waiting[1:] for j in stage]
