@@ -1,1 +1,2 @@
-"""What goes where: pure functions over shapes and byte ranges. No I/O, no clock, no torch."""
+"""Decides what goes where: pure functions over shapes and byte ranges. No I/O, no clock, no
+torch."""

@@ -1,11 +1,10 @@
-"""Balances a whole job in which tensors have different holders: decides which share of the bytes of
-a group each of its members writes.
+"""Balances a job whose tensors have different holders: computes each member's share of a group.
 
-Even shares balance each group by itself, but not the job: where some ranks hold more bytes that no
-other rank has, the bytes that they share are better written by the others. So each group in turn is
-distributed over its members by water-filling (Cover and Thomas, Elements of Information Theory,
-section 9.4), until no share changes any more. This is block coordinate descent on the sum of the
-squares of all loads, and the minimum of that sum also has the lowest highest load.
+Even shares balance each group alone, but not the job: if some ranks hold more bytes that no other
+rank has, the others should write more of the shared bytes. So each group in turn is distributed
+over its members by water-filling (Cover and Thomas, Elements of Information Theory, section 9.4),
+until no share changes any more. This is block coordinate descent on the sum of the squares of all
+loads, and the minimum of that sum also has the lowest maximum load.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ Group = tuple[int, ...]
 Loads = npt.NDArray[np.float64]
 
 SHARE_UNIT = 1 << 20
-"""Shares are expressed in parts of this."""
+"""Denominator of shares."""
 WORTH = 0.01
-"""Even shares are kept where balancing would lower the highest load by less than this part."""
+"""Smallest reduction of the maximum load, as a fraction, for which even shares are given up."""
 ROUNDS_MAX = 200
 POURED_MAX = 20_000
-"""Bounds on the rounds over all groups, and on the groups that all rounds fill together, so that
+"""Limits on the rounds over all groups, and on the groups filled in all rounds together, so that
 many groups take no longer than seconds."""
 
 
 @dataclass(slots=True)
 class _Pool:
-    """The bytes that one group holds, and how many of them each member writes."""
+    """The bytes that one group holds, and the bytes that each member writes."""
 
     members: Ints
     nbytes: float
@@ -44,12 +43,12 @@ class _Pool:
 
 
 def balance(held: Mapping[Group, int], world: int) -> dict[Group, tuple[int, ...]]:
-    """Shares of the groups that are not divided evenly: for n members, n + 1 ascending cuts from 0
-    to SHARE_UNIT.
+    """Compute the shares of groups that are not divided evenly.
 
-    ``held`` maps each group to the bytes that its members hold in common. Returns {} where even
-    shares are as good, within 1%. With up to several thousand groups, the highest load is as low as
-    the holders allow, within 1%; with more, the bounds above may end the search earlier.
+    For n members, these are n + 1 ascending cuts from 0 to SHARE_UNIT. ``held`` maps each group to
+    the number of bytes that its members have in common. Returns {} if even shares are as good,
+    within 1%. With up to several thousand groups, the maximum load is as low as the holders allow,
+    within 1%; with more, the limits above may end the search earlier.
     """
     load = np.zeros(world)
     for group, nbytes in held.items():
@@ -74,8 +73,8 @@ def balance(held: Mapping[Group, int], world: int) -> dict[Group, tuple[int, ...
 
 
 def _pour(pools: Sequence[_Pool], load: Loads, least: float) -> None:
-    """Update what members write, and ``load`` with it, until the highest load is ``least`` or no
-    share changes any more."""
+    """Update the members' bytes, and ``load``, until the maximum load is ``least`` or nothing
+    changes."""
     for _ in range(min(ROUNDS_MAX, 2 + POURED_MAX // max(len(pools), 1))):
         before = load.copy()
         for pool in pools:
@@ -90,11 +89,13 @@ def _pour(pools: Sequence[_Pool], load: Loads, least: float) -> None:
 
 
 def _poured(others: Loads, nbytes: float) -> Loads:
-    """The bytes that each member writes when the least loaded are filled up to one level: (n,),
-    with the sum ``nbytes``."""
+    """Return the bytes each member writes if the least loaded are filled up to one level, (n,).
+
+    They add up to ``nbytes``.
+    """
     steps = np.sort(others)
     levels = (np.cumsum(steps) + nbytes) / np.arange(1, len(steps) + 1)
-    filled = int(np.flatnonzero(steps < levels)[-1])  # steps below their level are the first ones
+    filled = int(np.flatnonzero(steps < levels)[-1])  # steps below their level come first
     written: Loads = np.maximum(levels[filled] - others, 0.0)
     return written
 

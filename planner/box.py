@@ -1,5 +1,7 @@
-"""Boxes: n-dimensional hyper-rectangles of a tensor, and flat ranges of them. Offsets and lengths
-are in elements."""
+"""Boxes: n-dimensional hyper-rectangles of a tensor, and flat ranges of them.
+
+Offsets and lengths are in elements.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ __all__ = ["Box", "contiguous_range", "flat_to_boxes", "intersect", "row_strides
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements ``offsets[d] <= index[d] < offsets[d] + lengths[d]``. ``str(box)`` reads
-    ``[0:128,0:4096]``.
+    """The elements ``offsets[d] <= index[d] < offsets[d] + lengths[d]``.
 
-    Raises ValueError when offsets and lengths differ in number or a length is negative.
+    ``str(box)`` reads ``[0:128,0:4096]``. Raises ValueError if offsets and lengths differ in
+    number, or a length is negative.
     """
 
     offsets: tuple[int, ...]
@@ -38,18 +40,18 @@ class Box:
 
     @property
     def volume(self) -> int:
-        """Number of elements; 1 for a box of no dimensions."""
+        """Number of elements; 1 for a zero-dimensional box."""
         return math.prod(self.lengths)
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The first index past the box, per dimension."""
+        """First index past the box, per dimension."""
         return tuple(
             offset + length for offset, length in zip(self.offsets, self.lengths, strict=True)
         )
 
     def shifted(self, by: Sequence[int]) -> Box:
-        """The box moved by ``by[d]`` elements along each dimension d."""
+        """Return the box moved by ``by[d]`` elements along each dimension d."""
         return Box(
             tuple(offset + step for offset, step in zip(self.offsets, by, strict=True)),
             self.lengths,
@@ -62,8 +64,10 @@ class Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The elements in both boxes, or None when there are none. Raises ValueError when their
-    dimensions differ."""
+    """Return the elements in both boxes, or None.
+
+    Raises ValueError if the boxes differ in their number of dimensions.
+    """
     offsets = tuple(map(max, a.offsets, b.offsets))
     lengths = tuple(
         min(pair) - offset for offset, *pair in zip(offsets, a.stops, b.stops, strict=True)
@@ -74,7 +78,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def row_strides(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides, in elements, of an array of shape ``lengths``."""
+    """Return the row-major strides, in elements, of an array of shape ``lengths``."""
     strides = [1] * len(lengths)
     for dim in range(len(lengths) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * lengths[dim]
@@ -82,10 +86,10 @@ def row_strides(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def contiguous_range(box: Box, lengths: Sequence[int]) -> tuple[int, int] | None:
-    """``(start, stop)`` of ``box`` in the row-major order of an array of shape ``lengths``, when it
-    is one run there.
+    """Return ``(start, stop)`` of ``box`` in an array of shape ``lengths``, in row-major order.
 
-    None when it is not. An empty box is an empty run. The box must lie within the array.
+    None if the box is not one run there. An empty box is an empty run. The box must lie within the
+    array.
     """
     start = sum(
         offset * stride for offset, stride in zip(box.offsets, row_strides(lengths), strict=True)
@@ -98,11 +102,11 @@ def contiguous_range(box: Box, lengths: Sequence[int]) -> tuple[int, int] | None
 
 
 def flat_to_boxes(lengths: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of the row-major order of an array of shape ``lengths``, as disjoint
-    boxes in that order.
+    """Return elements [start, stop) of an array in row-major order, as disjoint boxes in that
+    order.
 
-    At most ``max(1, 2 * ndim - 1)`` boxes; none when the range is empty. Raises ValueError when the
-    range does not lie within the array.
+    ``lengths`` is the shape of the array. There are at most ``max(1, 2 * ndim - 1)`` boxes, and
+    none for an empty range. Raises ValueError if the range does not lie within the array.
     """
     volume = math.prod(lengths)
     if not 0 <= start <= stop <= volume:
@@ -115,10 +119,12 @@ def flat_to_boxes(lengths: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def _boxes(prefix: tuple[int, ...], lengths: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Boxes of the non-empty range [start, stop) of an array of shape ``lengths`` that lies at
-    index ``prefix``."""
+    """Return the boxes of a non-empty range [start, stop) of an array of shape ``lengths``.
+
+    ``prefix`` is the array's index in the enclosing one.
+    """
     row = math.prod(lengths[1:])
-    # the rows from head to tail are whole
+    # The rows from head to tail are whole.
     head = ceil_div(start, row)
     tail = stop // row
     if head > tail:

@@ -1,8 +1,7 @@
-"""Arithmetic on columns of boxes: (n, D) arrays of offsets and lengths, padded on the right with
-offset 0, length 1.
+"""Arithmetic on columns of boxes: (n, D) arrays of offsets and lengths.
 
-The vectorised counterpart of ``box``: every function loops over the few dimensions and never over
-the rows.
+Rows are padded on the right with offset 0, length 1. This is the vectorized counterpart of ``box``:
+every function loops over the few dimensions and never over the rows.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 def volumes(lengths: Ints) -> Ints:
-    """Elements of each row's box: (n, D) -> (n,). A box of no dimensions has one."""
+    """Return the number of elements of each box: (n, D) -> (n,). A zero-dimensional box has one."""
     result = np.ones(len(lengths), dtype=np.int64)
     for dim in range(lengths.shape[1]):
         result *= lengths[:, dim]
@@ -43,7 +42,7 @@ def volumes(lengths: Ints) -> Ints:
 
 
 def strides(lengths: Ints) -> Ints:
-    """Row-major strides, in elements, of an array of each row's lengths: (n, D) -> (n, D)."""
+    """Return the row-major strides, in elements, of arrays with these lengths: (n, D) -> (n, D)."""
     result = np.ones(lengths.shape, dtype=np.int64)
     for dim in range(lengths.shape[1] - 1, 0, -1):
         np.multiply(result[:, dim], lengths[:, dim], out=result[:, dim - 1])
@@ -51,8 +50,10 @@ def strides(lengths: Ints) -> Ints:
 
 
 def flat_starts(offsets: Ints, within: Ints) -> Ints:
-    """Row-major position of the element at ``offsets`` in an array of lengths ``within``: (n, D),
-    (n, D) -> (n,)."""
+    """Return the row-major positions of ``offsets`` in arrays of lengths ``within``.
+
+    Shapes: (n, D), (n, D) -> (n,).
+    """
     result = np.zeros(len(offsets), dtype=np.int64)
     for dim in range(offsets.shape[1]):
         # Horner's scheme needs no array of strides.
@@ -62,8 +63,7 @@ def flat_starts(offsets: Ints, within: Ints) -> Ints:
 
 
 def contiguous(lengths: Ints, within: Ints) -> Bools:
-    """Whether a box of ``lengths`` is one run of the row-major order of an array of lengths
-    ``within``: -> (n,)."""
+    """Return whether a box of ``lengths`` is one run in an array of lengths ``within``: -> (n,)."""
     result = np.ones(len(lengths), dtype=np.bool_)
     full = np.ones(len(lengths), dtype=np.bool_)
     for dim in range(lengths.shape[1] - 1, -1, -1):
@@ -73,23 +73,25 @@ def contiguous(lengths: Ints, within: Ints) -> Bools:
 
 
 def ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """Concatenated ``range(starts[i], starts[i] + counts[i])``: the row i that each value came
-    from, and the values."""
+    """Return the values of all ``range(starts[i], starts[i] + counts[i])``, concatenated.
+
+    The first result is the row i of each value, the second the values.
+    """
     row = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     before = np.cumsum(counts) - counts
     return row, np.arange(len(row), dtype=np.int64) + (starts - before)[row]
 
 
 def flat_boxes(shape: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Elements [start, stop) of the row-major order of an array of each row's ``shape``, as
-    disjoint boxes: (n, D), (n,), (n,) -> of each box the row it came from, its offsets, its
-    lengths, and its first element in row-major order. Ascending by row and element; D is at least
-    1.
+    """Split elements [start, stop) of each row's array, in row-major order, into disjoint boxes.
 
-    At most 2 * D - 1 boxes a row: up to the next whole slab of each dimension, from the innermost
-    on, then whole slabs as long as they fit, from the outermost on. So does ByteCheckpoint (Wan et
-    al., NSDI 2025) decompose what it calls irregular tensors. :func:`.box.flat_to_boxes` is the
-    same for one range.
+    Shapes: (n, D), (n,), (n,) -> per box its row, its offsets, its lengths, and its first element
+    in row-major order. Ascending by row and element; D is at least 1.
+
+    A row has at most 2 * D - 1 boxes: from the innermost dimension on, up to the next whole slab;
+    then whole slabs while they fit, from the outermost dimension on. ByteCheckpoint (Wan et al.,
+    NSDI 2025) decomposes its irregular tensors in the same way. :func:`.box.flat_to_boxes` does so
+    for one range.
     """
     step = strides(shape)
     slab = step * shape
@@ -113,8 +115,8 @@ def flat_boxes(shape: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, 
 def _slabs(
     shape: Ints, step: Ints, dim: int, first: Ints, end: Ints
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Of the rows where ``end`` is beyond ``first``: whole indices of dimension ``dim``, from
-    element ``first`` to ``end``."""
+    """Return the boxes of whole indices of ``dim`` from element ``first`` to ``end``, where not
+    empty."""
     row = np.flatnonzero(end > first)
     first = first[row]
     offsets = first[:, None] // step[row] % shape[row]
@@ -125,10 +127,9 @@ def _slabs(
 
 
 def widen(columns: Ints, ndim: int, fill: int) -> Ints:
-    """``columns`` (n, D) padded on the right with ``fill`` to (n, ndim); unchanged where D is ndim
-    already.
+    """Return ``columns`` (n, D) padded on the right with ``fill`` to (n, ndim).
 
-    Raises ValueError when D is larger.
+    Unchanged if D is ndim already. Raises ValueError if D is larger.
     """
     missing = ndim - columns.shape[1]
     if missing < 0:
@@ -139,9 +140,9 @@ def widen(columns: Ints, ndim: int, fill: int) -> Ints:
 
 
 def padded(rows: Sequence[Sequence[int]], ndim: int, fill: int) -> Ints:
-    """Rows of at most ``ndim`` integers each, padded on the right with ``fill``: -> (n, ndim).
+    """Return rows of integers padded on the right with ``fill``: -> (n, ndim).
 
-    Raises ValueError when a row is longer.
+    Raises ValueError if a row is longer than ``ndim``.
     """
     counts = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     result = np.full((len(rows), ndim), fill, dtype=np.int64)
@@ -153,8 +154,10 @@ def padded(rows: Sequence[Sequence[int]], ndim: int, fill: int) -> Ints:
 
 
 def union(start: Ints, stop: Ints, gap_nbytes: int) -> tuple[Ints, Ints]:
-    """The union of intervals, ascending, with those at most ``gap_nbytes`` apart made one. With -1,
-    what only touches stays two."""
+    """Return the union of intervals, ascending, joining those at most ``gap_nbytes`` apart.
+
+    With -1, intervals that only touch stay separate.
+    """
     if not len(start):
         return start, stop
     order = np.argsort(start, kind="stable")
@@ -165,7 +168,7 @@ def union(start: Ints, stop: Ints, gap_nbytes: int) -> tuple[Ints, Ints]:
 
 
 def cut(start: Ints, stop: Ints, chunk_nbytes: int) -> tuple[Ints, Ints]:
-    """The intervals, cut at multiples of ``chunk_nbytes``."""
+    """Return the intervals, cut at multiples of ``chunk_nbytes``."""
     first = start // chunk_nbytes
     interval, chunk = ranges(first, ceil_div(stop, chunk_nbytes) - first)
     return (

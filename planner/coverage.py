@@ -1,8 +1,9 @@
-"""Is every element of every tensor covered exactly once? Exact, and over whole tables at once.
+"""Checks that every element of every tensor is covered exactly once: exact, for whole tables.
 
-Three stages, each for what the one before could not settle: flat intervals are sorted and compared
-end to start; other boxes are parted along cut planes, all tensors together, until each stands alone
-(guillotine cuts); the few that no plane parts, such as pinwheels, are counted cell by cell.
+There are three stages, each for the cases that the previous one could not decide. Flat intervals
+are sorted and compared end to start. Other boxes are split along cut planes, all tensors together,
+until each is alone (guillotine cuts). The few that no plane separates, such as pinwheels, are
+counted cell by cell.
 """
 
 from __future__ import annotations
@@ -17,27 +18,26 @@ from .columns import Bools, Ints, contiguous, flat_starts, volumes
 
 __all__ = ["Flaw", "cells", "flawed", "flaws"]
 
-# After the first flaw of a tensor is found, so many more cells are looked at for one of another
-# kind.
+# After the first flaw of a tensor, examine up to this number of further cells for other kinds.
 CELLS_AFTER_FIRST = 10_000
-# A round of cuts settles any layout of meshes. Boxes that are peeled off one by one take as many
-# rounds as there are boxes: after so many, the rest is counted.
+# One round of cuts decides any layout of meshes. Boxes that have to be peeled off one by one take a
+# round per box: after this many rounds, the rest is counted.
 ROUNDS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """``box`` of a tensor is "missing", "stored twice" or "out of bounds"."""
+    """One flaw of a tensor: ``box`` is "missing", "stored twice" or "out of bounds"."""
 
     kind: str
     box: Box
 
 
 def flawed(shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> Bools:
-    """Whether each tensor is *not* covered exactly once by boxes that are in bounds: -> (T,).
+    """Return which tensors are *not* covered exactly once by boxes within bounds: (T,) bool.
 
     ``shape`` is (T, D); row i of ``tensor`` (S,), ``offsets`` and ``lengths`` (S, D) is a box of
-    the tensor in row ``tensor[i]``. A tensor without elements is covered by no boxes.
+    the tensor in row ``tensor[i]``. A tensor without elements needs no boxes.
     """
     flags = np.zeros(len(shape), dtype=np.bool_)
     within = shape[tensor]
@@ -54,9 +54,9 @@ def flawed(shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> Bools:
 
 
 def _in_bounds(within: Ints, offsets: Ints, lengths: Ints) -> Bools:
-    """Whether each box has elements, all of them inside an array of lengths ``within``: (n, D) each
-    -> (n,)."""
-    # Subtracted, not added: offset + length of a hostile table could wrap around.
+    """Return which boxes have elements, all inside an array of lengths ``within``: (n, D) ->
+    (n,)."""
+    # Subtract instead of adding: offset + length of a hostile table could wrap around.
     fits = np.ones(len(offsets), dtype=np.bool_)
     for dim in range(offsets.shape[1]):
         offset = offsets[:, dim]
@@ -67,15 +67,15 @@ def _in_bounds(within: Ints, offsets: Ints, lengths: Ints) -> Bools:
 
 
 def _where(mask: Bools) -> Ints | slice:
-    """The rows of a mask, as an index; where the mask has all, a slice, which copies nothing."""
+    """Return the true rows of a mask as an index; a slice, which copies nothing, if all are
+    true."""
     if mask.all():
         return slice(None)
     return np.flatnonzero(mask)
 
 
 def _flag_flat(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> None:
-    """Flag the tensors whose flat intervals do not follow on each other from 0 to the tensor's
-    volume."""
+    """Flag the tensors whose flat intervals do not line up from 0 to the tensor's volume."""
     if not len(tensor):
         return
     start = flat_starts(offsets, shape[tensor])
@@ -98,8 +98,11 @@ def _flag_flat(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: 
 
 @dataclass(slots=True)
 class _Groups:
-    """Boxes, and the regions they have to cover: row i belongs to ``group[i]``, whose region is row
-    ``group[i]`` of ``lows`` and ``highs``. Boxes lie within their region."""
+    """Boxes and the regions they have to cover.
+
+    Row i belongs to ``group[i]``, whose region is row ``group[i]`` of ``lows`` and ``highs``. Boxes
+    lie within their region.
+    """
 
     tensor: Ints
     low: Ints
@@ -118,13 +121,15 @@ class _Groups:
 
     @property
     def sizes(self) -> Ints:
-        """Per box, how many boxes its group has."""
+        """Number of boxes in the group of each box."""
         return np.bincount(self.group, minlength=1)[self.group]
 
 
 def _flag_cut(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> None:
-    """Flag the tensors whose boxes do not tile them: cut until no plane parts the boxes, or for
-    long enough, then count."""
+    """Flag the tensors whose boxes do not tile them.
+
+    Cuts until no plane separates the boxes, or the rounds are used up, and then counts cells.
+    """
     groups = _Groups(
         tensor,
         offsets,
@@ -152,8 +157,10 @@ def _flag_cut(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: I
 
 
 def _cut(flags: Bools, groups: _Groups, dim: int) -> _Groups:
-    """Part every group along ``dim`` at the planes that no box of it crosses. Flag tensors with a
-    gap at a plane."""
+    """Split every group along ``dim`` at the planes that none of its boxes crosses.
+
+    Flags tensors with a gap at a plane.
+    """
     if not len(groups.tensor):
         return groups
     groups = groups.take(np.lexsort((groups.low[:, dim], groups.group)))
@@ -178,8 +185,10 @@ def _cut(flags: Bools, groups: _Groups, dim: int) -> _Groups:
 
 
 def _running_maximum(values: Ints, group: Ints) -> Ints:
-    """Maximum of ``values`` so far, per group; groups are consecutive rows. Values are replaced by
-    ranks within, so that adding a step per group cannot overflow."""
+    """Return the running maximum of ``values`` per group; groups are consecutive rows.
+
+    Works on ranks instead of values, so that adding a step per group cannot overflow.
+    """
     unique, ranks = np.unique(values, return_inverse=True)
     step = np.append(0, np.cumsum(group[1:] != group[:-1])) * len(unique)
     reached: Ints = np.maximum.accumulate(ranks + step) - step
@@ -187,7 +196,7 @@ def _running_maximum(values: Ints, group: Ints) -> Ints:
 
 
 def _flag_stuck(flags: Bools, groups: _Groups) -> None:
-    """Flag the tensors of groups that no plane parts and that do not cover their region exactly."""
+    """Flag the tensors of groups that no plane separates, unless they tile their region."""
     order = np.argsort(groups.group, kind="stable")
     firsts = (
         np.flatnonzero(np.append(True, np.diff(groups.group[order]) != 0)) if len(order) else order
@@ -203,7 +212,7 @@ def _flag_stuck(flags: Bools, groups: _Groups) -> None:
 
 
 def _tiles(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> bool:
-    """Whether boxes [low, high) within a region cover it exactly once."""
+    """Return whether boxes [low, high) within a region cover it exactly once."""
     # Sums of Python integers: volumes of a hostile table could wrap around.
     if (
         sum(volumes(high - low).tolist())
@@ -216,8 +225,11 @@ def _tiles(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> bool:
 def cells(
     region_low: Ints, region_high: Ints, low: Ints, high: Ints
 ) -> Iterator[tuple[Ints, Ints, int]]:
-    """A partition of the region into cells ``(low, high, boxes that cover it)``: each box covers a
-    cell whole or not at all. Cells in parts whose sum of volumes shows a flaw come first."""
+    """Yield a partition of the region into cells ``(low, high, number of boxes covering it)``.
+
+    Each box covers a cell completely or not at all. Cells in parts whose volumes do not add up come
+    first.
+    """
     stack = [(region_low, region_high, low, high)]
     while stack:
         region_low, region_high, low, high = stack.pop()
@@ -239,8 +251,10 @@ def cells(
 def _median_face(
     region_low: Ints, region_high: Ints, low: Ints, high: Ints
 ) -> tuple[int, int] | None:
-    """The dimension with most faces of boxes inside the region, and the median one; None if no face
-    is inside."""
+    """Return the dimension with the most box faces inside the region, and the median face.
+
+    None if no face is inside.
+    """
     faces = np.concatenate((low, high))
     inside = (faces > region_low) & (faces < region_high)
     counts = inside.sum(axis=0)
@@ -254,7 +268,7 @@ def _median_face(
 def _clip(
     region_low: Ints, region_high: Ints, low: Ints, high: Ints
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """The region, and the parts of the boxes inside it."""
+    """Return the region and the parts of the boxes inside it."""
     low = np.maximum(low, region_low)
     high = np.minimum(high, region_high)
     meets = np.all(low < high, axis=1)
@@ -272,11 +286,10 @@ def flaws(
     lengths: Ints,
     cells_after_first: int = CELLS_AFTER_FIRST,
 ) -> list[Flaw]:
-    """One example of each kind of flaw in the boxes (n, ndim) of one tensor; [] when they cover it
-    exactly once.
+    """Return one example of each kind of flaw in the boxes (n, ndim) of one tensor.
 
-    When the tensor has one kind of flaw and very many boxes, rare ones of another kind may go
-    unmentioned.
+    Empty if they cover it exactly once. If the tensor has one kind of flaw and very many boxes,
+    rare flaws of another kind may go unmentioned.
     """
     inside = _in_bounds(
         np.broadcast_to(np.array(shape, dtype=np.int64), offsets.shape), offsets, lengths
@@ -303,5 +316,5 @@ def flaws(
 
 
 def _out_of_bounds(offset: Ints, length: Ints) -> Flaw:
-    # A negative length makes no box; it is shown as an empty one.
+    # A box cannot have a negative length; report an empty one.
     return Flaw("out of bounds", Box(tuple(offset.tolist()), tuple(np.maximum(length, 0).tolist())))

@@ -1,13 +1,13 @@
-"""The layout of an image, which is a safetensors file with the digests of its blocks at the end.
+"""The layout of an image: a safetensors file that ends with the digests of its blocks.
 
     0             header: 8 bytes length, JSON, padded with spaces to a multiple of 4096
-    header end    tensors, without holes: those of whole pages first, then by itemsize, so that
+    header end    tensors, without holes: first those of whole pages, then by itemsize, so that
                   each is aligned to its elements, and large ones to pages
     data_end      zeros up to
     hashed_end    a 16-byte xxh3-128 digest of each block of [0, hashed_end), in order
     nbytes        end of file
 
-For a safetensors reader, what follows ``data_end`` is one more tensor, ``__holdfast_blocks__``.
+To a safetensors reader, everything after ``data_end`` is one more tensor, ``__holdfast_blocks__``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ BLOCKS_NAME = "__holdfast_blocks__"
 
 @dataclass(frozen=True, eq=False)
 class ImageLayout:
-    """Where the n shards of an image lie. All offsets and sizes are bytes of the image's file.
+    """The positions of the n shards of an image. All offsets and sizes are bytes of the image's
+    file.
 
     ``header``       the file's first bytes, a multiple of 4096; tensor data starts right behind
     ``start``        (n,) offset of each shard, in the order in which shards were given
@@ -74,27 +75,29 @@ class ImageLayout:
         return blocks_of(self.hashed_end, self.block_nbytes)
 
     def chunk_range(self, index: int) -> tuple[int, int]:
-        """``(start, stop)`` of a chunk. Raises ValueError when there is no such chunk."""
+        """Return ``(start, stop)`` of a chunk. Raises ValueError if there is no such chunk."""
         if not 0 <= index < self.chunks:
             raise ValueError(f"chunk {index} of an image of {self.chunks}")
         return index * self.chunk_nbytes, min((index + 1) * self.chunk_nbytes, self.hashed_end)
 
 
 def blocks_of(nbytes: int, block_nbytes: int) -> int:
-    """How many blocks cover ``nbytes`` bytes."""
+    """Return the number of blocks that cover ``nbytes`` bytes."""
     return ceil_div(nbytes, block_nbytes)
 
 
 def shard_name(fqn: str, shape: Sequence[int], box: Box) -> str:
-    """The name of a shard in its image: the tensor's when it is whole, else like
-    ``wq[0:128,0:4096]``."""
+    """Return the name of a shard in its image.
+
+    That is the tensor's name if the shard is whole, otherwise like ``wq[0:128,0:4096]``.
+    """
     return fqn if box.lengths == tuple(shape) else f"{fqn}{box}"
 
 
 def shard_names(
     fqns: Sequence[str], shape: Ints, ndim: Ints, offsets: Ints, lengths: Ints
 ) -> list[str]:
-    """``shard_name`` of n shards at once: columns (n,) and, padded, (n, D)."""
+    """Return ``shard_name`` of n shards: columns (n,) and, padded, (n, D)."""
     names = list(fqns)
     for row in np.flatnonzero((lengths != shape).any(axis=1)).tolist():
         dims = slice(int(ndim[row]))
@@ -113,14 +116,15 @@ def lay_out(
     chunk_nbytes: int = CHUNK_NBYTES,
     block_nbytes: int = BLOCK_NBYTES,
 ) -> ImageLayout:
-    """The layout of an image of n shards: of each its name, torch's name of its dtype, (n, D)
-    padded lengths, (n,) number of dimensions and (n,) bytes per element, a power of two.
+    """Lay out an image of n shards.
 
-    Names that occur before, or that the format reserves, get ``#2``, ``#3`` and so on appended. A
-    dtype that safetensors does not know is written as bytes, with one more dimension of
-    ``itemsize``. When the header would be longer than readers accept, it names a single tensor
-    "data" instead. Raises ValueError when a chunk is not a whole number of blocks, or a block of
-    pages.
+    The shards are given by name, torch's name of the dtype, (n, D) padded lengths, (n,) number of
+    dimensions and (n,) bytes per element, a power of two.
+
+    Reserved names and repeated names get ``#2``, ``#3`` and so on appended. A dtype unknown to
+    safetensors is written as bytes, with an extra dimension of ``itemsize``. If the header would be
+    longer than readers accept, it names a single tensor "data" instead. Raises ValueError unless
+    chunks are a whole number of blocks, and blocks of pages.
     """
     if (
         min(chunk_nbytes, block_nbytes) < 1
@@ -154,7 +158,7 @@ def lay_out(
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """The names, with a number appended to each that is reserved or occurs before."""
+    """Return the names, with a number appended to each reserved or repeated one."""
     taken = {"__metadata__", BLOCKS_NAME}
     if len(taken.union(names)) == len(taken) + len(names):
         return list(names)
@@ -179,7 +183,7 @@ def _entries(
     start: Ints,
     stop: Ints,
 ) -> list[str]:
-    """The JSON text of each shard's entry."""
+    """Return the JSON text of each shard's entry."""
     kinds = list(
         zip(dtypes, ndim.tolist(), itemsize.tolist(), map(tuple, lengths.tolist()), strict=True)
     )
@@ -189,7 +193,7 @@ def _entries(
 
 
 def _fragment(dtype: str, ndim: int, itemsize: int, lengths: tuple[int, ...]) -> str:
-    """What the entries of all shards of one dtype and shape have in common."""
+    """Return the common part of the entries of all shards of one dtype and shape."""
     code = safetensors.DTYPES.get(dtype)
     if code is None:
         return safetensors.entry_prefix("U8", (*lengths[:ndim], itemsize))
@@ -197,12 +201,12 @@ def _fragment(dtype: str, ndim: int, itemsize: int, lengths: tuple[int, ...]) ->
 
 
 def _header(entries: Sequence[str], data_nbytes: int, block_nbytes: int) -> bytes:
-    """The header of an image with these entries before the digests'."""
+    """Return the header of an image with these entries, followed by the digests' own."""
     text = ",".join(('{"__metadata__":{"format":"pt","holdfast":"image/1"}', *entries))
     size = PAGE_NBYTES
     while True:
-        # The header's size says how many blocks there are, and their number is in the header: grow
-        # until both agree.
+        # The header's size determines the number of blocks, which is part of the header: grow until
+        # both agree.
         hashed_end = round_up(size + data_nbytes, PAGE_NBYTES)
         end = hashed_end - size + DIGEST_NBYTES * blocks_of(hashed_end, block_nbytes)
         digests = safetensors.entry("U8", (end - data_nbytes,), data_nbytes, end)

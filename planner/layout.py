@@ -1,9 +1,10 @@
-"""Layouts: which part of a tensor one rank holds, and where that lies in the rank's own memory.
+"""Layouts: the part of a tensor that one rank holds, and its position in the rank's own memory.
 
-Whatever cuts tensors up, a device mesh, a flat buffer or a framework's own scheme, is described to
-the planner by this protocol alone: as boxes, or as a flat range. Scope: one rank and one tensor.
-What follows from a mesh and its placements is worked out in :mod:`.placement`; many layouts at once
-become columns in :mod:`.regions`.
+Whatever shards a tensor (a device mesh, a flat buffer, a framework's own scheme) is described to
+the planner by this protocol alone: as boxes, or as a flat range.
+
+Scope: one rank and one tensor. :mod:`.placement` derives layouts from meshes; :mod:`.regions` turns
+many layouts into columns.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of the global tensor, and where it lies in the rank's local tensor.
+    """A box of the global tensor, and its position in the rank's local tensor.
 
-    It begins at element ``local_start`` of the local tensor in row-major order, and its rows are as
-    far apart as those of an array of ``local_shape``. That is the shape of the local tensor, or,
-    where this is 1-d and holds a flat range, the shape of the box.
+    It begins at element ``local_start`` of the local tensor in row-major order, with the row-major
+    strides of an array of ``local_shape``. That is the shape of the local tensor; or, for a 1-d one
+    that holds a flat range, the shape of the box.
     """
 
     box: Box
@@ -42,77 +43,84 @@ class Piece:
 
     @classmethod
     def at(cls, box: Box, local_offsets: Sequence[int], local_shape: Sequence[int]) -> Piece:
-        """A box that lies at ``local_offsets`` in a local tensor with as many dimensions."""
+        """Return a piece at ``local_offsets`` in a local tensor with as many dimensions."""
         steps = zip(local_offsets, row_strides(local_shape), strict=True)
         return cls(box, sum(offset * stride for offset, stride in steps), tuple(local_shape))
 
 
 class Layout(Protocol):
-    """What one rank holds of one tensor. Hashable; equal for tensors that are laid out alike."""
+    """One rank's part of one tensor. Hashable; equal for tensors that are laid out alike."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of this rank's local tensor, in which the pieces lie."""
+        """Shape of this rank's local tensor, which contains the pieces."""
 
     @property
     def flat_range(self) -> tuple[int, int] | None:
-        """(start, stop), where the local tensor is 1-d and holds these elements of the row-major
-        order of the whole tensor; None where it holds boxes."""
+        """(start, stop) if the local tensor is 1-d and holds these elements of the whole tensor in
+        row-major order; None if it holds boxes."""
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """The boxes with elements that this rank holds, disjoint, in the row-major order of its
-        local tensor. Of flat ranges, :mod:`.regions` makes all boxes at once, which is faster."""
+        """The non-empty boxes that this rank holds, disjoint, in the row-major order of its local
+        tensor.
+
+        For flat ranges, :mod:`.regions` computes all boxes at once, which is faster.
+        """
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank holds no element."""
+        """True if this rank holds no element."""
 
     @property
     def region(self) -> str:
-        """Names the elements that this rank holds, such as ``[0:4,0:8]``. Layouts of one kind that
-        hold the same elements have the same text."""
+        """A text that identifies this rank's elements, such as ``[0:4,0:8]``.
+
+        Layouts of one kind that hold the same elements have the same text.
+        """
 
     @property
     def holders(self) -> tuple[int, ...] | None:
-        """The ranks, ascending, that hold the very same: () where a rank knows of none but itself.
-        None where a tensor is held whole, and the layout says nothing of other ranks: they may hold
-        another one under its name."""
+        """The ranks, ascending, that hold the same elements; () if this rank knows no other.
+
+        None if the tensor is held whole, and the layout says nothing about other ranks: they may
+        hold another tensor under its name.
+        """
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks the tensor is laid out. Ranks beyond these may hold it, too."""
+        """Number of ranks over which the tensor is laid out. Other ranks may hold it, too."""
 
 
 class _Boxes:
-    """What layouts that consist of boxes have in common."""
+    """Common part of layouts that consist of boxes."""
 
     __slots__ = ()
     pieces: Sequence[Piece]
 
     @property
     def flat_range(self) -> None:
-        """None: boxes."""
+        """Always None: the layout consists of boxes."""
         return
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no box."""
+        """True if there is no box."""
         return not self.pieces
 
     @property
     def region(self) -> str:
-        """The boxes."""
+        """The boxes as text."""
         return "".join(str(piece.box) for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalLayout(_Boxes):
-    """All of a plain tensor, which says nothing of other ranks."""
+    """All of a plain tensor, which says nothing about other ranks."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...] = field(init=False, compare=False, repr=False)
@@ -124,16 +132,16 @@ class LocalLayout(_Boxes):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """That of the tensor."""
+        """Shape of the tensor itself."""
         return self.shape
 
     @property
     def holders(self) -> None:
-        """Not known."""
+        """Always None: not known."""
 
     @property
     def ranks(self) -> int:
-        """This one."""
+        """Always 1."""
         return 1
 
 
@@ -142,12 +150,12 @@ def _whole(shape: tuple[int, ...]) -> Piece:
 
 
 local_layout = functools.lru_cache(maxsize=4096)(LocalLayout)
-"""The layout of a plain tensor, made once per shape: layers repeat."""
+"""The layout of a plain tensor, built once per shape: layers repeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout(_Boxes):
-    """What a rank holds of a tensor that lies on a device mesh of so many ranks."""
+    """A rank's part of a tensor on a device mesh of ``ranks`` ranks."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -157,7 +165,7 @@ class MeshLayout(_Boxes):
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Computed once, and not of the holders, of which there may be thousands.
+        # Computed once, without the holders, of which there may be thousands.
         object.__setattr__(self, "_hash", hash((self.shape, self.pieces, self.ranks)))
 
     def __hash__(self) -> int:
@@ -165,43 +173,42 @@ class MeshLayout(_Boxes):
 
 
 class _Alone:
-    """What layouts have in common that know of no other rank."""
+    """Common part of layouts that know no other rank."""
 
     __slots__ = ()
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """None known but the rank itself."""
+        """Always empty: no other rank is known."""
         return ()
 
     @property
     def ranks(self) -> int:
-        """This one."""
+        """Always 1."""
         return 1
 
 
 @dataclass(frozen=True, slots=True)
 class BoxLayout(_Alone, _Boxes):
-    """One box of a tensor, which is all of the local tensor."""
+    """One box of a tensor, which fills the local tensor."""
 
     shape: tuple[int, ...]
     box: Box
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """That of the box."""
+        """Shape of the box."""
         return self.box.lengths
 
     @property
     def pieces(self) -> tuple[Piece, ...]:  # type: ignore[override]
-        """The box, if it has elements."""
+        """The box, unless it is empty."""
         return (Piece(self.box, 0, self.box.lengths),) if self.box.volume else ()
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout(_Alone):
-    """Elements [start, stop) of the row-major order of a tensor, in a local tensor of one
-    dimension."""
+    """Elements [start, stop) of a tensor in row-major order, in a 1-d local tensor."""
 
     shape: tuple[int, ...]
     start: int
@@ -209,7 +216,7 @@ class FlatLayout(_Alone):
 
     @property
     def local_shape(self) -> tuple[int]:
-        """As many elements as the range has."""
+        """Number of elements in the range."""
         return (self.stop - self.start,)
 
     @property
@@ -219,7 +226,7 @@ class FlatLayout(_Alone):
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The boxes that the range consists of, one behind the other."""
+        """The boxes that make up the range, in order."""
         boxes = flat_to_boxes(self.shape, self.start, self.stop)
         starts = itertools.accumulate((box.volume for box in boxes), initial=0)
         return tuple(
@@ -228,10 +235,10 @@ class FlatLayout(_Alone):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the range has no element."""
+        """True if the range is empty."""
         return self.start == self.stop
 
     @property
     def region(self) -> str:
-        """Such as ``[flat 10:25]``."""
+        """A text such as ``[flat 10:25]``."""
         return f"[flat {self.start}:{self.stop}]"

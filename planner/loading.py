@@ -1,8 +1,7 @@
-"""What to read: from what a rank wants and what images store, the byte ranges to read and where
-each byte goes.
+"""Plans a load: from the targets of a rank and the stored images to byte ranges to read and copies.
 
 Reads are whole blocks, the unit of checksum, and stay within one chunk, the unit of I/O, or within
-several. A byte is read once even when several targets want it. Every step works on whole columns;
+several. A byte is read once even if several targets want it. Every step works on whole columns;
 nothing loops over tensors or shards.
 """
 
@@ -22,7 +21,7 @@ from .table import ShardTable, TensorTable
 
 __all__ = ["LoadPlan", "StridedCopy", "Targets", "plan_load", "strided_copies", "strided_parts"]
 
-# Pairs of a target and a shard of its tensor looked at in one go; bounds the memory of planning.
+# Pairs of a target and a shard of its tensor examined at once; limits the memory of planning.
 PAIRS_PER_BATCH = 1 << 22
 
 
@@ -53,27 +52,27 @@ class Targets:
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
-    """P reads, the C copies that each allows, and the pairs of a shard and a target that copies
-    belong to.
+    """P reads, the C copies that they allow, and the pairs of a shard and a target behind the
+    copies.
 
-    A read, ascending by image and start, disjoint; between two multiples of what is read at once,
-    as a rule a chunk; from a block boundary to another or to hashed_end:
+    Reads ascend by image and start and are disjoint. Each lies between two multiples of the read
+    unit, usually a chunk, and extends from one block boundary to another or to hashed_end:
 
     ``image``     (P,)
     ``start``     (P,) bytes of the image's file
     ``stop``      (P,)
 
-    A copy; those of read r are the rows from ``first[r]`` to ``first[r + 1]``:
+    The copies of read r are the rows from ``first[r]`` to ``first[r + 1]``:
 
     ``first``     (P + 1,)
     ``pair``      (C,) row of the pair columns
     ``src``       (C,) offset in the image's file, in bytes, of the first byte to copy
     ``nbytes``    (C,) bytes from there on
-    ``dst``       (C,) offset, in bytes, in the C-contiguous local tensor; or -1 when the elements
-                  are not one run on both sides: then ``src`` and ``nbytes`` are a range of the
-                  stored box, whole elements, and ``strided_copies`` says what to copy of it
+    ``dst``       (C,) offset, in bytes, in the C-contiguous local tensor; or -1 if the elements are
+                  not one run on both sides: then ``src`` and ``nbytes`` are a range of the stored
+                  box, in whole elements, and ``strided_copies`` returns the copies within it
 
-    A pair; the box is what shard and target have in common, in elements of the global tensor:
+    A pair; its box is the intersection of shard and target, in elements of the global tensor:
 
     ``shard``     row of the ShardTable
     ``target``    row of the Targets
@@ -97,13 +96,13 @@ class LoadPlan:
 
     @property
     def bytes_planned(self) -> int:
-        """Bytes of all reads."""
+        """Total bytes of all reads."""
         return int((self.stop - self.start).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """Pairs, and where they lie. Byte offsets run through all images, one after the other."""
+    """Pairs and their positions. Byte offsets run through all images, one after the other."""
 
     shard: Ints
     target: Ints
@@ -111,9 +110,9 @@ class _Pairs:
     lengths: Ints
     stored: Ints  # lengths of the stored box
     itemsize: Ints
-    start: Ints  # first and
-    stop: Ints  # past the last byte of the stored box that is wanted
-    end: Ints  # where the blocks of the image end
+    start: Ints  # first wanted byte of the stored box
+    stop: Ints  # past the last wanted byte of the stored box
+    end: Ints  # end of the image's blocks
     dst: Ints  # byte offset in the local tensor, or -1
 
 
@@ -127,18 +126,18 @@ def plan_load(
     block_nbytes: int = BLOCK_NBYTES,
     gap_nbytes: int = 0,
 ) -> LoadPlan:
-    """The plan to load ``targets`` from images whose blocks end at ``hashed_end`` (images,).
+    """Plan the load of ``targets`` from images whose blocks end at ``hashed_end`` (images,).
 
-    Ranges that are at most ``gap_nbytes`` apart are read as one. Raises ValueError when shards do
-    not cover a target exactly once (``coverage_errors`` says so beforehand), lie outside their
-    image, or are not aligned to their elements.
+    Ranges at most ``gap_nbytes`` apart are read as one. Raises ValueError if shards do not cover a
+    target exactly once (``coverage_errors`` reports that beforehand), lie outside their image, or
+    are not aligned to their elements.
     """
     if chunk_nbytes % block_nbytes:
         raise ValueError(
             f"chunks of {chunk_nbytes} bytes are no whole number of blocks of {block_nbytes}"
         )
-    # All images on one line, each from a chunk boundary on, too far apart to be merged: from here
-    # on ranges are 1-D.
+    # Put all images on one line, each at a chunk boundary, too far apart to be merged. From here
+    # on, ranges are 1-D.
     room = round_up(hashed_end + gap_nbytes + 1, chunk_nbytes)
     base = np.cumsum(room) - room
     shards, targets = _same_ndim(shards, targets)
@@ -153,10 +152,11 @@ def plan_load(
 
 
 def strided_parts(stored: Box, wanted: Box, e0: int, e1: int) -> list[Box]:
-    """What elements [e0, e1) of the row-major order of ``stored`` have in common with ``wanted``,
-    as disjoint boxes.
+    """Return the intersection of ``wanted`` with elements [e0, e1) of ``stored``, as disjoint
+    boxes.
 
-    All boxes are in elements of the global tensor.
+    The elements are in the row-major order of ``stored``. All boxes are in elements of the global
+    tensor.
     """
     flat = (box.shifted(stored.offsets) for box in flat_to_boxes(stored.lengths, e0, e1))
     return [part for box in flat if (part := intersect(box, wanted)) is not None]
@@ -164,8 +164,10 @@ def strided_parts(stored: Box, wanted: Box, e0: int, e1: int) -> list[Box]:
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """A ``box`` in elements of the global tensor, which begins at byte ``start`` of the image's
-    file. ``strides`` are those of its elements there, in elements."""
+    """A ``box`` in elements of the global tensor, at byte ``start`` of the image's file.
+
+    ``strides``: distances of its elements there, in elements.
+    """
 
     box: Box
     start: int
@@ -175,7 +177,7 @@ class StridedCopy:
 def strided_copies(
     tensors: TensorTable, shards: ShardTable, plan: LoadPlan, copy: int
 ) -> Iterator[StridedCopy]:
-    """How a copy of ``plan`` is carried out where the elements are not one run on both sides."""
+    """Yield the parts of a copy of ``plan`` whose elements are not one run on both sides."""
     pair = int(plan.pair[copy])
     shard = int(plan.shard[pair])
     row = int(shards.tensor[shard])
@@ -198,7 +200,7 @@ def _box(offsets: Ints, lengths: Ints, ndim: int) -> Box:
 
 
 def _same_ndim(shards: ShardTable, targets: Targets) -> tuple[ShardTable, Targets]:
-    """Both with as many padded dimensions as the one that has more."""
+    """Return both, padded to the larger number of dimensions."""
     ndim = max(shards.offsets.shape[1], targets.offsets.shape[1])
     offsets = widen(shards.offsets, ndim, 0)
     lengths = widen(shards.lengths, ndim, 1)
@@ -214,7 +216,7 @@ def _same_ndim(shards: ShardTable, targets: Targets) -> tuple[ShardTable, Target
 
 
 def _meeting(shards: ShardTable, targets: Targets, n_tensors: int) -> tuple[Ints, Ints]:
-    """Shards and targets that have elements in common, ascending by target."""
+    """Return the pairs of shards and targets that have elements in common, ascending by target."""
     found = [
         _with_common_elements(shards, targets, shard, target)
         for shard, target in _candidates(shards.pointers(n_tensors), targets.tensor)
@@ -227,7 +229,7 @@ def _meeting(shards: ShardTable, targets: Targets, n_tensors: int) -> tuple[Ints
 
 
 def _candidates(pointers: Ints, tensor: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Each target with each shard of its tensor, in batches ``(shard, target)``."""
+    """Yield each target with each shard of its tensor, in batches ``(shard, target)``."""
     counts = pointers[tensor + 1] - pointers[tensor]
     batch = np.cumsum(counts) // PAIRS_PER_BATCH
     edges = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(tensor)]
@@ -239,7 +241,7 @@ def _candidates(pointers: Ints, tensor: Ints) -> Iterator[tuple[Ints, Ints]]:
 def _with_common_elements(
     shards: ShardTable, targets: Targets, shard: Ints, target: Ints
 ) -> tuple[Ints, Ints]:
-    """The pairs whose boxes intersect."""
+    """Return the pairs whose boxes intersect."""
     meets = np.ones(len(shard), dtype=np.bool_)
     for dim in range(shards.offsets.shape[1]):
         stored = shards.offsets[shard, dim]
@@ -253,8 +255,10 @@ def _with_common_elements(
 def _pairs(
     tensors: TensorTable, shards: ShardTable, targets: Targets, base: Ints, hashed_end: Ints
 ) -> _Pairs:
-    """What shards and targets have in common, and where it lies on both sides; images begin at
-    ``base`` on the line."""
+    """Return the intersections of shards and targets, and their positions on both sides.
+
+    Images begin at ``base`` on the line.
+    """
     shard, target = _meeting(shards, targets, len(tensors))
     stored_offsets = shards.offsets[shard]
     stored = shards.lengths[shard]
@@ -287,7 +291,7 @@ def _pairs(
 def _check(
     tensors: TensorTable, shards: ShardTable, targets: Targets, pairs: _Pairs, block_nbytes: int
 ) -> None:
-    """Raises ValueError when the tables cannot be right."""
+    """Raise ValueError if the tables cannot be right."""
     sums = np.append(0, np.cumsum(volumes(pairs.lengths)))
     first = np.searchsorted(pairs.target, np.arange(len(targets) + 1))
     stored = sums[first[1:]] - sums[first[:-1]]
@@ -297,7 +301,7 @@ def _check(
         raise ValueError(f"{name}: of {wanted[row]} elements wanted the shards have {stored[row]}")
     start = shards.start[pairs.shard]
     outside = (pairs.stop > pairs.end) | (start < 0)
-    # A read that ends inside an element would tear it. What is copied as one run of bytes needs no
+    # A read that ends inside an element would tear it. Elements copied as one run of bytes need no
     # alignment.
     torn = (pairs.dst < 0) & ((block_nbytes % pairs.itemsize != 0) | (start % pairs.itemsize != 0))
     for flaw, rows in (
@@ -310,11 +314,10 @@ def _check(
 
 
 def _runs(pairs: _Pairs, block_nbytes: int) -> tuple[Ints, Ints, Ints]:
-    """The runs of stored bytes that pairs want: the pair each belongs to, ascending, start and stop
-    on the line.
+    """Return the runs of stored bytes that pairs want: the pair, ascending, and start and stop.
 
-    Runs with less than a block between them count as one, since the blocks they lie in leave
-    nothing out.
+    Runs with less than a block between them count as one, because their blocks cover the gap
+    anyway.
     """
     counts, nelems = _collapsed(pairs, block_nbytes)
     number = volumes(counts)
@@ -331,16 +334,16 @@ def _runs(pairs: _Pairs, block_nbytes: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _collapsed(pairs: _Pairs, block_nbytes: int) -> tuple[Ints, Ints]:
-    """Per pair, over how many indices of each dimension its runs repeat (n, D), and the elements of
-    one run (n,)."""
+    """Return the repetitions of each pair's runs per dimension (n, D), and the elements of one run
+    (n,)."""
     steps = strides(pairs.stored)
     counts = pairs.lengths.copy()
     nelems = np.ones(len(counts), dtype=np.int64)
     joined = np.ones(len(counts), dtype=np.bool_)
     for dim in range(counts.shape[1] - 1, -1, -1):
         gap = (steps[:, dim] - nelems) * pairs.itemsize
-        # Once a dimension is not joined, those outside of it repeat whole sets of runs and are not
-        # either.
+        # Once a dimension is not joined, the dimensions outside it repeat whole sets of runs, and
+        # cannot be joined either.
         joined &= (counts[:, dim] == 1) | (gap < block_nbytes)
         nelems = np.where(joined, (counts[:, dim] - 1) * steps[:, dim] + nelems, nelems)
         counts[:, dim] = np.where(joined, 1, counts[:, dim])
@@ -350,19 +353,18 @@ def _collapsed(pairs: _Pairs, block_nbytes: int) -> tuple[Ints, Ints]:
 def _overlaps(
     run_pair: Ints, run_start: Ints, run_stop: Ints, start: Ints, stop: Ints
 ) -> tuple[Ints, Ints]:
-    """Pairs and the reads that hold bytes of theirs, each combination once: ``(pair, read)``,
-    ascending by read."""
+    """Return each ``(pair, read)`` whose read holds bytes of the pair, ascending by read."""
     first = np.searchsorted(stop, run_start, side="right").astype(np.int64, copy=False)
     run, read = ranges(first, np.searchsorted(start, run_stop, side="left") - first)
     pair = run_pair[run]
-    # The runs of a pair are ascending, so a combination that occurs again does so at once.
+    # The runs of a pair are ascending, so repeated combinations are adjacent.
     new = np.append(True, (pair[1:] != pair[:-1]) | (read[1:] != read[:-1]))[: len(pair)]
     order = np.argsort(read[new], kind="stable")
     return pair[new][order], read[new][order]
 
 
 def _plan(pairs: _Pairs, base: Ints, start: Ints, stop: Ints, pair: Ints, read: Ints) -> LoadPlan:
-    """The plan of reads [start, stop) on the line and of a copy for each ``(pair, read)``."""
+    """Return the plan of reads [start, stop) on the line, with a copy for each ``(pair, read)``."""
     image = np.searchsorted(base, start, side="right").astype(np.int64, copy=False) - 1
     src = np.maximum(start[read], pairs.start[pair])
     dst = pairs.dst[pair]

@@ -1,18 +1,17 @@
-"""Parity over the images of several hosts: who guards whom, which bytes go into which stripe, and
-what has to be pulled to rebuild an image that is lost.
+"""Parity over the images of several hosts: groups, stripes, and the blocks needed to rebuild.
 
-Hosts form groups whose members lie in different failure domains. Within a group the images of all
-members are cut into blocks of one length, and each stripe takes one block of each of ``width``
-members. Its parity lies with the members that give it none, and rotates from stripe to stripe, as
-in RAID-5 and RAID-6 (Chen et al., ACM Computing Surveys 26(2), 1994). REFT (Wang et al., 2023)
-guards snapshots in host memory that way. Every member holds as much parity as any other, and any
+Hosts form groups whose members lie in different failure domains. Within a group, the images of all
+members are cut into blocks of one length, and each stripe takes one block each from ``width``
+members. Its parity is held by members that contribute no block, and rotates from stripe to stripe,
+as in RAID-5 and RAID-6 (Chen et al., ACM Computing Surveys 26(2), 1994). REFT (Wang et al., 2023)
+protects snapshots in host memory in this way. All members hold equally much parity, and any
 ``parity`` members of a group can be lost.
 
 Hosts with several ranks have several images each: the first images of all members form one lane,
-the second ones another, and so on. A lane knows nothing of the others.
+the second ones another, and so on. Lanes are independent.
 
-Scope: byte ranges and names. What is done with the bytes is in ``storage/keeper/galois.py``, and
-when it is done is decided by the keepers.
+Scope: byte ranges and names. ``storage/keeper/galois.py`` computes the bytes, and the keepers
+decide when.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ __all__ = [
 ]
 
 Mode = Literal["auto", "off", "copy", "xor", "pq"]
-"""``copy``: a copy of each image on another host; ``xor``: any host of a group may be lost;
-``pq``: any two; ``auto``: nothing on one host, a copy on two, XOR from three."""
+"""``copy``: a copy of each image on another host; ``xor``: any host of a group may be lost; ``pq``:
+any two; ``auto``: nothing on one host, a copy on two, XOR from three."""
 
 GROUP_HOSTS = 4
-"""Hosts of a group, where nothing else is asked for."""
+"""Default number of hosts in a group."""
 COPY_HOSTS = 2
 BLOCK_ALIGN = 4096
-"""Blocks begin at multiples of this within an image, so that they lie in whole pages."""
+"""Blocks begin at multiples of this within an image, so that they consist of whole pages."""
 _PARITY_BLOCKS = {"copy": 1, "xor": 1, "pq": 2}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class HostDomain:
-    """A host, and the failure domain that it lies in: a rack, a power supply, or itself."""
+    """A host and its failure domain: a rack, a power supply, or the host itself."""
 
     host: str
     domain: str
@@ -63,14 +62,14 @@ class HostDomain:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Hosts that guard each other's images, in the order that blocks go by."""
+    """Hosts that protect each other's images, in the order of their blocks."""
 
     hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """How the hosts of a job are protected. Without groups ``mode`` is "off", and ``reason`` says
+    """The protection of a job's hosts. Without groups, ``mode`` is "off" and ``reason`` says
     why."""
 
     mode: Mode
@@ -79,12 +78,14 @@ class Protection:
 
     @property
     def parity(self) -> int:
-        """How many hosts of a group may be lost."""
+        """Number of hosts of a group that may be lost."""
         return parity_of(self.mode)
 
     def width(self, group: Group) -> int:
-        """How many members of ``group`` give a block to each stripe. Raises ValueError where
-        nothing is protected."""
+        """Return the number of members of ``group`` that contribute a block to each stripe.
+
+        Raises ValueError if nothing is protected.
+        """
         if self.mode == "off":
             raise ValueError("nothing is protected, so there are no stripes")
         if self.mode == "copy":
@@ -94,9 +95,11 @@ class Protection:
 
 @dataclass(frozen=True, slots=True)
 class DataBlock:
-    """Bytes [``start``, ``stop``) of the image of ``member``, which is block ``position`` both of
-    that image and of the stripe. It counts as followed by zeros; it has no bytes beyond the end of
-    the image."""
+    """Bytes [``start``, ``stop``) of the image of ``member``.
+
+    ``position`` is the block's number both in that image and in the stripe. The block is implicitly
+    padded with zeros, and is empty beyond the end of the image.
+    """
 
     member: int
     position: int
@@ -110,8 +113,10 @@ class DataBlock:
 
 @dataclass(frozen=True, slots=True)
 class ParityBlock:
-    """A block of parity that ``member`` holds: of ``stripe``, row 0 (P, the XOR of the data) or
-    row 1 (Q, weighted by powers of the generator)."""
+    """A block of parity of ``stripe``, held by ``member``.
+
+    Row 0 is P, the XOR of the data; row 1 is Q, weighted by powers of the generator.
+    """
 
     member: int
     stripe: int
@@ -121,8 +126,11 @@ class ParityBlock:
 
 @dataclass(frozen=True, slots=True)
 class StripeRepair:
-    """How one block of a lost image is made again: from ``data`` and ``parity``, of which the
-    bytes that are named suffice. ``unknown`` are the positions of all lost blocks of the stripe."""
+    """The inputs to rebuild one block of a lost image: ``data`` and ``parity``, cut to the bytes
+    needed.
+
+    ``unknown``: positions of all lost blocks of the stripe.
+    """
 
     stripe: int
     wanted: DataBlock
@@ -132,7 +140,7 @@ class StripeRepair:
 
     @property
     def pulled(self) -> tuple[DataBlock | ParityBlock, ...]:
-        """What has to come from other members."""
+        """The blocks that other members have to supply."""
         return (*self.data, *self.parity)
 
     @property
@@ -142,11 +150,11 @@ class StripeRepair:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One image of each member of a group, member by member, and how they are cut.
+    """One image of each member of a group, in order, and their division into blocks.
 
-    Stripe s has its parity with the members s, s + 1, … (``parity`` of them), and takes block j of
-    the member s + parity + j for each j below ``width``, all modulo the number of members. So
-    block j of any image is at position j of its stripe.
+    Stripe s has its parity on members s, s + 1, … (``parity`` of them), and takes block j of member
+    s + parity + j for each j below ``width``, all modulo the number of members. So block j of any
+    image is at position j of its stripe.
     """
 
     image_nbytes: tuple[int, ...]
@@ -168,29 +176,30 @@ class Lane:
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of every block of parity, and of data with its zeros."""
+        """Size in bytes of every parity block, and of every data block including its zeros."""
         return round_up(ceil_div(max(self.image_nbytes), self.width), BLOCK_ALIGN)
 
     def block(self, member: int, position: int) -> DataBlock:
-        """One block of one image."""
+        """Return one block of one image."""
         nbytes = self.image_nbytes[member]
         start = min(position * self.block_nbytes, nbytes)
         stop = min(start + self.block_nbytes, nbytes)
         return DataBlock(member, position, start, stop)
 
     def stripe_of(self, block: DataBlock) -> int:
-        """The stripe that ``block`` goes into."""
+        """Return the stripe that contains ``block``."""
         return (block.member - self.parity - block.position) % self.members
 
     def data(self, stripe: int) -> tuple[DataBlock, ...]:
-        """The blocks of a stripe, by position: what has to be pulled to make its parity."""
+        """Return the data blocks of a stripe, by position: the inputs of its parity."""
         return tuple(
             self.block((stripe + self.parity + position) % self.members, position)
             for position in range(self.width)
         )
 
     def parities(self, stripe: int) -> tuple[ParityBlock, ...]:
-        """The parity of a stripe, by row. A stripe without data has parity without bytes."""
+        """Return the parity blocks of a stripe, by row. Those of a stripe without data are
+        empty."""
         nbytes = max(block.nbytes for block in self.data(stripe))
         return tuple(
             ParityBlock((stripe + row) % self.members, stripe, row, nbytes)
@@ -198,26 +207,27 @@ class Lane:
         )
 
     def held_by(self, member: int) -> tuple[ParityBlock, ...]:
-        """All parity that ``member`` holds: one block of each row."""
+        """Return all parity that ``member`` holds: one block of each row."""
         return tuple(
             self.parities((member - row) % self.members)[row] for row in range(self.parity)
         )
 
     def repairs(self, lost: Collection[int], want: int) -> tuple[StripeRepair, ...]:
-        """What to pull, block by block, to make the image of the lost member ``want`` again: the
-        least whole blocks, cut off where the wanted one ends. Blocks without bytes need none.
+        """Return the blocks to pull, block by block, to rebuild the image of the lost member
+        ``want``.
 
-        Raises ValueError where too many members are lost for that.
+        These are the fewest whole blocks, cut off at the end of the wanted one. Empty blocks need
+        none. Raises ValueError if too many members are lost.
         """
         blocks = (self.block(want, position) for position in range(self.width))
         return tuple(self._repair(block, frozenset(lost)) for block in blocks if block.nbytes)
 
     def to_pull(self, lost: Collection[int], want: int) -> list[DataBlock | ParityBlock]:
-        """All that :meth:`repairs` needs, in its order."""
+        """Return all blocks that :meth:`repairs` needs, in its order."""
         return [block for repair in self.repairs(lost, want) for block in repair.pulled]
 
     def recoverable(self, lost: Collection[int]) -> bool:
-        """Whether the images of all ``lost`` members can be made again from what is left."""
+        """Return whether the images of all ``lost`` members can be rebuilt."""
         try:
             for member in lost:
                 self.repairs(lost, member)
@@ -228,7 +238,7 @@ class Lane:
     def _repair(self, wanted: DataBlock, lost: Collection[int]) -> StripeRepair:
         stripe = self.stripe_of(wanted)
         data = self.data(stripe)
-        # A block without bytes is zeros, wherever its member is.
+        # An empty block is all zeros, whoever its member is.
         unknown = tuple(b.position for b in data if b.member in lost and b.nbytes)
         left = [block for block in self.parities(stripe) if block.member not in lost]
         if len(unknown) > len(left):
@@ -255,13 +265,16 @@ def _shortened(block: DataBlock, nbytes: int) -> DataBlock:
 
 
 def parity_of(mode: str) -> int:
-    """How many hosts of a group may be lost."""
+    """Return the number of hosts of a group that may be lost."""
     return _PARITY_BLOCKS.get(mode, 0)
 
 
 def lanes(images: Sequence[Sequence[int]], parity: int, width: int) -> tuple[Lane, ...]:
-    """The lanes of a group: ``images`` has the sizes of each member's images, in bytes, in the
-    order of its ranks. A member with fewer images than others has empty ones instead."""
+    """Return the lanes of a group.
+
+    ``images``: the sizes in bytes of each member's images, by rank. A member with fewer images than
+    others gets empty ones.
+    """
     count = max(map(len, images), default=0)
     return tuple(
         Lane(
@@ -276,10 +289,10 @@ def lanes(images: Sequence[Sequence[int]], parity: int, width: int) -> tuple[Lan
 def protection(
     hosts: Sequence[HostDomain], mode: Mode = "auto", group: int = GROUP_HOSTS
 ) -> Protection:
-    """How ``hosts`` are protected. ``auto`` takes what can be had, and never fails.
+    """Return the protection of ``hosts``. ``auto`` takes the best possible one, and never fails.
 
-    Raises ValueError where hosts or failure domains are too few for any other mode, or no mode is
-    called that.
+    Raises ValueError if there are too few hosts or failure domains for another mode, or the mode is
+    unknown.
     """
     if mode == "off":
         return Protection("off", reason="it is off")
@@ -308,19 +321,19 @@ def _automatic(hosts: Sequence[HostDomain], group: int) -> Protection:
 
 
 def groups(hosts: Sequence[HostDomain], group: int, parity: int) -> list[Group]:
-    """``hosts`` in groups of ``group`` or more, as many groups as there can be, whose sizes differ
-    by one at most: of ``group`` or one more, unless the hosts are too few for that. Alike for all
-    orders of ``hosts``.
+    """Divide ``hosts`` into as many groups of at least ``group`` as possible.
 
-    Members of a group lie in different domains where that can be; nowhere do more than ``parity``
-    members share one, so that the loss of a domain can be made good. Raises ValueError where that
-    cannot be.
+    Group sizes differ by at most one: they are ``group`` or one more, unless the hosts are too few
+    for that. The result does not depend on the order of ``hosts``.
+
+    Members of a group lie in different domains if possible; at most ``parity`` members share one,
+    so that the loss of a domain can be repaired. Raises ValueError if that is impossible.
     """
     _check(hosts, group, parity)
     by_domain = defaultdict[str, list[str]](list)
     for one in sorted(hosts):
         by_domain[one.domain].append(one.host)
-    # Dealt like cards, domain by domain: each is spread over as many groups as it can be.
+    # Deal like cards, domain by domain: each domain is spread over as many groups as possible.
     dealt = [host for domain in sorted(by_domain) for host in by_domain[domain]]
     count = max(1, len(dealt) // group)
     found = [Group(tuple(dealt[number::count])) for number in range(count)]

@@ -1,11 +1,11 @@
-"""How often to save at each level of storage, from what a save costs and how often it is needed.
+"""Computes how often to save at each level of storage, from the costs of saves and failure rates.
 
-Young (CACM 17(9), 1974) balances the time that saves take against the work that a failure undoes:
-saves that cost C seconds, against failures at a rate of λ per second, are best T = √(2·C/λ) apart.
-Daly (FGCS 22(3), 2006) has terms of higher order for saves that are not short beside the time
-between failures. With several levels each has its own period (Di et al., IPDPS 2014): its cost is
-the training time that one save takes from the job, and its rate that of the failures which it is
-the fastest level to survive.
+Young (CACM 17(9), 1974) balances the time that saves take against the work lost to failures: saves
+that cost C seconds, with failures at a rate of λ per second, are best T = √(2·C/λ) apart. Daly
+(FGCS 22(3), 2006) adds terms of higher order for saves that are not short compared with the time
+between failures. With several levels, each has its own period (Di et al., IPDPS 2014): its cost is
+the training time that one save takes, and its rate is that of the failures for which it is the
+fastest surviving level.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ __all__ = ["Level", "Period", "period_s", "periods"]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A level of storage. ``cost_s``: training time that one save to it takes; ``rate_per_s``: of
-    the failures that it is the fastest level to survive."""
+    """A level of storage.
+
+    ``cost_s``: training time that one save takes. ``rate_per_s``: rate of the failures for which
+    this is the fastest surviving level.
+    """
 
     name: str
     cost_s: float
@@ -35,8 +38,12 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """How often to save to ``level``: the best time between two saves, the steps that are nearest
-    to it, and what part of the training time saves and undone work then take together."""
+    """The result for ``level``.
+
+    ``best_s``: best time between two saves. ``every_steps`` and ``every_s``: the nearest whole
+    number of steps, and its time. ``lost_part``: fraction of the training time then lost to saves
+    and undone work.
+    """
 
     level: Level
     best_s: float
@@ -46,11 +53,10 @@ class Period:
 
 
 def period_s(cost_s: float, rate_per_s: float) -> float:
-    """Seconds of training between two saves that lose the least time to saves and failures
-    together.
+    """Return the seconds between two saves that minimize the time lost to saves and failures.
 
-    Young's √(2·C/λ) as far as C is short beside 1/λ; Daly's series corrects it below C = 2/λ.
-    Beyond, a save takes longer than the time between two failures, and 1/λ is all there is.
+    Young's √(2·C/λ) holds while C is short compared with 1/λ; Daly's series corrects it below C =
+    2/λ. Beyond, a save takes longer than the time between two failures, and the result is 1/λ.
     """
     part = cost_s * rate_per_s / 2
     if part >= 1:
@@ -60,12 +66,11 @@ def period_s(cost_s: float, rate_per_s: float) -> float:
 
 
 def periods(levels: Sequence[Level], step_s: float) -> list[Period]:
-    """The period of each level, in whole steps of ``step_s`` seconds, at least one.
+    """Return the period of each level, in whole steps of ``step_s`` seconds, at least one.
 
-    A level that survives more is never saved to more often than the one before it: ``levels`` come
-    from the fastest to the slowest, and each save of a slower level is made from one of a faster
-    one, so a period is a multiple of the period before it, the one that loses the least. Raises
-    ValueError for a step that takes no time, and for two levels of one name.
+    ``levels`` come from the fastest to the slowest. Each save to a slower level is made from one of
+    a faster level, so a period is the best multiple of the preceding period. Raises ValueError for
+    a step that takes no time, and for two levels with the same name.
     """
     if not (math.isfinite(step_s) and step_s > 0):
         raise ValueError(f"a step of {step_s} seconds makes no sense")
@@ -82,16 +87,18 @@ def periods(levels: Sequence[Level], step_s: float) -> list[Period]:
 
 
 def _nearest_steps(level: Level, best_s: float, unit: int, step_s: float) -> int:
-    """The multiple of ``unit`` steps beside ``best_s`` that loses the least."""
+    """Return the multiple of ``unit`` steps next to ``best_s`` that loses the least."""
     below = max(1, math.floor(best_s / (unit * step_s))) * unit
     return min(below, below + unit, key=lambda steps: _lost_part(level, steps * step_s))
 
 
 def _lost_part(level: Level, every_s: float) -> float:
-    """The part of a job's time that is no progress, when failures come as a Poisson process: each
-    interval of ``every_s`` and its save is tried until it ends without one (Daly, equation 20,
-    without the time of a restart, which does not depend on the period)."""
+    """Return the fraction of a job's time that is lost, with failures as a Poisson process.
+
+    Each interval of ``every_s`` and its save is repeated until it ends without a failure (Daly,
+    equation 20, without the time of a restart, which does not depend on the period).
+    """
     exponent = level.rate_per_s * (every_s + level.cost_s)
-    if exponent > 700:  # exp would overflow: it never ends
+    if exponent > 700:  # exp would overflow: the job never ends
         return 1.0
     return 1 - level.rate_per_s * every_s / math.expm1(exponent)

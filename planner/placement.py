@@ -1,5 +1,5 @@
-"""What each rank of a device mesh holds of a tensor. Mirrors the DTensor placements of torch,
-without torch."""
+"""Computes each rank's part of a tensor on a device mesh. Mirrors DTensor placements, without
+torch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Placement", "Replicated", "Split", "holders", "local_pieces", "local
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Dimension ``dim`` is split over one mesh dimension like torch.chunk: equal parts, the last
-    ones short or empty.
+    """Splits dimension ``dim`` over one mesh dimension like torch.chunk: equal parts, the last ones
+    short or empty.
 
-    With ``stride`` k > 1 the dimension is first cut into k parts, every part is split, and a rank
-    holds its share of each, end to end: what torch calls ``_StridedShard(dim, split_factor=k)``.
+    With ``stride`` k > 1, the dimension is first cut into k parts, every part is split, and a rank
+    holds its share of each, end to end: torch's ``_StridedShard(dim, split_factor=k)``.
     """
 
     dim: int
@@ -36,13 +36,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Every rank along one mesh dimension holds the same."""
+    """All ranks along one mesh dimension hold the same."""
 
 
 Placement = Split | Replicated
 
-# Index intervals [start, stop) along one dimension, ascending and disjoint; a local tensor's
-# dimension is their concatenation.
+# Index intervals [start, stop) along one dimension, ascending and disjoint; a dimension of a local
+# tensor is their concatenation.
 Intervals = list[tuple[int, int]]
 
 
@@ -52,10 +52,10 @@ def local_pieces(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> list[Piece]:
-    """What the rank at ``coordinate`` of the mesh holds of a tensor of ``shape``.
+    """Return the pieces of a tensor of ``shape`` that the rank at ``coordinate`` of the mesh holds.
 
     Pieces come in the row-major order of the local tensor; an empty local tensor has none.
-    ``placements`` apply from left to right, one per mesh dimension. Raises ValueError when one does
+    ``placements`` apply from left to right, one per mesh dimension. Raises ValueError if one does
     not fit the tensor or the mesh.
     """
     dims = _intervals(shape, mesh_shape, coordinate, placements)
@@ -70,15 +70,14 @@ def local_shape(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> tuple[int, ...]:
-    """The shape of the local tensor at ``coordinate``. Raises as ``local_pieces`` does."""
+    """Return the shape of the local tensor at ``coordinate``. Raises like ``local_pieces``."""
     return tuple(map(_size, _intervals(shape, mesh_shape, coordinate, placements)))
 
 
 def holders(
     mesh_ranks: Ints, coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[int, ...]:
-    """The global ranks, ascending, that hold the same pieces as the one at ``coordinate`` of the
-    mesh.
+    """Return the global ranks, ascending, that hold the same pieces as the one at ``coordinate``.
 
     ``mesh_ranks`` holds the global rank at each mesh coordinate.
     """
@@ -110,7 +109,7 @@ def _intervals(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> list[Intervals]:
-    """Per tensor dimension, the indices held at ``coordinate``."""
+    """Return the indices held at ``coordinate``, per tensor dimension."""
     _check_mesh(mesh_shape, coordinate, placements)
     dims: list[Intervals] = [[(0, length)] if length else [] for length in shape]
     for placement, parts, at in zip(placements, mesh_shape, coordinate, strict=True):
@@ -132,24 +131,26 @@ def _size(intervals: Intervals) -> int:
 
 
 def _local_starts(intervals: Intervals) -> list[int]:
-    """Where each interval begins in their concatenation."""
+    """Return the start of each interval in their concatenation."""
     return list(itertools.accumulate((stop - start for start, stop in intervals), initial=0))[:-1]
 
 
 def _chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """The ``index``-th of ``parts`` chunks of [start, stop), cut as torch.chunk does; empty ones at
-    the end."""
+    """Return chunk ``index`` of ``parts`` chunks of [start, stop), cut like torch.chunk.
+
+    Empty chunks come last.
+    """
     step = ceil_div(stop - start, parts)
     return min(start + step * index, stop), min(start + step * (index + 1), stop)
 
 
 def _shares(length: int, stride: int, parts: int, index: int) -> Intervals:
-    """Positions in [0, length) that the ``index``-th of ``parts`` ranks holds."""
+    """Return the positions in [0, length) that rank ``index`` of ``parts`` holds."""
     return [_chunk(*_chunk(0, length, stride, part), parts, index) for part in range(stride)]
 
 
 def _slice(intervals: Intervals, start: int, stop: int) -> Intervals:
-    """The intervals at positions [start, stop) of the concatenation of ``intervals``."""
+    """Return the intervals at positions [start, stop) of the concatenation of ``intervals``."""
     result = []
     for (first, last), position in zip(intervals, _local_starts(intervals), strict=True):
         low = max(first, first + start - position)
@@ -160,8 +161,7 @@ def _slice(intervals: Intervals, start: int, stop: int) -> Intervals:
 
 
 def _joined(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    """Ascending intervals with touching ones made one, so that there are no more pieces than
-    needed."""
+    """Return ascending intervals with touching ones joined, to get as few pieces as possible."""
     result: Intervals = []
     for start, stop in intervals:
         if result and result[-1][1] == start:

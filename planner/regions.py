@@ -1,4 +1,4 @@
-"""The boxes of many layouts, as columns: where each lies in its tensor, and in local memory."""
+"""The boxes of many layouts as columns: their positions in the tensors and in local memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Regions", "regions_of"]
 class Regions:
     """Boxes. Dimensions beyond a tensor's own are padded: offset 0, length 1.
 
-    ``row``            (n,) which of the layouts; ascending
+    ``row``            (n,) index of the layout; ascending
     ``offsets``        (n, D) first element of the box in the global tensor
     ``lengths``        (n, D)
-    ``local_start``    (n,) element of the local tensor with which it begins, in row-major order
+    ``local_start``    (n,) element of the local tensor at which it begins, in row-major order
     ``local_shape``    (n, D) shape of the array whose row-major strides it has there, see
                        :class:`.layout.Piece`
     """
@@ -33,8 +33,10 @@ class Regions:
 
 
 def regions_of(layouts: Sequence[Layout], ndim: int) -> Regions:
-    """The boxes of ``layouts``, of tensors of at most ``ndim`` dimensions: row by row, those of one
-    row in the order of its local tensor."""
+    """Return the boxes of ``layouts``, for tensors of at most ``ndim`` dimensions.
+
+    They are ordered by row, and within a row by position in the local tensor.
+    """
     flat = [row for row, layout in enumerate(layouts) if layout.flat_range is not None]
     if not flat:
         return _of_pieces(layouts, ndim)
@@ -58,7 +60,7 @@ def _columns(regions: Regions) -> tuple[Ints, ...]:
 
 
 def _of_pieces(layouts: Sequence[Layout], ndim: int) -> Regions:
-    """Of the layouts that consist of boxes."""
+    """Return the boxes of the layouts that consist of boxes."""
     held = [
         (row, piece)
         for row, layout in enumerate(layouts)
@@ -75,7 +77,7 @@ def _of_pieces(layouts: Sequence[Layout], ndim: int) -> Regions:
 
 
 def _of_ranges(layouts: Sequence[Layout], rows: Sequence[int], ndim: int) -> Regions:
-    """Of the flat ranges in ``rows``."""
+    """Return the boxes of the flat ranges in ``rows``."""
     shape = padded([layouts[row].shape for row in rows], ndim, 1)
     found = [layouts[row].flat_range for row in rows]
     start, stop = np.array(found, np.int64).T

@@ -1,5 +1,7 @@
-"""Which rank writes what: bytes that several ranks hold are divided among them, without a message:
-evenly, or in the shares that ``balance.py`` has found for the whole job."""
+"""Decides which rank writes what: divides bytes held by several ranks among them.
+
+This takes no message. Shares are even, or those that ``balance.py`` computed for the whole job.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,7 @@ from .columns import Bools, Ints, flat_starts, volumes
 
 __all__ = ["Holdings", "divide"]
 
-# Cuts fall on whole rows of a tensor as long as a row is at most this part of a holder's even
-# share.
+# Cuts fall on whole rows of a tensor if a row is at most this fraction of a holder's even share.
 GRANULES_PER_SHARE = 100
 
 
@@ -26,14 +27,14 @@ class Holdings:
     ``tensor``          (n,) index of the rank's local tensor
     ``offsets``         (n, D) first element of the box in the global tensor
     ``lengths``         (n, D)
-    ``local_start``     (n,) element of the local tensor, in row-major order, with which it begins
+    ``local_start``     (n,) element of the local tensor at which it begins, in row-major order
     ``local_shape``     (n, D) shape of the array whose row-major strides it has there, see
                         :class:`.layout.Piece`
     ``itemsize``        (n,) bytes per element
     ``group``           (n,) index into ``groups``
     ``groups``          ranks, ascending, that hold the same bytes
-    ``order``           (n,) sort key, the same on every holder of a box; boxes of a group that
-                        share it have different offsets
+    ``order``           (n,) sort key, equal on all holders of a box; boxes of a group with the same
+                        key have different offsets
     """
 
     tensor: Ints
@@ -51,15 +52,15 @@ class Holdings:
 
     @property
     def nbytes(self) -> Ints:
-        """(n,) bytes of each box."""
+        """Bytes of each box, (n,)."""
         return volumes(self.lengths) * self.itemsize
 
     def take(self, rows: Ints | Bools) -> Holdings:
-        """Some of the boxes, by index or mask."""
+        """Return some of the boxes, by index or mask."""
         return self._map(lambda column: column[rows])
 
     def extended(self, other: Holdings) -> Holdings:
-        """These boxes and then those of ``other``, which has the same groups."""
+        """Return these boxes followed by those of ``other``, which must have the same groups."""
         columns = iter(other._columns())
         return self._map(lambda column: np.concatenate((column, next(columns))))
 
@@ -85,15 +86,15 @@ class Holdings:
 def divide(
     holdings: Holdings, rank: int, shares: Mapping[Group, tuple[int, ...]] | None = None
 ) -> Holdings:
-    """What ``rank`` writes of what it holds.
+    """Return the part of its holdings that ``rank`` writes.
 
-    The boxes of a group are laid end to end in ``order``, and the i-th of its n ranks takes the
-    bytes from i/n to (i+1)/n of them; where ``shares`` names the group, from its i-th cut to the
+    The boxes of a group are laid end to end in ``order``. The i-th of its n ranks takes the bytes
+    from i/n to (i+1)/n of them; or, if ``shares`` contains the group, from its i-th cut to the
     next, see :func:`.balance.balance`. A cut inside a box falls on a whole number of its rows (the
-    largest suffix of its dimensions that is at most 1% of an even share, or one element), so a cut
-    piece is one box but for tensors of a few huge rows. Every holder computes the same cuts:
-    together they write everything exactly once. Empty boxes are dropped; the order of the rest is
-    kept. Raises ValueError when ``rank`` is not in one of the groups.
+    largest suffix of its dimensions that is at most 1% of an even share, or one element). So a cut
+    piece is a single box, except in tensors with a few huge rows. Every holder computes the same
+    cuts: together they write everything exactly once. Empty boxes are dropped; the rest keeps its
+    order. Raises ValueError if ``rank`` is not in one of the groups.
     """
     members = np.array([len(group) for group in holdings.groups], dtype=np.int64)
     position = np.array([_position(group, rank) for group in holdings.groups], dtype=np.int64)
@@ -122,8 +123,8 @@ def _position(group: tuple[int, ...], rank: int) -> int:
 def _parts(
     shared: Holdings, members: Ints, position: Ints, shares: Mapping[Group, tuple[int, ...]]
 ) -> tuple[Ints, Ints]:
-    """Per box of groups of several ranks, the range of its elements, in row-major order, that this
-    rank writes."""
+    """Return the range of elements, in row-major order, that this rank writes of each shared
+    box."""
     begin = np.empty(len(shared), dtype=np.int64)
     end = np.empty(len(shared), dtype=np.int64)
     order = _line_up(shared)
@@ -137,7 +138,7 @@ def _parts(
     granule = _granules(boxes, share[group] // GRANULES_PER_SHARE)
     uneven = {row: shares[ranks] for row, ranks in enumerate(shared.groups) if ranks in shares}
     for target, index in ((begin, position), (end, position + 1)):
-        cut = share * index + rest * index // members  # the total * index // members, no overflow
+        cut = share * index + rest * index // members  # total * index // members without overflow
         for row, cuts in uneven.items():
             cut[row] = int(total[row]) * cuts[int(index[row])] // SHARE_UNIT
         cut += line[edges[:-1]]
@@ -147,8 +148,7 @@ def _parts(
 
 
 def _line_up(shared: Holdings) -> Ints:
-    """The order in which boxes are laid end to end: by group, ``order`` and, where those are equal,
-    offsets."""
+    """Return the order in which boxes are laid end to end: by group, ``order``, and offsets."""
     group = shared.group
     order = shared.order
     ties = (group[1:] == group[:-1]) & (order[1:] <= order[:-1])
@@ -158,8 +158,10 @@ def _line_up(shared: Holdings) -> Ints:
 
 
 def _granules(boxes: Holdings, nbytes_max: Ints) -> Ints:
-    """(n,) elements of the largest suffix of each box's dimensions that has at most ``nbytes_max``
-    bytes, or 1."""
+    """Return the number of elements to cut at, per box (n,).
+
+    That is the largest suffix of its dimensions with at most ``nbytes_max`` bytes, or 1.
+    """
     granule = np.ones(len(boxes), dtype=np.int64)
     suffix = np.ones(len(boxes), dtype=np.int64)
     for dim in range(boxes.lengths.shape[1] - 1, -1, -1):
@@ -169,9 +171,9 @@ def _granules(boxes: Holdings, nbytes_max: Ints) -> Ints:
 
 
 def _pieces(holdings: Holdings, cut: Ints, begin: Ints, end: Ints) -> tuple[Holdings, Ints]:
-    """The boxes of elements [begin, end) of each box in rows ``cut``, and the row each came from.
+    """Return the boxes of elements [begin, end) of each box in rows ``cut``, and their source rows.
 
-    A rank has at most two cut boxes per group, so this may go row by row.
+    A rank has at most two cut boxes per group, so a loop over rows is fast enough.
     """
     found = [
         (row, box)

@@ -1,4 +1,4 @@
-"""Decides, for bytes that several ranks want, which rank reads them and sends them to the others.
+"""Decides which rank reads bytes that several ranks want, and sends them to the others.
 
 Every rank of a group knows what all of its ranks want, so each computes the same decision without
 further messages.
@@ -22,7 +22,7 @@ __all__ = ["Sharing", "WantedRanges", "regrouped", "share"]
 
 @dataclass(frozen=True, eq=False)
 class WantedRanges:
-    """Ranges of bytes that one rank is to read: ascending by image and start, disjoint, not
+    """Byte ranges that one rank wants to read, ascending by image and start, disjoint, not
     touching.
 
     ``image``, ``start``, ``stop``: (n,) each; bytes of the image's file.
@@ -34,7 +34,7 @@ class WantedRanges:
 
     @classmethod
     def of(cls, plan: LoadPlan) -> WantedRanges:
-        """The reads of ``plan``, those that touch made one."""
+        """Return the reads of ``plan``, joining those that touch."""
         begins = np.ones(len(plan.image), np.bool_)
         begins[1:] = (plan.image[1:] != plan.image[:-1]) | (plan.start[1:] != plan.stop[:-1])
         return cls(
@@ -44,21 +44,21 @@ class WantedRanges:
         )
 
     def to_bytes(self) -> bytes:
-        """Three columns of little-endian 64-bit integers."""
+        """Return three columns of little-endian 64-bit integers."""
         return np.stack([self.image, self.start, self.stop]).astype("<i8").tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WantedRanges:
-        """What :meth:`to_bytes` made."""
+        """Return the ranges that :meth:`to_bytes` encoded."""
         return cls(*np.frombuffer(data, "<i8").astype(np.int64).reshape(3, -1))
 
 
 @dataclass(frozen=True, eq=False)
 class Sharing:
-    """U units, all cut at multiples of the same number of bytes, each read by one member; and W
-    pairs of a unit and a member that wants a part of it.
+    """U units, each read by one member, and W pairs of a unit and a member that wants a part of it.
 
-    Units ascend by image and start, are disjoint, and contain every byte that is wanted:
+    Units are cut at multiples of one size. They ascend by image and start, are disjoint, and
+    contain every wanted byte:
 
     ``image``    (U,)
     ``start``    (U,) bytes of the image's file
@@ -88,8 +88,8 @@ class Sharing:
         return int((self.stop - self.start)[np.diff(self.first) > 1].sum())
 
     def takers(self, unit: int) -> list[tuple[int, int, int]]:
-        """``(member, low, high)`` of each member that wants a part of ``unit`` and does not read it
-        itself."""
+        """Return ``(member, low, high)`` of each non-reading member that wants a part of
+        ``unit``."""
         rows = range(int(self.first[unit]), int(self.first[unit + 1]))
         return [
             (int(self.member[row]), int(self.low[row]), int(self.high[row]))
@@ -98,28 +98,30 @@ class Sharing:
         ]
 
     def hull(self, unit: int, member: int) -> tuple[int, int]:
-        """The first byte that ``member`` wants of ``unit``, and the end of the last. It must want a
-        part of it."""
+        """Return the range from the first to the last byte that ``member`` wants of ``unit``.
+
+        It must want a part of it.
+        """
         row = int(self.first[unit])
         row += int(np.searchsorted(self.member[row : int(self.first[unit + 1])], member))
         return int(self.low[row]), int(self.high[row])
 
     def handed_nbytes(self, member: int) -> int:
-        """The bytes that other members send to ``member``."""
+        """Return the number of bytes that other members send to ``member``."""
         units = np.repeat(np.arange(len(self.reader)), np.diff(self.first))
         rows = (self.member == member) & (self.reader[units] != member)
         return int((self.high - self.low)[rows].sum())
 
 
 def share(wanted: Sequence[WantedRanges], unit_nbytes: int) -> Sharing:
-    """Assign every byte that is wanted to one reader; ``wanted[m]`` is what member m wants. Units
-    are cut at multiples of ``unit_nbytes``, as the reads of members are; readers get as even a
-    number of bytes as whole units allow.
+    """Assign every wanted byte to one reader; ``wanted[m]`` are the ranges of member m.
 
-    The union of overlapping ranges is read at once, so a reader may read more than it wants itself.
+    Units are cut at multiples of ``unit_nbytes``, as the members' reads are. Readers get as even a
+    number of bytes as whole units allow. The union of overlapping ranges is read in one go, so a
+    reader may read more than it wants itself.
     """
     last = max((int(ranges.stop.max(initial=0)) for ranges in wanted), default=0)
-    room = (last // unit_nbytes + 1) * unit_nbytes  # of one image, on the line of all images
+    room = (last // unit_nbytes + 1) * unit_nbytes  # per image, on the line of all images
     lines = [(w.image * room + w.start, w.image * room + w.stop) for w in wanted]
     starts, stops = _concatenated(lines, 2)
     start, stop = cut(*union(starts, stops, -1), unit_nbytes)
@@ -139,14 +141,16 @@ def share(wanted: Sequence[WantedRanges], unit_nbytes: int) -> Sharing:
 
 
 def _concatenated(parts: Sequence[tuple[Ints, ...]], columns: int) -> list[Ints]:
-    """Each of so many columns of all ``parts``, one after the other."""
+    """Return each of the columns of all ``parts``, concatenated."""
     none = np.empty(0, np.int64)
     return [np.concatenate([none, *(part[column] for part in parts)]) for column in range(columns)]
 
 
 def regrouped(plan: LoadPlan, sharing: Sharing) -> tuple[LoadPlan, Ints]:
-    """``plan`` with whole units as its reads, and the indices of these units. The ranges
-    that ``plan`` wants must be among those that made ``sharing``."""
+    """Return ``plan`` with whole units as its reads, and the indices of these units.
+
+    The ranges that ``plan`` wants must be among those passed to :func:`share`.
+    """
     room = int(max(sharing.stop.max(initial=0), plan.stop.max(initial=0))) + 1
     units = sharing.image * room + sharing.start
     of = np.searchsorted(units, plan.image * room + plan.start, side="right") - 1
@@ -163,8 +167,7 @@ def regrouped(plan: LoadPlan, sharing: Sharing) -> tuple[LoadPlan, Ints]:
 
 
 def _hulls(start: Ints, stop: Ints, units: Ints, unit_nbytes: int) -> tuple[Ints, Ints, Ints]:
-    """The units that one member wants parts of, ascending, with the first byte that it wants of
-    each and the end of the last."""
+    """Return the units that one member wants parts of, with the hull of its bytes in each."""
     start, stop = cut(start, stop, unit_nbytes)
     unit, at = np.unique(np.searchsorted(units, start, side="right") - 1, return_index=True)
     if len(at):
@@ -173,9 +176,12 @@ def _hulls(start: Ints, stop: Ints, units: Ints, unit_nbytes: int) -> tuple[Ints
 
 
 def _readers(first: Ints, member: Ints, nbytes: Ints, members: int) -> Ints:
-    """The reader of each unit. Each member reads one run of the units that the same members want:
-    storage is fastest where a reader continues where it was. Small groups of members come first, so
-    that large groups can even out what these leave uneven."""
+    """Return the reader of each unit.
+
+    Each member reads one run of the units that a given set of members wants: storage is fastest
+    when a reader continues where it stopped. Small sets come first, so that large ones can even out
+    the load.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     wanting = member.tolist()
     edges = first.tolist()
@@ -194,10 +200,10 @@ def _readers(first: Ints, member: Ints, nbytes: Ints, members: int) -> Ints:
 
 
 def _shares(loads: Ints, nbytes: int) -> npt.NDArray[np.floating]:
-    """What each has to get of ``nbytes`` so that loads are as even as can be."""
+    """Return the part of ``nbytes`` that each must get to make the loads as even as possible."""
     ascending = np.sort(loads)
     levels = (np.cumsum(ascending) + nbytes) / np.arange(
         1, len(loads) + 1
-    )  # if the first 1, 2, ... got it all
+    )  # if the first 1, 2, ... got all of it
     shares: npt.NDArray[np.floating] = np.maximum(levels.min() - loads, 0)
     return shares

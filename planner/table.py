@@ -1,5 +1,4 @@
-"""Tables of tensors and of shards: columns, not objects, so that ten million shards remain a
-handful of arrays."""
+"""Tables of tensors and shards as columns, so that ten million shards are a handful of arrays."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ class TensorTable:
     ``dtypes``   per code: torch's name of the dtype, such as "bfloat16", and its itemsize in bytes
     ``ndim``     (T,)
     ``shape``    (T, D) int64
-    ``alias``    (T,) int64 row of the tensor whose bytes these are, or -1
-    ``owner``    (T,) int64 rank to which the tensor belongs alone, or -1 when it is the whole job's
+    ``alias``    (T,) int64 row of the tensor that stores the bytes, or -1
+    ``owner``    (T,) int64 rank that has the tensor to itself, or -1 if the whole job shares it
     """
 
     names: tuple[str, ...]
@@ -44,21 +43,20 @@ class TensorTable:
 
     @cached_property
     def itemsize(self) -> Ints:
-        """(T,) bytes per element."""
+        """Bytes per element, (T,)."""
         return np.array([itemsize for _, itemsize in self.dtypes], dtype=np.int64)[self.dtype]
 
     @cached_property
     def nbytes(self) -> Ints:
-        """(T,) bytes of the whole tensor; an alias counts as what it stands for."""
+        """Bytes of each whole tensor, (T,). An alias counts like its target."""
         return volumes(self.shape) * self.itemsize
 
     def shape_of(self, row: int) -> tuple[int, ...]:
-        """The shape of one tensor, without padding."""
+        """Return the shape of one tensor, without padding."""
         return tuple(self.shape[row, : self.ndim[row]].tolist())
 
     def stored_row(self, row: int) -> int:
-        """The row that the bytes of one tensor are stored under: another's, where it is an
-        alias."""
+        """Return the row that stores the tensor's bytes; another tensor's for an alias."""
         if self.alias[row] < 0:
             return row
         return int(self.alias[row])
@@ -75,11 +73,11 @@ class TensorTable:
         return rows
 
     def find(self, name: str, rank: int = 0) -> int | None:
-        """The row of ``name`` as seen by ``rank``, or None when there is no such name.
+        """Return the row of ``name`` as seen by ``rank``, or None if there is no such name.
 
-        The row that the whole job shares; else the one that ``rank`` owns; else, since the job may
-        have another size now, the one of the owner that ``rank`` maps to when the owners are dealt
-        out in turn.
+        That is the row shared by the whole job; otherwise the one owned by ``rank``; otherwise,
+        since the job may have another size now, the row of owner number ``rank`` modulo the number
+        of owners.
         """
         candidates = sorted(self.rows.get(name, ()), key=lambda row: int(self.owner[row]))
         if not candidates:
@@ -92,7 +90,7 @@ class TensorTable:
         return candidates[rank % len(owners)]
 
     def find_all(self, names: Sequence[str], rank: int = 0) -> Ints:
-        """(n,) rows of ``names`` as ``find`` gives them, -1 where there is no such name."""
+        """Return the rows of ``names`` like ``find``, (n,); -1 for an unknown name."""
         if (self.owner < 0).all():
             row_of = dict(zip(self.names, range(len(self)), strict=True))
             return np.fromiter((row_of.get(name, -1) for name in names), np.int64, len(names))
@@ -127,24 +125,26 @@ class ShardTable:
 
     @classmethod
     def empty(cls, ndim: int) -> ShardTable:
-        """A table of no shards, of tensors of up to ``ndim`` dimensions."""
+        """Return a table without shards, for tensors of up to ``ndim`` dimensions."""
         column = np.empty(0, dtype=np.int64)
         boxes = np.empty((0, ndim), dtype=np.int64)
         return cls(column, boxes, boxes, column, column)
 
     @classmethod
     def concat(cls, tables: Sequence[ShardTable]) -> ShardTable:
-        """All rows of ``tables`` in one table, ascending by tensor; dimensions are padded to the
-        largest."""
+        """Return all rows of ``tables`` in one table, ascending by tensor.
+
+        Dimensions are padded to the largest number.
+        """
         if not tables:
             return cls.empty(0)
         ndim = max(table.offsets.shape[1] for table in tables)
         tensor = np.concatenate([table.tensor for table in tables])
-        order: Ints | slice = slice(None)  # which copies nothing
+        order: Ints | slice = slice(None)  # copies nothing
         if (tensor[1:] < tensor[:-1]).any():
             order = np.argsort(tensor, kind="stable")
         tensor = tensor[order]
-        # One column after the other: all of them in both orders are memory that a merge can save.
+        # Column by column, to keep only one of them in both orders in memory during a merge.
         return cls(
             tensor,
             np.concatenate([widen(table.offsets, ndim, 0) for table in tables])[order],
@@ -154,8 +154,8 @@ class ShardTable:
         )
 
     def sorted_by_tensor(self) -> ShardTable:
-        """The same rows, ascending by tensor, otherwise in the order they had; itself when that is
-        so already."""
+        """Return the same rows sorted by tensor, stably; the table itself if it is sorted
+        already."""
         if np.all(self.tensor[1:] >= self.tensor[:-1]):
             return self
         order = np.argsort(self.tensor, kind="stable")
@@ -163,21 +163,23 @@ class ShardTable:
         return ShardTable(*(column[order] for column in columns))
 
     def nbytes(self, tensors: TensorTable) -> Ints:
-        """(S,) bytes of each shard."""
+        """Return the bytes of each shard, (S,)."""
         return volumes(self.lengths) * tensors.itemsize[self.tensor]
 
     def pointers(self, n_tensors: int) -> Ints:
-        """(n_tensors + 1,): the shards of tensor t are the rows from ``pointers[t]`` to
-        ``pointers[t + 1]``."""
+        """Return the first shard of each tensor, (n_tensors + 1,).
+
+        The shards of tensor t are the rows from ``pointers[t]`` to ``pointers[t + 1]``.
+        """
         return np.searchsorted(self.tensor, np.arange(n_tensors + 1)).astype(np.int64, copy=False)
 
 
 def coverage_errors(tensors: TensorTable, shards: ShardTable, limit: int = 20) -> list[str]:
-    """What is wrong with the shards, a sentence each, at most ``limit``; [] when all is well.
+    """Return at most ``limit`` sentences on errors in the shards; [] if there are none.
 
-    All is well when every element of every tensor that is no alias is covered by exactly one shard,
-    every shard lies within its tensor and has elements, and aliases have no shards. A sentence
-    names the tensor, an example box, and says "missing", "stored twice" or "out of bounds".
+    Every element of every tensor that is no alias must be covered by exactly one shard, every shard
+    must lie within its tensor and have elements, and aliases must have no shards. A sentence names
+    the tensor, an example box, and says "missing", "stored twice" or "out of bounds".
     """
     known = (shards.tensor >= 0) & (shards.tensor < len(tensors))
     sentences = [
@@ -205,7 +207,7 @@ def coverage_errors(tensors: TensorTable, shards: ShardTable, limit: int = 20) -
 
 
 def _sentences(tensors: TensorTable, row: int, offsets: Ints, lengths: Ints) -> list[str]:
-    """What is wrong with the shards of one tensor that has something wrong."""
+    """Return sentences on the errors in the shards of one flawed tensor."""
     name = tensors.names[row]
     ndim = int(tensors.ndim[row])
     if tensors.owner[row] >= 0:
@@ -221,7 +223,7 @@ def _sentences(tensors: TensorTable, row: int, offsets: Ints, lengths: Ints) -> 
 
 
 def _text(flaw: Flaw, shape: tuple[int, ...], ndim: int) -> str:
-    # A box that sticks out in a padded dimension is shown with it.
+    # A box that exceeds a padded dimension is shown with that dimension.
     plain = math.prod(flaw.box.lengths[ndim:]) == 1 and not any(flaw.box.offsets[ndim:])
     shown = flaw.box
     if plain:

@@ -1,5 +1,5 @@
-"""Cuts a row of items, one behind the other, into windows of bounded size: what walks through a
-checkpoint in bounded memory holds a few windows at a time."""
+"""Cuts a sequence of items into windows of bounded size, to process a checkpoint in bounded
+memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Slice", "Window", "windows"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Bytes [start, stop) of item number ``item``, which lie at byte ``at`` of the window."""
+    """Bytes [start, stop) of item number ``item``, at byte ``at`` of the window."""
 
     item: int
     start: int
@@ -20,14 +20,16 @@ class Slice:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Bytes [start, stop) of the row, and the slices that they consist of. Looked up as an
-    object: there may be thousands of slices."""
+    """Bytes [start, stop) of the sequence, and the slices that make them up.
+
+    Compared by identity, because there may be thousands of slices.
+    """
 
     start: int
     stop: int
@@ -35,17 +37,17 @@ class Window:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return self.stop - self.start
 
 
 def windows(sizes: Sequence[int], window_nbytes: int, first: int = 0) -> Iterator[Window]:
-    """The windows of a row of items of ``sizes`` bytes, of which the first begins at byte
-    ``first``. The row is cut at multiples of ``window_nbytes``.
+    """Yield the windows of a sequence of items of ``sizes`` bytes.
 
-    An item without bytes is in no window. If items come in descending order of their alignment,
-    which is a power of two, and ``first`` and ``window_nbytes`` are multiples of the largest, each
-    item begins and is cut at multiples of its own.
+    The first item begins at byte ``first``. Windows are cut at multiples of ``window_nbytes``. An
+    item without bytes is in no window. If items are in descending order of their alignment, a power
+    of two, and ``first`` and ``window_nbytes`` are multiples of the largest alignment, each item
+    begins and is cut at multiples of its own.
     """
     begin = first
     position = first
