@@ -23,7 +23,7 @@ _was_enabled = False
 def collector_paused() -> Iterator[None]:
     """Pause the collector for the whole process until every overlapping pause has ended.
 
-    A collector that was disabled before stays disabled. For a few seconds of work without an await.
+    A collector that was disabled before stays disabled. Use it for seconds of work without awaits.
     """
     global _pauses, _was_enabled  # noqa: PLW0603
     with _lock:

@@ -95,8 +95,10 @@ class StageReport:
     throttled_s: float = 0.0
 
     def quantile_s(self, part: float) -> float:
-        """Return the duration that ``part`` (0 to 1) of its operations did not exceed; at most
-        twice it."""
+        """Return the duration that ``part`` (0 to 1) of its operations did not exceed.
+
+        The result may be up to twice too large.
+        """
         return quantile_s(self.histogram, part)
 
 
@@ -258,7 +260,7 @@ class Recorder:
                 self._keep(SlowOperation(stage.name, *where, self.rank, began_s, seconds))
 
     def _keep(self, slow: SlowOperation) -> None:
-        self._slow_ones += 1  # of two equally slow ones, the first is kept
+        self._slow_ones += 1  # of equally slow operations, the first stays
         heapq.heappush(self._slowest, (slow.seconds, -self._slow_ones, slow))
         if len(self._slowest) > SLOWEST:
             heapq.heappop(self._slowest)

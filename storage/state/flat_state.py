@@ -29,7 +29,7 @@ class Subtree:
     """An object with a state, at ``key`` of container ``parent``.
 
     ``state`` is its expansion, flattened in the object's place. It is None for an object that a
-    load hands its stored state instead; then ``present`` is the object's current state.
+    load will hand its stored state; then ``present`` is the object's current state.
     """
 
     parent: int

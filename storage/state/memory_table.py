@@ -25,8 +25,9 @@ class MemoryTable:
     """A row for each tensor. All columns have shape (n,).
 
     ``address``: of its first element, on its device. ``nbytes``: of its elements. ``dtype_id``:
-    Python's id of its dtype object. ``on_host``, ``is_contiguous``: as torch has it. ``as_stored``:
-    whether its elements lie in row-major order in this process's memory, bit for bit.
+    Python's id of its dtype object. ``on_host``, ``is_contiguous``: as reported by torch.
+    ``as_stored``: whether its elements lie in row-major order in this process's memory, bit for
+    bit.
     """
 
     address: Ints

@@ -95,7 +95,7 @@ def _made(tensor: torch.Tensor) -> Any:
 
 
 def _inner(tensor: torch.Tensor, name: str, path: str = "a tensor") -> Any:
-    """Return the inner tensor called ``name``, as the part of a whole that it is."""
+    """Return the inner tensor called ``name``; a Shard if ranks hold parts of it."""
     if is_block_scaled(tensor):
         return inner_of_blocks(tensor, name, lambda: path)
     return getattr(tensor, name)

@@ -270,7 +270,7 @@ def optimizer_allocator(
     """
     parameters = _by_key(held, matched)
     of_parameters = {key for group in stored for key in group.ranks}
-    state = cast(Mapping[object, object], optimizer.state)  # not only tensors are keys
+    state = cast(Mapping[object, object], optimizer.state)  # not all keys are tensors
     flat = FlatStates(state)
 
     def make(entry: Entry) -> torch.Tensor | Shard | None:
