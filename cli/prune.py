@@ -26,7 +26,8 @@ def run(
     yes: bool,
     json_output: bool,
 ) -> int:
-    """Say what is to go, ask, delete it; 0 unless the answer is no, which is 1."""
+    """Say what is to go, ask, delete it; return 1 if the answer is no, or if something in a folder
+    could not be looked at, or deleted; else 0."""
     refused = False
 
     def confirm(plan: PruneReport) -> bool:
@@ -55,7 +56,7 @@ def run(
         print("nothing was deleted")
     elif not _is_nothing(report):
         print(f"{paint('deleted', 'green')}: {_sum(report)}")
-    return int(refused)
+    return int(refused or bool(report.failed))
 
 
 def _ask(plan: PruneReport) -> bool:

@@ -200,7 +200,11 @@ class StorageError(HoldfastError, OSError):
 
 
 class NotFoundError(StorageError, FileNotFoundError):
-    """No object has this key."""
+    """No object has this key. ``taken_by``: what has its name instead, such as ``a folder``."""
+
+    def __init__(self, message: str, *, taken_by: str | None = None, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.taken_by = taken_by
 
 
 class ExistsError(StorageError, FileExistsError):

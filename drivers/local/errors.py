@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import stat
 
 from ...errors import (
     AccessError,
@@ -13,7 +14,7 @@ from ...errors import (
     StorageError,
 )
 
-__all__ = ["storage_errors"]
+__all__ = ["NotAnObject", "storage_errors"]
 
 _KINDS: dict[type[StorageError], tuple[int, ...]] = {
     NotFoundError: (errno.ENOENT,),
@@ -26,6 +27,11 @@ _KINDS: dict[type[StorageError], tuple[int, ...]] = {
         errno.ESHUTDOWN,
     ),
 }  # fmt: skip
+_NAMES = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+}
 _KIND_OF = {code: kind for kind, codes in _KINDS.items() for code in codes}
 
 _ADVICE = {
@@ -51,6 +57,14 @@ _ADVICE = {
     errno.EISDIR: "A folder has this name; objects lie below it.",
     errno.ENOTDIR: "A part of the key names a file; nothing can lie below it.",
 }
+
+
+class NotAnObject(FileNotFoundError):
+    """A folder, or a file that holds no bytes, has the name of an object."""
+
+    def __init__(self, mode: int, key: str) -> None:
+        self.kind = _NAMES.get(stat.S_IFMT(mode), "a device")
+        super().__init__(errno.ENOENT, f"{self.kind} has this name", key)
 
 
 class storage_errors:
@@ -79,6 +93,10 @@ class storage_errors:
         message = f"{self._doing} failed: {error.strerror or error}"
         if code in errno.errorcode:
             message += f" [{errno.errorcode[code]}]"
+        if isinstance(error, NotAnObject):
+            raise NotFoundError(
+                message, taken_by=error.kind, uri=self._uri, key=self._key
+            ) from error
         raise _KIND_OF.get(code, StorageError)(
             message, uri=self._uri, key=self._key, advice=_ADVICE.get(code)
         ) from error

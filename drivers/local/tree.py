@@ -20,6 +20,7 @@ from collections.abc import Iterator, Set
 
 from ...core.forks.renewal import new_lock
 from ..contract import ObjectInfo
+from .errors import NotAnObject
 from .io import is_deleted, status_of
 from .names import is_hidden, is_reserved, is_temporary, split
 
@@ -120,10 +121,15 @@ class Tree:
         folder = self.open_folder(above)
         fd = -1
         try:
-            # O_NONBLOCK: a named pipe must not make us wait for its writer.
-            fd = os.open(
-                name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder
-            )
+            try:
+                # O_NONBLOCK: a named pipe must not make us wait for its writer.
+                fd = os.open(
+                    name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder
+                )
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # a socket, or a device without a driver
+                    self._regular(os.stat(name, dir_fd=folder, follow_symlinks=False), key)
+                raise
             self._regular(status_of(fd), key)
         except BaseException:
             for opened in (folder, fd):
@@ -301,7 +307,7 @@ class Tree:
         if stat.S_ISLNK(status.st_mode):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), key)
         if not stat.S_ISREG(status.st_mode):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
+            raise NotAnObject(status.st_mode, key)
         return status
 
 

@@ -87,13 +87,7 @@ class Lineage:
         try:
             return cls._checked(json.loads(data) if len(data) <= _NBYTES_MAX else None)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedError(
-                f"{LINEAGE_KEY} is damaged, so which checkpoints of the run are abandoned is not "
-                f"known: {error}",
-                key=LINEAGE_KEY,
-                advice="Restore it; or delete it, after moving abandoned checkpoints away: "
-                "without it, every checkpoint counts, and the newest is gone on from.",
-            ) from error
+            raise DamagedError(f"it is damaged: {error}", key=LINEAGE_KEY) from error
 
     @classmethod
     def _checked(cls, record: Json) -> Lineage:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ...drivers.uri import Uri, join
-from ..operations.listing import list_checkpoints
+from ...drivers.uri import Uri, join, parse
+from ..operations.listing import check_lineages, list_checkpoints
 
 __all__ = ["as_path_or_uri", "newest_checkpoint"]
 
@@ -18,9 +18,11 @@ def newest_checkpoint(
 
     Of several, the one saved last counts; without any, None. Damaged checkpoints and those without
     a step do not count. Checks that all images exist and have their sizes; bytes are verified when
-    loaded. Raises UriError, StorageError.
+    loaded. Raises UriError, StorageError; DamagedError if the record of a run's branches cannot be
+    read.
     """
     listed = list_checkpoints(uri, storage_options=storage_options)
+    check_lineages(parse(uri).redacted, listed)
     whole = [
         c.path
         for c in listed

@@ -28,6 +28,7 @@ from .foreign import explains
 __all__ = [
     "ListedCheckpoint",
     "Listing",
+    "check_lineages",
     "list_checkpoints",
     "listed",
     "manifest_keys",
@@ -79,8 +80,10 @@ def list_checkpoints(
     clock; no other manifest is read. Folders that cannot be entered are listed besides.
     ``storage_options`` as in :func:`open`.
 
-    Raises StorageError; DamagedError where the record of a run's branches cannot be read;
-    UsageError where ``last`` is less than 1.
+    Where the record of a run's branches cannot be read, that file, ``lineage.json``, is a line with
+    a problem, and no checkpoint of that run counts as abandoned.
+
+    Raises StorageError; UsageError where ``last`` is less than 1.
     """
     if last is not None and last < 1:
         raise UsageError(f"the last {last} checkpoints are none", advice="Give 1 or more.")
@@ -112,18 +115,37 @@ async def read_lineage(driver: Driver, folder: str = "") -> Lineage:
     """The lineage of the run in ``folder``; where none is recorded, that of a run that never went
     back.
 
-    Raises DamagedError, StorageError.
+    Raises DamagedError where the record cannot be read, or something else has its name;
+    StorageError.
     """
+    key = f"{folder}/{LINEAGE_KEY}".lstrip("/")
     try:
-        data = await driver.get(f"{folder}/{LINEAGE_KEY}".lstrip("/"))
-    except NotFoundError:
-        return Lineage()
-    try:
-        return Lineage.decode(data)
-    except DamagedError as error:
-        error.uri = driver.uri
-        error.key = f"{folder}/{LINEAGE_KEY}".lstrip("/")
-        raise
+        return Lineage.decode(await driver.get(key))
+    except (AccessError, DamagedError) as error:
+        raise _unknown_lineage(driver, key, error) from error
+    except NotFoundError as error:
+        if error.taken_by is None:
+            return Lineage()
+        raise _unknown_lineage(driver, key, error) from error
+
+
+def _unknown_lineage(driver: Driver, key: str, cause: HoldfastError) -> DamagedError:
+    return DamagedError(
+        f"{LINEAGE_KEY} cannot be read, so which checkpoints of the run are abandoned is not "
+        f"known: {cause.message}",
+        uri=driver.uri,
+        key=key,
+        advice="Restore it; or call resume(state, step=…), which writes a new one: every "
+        "checkpoint up to that step then counts.",
+    )
+
+
+def check_lineages(uri: str, listed: Sequence[ListedCheckpoint]) -> None:
+    """Raise DamagedError if the listing of ``uri`` says that a run's lineage cannot be read, so
+    that any of its checkpoints may be abandoned."""
+    for c in listed:
+        if c.problem is not None and c.path.rpartition("/")[2] == LINEAGE_KEY:
+            raise DamagedError(c.problem, uri=uri, key=c.path)
 
 
 async def listed(driver: Driver, unlisted: list[str]) -> AsyncIterator[ObjectInfo]:
@@ -148,6 +170,9 @@ class Listing:
         self._driver = driver
         self._files = files
         self._unlisted = unlisted
+        self.unknown: dict[str, DamagedError] = {}
+        """By folder, why the lineage of its run is not known; of those that :meth:`checkpoints` has
+        looked at."""
 
     @classmethod
     async def of(cls, driver: Driver) -> Listing:
@@ -158,10 +183,15 @@ class Listing:
 
     async def unreadable(self) -> list[ListedCheckpoint]:
         """Return a line for each folder that may not be entered, unless it belongs to a checkpoint,
-        whose own line says so; and for each whose manifest is not listed, but is there: a link."""
+        whose own line says so; for each whose manifest is not listed, but is there: a link, a pipe;
+        and for each lineage that :meth:`checkpoints` could not read."""
         hidden = await self._hidden()
         folders = [*self.folders(), *(c.path for c in hidden)]
         known = tuple(f"{folder}/data".lstrip("/") for folder in folders)
+        hidden += [
+            _problem(f"{folder}/{LINEAGE_KEY}".lstrip("/"), error.message)
+            for folder, error in self.unknown.items()
+        ]
         return hidden + [
             _problem(folder, "the folder cannot be read: access is denied")
             for folder in self._unlisted
@@ -170,14 +200,13 @@ class Listing:
 
     async def _hidden(self) -> list[ListedCheckpoint]:
         """Return a line for each folder with files of an attempt whose manifest may not be looked
-        at."""
+        at, or is no file."""
         found: list[ListedCheckpoint] = []
 
         async def look(folder: str) -> None:
-            try:
-                await _size(self._driver, f"{folder}/{MANIFEST_KEY}".lstrip("/"))
-            except AccessError as error:
-                found.append(_problem(folder, f"the manifest cannot be read: {error.message}"))
+            problem = await unreadable(self._driver, f"{folder}/{MANIFEST_KEY}".lstrip("/"))
+            if problem is not None:
+                found.append(_problem(folder, f"the manifest cannot be read: {problem}"))
 
         matches = filter(None, map(_OF_ATTEMPT.fullmatch, self._files))
         with_attempts = {match["folder"] or "" for match in matches}
@@ -207,19 +236,26 @@ class Listing:
         runs: dict[str, Lineage] = {}
 
         async def read(run: str) -> None:
-            runs[run] = await read_lineage(self._driver, run)
+            runs[run] = await self._lineage(run)
 
         def is_abandoned(c: ListedCheckpoint) -> bool:
-            return self._has_lineage(c) and not runs[c.folder].is_live(c.branch, c.step)
+            return _is_in_run(c) and not runs[c.folder].is_live(c.branch, c.step)
 
-        with_lineage = {c.folder for c in checkpoints if self._has_lineage(c)}
-        await at_most(self._driver.traits.concurrency, map(read, sorted(with_lineage)))
+        folders = {c.folder for c in checkpoints if _is_in_run(c)}
+        await at_most(self._driver.traits.concurrency, map(read, sorted(folders)))
         return [replace(c, abandoned=is_abandoned(c)) for c in checkpoints]
 
-    def _has_lineage(self, c: ListedCheckpoint) -> bool:
-        """Return whether ``c`` can be read, and the branches of its run are recorded."""
-        key = f"{c.folder}/{LINEAGE_KEY}".lstrip("/")
-        return bool(c.path) and c.problem is None and key in self._files
+    async def _lineage(self, folder: str) -> Lineage:
+        """Return the lineage of the run in ``folder``; where it cannot be read, note that in
+        ``unknown``, and return that of a run that never went back."""
+        recorded = f"{folder}/{LINEAGE_KEY}".lstrip("/") in self._files
+        if self._driver.remote and not recorded:
+            return Lineage()  # only on a local file system is there what a listing leaves out
+        try:
+            return await read_lineage(self._driver, folder)
+        except DamagedError as error:
+            self.unknown[folder] = error
+            return Lineage()
 
     async def _line(self, folder: str) -> ListedCheckpoint:
         try:
@@ -262,8 +298,25 @@ class Listing:
         return None
 
 
+def _is_in_run(c: ListedCheckpoint) -> bool:
+    """Return whether ``c`` can be read, and lies in the folder of a run."""
+    return bool(c.path) and c.problem is None
+
+
 def _problem(folder: str, problem: str) -> ListedCheckpoint:
     return ListedCheckpoint(folder, None, 0, 0, 0, 0.0, problem)
+
+
+async def unreadable(driver: Driver, key: str) -> str | None:
+    """Return why an object with that name that is not listed cannot be read; None where there is
+    nothing of that name, or it can be. Raises StorageError."""
+    try:
+        await driver.stat(key)
+    except AccessError as error:
+        return error.message
+    except NotFoundError as error:
+        return error.taken_by and error.message
+    return None
 
 
 async def _size(driver: Driver, key: str) -> int | None:

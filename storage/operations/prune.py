@@ -9,16 +9,27 @@ those to which something was written lately.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ...core.aio import at_most
 from ...drivers.contract import Driver
-from ...errors import AccessError, NotACheckpointError, NotFoundError, UsageError
+from ...errors import (
+    AccessError,
+    DamagedError,
+    FullError,
+    HoldfastError,
+    NotACheckpointError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
 from ..format.lineage import LINEAGE_KEY
 from ..format.manifest import MANIFEST_KEY
 from ..protocol import limits
@@ -36,7 +47,7 @@ from ..protocol.prune_lock import PRUNING_KEY, delete_manifest, is_lock
 from ..protocol.records import ABORT_RECORD, read_record
 from ..runtime.engine import run
 from .choice import Choice, Rules, chosen_by
-from .listing import ListedCheckpoint, Listing, listed
+from .listing import ListedCheckpoint, Listing, listed, unreadable
 from .location import Place
 
 __all__ = [
@@ -60,6 +71,8 @@ _OURS = re.compile(
     r"(?:(?P<folder>.+)/)?"
     rf"(?:{re.escape(MANIFEST_KEY)}|{ATTEMPT_KEY_PATTERN}|(?P<lock>{PRUNING_KEY}))"
 )
+
+_log = logging.getLogger(__name__)
 
 UriLike = str | os.PathLike[str]
 
@@ -101,6 +114,8 @@ class PruneReport:
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Of ``kept``, those that have lost files, or whose bytes are not what was written, and what is
     wrong with each."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """By the path of a folder, why something in it could not be looked at, or deleted."""
 
     @property
     def nbytes(self) -> int:
@@ -137,8 +152,9 @@ def prune(
     saves. ``storage_options`` are options of the storage; those in the URI win.
 
     ``confirm`` is asked once all is known, and nothing is deleted before. Whatever stops it, each
-    checkpoint is whole or gone. Raises UsageError, StorageError; DamagedError where the record of a
-    run's branches cannot be read.
+    checkpoint is whole or gone. What cannot be deleted in one folder is logged, and reported as
+    ``failed``; the other folders are pruned. Nothing is deleted of a run whose record of branches
+    cannot be read. Raises UsageError; StorageError where the storage as a whole fails.
     """
     root = Place.of(uri, storage_options)
     _check_at_least("keep_last", keep_last, 1)
@@ -162,8 +178,8 @@ async def prune_here(
     only: Callable[[str], bool],
     idle_s: float = limits.IDLE_S,
 ) -> PruneReport:
-    """As :func:`prune`, on the engine's loop, by another rule: of the checkpoints whose path is
-    ``only``, those that are ``chosen`` go, and what dead attempts left at such paths."""
+    """Prune as :func:`prune` does, on the engine's loop, by another rule: of the checkpoints whose
+    path is ``only``, those that are ``chosen`` go, and what dead attempts left at such paths."""
 
     async def choice(listed: Sequence[ListedCheckpoint]) -> Choice:
         return Choice(chosen(listed))
@@ -180,6 +196,20 @@ class PrunePlan:
     """Every folder with files of a checkpoint or an attempt."""
     locked: frozenset[str]
     """The folders with a prune lock: a pruning is under way there, or has died."""
+    errors: dict[str, HoldfastError]
+    """The first error of each folder that could not be looked at, or pruned."""
+
+
+@contextlib.contextmanager
+def _noting(errors: dict[str, HoldfastError], path: str) -> Iterator[None]:
+    """Note an error that concerns one folder, and warn. An error of the whole storage passes."""
+    try:
+        yield
+    except (StorageError, DamagedError) as error:
+        if error.temporary or isinstance(error, FullError):
+            raise
+        errors.setdefault(path, error)
+        _log.warning("the folder %s cannot be pruned: %s", path or ".", error)
 
 
 async def plan_pruning(
@@ -194,8 +224,15 @@ async def plan_pruning(
         survey = await _survey(driver)
         folders = {path: nbytes for path, nbytes in survey.folders.items() if only(path)}
         with_manifest = [path for path, nbytes in folders.items() if _MANIFEST in nbytes]
-        found = await Listing(driver, survey.files).checkpoints(with_manifest)
-    for path in survey.unreadable():
+        listing = Listing(driver, survey.files)
+        found = await listing.checkpoints(with_manifest)
+    errors: dict[str, HoldfastError] = {}
+    for folder, unknown in listing.unknown.items():
+        with _noting(errors, folder):
+            raise unknown
+    spared = survey.unreadable()
+    spared |= {path for path in folders if path and path.rpartition("/")[0] in listing.unknown}
+    for path in spared:
         folders.pop(path, None)
     choice = await chosen([c for c in found if c.path in folders])
     checkpoints = [
@@ -210,7 +247,7 @@ async def plan_pruning(
         for c in choice.gone
     ]
     current = {c.path: c for c in found}
-    leftovers = await _all_leftovers(root, folders, current, idle_s)
+    leftovers = await _all_leftovers(root, folders, current, idle_s, errors)
     kept = sorted(set(current) - {c.path for c in choice.gone})
     report = PruneReport(
         root.uri.redacted,
@@ -218,9 +255,14 @@ async def plan_pruning(
         tuple(leftovers),
         tuple(kept),
         damaged={path: what for path, what in choice.damaged.items() if path in kept},
+        failed=_messages(errors),
     )
     locked = frozenset(path for path, nbytes in folders.items() if PRUNING_KEY in nbytes)
-    return PrunePlan(report, tuple(folders), locked)
+    return PrunePlan(report, tuple(folders), locked, errors)
+
+
+def _messages(errors: Mapping[str, HoldfastError]) -> dict[str, str]:
+    return {path: str(error) for path, error in sorted(errors.items())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +304,14 @@ async def _all_leftovers(
     folders: Mapping[str, Mapping[str, int]],
     current: Mapping[str, ListedCheckpoint],
     idle_s: float,
+    errors: dict[str, HoldfastError],
 ) -> list[Leftover]:
     found: list[Leftover] = []
 
     async def look(path: str) -> None:
-        async with root.opened(path) as driver:
-            found.extend(await _leftovers(driver, path, current.get(path), idle_s))
+        with _noting(errors, path):
+            async with root.opened(path) as driver:
+                found.extend(await _leftovers(driver, path, current.get(path), idle_s))
 
     # A checkpoint without leftovers, the common case, has one attempt and need not be looked at.
     suspects = []
@@ -290,7 +334,7 @@ async def _leftovers(
 ) -> list[Leftover]:
     """Return what :func:`collect` would delete if it ran now, by the clock of this host. Nothing,
     where the manifest may not be read, which may name any of it."""
-    if current is None and await _is_refused(driver, MANIFEST_KEY):
+    if current is None and await unreadable(driver, MANIFEST_KEY) is not None:
         return []
     now_s = time.time()
     found: list[Leftover] = []
@@ -301,16 +345,6 @@ async def _leftovers(
         if silent_s >= await _spared_s(driver, attempt, files, current, idle_s):
             found.append(Leftover(path, attempt.id, files.nbytes))
     return found
-
-
-async def _is_refused(driver: Driver, key: str) -> bool:
-    try:
-        await driver.stat(key)
-    except AccessError:
-        return True
-    except NotFoundError:
-        pass
-    return False
 
 
 async def _spared_s(
@@ -338,21 +372,24 @@ async def carry_out(root: Place, plan: PrunePlan, idle_s: float) -> PruneReport:
     deleted: list[PrunedCheckpoint] = []
     kept = set(plan.report.kept)
     for checkpoint in plan.report.checkpoints:
-        async with root.opened(checkpoint.path) as driver:
-            if await delete_checkpoint(driver, checkpoint):
-                deleted.append(checkpoint)
-            elif await _is_checkpoint(driver):
-                kept.add(checkpoint.path)
+        with _noting(plan.errors, checkpoint.path):
+            async with root.opened(checkpoint.path) as driver:
+                if await delete_checkpoint(driver, checkpoint):
+                    deleted.append(checkpoint)
+                elif await _is_checkpoint(driver):
+                    kept.add(checkpoint.path)
     collected = await _collect_all(root, plan, idle_s)
     emptied = {x.path for x in deleted} | {x.path for x in collected} | plan.locked
     async with root.opened() as driver:
         for path in emptied - {""}:
-            await delete_if_empty(driver, path)
+            with _noting(plan.errors, path):
+                await delete_if_empty(driver, path)
     return replace(
         plan.report,
         checkpoints=tuple(deleted),
         leftovers=tuple(collected),
         kept=tuple(sorted(kept)),
+        failed=_messages(plan.errors),
         done=True,
     )
 
@@ -363,15 +400,16 @@ async def _collect_all(root: Place, plan: PrunePlan, idle_s: float) -> list[Left
     collected: list[Leftover] = []
 
     async def tidy(path: str) -> None:
-        async with root.opened(path) as driver:
-            if path not in collectable:
-                await sweep(driver)
-                return
-            await collect(driver, idle_s)
-            remaining = {attempt.id for attempt in await list_attempts(driver)}
-        for leftover in plan.report.leftovers:
-            if leftover.path == path and leftover.attempt not in remaining:
-                collected.append(leftover)
+        with _noting(plan.errors, path):
+            async with root.opened(path) as driver:
+                if path not in collectable:
+                    await sweep(driver)
+                    return
+                await collect(driver, idle_s)
+                remaining = {attempt.id for attempt in await list_attempts(driver)}
+            for leftover in plan.report.leftovers:
+                if leftover.path == path and leftover.attempt not in remaining:
+                    collected.append(leftover)
 
     await at_most(_FOLDERS, map(tidy, plan.folders))
     return sorted(collected, key=_by_path)

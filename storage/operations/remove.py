@@ -7,13 +7,16 @@ For callers with their own retention policy, such as trainers. To keep the last 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ...drivers.uri import divided
 from ...errors import UriError
+from ..protocol import limits
 from ..runtime.engine import check_may_wait, run
+from .choice import Choice
+from .listing import ListedCheckpoint
 from .location import Place
-from .prune import delete_if_empty, prune_here
+from .prune import carry_out, delete_if_empty, plan_pruning
 
 __all__ = ["remove"]
 
@@ -29,10 +32,21 @@ def remove(
     """
     check_may_wait()
     place = Place.of(uri, storage_options)
-    report = run(prune_here(place, lambda listed: listed, lambda path: path == ""))
+    return run(_removed(place))
+
+
+async def _removed(place: Place) -> bool:
+    plan = await plan_pruning(place, _all, limits.IDLE_S, lambda path: path == "")
+    report = await carry_out(place, plan, limits.IDLE_S)
+    for error in plan.errors.values():
+        raise error
     if report.checkpoints:
-        run(_remove_folder(place))
+        await _remove_folder(place)
     return bool(report.checkpoints)
+
+
+async def _all(listed: Sequence[ListedCheckpoint]) -> Choice:
+    return Choice(listed)
 
 
 async def _remove_folder(place: Place) -> None:

@@ -169,7 +169,8 @@ class _Leader:
 
     async def look(self, statements: Sequence[InMemory]) -> Candidates:
         """Survey storage and memory, and return the candidates to resume."""
-        survey = self._survey = await self._lineage.survey()
+        exact = self._back.step is not None
+        survey = self._survey = await self._lineage.survey(may_be_unknown=exact)
         tried = self._tried = self._back.among(survey)
         candidates = _candidates(self._back, self._root, survey, tried)
         if self._guards is None:

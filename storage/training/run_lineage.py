@@ -8,11 +8,13 @@ before it returns; or, if ``resume`` skipped later damaged checkpoints, before t
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...errors import UsageError
+from ...drivers.contract import Driver
+from ...errors import AccessError, DamagedError, StorageError, UsageError
 from ..format.lineage import LINEAGE_KEY, Lineage
 from ..operations.listing import ListedCheckpoint, Listing, read_lineage
 from ..operations.location import Place
@@ -20,6 +22,8 @@ from .naming import checkpoint_name, step_of
 from .run_folder import RunFolder
 
 __all__ = ["RunLineage", "Survey", "below", "is_own"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,13 @@ class RunLineage:
         self._folder = RunFolder(root)
         self._lineage: Lineage | None = None
         self._recorded = True
+        self._is_unknown = False
         self._admits = False
         self._turn = asyncio.Lock()
 
-    async def survey(self) -> Survey:
-        """List the run's folder. Raises StorageError, DamagedError."""
+    async def survey(self, *, may_be_unknown: bool = False) -> Survey:
+        """List the run's folder. Raises StorageError; DamagedError where the lineage cannot be
+        read, unless it ``may_be_unknown``: then no checkpoint counts as abandoned."""
         await self._folder.check()
         async with self._root.opened() as driver:
             listing = await Listing.of(driver)
@@ -65,7 +71,14 @@ class RunLineage:
                 [path for path in folders if path and "/" not in path]
             )
             listed += [c for c in await listing.unreadable() if "/" not in c.path]
-            self._lineage = await read_lineage(driver)
+            self._is_unknown = False
+            try:
+                self._lineage = await read_lineage(driver)
+            except DamagedError as error:
+                if not may_be_unknown:
+                    raise
+                _log.warning("%s", error)
+                self._lineage, self._is_unknown = Lineage(), True
         self._recorded = True
         known = [c for c in listed if c.problem is None and c.step is not None]
         for c in known:
@@ -87,7 +100,7 @@ class RunLineage:
         if gone_on_from is None:
             return
         later = [c for c in survey.steps if not c.abandoned and _step(c) > _step(gone_on_from)]
-        if not later and not gone_on_from.abandoned:
+        if not later and not gone_on_from.abandoned and not self._is_unknown:
             return
         self._lineage = self._lineage.gone_back(
             gone_on_from.branch, _step(gone_on_from), secrets.token_hex(8)
@@ -117,9 +130,25 @@ class RunLineage:
 
     async def _record(self) -> None:
         assert self._lineage is not None
+        data = self._lineage.encode()
         async with self._root.opened() as driver:
-            await driver.put(LINEAGE_KEY, self._lineage.encode())
+            try:
+                await driver.put(LINEAGE_KEY, data)
+            except StorageError as error:
+                if not self._is_unknown or error.temporary:
+                    raise
+                await _make_way(driver, error)
+                await driver.put(LINEAGE_KEY, data)
         self._recorded = True
+        self._is_unknown = False
+
+
+async def _make_way(driver: Driver, error: StorageError) -> None:
+    """Remove what a put did not replace: a link, or a folder, if it is empty."""
+    if isinstance(error, AccessError):
+        await driver.delete_all(LINEAGE_KEY)
+    else:
+        await driver.sweep(LINEAGE_KEY)
 
 
 def below(step: int, newest: int, uri: str) -> UsageError:

@@ -282,8 +282,7 @@ def test_a_damaged_record_is_an_error(data: bytes, tmp_path: Path) -> None:
         resumed(tmp_path)
     with pytest.raises(holdfast.DamagedError, match=r"lineage\.json"):
         run_of(tmp_path, 3)
-    with pytest.raises(holdfast.DamagedError, match=r"lineage\.json"):
-        holdfast.prune(tmp_path, keep_last=1)
+    assert holdfast.prune(tmp_path, keep_last=1).checkpoints == ()
 
 
 def test_a_run_goes_on_after_a_kill_right_after_it_went_back(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.storage.integrations.newest import newest_checkpoint
 
 NOBODY = 65534
 STATE = {"w": torch.arange(5.0)}
@@ -44,6 +45,13 @@ def train(folder: Path, steps: int) -> int:
     return began
 
 
+def hand_over(folder: Path) -> None:
+    """Let all of it belong to nobody."""
+    if os.geteuid() == 0:
+        for path in [folder, *folder.rglob("*")]:
+            os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """The folder of a run that has come to step 3, which belongs to nobody."""
@@ -52,9 +60,7 @@ def folder() -> Iterator[Path]:
     folder = root / "run"
     train(folder, 3)
     holdfast.prune(folder, keep_last=2)
-    if os.geteuid() == 0:
-        for path in [folder, *folder.rglob("*")]:
-            os.chown(path, NOBODY, NOBODY)
+    hand_over(folder)
     yield folder
     shutil.rmtree(root)
 
@@ -107,6 +113,23 @@ def circular_manifest(folder: Path) -> str:
     return "step-00000002"
 
 
+def pipe_for_manifest(folder: Path) -> str:
+    """Put a named pipe in the place of a manifest."""
+    manifest = folder / "step-00000002/manifest.safetensors"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    return "step-00000002"
+
+
+def folder_in_place_of_manifest(folder: Path) -> str:
+    """Put a folder in the place of a manifest, with a file in it."""
+    manifest = folder / "step-00000002/manifest.safetensors"
+    manifest.unlink()
+    manifest.mkdir()
+    (manifest / "x").write_bytes(b"x")
+    return "step-00000002"
+
+
 def dangling_link(folder: Path) -> None:
     """Add a link to nothing."""
     (folder / "latest").symlink_to("nothing")
@@ -143,8 +166,8 @@ def undecodable(folder: Path) -> None:
 
 ODD = [
     unreadable_folder, unreadable_step, unreadable_data, unreadable_manifest, linked_image,
-    linked_manifest, circular_manifest, dangling_link, circular_link, pipe, listening, folder_for_manifest,
-    undecodable,
+    linked_manifest, circular_manifest, pipe_for_manifest, folder_in_place_of_manifest, dangling_link,
+    circular_link, pipe, listening, folder_for_manifest, undecodable,
 ]  # fmt: skip
 
 
@@ -217,3 +240,136 @@ def test_a_lock_that_may_not_be_read_counts_by_its_age(folder: Path) -> None:
     with as_nobody():
         holdfast.save(folder / "step-00000003", STATE, step=3)
         holdfast.prune(folder, keep_last=1, idle_s=0)
+
+
+def listen_at(path: Path) -> None:
+    """Make a socket."""
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+UNREADABLE: dict[str, Callable[[Path], object]] = {
+    "other contents": lambda path: path.write_bytes(b"junk"),
+    "another list": lambda path: path.write_bytes(b"[]"),
+    "mode 0": lambda path: path.touch(mode=0),
+    "link": lambda path: path.symlink_to("metrics.json"),
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "folder": lambda path: path.mkdir(mode=0o777),
+    "named pipe": os.mkfifo,
+    "socket": listen_at,
+}
+
+
+def put_lineage(folder: Path, make: Callable[[Path], object]) -> None:
+    """Put something in the place of the record of the run's branches."""
+    make(folder / "lineage.json")
+    hand_over(folder)
+
+
+@pytest.mark.parametrize("make", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_lineage_that_cannot_be_read(
+    folder: Path, make: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A listing shows it as a line with a problem. Nothing is deleted, and the run resumes only at
+    a step that the caller names: the newest may be abandoned."""
+    put_lineage(folder, make)
+    with as_nobody():
+        lines = [(c.path, c.problem is None) for c in holdfast.list_checkpoints(folder)]
+        assert lines == [
+            ("lineage.json", False), ("step-00000002", True), ("step-00000003", True),
+        ]  # fmt: skip
+        report = holdfast.prune(folder, keep_last=1, idle_s=0)
+        assert (report.checkpoints, report.leftovers, [*report.failed]) == ((), (), [""])
+        assert report.failed[""] in caplog.text
+        with pytest.raises(holdfast.DamagedError, match=r"lineage\.json"):
+            newest_checkpoint(folder)
+        with holdfast.Checkpointer(folder, every=1, keep=1, grace_s=None) as run:
+            for back in ({}, {"before": 3}):
+                with pytest.raises(holdfast.DamagedError, match=r"resume\(state, step=…\)"):
+                    run.resume({"w": torch.zeros(5)}, **back)
+            assert run.resume({"w": torch.zeros(5)}, step=2) == 2
+            run.step(3, STATE)
+        assert [c.step for c in holdfast.list_checkpoints(folder)] == [3]
+        assert train(folder, 1) == 3
+
+
+def test_a_folder_with_files_keeps_the_name_of_the_lineage(folder: Path) -> None:
+    """Going back deletes no strange files: it fails, and the error names the folder."""
+    put_lineage(folder, UNREADABLE["folder"])
+    (folder / "lineage.json/file").touch()
+    run = holdfast.Checkpointer(folder, grace_s=None)
+    with as_nobody(), pytest.raises(holdfast.StorageError, match="A folder has this name"):
+        run.resume({"w": torch.zeros(5)}, step=2)
+    run.close()
+    assert (folder / "lineage.json/file").exists()
+
+
+def test_a_lineage_that_becomes_unreadable_fails_no_save(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A committed save counts as saved; until the record can be read, nothing is deleted."""
+    with as_nobody(), holdfast.Checkpointer(folder, every=1, keep=1, grace_s=None) as run:
+        run.resume({"w": torch.zeros(5)})
+        (folder / "lineage.json").symlink_to("nothing")
+        run.step(4, STATE)
+        run.wait()
+        assert (run.counters.saved, run.counters.failed, run.counters.pruned) == (1, 0, 0)
+        assert "lineage.json cannot be read" in caplog.text
+        (folder / "lineage.json").unlink()
+        run.step(5, STATE)
+        run.wait()
+        assert run.counters.pruned == 3
+
+
+DEAD = "20200101T000000-00000000"
+
+
+def a_file_for_data(data: Path) -> None:
+    """Put a file in the place of the data; the manifest stays."""
+    shutil.rmtree(data)
+    data.touch()
+
+
+def within_dead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Add a dead attempt whose record is something else."""
+
+    def add(data: Path) -> None:
+        (data / DEAD).mkdir()
+        (data / DEAD / "0.safetensors").write_bytes(b"0")
+        make(data / DEAD / "fate")
+
+    return add
+
+
+def closed_dead(data: Path) -> None:
+    """Add a dead attempt in a folder that cannot be written."""
+    within_dead(lambda fate: fate.parent.chmod(0o555))(data)
+
+
+FAILING: dict[str, Callable[[Path], None]] = {
+    "data is a file": a_file_for_data,
+    "fate is a folder": within_dead(lambda path: path.mkdir()),
+    "fate is a link": within_dead(lambda path: path.symlink_to("nothing")),
+    "fate has mode 0": within_dead(lambda path: path.touch(mode=0)),
+    "dead attempt is closed": closed_dead,
+    "checkpoint is closed": lambda data: next(data.iterdir()).chmod(0o555),
+    "data is closed": lambda data: data.chmod(0o555),
+    "lock is a link": lambda data: (data / "pruning").symlink_to("nothing"),
+}
+
+
+@pytest.mark.parametrize("odd", FAILING.values(), ids=FAILING)
+def test_a_folder_that_cannot_be_pruned_leaves_the_others_pruned(
+    folder: Path, odd: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its path is in the log, and in the report."""
+    odd(folder / "step-00000002/data")
+    within_dead(lambda fate: None)(folder / "step-00000003/data")
+    hand_over(folder)
+    with as_nobody():
+        report = holdfast.prune(folder, keep_last=1, idle_s=0)
+        assert [*report.failed] == ["step-00000002"]
+        assert [x.path for x in report.leftovers] == ["step-00000003"]
+        assert "the folder step-00000002 cannot be pruned" in caplog.text
+        assert train(folder, 2) == 3
