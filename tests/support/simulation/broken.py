@@ -303,6 +303,11 @@ def _put_not_done() -> Iterator[Patch]:
     yield save._Leader, "commit", committed
 
 
+@broken("nobody looks whether the storage has kept the manifest", None)
+def _manifest_not_read_back() -> Iterator[Patch]:
+    yield commit, "_is_kept", _always
+
+
 @broken("attempts share one id", 0)
 def _one_id() -> Iterator[Patch]:
     async def announce(driver: Any, contents: Any = None) -> Any:

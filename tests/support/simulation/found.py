@@ -39,6 +39,9 @@ SCHEDULES = {
     "the error of a chunk's write is dropped": Schedule(
         15, "posix", 2, True, ONE, (Fault("eio", "image", 3),), delays={}
     ),
+    "nobody looks whether the storage has kept the manifest": Schedule(
+        1, "objects", 2, True, ONE, (Fault("forgets", "commit", 1),), delays={}
+    ),
     "an exclusive put that is tried again takes every taken key for its own": Schedule(
         14, "objects", 2, True, then(0.0688659778434676), (Fault("refused", "claim", 1),), delays={16: 0.01, 20: 0.02}
     ),

@@ -3,7 +3,7 @@ may have been done.
 
 A request travels, takes effect at one moment, and its answer travels back. It may be refused; be
 done and its answer lost; be done *late*, after its sender has given up, unless the key was written
-since; be done *twice*; or never be answered. In an *outage* all requests of a host fail for a
+since; be done *twice*; be acknowledged and *forgotten*; or never be answered. In an *outage* all requests of a host fail for a
 while, some of them done. A listing comes in pages, and may be behind, where the store's listings
 may. HDFS writes a temporary file, closes it, and renames it; what a writer leaves, whole or not,
 stays hidden under its temporary name.
@@ -147,6 +147,8 @@ class ObjectDriver(Driver):
         if fault.kind == "late":
             self._later(self._root + key, effect)
             raise StorageDownError("no answer", **where)
+        if fault.kind == "forgets":
+            return None
         result = effect()
         if fault.kind == "unsure":
             raise StorageDownError("the answer is lost", **where)
