@@ -27,6 +27,7 @@ async def test_traits_make_sense(place: Place) -> None:
     assert traits.part_nbytes % traits.align_nbytes == 0
     assert traits.part_min_nbytes <= traits.part_nbytes
     assert traits.coalesce_nbytes >= 0
+    assert traits.object_max_nbytes is None or traits.object_max_nbytes >= 1
     assert traits.part_order in ("any", "ascending", "serial")
     assert place.open().traits == traits
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -10,6 +10,7 @@ import pytest
 from holdfast.drivers.conformance.place import Place
 from holdfast.drivers.conformance.trials import (
     SEVERAL_STREAMS,
+    SMALL_OBJECTS,
     TINY_PARTS,
     UNORDERED_PARTS,
     aligned,
@@ -60,6 +61,18 @@ async def test_an_object_of_preferred_parts_comes_back(place: Place) -> None:
     across = aligned(part_nbytes + 2, 3)
     await driver.read("large", part_nbytes - 1, across)
     assert across == content[part_nbytes - 1 : 2 * part_nbytes + 1]
+
+
+@trial(SMALL_OBJECTS)
+async def test_an_object_may_be_as_large_as_the_traits_say(place: Place) -> None:
+    """Saves of images up to that size rely on it."""
+    driver = place.open()
+    content = bytes_of(place.traits.object_max_nbytes or 0)
+    await store(driver, "largest", content)
+    assert (await driver.stat("largest")).nbytes == len(content)
+    last = aligned(1)
+    await driver.read("largest", len(content) - 1, last)
+    assert last == content[-1:]
 
 
 @trial(SEVERAL_STREAMS)

@@ -16,9 +16,12 @@ from ..contract import Buffer
 from .place import Place
 
 __all__ = [
-    "ATOMIC_EXCLUSIVE", "PROBE", "SEVERAL_STREAMS", "TINY_PARTS", "UNORDERED_PARTS", "Need",
-    "aligned", "bytes_of", "parts_of", "refused", "store", "trial", "write_parts",
+    "ATOMIC_EXCLUSIVE", "PROBE", "SEVERAL_STREAMS", "SMALL_OBJECTS", "TINY_PARTS",
+    "UNORDERED_PARTS", "Need", "aligned", "bytes_of", "parts_of", "refused", "store", "trial",
+    "write_parts",
 ]  # fmt: skip
+
+_LARGE_NBYTES = (64 << 20) + 1
 
 P = ParamSpec("P")
 E = TypeVar("E", bound=Exception)
@@ -38,6 +41,10 @@ UNORDERED_PARTS = Need(
 )
 TINY_PARTS = Need("parts have a least size", lambda place: place.traits.part_min_nbytes == 1)
 SEVERAL_STREAMS = Need("an upload is one stream", lambda place: place.traits.streams > 1)
+SMALL_OBJECTS = Need(
+    "objects may be larger than 64 MiB",
+    lambda place: (place.traits.object_max_nbytes or _LARGE_NBYTES) < _LARGE_NBYTES,
+)
 ATOMIC_EXCLUSIVE = Need(
     "exclusive puts are not atomic", lambda place: place.traits.exclusive_is_atomic
 )

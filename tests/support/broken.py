@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from holdfast.drivers.contract import Buffer, ObjectInfo, TakePiece, Upload, check_key, check_small
@@ -21,7 +22,7 @@ __all__ = [
     "DeviationThatFails", "DeviationThatPasses", "EndsAnywhere", "EndsAsDeclared", "ErrorsSayNothing",
     "ExclusiveNotAtomic", "FetchesFewer", "FirstPage", "FoldsKeys", "GetsAnything", "Healthy", "IgnoresStart",
     "LeaksDescriptors", "LeaksTasks", "LeaksTemporaries", "LeaksThreads", "LooksTooLate", "LosesEmptyObjects",
-    "OpenAfterClose", "OptionsInUri", "PlainErrors", "PrefixByLetters", "ReadsOn", "RefusesLate",
+    "OpenAfterClose", "OptionsInUri", "OverstatesItsLimit", "PlainErrors", "PrefixByLetters", "ReadsOn", "RefusesLate",
     "RefusesLateAndKeeps", "ReusesFetched", "ShortRead", "StaleReads", "SwallowsCancellation",
     "SwallowsErrors", "SweepsTheLiving", "TakesFewer", "TakesHalfAPiece", "TornByCancellation", "TornPut",
     "UnsafeKeys", "VisibleEarly",
@@ -32,6 +33,10 @@ class Healthy(MemoryDriver):
     """Nothing wrong: what a broken one is compared with. ``upload`` is the class of its uploads."""
 
     upload: ClassVar[type[_MemoryUpload]] = _MemoryUpload
+
+    def __init__(self, location: str = "") -> None:
+        super().__init__(location)
+        self.traits = replace(self.traits, object_max_nbytes=1 << 20)
 
     async def create(self, key: str, nbytes: int) -> Upload:
         self._path(key)
@@ -481,6 +486,19 @@ class RefusesLateAndKeeps(RefusesLate):
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         self.place(key, data)
         self._check_length(key)
+
+
+class _LimitedUpload(_MemoryUpload):
+    async def commit(self, nbytes: int | None = None) -> None:
+        if self._nbytes == 1 << 20:
+            raise StorageError("EntityTooLarge", uri=self._driver.uri, key=self._key)
+        await super().commit(nbytes)
+
+
+class OverstatesItsLimit(Healthy):
+    """Says that it takes an object of a size which it refuses."""
+
+    upload = _LimitedUpload
 
 
 class DeletesNoRoots(Healthy):
