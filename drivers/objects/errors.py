@@ -89,7 +89,7 @@ _NO_STORE = (
     "Is the endpoint that of the store itself, and not of its console? Does a proxy, or a page to "
     "log in, stand in between?"
 )
-_REDIRECTED = "Received redirect without LOCATION"
+_REDIRECTED = ("Received redirect without LOCATION", "error following redirect")
 WRONG_PLACE = (
     "The bucket is in another region, or at another endpoint: name it, ?region=… or ?endpoint=…."
 )
@@ -255,7 +255,7 @@ def _refusal(
 ) -> StorageError:
     if code in _FULL or status == 507:
         return FullError(message, **where, advice="Raise the quota, or keep fewer checkpoints.")
-    if code in _REGION or status in (301, 307, 308) or _REDIRECTED in text:
+    if code in _REGION or status in (301, 307, 308) or any(sign in text for sign in _REDIRECTED):
         stated = "; ".join(f"{name.lower()} {place}" for name, place in _PLACES.findall(text))
         advice = WRONG_PLACE
         if stated:

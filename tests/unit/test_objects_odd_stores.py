@@ -148,6 +148,14 @@ def test_objects_that_a_listing_shows_several_times_count_once(root: str, store:
     assert [info.step for info in holdfast.list_checkpoints(root)] == [0, 1]
 
 
+def test_redirects_in_a_circle_are_a_wrong_endpoint(root: str, store: OddStore) -> None:
+    """They are no outage, which would be waited for."""
+    store.fault = lambda asked: Answer(301, b"", {"location": asked.path})
+    for call in ("list_checkpoints", "load"):
+        with pytest.raises(holdfast.StorageError, match="at another endpoint"):
+            CALLS[call](root)
+
+
 DATES = {
     "2010, always": lambda: 1289000000.0,
     "two hours behind": lambda: time.time() - 7200,
