@@ -28,7 +28,7 @@ def _nothing() -> None:
 @dataclass(frozen=True)
 class Contestant:
     """``run`` is timed; ``before`` and ``after`` are not. ``after`` checks the result and raises if
-    it is wrong. ``run`` of a contestant that is another program returns the seconds that this has
+    it is wrong. If the contestant is another program, ``run`` returns the seconds that the program
     measured; its memory and processor time are not known."""
 
     name: str

@@ -1,5 +1,5 @@
-"""fio beside the limit of a file system: as many bytes, in as many threads, in blocks of about the
-same size."""
+"""Runs fio next to the limit of a file system, with the same threads, and about the same bytes and
+block size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Fio:
 
     @property
     def nbytes(self) -> int:
-        """How much it writes and reads: each thread the same number of whole blocks."""
+        """Bytes that it writes and reads: the same number of whole blocks in each thread."""
         return self._block_nbytes * self._blocks * self.setting.threads
 
     def try_out(self) -> None:
@@ -45,7 +45,7 @@ class Fio:
             self.remove()
 
     def write(self) -> float:
-        """Write the file anew, durably."""
+        """Replace the file, durably."""
         self.remove()
         seconds = self._run("write", "--end_fsync=1")
         sync_tree(self.setting.path)
@@ -61,7 +61,7 @@ class Fio:
 
     @property
     def _blocks(self) -> int:
-        """Of each thread."""
+        """Blocks of each thread."""
         return ceil_div(self.setting.nbytes, self.setting.threads * CHUNK_NBYTES)
 
     @property

@@ -21,7 +21,7 @@ __all__ = ["ALL", "FIO", "OURS", "PEERS", "asks_for_fio", "beside_ours", "chosen
 
 ALL = "all"
 FIO = "fio"
-"""Named like a peer, though it moves no state: it is measured beside the limit."""
+"""Chosen like a peer, but moves no state: it runs next to the limit."""
 PEERS = (*THROUGH_DCP, *ON_FILES)
 
 

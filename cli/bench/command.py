@@ -29,7 +29,7 @@ def run(
 ) -> int:
     """Measure, tune, simulate, or compare; return the exit status. ``asked``: the other arguments,
     by name."""
-    with _interrupted_by_sigterm():
+    with _interrupted_by_signals():
         return _run(targets, asked, slower, Output(csv, html, json_output))
 
 
@@ -58,18 +58,22 @@ def _run(targets: Sequence[str], asked: Mapping[str, Any], slower: str, output: 
 
 
 @contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Take SIGTERM, by which launchers and schedulers end a process, for a Ctrl-C, after which
-    nothing is left behind."""
+def _interrupted_by_signals() -> Iterator[None]:
+    """Treat the signals of launchers, schedulers and closed terminals as a Ctrl-C, so that the
+    measurement deletes its folder."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    # Under nohup, SIGHUP is ignored, and stays so.
+    taken = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+    for signum in taken:
+        signal.signal(signum, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum in taken:
+            signal.signal(signum, signal.SIG_DFL)
 
 
 def _is_for_one(asked: Mapping[str, Any]) -> bool:

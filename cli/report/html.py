@@ -131,7 +131,7 @@ def _pictures(save: SaveTelemetry, found: Sequence[Straggler]) -> Iterator[Eleme
     yield over_time
     yield element("h2", "How long each rank was busy with each stage")
     yield element(
-        "p", "The darker, the longer, but for waiting. What stands out is framed.", class_="soft"
+        "p", "Darker is longer; waiting has no colour. Outliers are framed.", class_="soft"
     )
     yield heat(save, found)
     images = [record.nbytes for record in save.ranks.values()]

@@ -36,12 +36,37 @@ BENCH_S = 220.0
 """Limits of all tests, of one file of tests and of the benchmark: the whole run stays below ten
 minutes, and a file that hangs leaves time for the others."""
 INTERRUPTED_S = 10.0
-"""How long a part that is interrupted may take to write its results."""
+"""Time for an interrupted part to write its results."""
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""The signals by which schedulers and closed terminals end a process."""
 
 
 def main() -> int:
-    """Return 0 where all passed, or where there is no GPU."""
+    """Return 0 where all passed, or where there is no GPU; 130 where this is interrupted."""
     given = _arguments()
+    interrupt_on_signals()
+    try:
+        return _run_all(given)
+    except KeyboardInterrupt:
+        print("make gpu: interrupted", file=sys.stderr)
+        return 130
+
+
+def interrupt_on_signals() -> None:
+    """Treat :data:`ENDING` as a Ctrl-C. Without a handler they would end this process alone, and
+    leave its part running."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    # A shell has its background jobs ignore SIGINT, and parts would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in ENDING:
+        if signal.getsignal(signum) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(signum, interrupt)
+
+
+def _run_all(given: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         paths = [folder, *_unpacked(ROOT / "wheels", Path(folder) / "wheels")]
         sys.path[1:1] = paths
@@ -84,7 +109,7 @@ def _unpacked(wheels: Path, to: Path) -> list[str]:
 
 
 def _is_wanted(wheel: str) -> bool:
-    """Whether a wheel of this file name can be used here, and is needed."""
+    """Return whether the wheel of this file name fits this interpreter, and is needed."""
     package, _, python, abi = wheel.split("-")[:4]
     fits = abi == "abi3" or python == f"cp{sys.version_info.major}{sys.version_info.minor}"
     return fits and importlib.util.find_spec(package) is None
@@ -117,7 +142,7 @@ def _run(given: argparse.Namespace, paths: list[str]) -> int:
             *("-p", "no:cacheprovider", str(path), f"--junitxml={out / path.stem}.xml"),
         ]
         left_s = began_s + TESTS_S - time.monotonic()
-        passed &= run_part(path.stem, tests, environment, min(FILE_S, left_s))
+        passed &= run_part(path.stem, tests, environment, max(0.0, min(FILE_S, left_s)))
     if not given.no_bench:
         bench = [
             *(sys.executable, "-m", "holdfast.bench.gpu", "--device", given.device),
@@ -133,16 +158,13 @@ def run_part(
     name: str, command: Sequence[str], environment: Mapping[str, str], limit_s: float
 ) -> bool:
     """Run ``command``, and return whether it ended with 0 in time. No process of its group is left
-    afterwards. One that takes too long is interrupted first, so that pytest writes its results."""
+    afterwards."""
     print(f"== {name}", flush=True)
     with _group(command, environment) as process:
         try:
-            code = process.wait(max(limit_s, 0))
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             print(f"make gpu: {name} took more than {limit_s:.0f} s", file=sys.stderr)
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(INTERRUPTED_S)
             return False
     if code < 0:
         print(f"make gpu: {name} was killed by signal {-code}", file=sys.stderr)
@@ -153,14 +175,24 @@ def run_part(
 def _group(
     command: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a process that leads a group of its own; kill the group at the end."""
+    """Yield a process that leads a group of its own; kill the group at the end. A process that
+    still runs then is interrupted first, so that pytest writes its results."""
     process = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True)
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            _interrupt(process)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)  # which does nothing to one that has ended
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(INTERRUPTED_S)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bench_job import assert_interrupted_cleanly
+from support.given import Serve
 
 import holdfast
 from holdfast.bench.measured import plan as plan_module
@@ -35,6 +36,7 @@ from holdfast.cli import app
 from holdfast.cli.bench.driver_command import Output, status_of
 from holdfast.cli.bench.page import measurement_page
 from holdfast.cli.bench.tables import csv_text, print_measurement
+from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.uri import parse
 from holdfast.errors import HoldfastError, StorageDownError, UsageError
 
@@ -269,6 +271,22 @@ def test_programs_are_told_why_a_result_is_invalid(capsys: pytest.CaptureFixture
     assert status_of({}, Output(None, None, True)) == 0
     assert status_of({"save": ("it drifts", "too short")}, Output(None, None, True)) == 1
     assert capsys.readouterr().err == "holdfast: INVALID: save: it drifts; too short\n"
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_a_scheduler_or_a_closed_terminal_interrupts(serve: Serve, how: signal.Signals) -> None:
+    """Like a Ctrl-C, after which all that was written is deleted."""
+
+    class Ending(MemoryDriver):
+        async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
+            """See :meth:`Driver.put`."""
+            interrupt = signal.getsignal(how)
+            assert callable(interrupt)  # or the signal would end the tests
+            interrupt(how, None)
+
+    uri = serve(Ending)
+    assert app.run(["bench", uri, "--size", "1MiB"]) == 130
+    assert signal.getsignal(how) == signal.SIG_DFL
 
 
 class _Interrupted(list[float]):

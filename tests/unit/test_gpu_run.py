@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from gpu import run
@@ -42,13 +44,32 @@ def test_a_part_that_hangs_ends_with_all_its_processes(tmp_path, monkeypatch):
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
-def test_a_part_that_is_interrupted_writes_its_results(tmp_path):
-    """As pytest does on SIGINT."""
-    result = tmp_path / "result"
-    code = (
+@pytest.mark.parametrize("how", run.ENDING)
+def test_a_run_that_is_ended_ends_its_part(tmp_path, how):
+    """The part is interrupted, and has written its results when the run has ended; also in the
+    background of a shell, where SIGINT is ignored."""
+    path = tmp_path / "result"
+    part_code = (
         "import time\n"
+        "print('begun', flush=True)\n"
         "try:\n    time.sleep(60)\n"
-        f"except KeyboardInterrupt:\n    open({str(result)!r}, 'w').write('whole')\n"
+        f"except KeyboardInterrupt:\n    open({str(path)!r}, 'w').write('whole')\n"
     )
-    assert not part(code, 3.0)  # an interpreter begins within that on a busy machine, too
-    assert result.read_text() == "whole"
+    code = (
+        "import os, signal, sys, run\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "run.interrupt_on_signals()\n"
+        f"run.run_part('a part', [sys.executable, '-S', '-c', {part_code!r}], os.environ, 60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", code],
+        cwd=Path(run.__file__).parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"== a part\n"
+        assert process.stdout.readline() == b"begun\n"
+        process.send_signal(how)
+        assert process.wait(30) != 0
+    assert path.read_text() == "whole"
