@@ -21,7 +21,7 @@ from holdfast.storage.training.epochs import Epochs
 
 from . import keeper_peers
 from .breaking import Broken, Patch, listed_in
-from .broken_keepers import contradicting, one_missing
+from .broken_keepers import contradicting, one_missing, one_raises, touched_goes_on
 from .keeper_host import HostJob, HostKeeper, HostTrainer
 from .keeper_hosts import Hosts
 from .keepers import Held, Record
@@ -35,6 +35,8 @@ broken = listed_in(BROKEN_KEEPER_HOSTS)
 
 broken("a step is agreed on before all hosts have sealed it")(one_missing)
 broken("hosts whose replicas have diverged agree")(contradicting)
+broken("a state that a failed load has touched begins an epoch")(touched_goes_on)
+broken("one rank raises where a load has failed, and another goes on")(one_raises)
 
 
 @broken("a keeper never says that a step will not come")

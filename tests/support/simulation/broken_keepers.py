@@ -16,9 +16,9 @@ from holdfast.storage.keeper.votes import Ballot, Outcome, Vote
 from holdfast.storage.training.epochs import Epochs
 
 from .breaking import Broken, Patch, listed_in
-from .keepers import SIZE_MAX, Held, Memory, Record, SimulatedKeeper, State, Task, Trainer, World
+from .keepers import SIZE_MAX, Held, Memory, Record, SimulatedKeeper, State, Task, Trainer
 
-__all__ = ["BROKEN_KEEPERS", "contradicting", "one_missing"]
+__all__ = ["BROKEN_KEEPERS", "contradicting", "one_missing", "one_raises", "touched_goes_on"]
 
 BROKEN_KEEPERS: list[Broken] = []
 
@@ -264,13 +264,16 @@ def _agreement_forgotten() -> Iterator[Patch]:
 
 
 @broken("a state that a failed load has touched begins an epoch")
-def _touched() -> Iterator[Patch]:
-    yield World, "raises", lambda self, found, failed, touched: False
+def touched_goes_on() -> Iterator[Patch]:
+    """No rank looks at what a failed load has left."""
+    yield Record, "raises", lambda self, found, failed, touched: False
 
 
 @broken("one rank raises where a load has failed, and another goes on")
-def _one_raises() -> Iterator[Patch]:
-    def raises(self: World, found: Any, failed: Any, touched: list[State | None]) -> bool:
+def one_raises() -> Iterator[Patch]:
+    """Each rank looks only at what it has read itself."""
+
+    def raises(self: Record, found: Any, failed: Any, touched: list[State | None]) -> bool:
         return found is None and bool(touched)
 
-    yield World, "raises", raises
+    yield Record, "raises", raises

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from random import Random
 
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId
@@ -26,7 +27,7 @@ from holdfast.storage.training.memory_survey import GuardOption, InMemory, Struc
 from .keeper_host import STATE_NBYTES, Host, HostJob, HostKeeper, HostTrainer
 from .keeper_peers import KeeperProcess, installed
 from .keeper_promises import Promise, Promises
-from .keeper_strikes import flip, strike
+from .keeper_strikes import flip, ruin, strike
 from .keepers import PIECES, State, Task, Violation, step_of
 from .loop import PROCESS, Deadlock, SimLoop
 
@@ -41,6 +42,38 @@ NEVER = GenerationId(-1, -1)
 LOOKED_AFTER = 10
 """Whether all is well is found out after so many turns."""
 HOSTS_MAX = 5
+
+
+class Loads:
+    """What a restart has loaded. ``found``: the step and the job of the load that was whole;
+    ``failed``: the steps of those that were not; ``filled``: what the state on each host holds of
+    the image of each rank, piece by piece; ``behind``: what hosts have yet to fill in the load that
+    is under way; ``impeded``: whether an image could have been made again at another time."""
+
+    def __init__(self, job: HostJob) -> None:
+        self.found: tuple[int, int] | None = None
+        self.failed: list[int] = []
+        self.struck: set[Struck] = set()
+        self.filled: dict[str, dict[int, list[State | None]]] = {h.name: {} for h in job.hosts}
+        self.behind: list[tuple[str, int, list[State | None]]] = []
+        self.impeded = False
+
+    def follow(self, count: int) -> None:
+        """Fill so many of the images that hosts are behind with."""
+        for name, rank, pieces in self.behind[:count]:
+            self.filled[name][rank] = pieces[:]
+
+    def keep(self, world: int) -> None:
+        """Forget images of ranks beyond those of a whole load: its values have replaced theirs."""
+        self.filled = {
+            name: {rank: images[rank] for rank in range(world)}
+            for name, images in self.filled.items()
+        }
+
+    def by_rank(self, job: HostJob) -> list[list[State | None]]:
+        """List what the state of each rank holds."""
+        on = [self.filled[job.host_of(rank).name].values() for rank in range(job.world)]
+        return [list(itertools.chain(*images)) for images in on]
 
 
 class Hosts(Promises):
@@ -70,6 +103,13 @@ class Hosts(Promises):
         self.rests_at_end = seed % 3 == 0
         self.is_struck = seed % 4 == 1
         """Whether bits of the protected step flip again and again."""
+        self.lags = Random(str(seed))
+        """How far hosts have come when a load fails: by chance of its own, so that it changes
+        nothing else."""
+        self.is_ruined = seed % 8 == 1
+        """Whether bits of all steps flip, while none of them comes to storage until all is calm."""
+        if self.is_ruined:
+            self.flush_fails = 1.0
         self.fault_rate = draw.choice([0.002, 0.005, 0.01])
         self.seal_weight = draw.choice([1.0, 3.0])
         self.work_weight = draw.choice([1.0, 3.0])
@@ -173,42 +213,60 @@ class Hosts(Promises):
         if len(job.hosts) < (3 if self.mode == "pq" else 2):
             option = GuardOption("auto", self.group)
         job.meeting = memory_survey.meeting(stocks, job.world, option)
+        loads = Loads(job)
+        taken = yield from self.load_kept(job, loads, stocks, others, newest)
+        if job.has_failed:
+            self.restart = None
+            return
+        if loads.impeded:
+            promised = []
+        if loads.found is None and newest:
+            loads.found, loads.filled = (newest, self.storage[newest]), Loads(job).filled
+        promised = [one for one in promised if self.holds(one, reached)]
+        if self.all_raise(loads.found, loads.failed, loads.by_rank(job)):
+            self.start_anew(promised)
+            return
+        for images in loads.filled.values():
+            self.check_filled(loads.found, images)
+        self.take_up(job, taken, loads.found, promised)
+        job.trainers = [HostTrainer(self, job, rank) for rank in range(job.world)]  # type: ignore[misc]
+        self.trainers += job.trainers  # type: ignore[arg-type]
+        self.restart = None
+
+    def load_kept(
+        self,
+        job: HostJob,
+        loads: Loads,
+        stocks: Sequence[Stock],
+        others: Sequence[Stock],
+        newest: int,
+    ) -> Generator[None, None, Choice | None]:
+        """Load the best that is whole out of memory; return it, None where there is none."""
         made: set[Choice] = set()
-        struck: set[Struck] = set()
-        taken: Choice | None = None
-        found: tuple[int, int] | None = None
         while True:
             kept, _ = memory_survey.kept_in_memory(
-                stocks, others, job.world, newest, self.epochs, struck
+                stocks, others, job.world, newest, self.epochs, loads.struck
             )
             for one in kept:
                 self.check_choice(one.generation)
             choice = next((one for one in kept if one not in made), None)
             if choice is None:
-                break
+                return None
             made.add(choice)
             hosts = [stock.host for stock in (*stocks, *others)]
             self.impeded = bool(self.full or self.cuts)
             problem = yield from self.rebuild(job, choice, hosts)
             if not problem:
-                states = yield from self.read(job, choice, struck)
+                states = yield from self.read(job, choice, loads)
                 if states is not None:
-                    found, taken = self.whole(choice, states), choice
-                    break
+                    loads.found = self.whole(choice, states)
+                    return choice
+                loads.failed.append(choice.generation.step)
             elif self.impeded or problem == "no-memory":
                 self.count("what can be made again cannot be now")
-                promised = []
+                loads.impeded = True
             stocks = yield from self.look(job)
             others = yield from self.asked(stocks)
-        if job.has_failed:
-            self.restart = None
-            return
-        if found is None and newest:
-            found = newest, self.storage[newest]
-        self.take_up(job, taken, found, [one for one in promised if self.holds(one, reached)])
-        job.trainers = [HostTrainer(self, job, rank) for rank in range(job.world)]  # type: ignore[misc]
-        self.trainers += job.trainers  # type: ignore[arg-type]
-        self.restart = None
 
     def rebuild(
         self, job: HostJob, choice: Choice, hosts: Sequence[KeeperHost]
@@ -226,28 +284,57 @@ class Hosts(Promises):
                 return task.result()
         return ""
 
+    def start_anew(self, promised: Sequence[Promise]) -> None:
+        """End the keepers, as an operator does once all ranks have refused to go on. Nothing that
+        was promised may be among what they could not read."""
+        for one in promised:
+            raise Violation(f"{one.id} was promised, and a restart refuses to go on")
+        self.count("refused to go on")
+        self.agreed = self.guarded = None
+        for host in self.hosts.values():
+            host.keeper.die()
+            host.keeper = HostKeeper(self, host)
+        self.begin_job()
+
     def read(
-        self, job: HostJob, choice: Choice, struck: set[Struck]
+        self, job: HostJob, choice: Choice, loads: Loads
     ) -> Generator[None, None, list[list[State | None]] | None]:
-        """The states of all images, as each host reads them; None where one is damaged."""
+        """Read all images into the state of each host; return what they hold, or None where one is
+        damaged. Where several hosts read an image from the same keeper, one of them reads it, and
+        the others follow: the seed says how far they have come when a load fails."""
+        loads.behind.clear()
+        states = yield from self.read_ahead(job, choice, loads)
+        if states is None:
+            loads.follow(self.lags.randint(0, len(loads.behind)))
+        else:
+            loads.follow(len(loads.behind))
+            loads.keep(choice.world)
+        return states
+
+    def read_ahead(
+        self, job: HostJob, choice: Choice, loads: Loads
+    ) -> Generator[None, None, list[list[State | None]] | None]:
+        """Read each image once from each keeper that is to be read; note which hosts follow."""
         id = choice.generation
         states: list[list[State | None]] = []
         for rank, names in enumerate(choice.holders):
-            readers: dict[str, str] = {}
+            readers: dict[str, list[str]] = {}
             for host in job.hosts:
-                readers.setdefault(host.name if host.name in names else names[0], host.name)
-            for name, reader in readers.items():
+                source = host.name if host.name in names else names[0]
+                readers.setdefault(source, []).append(host.name)
+            for name, (reader, *others) in readers.items():
                 yield
                 keeper = self.keeper_of(name)
                 if self.is_cut(name, reader) or keeper is None:
                     job.has_failed = True
                     return None
-                pieces = yield from self.read_image(job, keeper, id, rank, name == reader)
-                if pieces is None:
+                own, pieces = name == reader, loads.filled[reader].setdefault(rank, [])
+                if not (yield from self.read_image(job, keeper, id, rank, own, pieces)):
                     if not self.has_flipped(id) and self.was_pinned(keeper, id, job):
                         raise Violation(f"{id} was offered, and {keeper} has no rank {rank}")
-                    struck.add(Struck(id, rank, name))
+                    loads.struck.add(Struck(id, rank, name))
                     return None
+                loads.behind += [(other, rank, pieces) for other in others]
             states.append(pieces)
         return states
 
@@ -256,23 +343,28 @@ class Hosts(Promises):
         return keeper.host in job.hosts and keeper.generations.is_agreed(id)
 
     def read_image(
-        self, job: HostJob, keeper: HostKeeper, id: GenerationId, rank: int, own: bool
-    ) -> Generator[None, None, list[State | None] | None]:
-        """The pieces of an image; None where it is damaged."""
+        self,
+        job: HostJob,
+        keeper: HostKeeper,
+        id: GenerationId,
+        rank: int,
+        own: bool,
+        pieces: list[State | None],
+    ) -> Generator[None, None, bool]:
+        """Read an image over ``pieces`` of a state; return whether it is whole."""
         if own:
             held = keeper.open(job.readers[keeper.host.name], id, rank)
         else:
             held = next((one for one in keeper.images(id) if one.label.rank == rank), None)
         if held is None:
-            return None
+            return False
         pinned = own or self.was_pinned(keeper, id, job)
         held.memory.users["restart"] += pinned
-        pieces = []
         try:
             for piece in range(PIECES):
                 yield
-                pieces.append(held.memory.pieces[piece])
-            return pieces if self.intact(held, pieces) else None
+                pieces[piece : piece + 1] = [held.memory.pieces[piece]]
+            return self.intact(held, pieces)
         finally:
             held.memory.users["restart"] -= pinned
 
@@ -368,7 +460,9 @@ class Hosts(Promises):
         """One of them."""
         draw = self.random
         kinds = "one all keeper lead host cut heal pause wake sleep flip full"
-        kind = draw.choice(kinds.split() + ["strike", "strike"] * self.is_struck)
+        kind = draw.choice(
+            kinds.split() + ["strike", "strike"] * self.is_struck + ["ruin"] * 4 * self.is_ruined
+        )
         self.count(f"fault: {kind}")
         living = [trainer for trainer in self.trainers if trainer.alive and not trainer.paused]
         host = draw.choice(self.placed)
@@ -394,7 +488,7 @@ class Hosts(Promises):
             host.keeper.process.paused_until_s = self.loop.now_s + draw.choice([1.0, 10.0, 90.0])
         elif kind == "flip":
             flip(self, draw.choice(self.placed).keeper)
-        elif kind == "strike" and strike(self):
+        elif (kind == "strike" and strike(self)) or (kind == "ruin" and ruin(self)):
             self.kill_all()
         elif kind == "full":
             self.full = self.impeded = True

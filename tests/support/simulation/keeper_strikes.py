@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .keeper_host import HostKeeper
     from .keeper_hosts import Hosts
 
-__all__ = ["flip", "is_struck", "strike"]
+__all__ = ["flip", "is_struck", "ruin", "strike"]
 
 
 def is_struck(keeper: HostKeeper, id: GenerationId) -> bool:
@@ -78,4 +78,14 @@ def strike(world: Hosts) -> bool:
     living = [keeper for keeper in members if keeper is not None and keeper.alive]
     chosen = world.random.sample(living, min(len(living), world.random.choice([1, 1, 2])))
     struck = [flip(world, keeper, guarded.id) for keeper in chosen]
+    return any(struck)
+
+
+def ruin(world: Hosts) -> bool:
+    """Flip bits of all steps, on every host. Return whether any flipped."""
+    struck = [
+        flip(world, host.keeper, id)
+        for host in world.placed
+        for id in sorted({h.label.generation for h in host.keeper.slots.values() if h.label})
+    ]
     return any(struck)

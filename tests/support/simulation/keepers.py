@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.errors import DamagedError
@@ -522,6 +522,33 @@ class Record:
         self.count("resumed from memory")
         return steps.pop()
 
+    def raises(
+        self, found: tuple[int, int] | None, failed: list[int], touched: list[State | None]
+    ) -> bool:
+        """Tell whether a rank refuses to go on: a load has failed, and nothing whole is found."""
+        return found is None and bool(failed)
+
+    def all_raise(
+        self,
+        found: tuple[int, int] | None,
+        failed: list[int],
+        touched: Iterable[list[State | None]],
+    ) -> bool:
+        """Tell whether all ranks refuse to go on. ``touched``: what loads have left on each rank."""
+        raising = {self.raises(found, failed, pieces) for pieces in touched}
+        if len(raising) > 1:
+            raise Violation("one rank raises, and another goes on")
+        return True in raising
+
+    def check_filled(
+        self, found: tuple[int, int] | None, filled: dict[int, list[State | None]]
+    ) -> None:
+        """Check that each state is of the step that is gone on from, or untouched."""
+        step, number = found or (0, 0)
+        for rank, pieces in filled.items():
+            if set(pieces) != {(number, step, rank)}:
+                raise Violation(f"step {step} is gone on from, and rank {rank} holds {pieces}")
+
 
 class World(Record):
     """One host, its keeper, the jobs of a run one after another, and storage."""
@@ -660,10 +687,7 @@ class World(Record):
             if found is None and newest:
                 found = newest, self.storage[newest]
                 filled = {0: [(found[1], newest, 0)] * PIECES}
-            raising = {self.raises(found, failed, filled.get(r, [])) for r in range(job.world)}
-            if len(raising) > 1:
-                raise Violation("one rank raises, and another goes on")
-            if True in raising:
+            if self.all_raise(found, failed, [filled.get(r, []) for r in range(job.world)]):
                 self.restart = None
                 self.start_anew()
                 return
@@ -677,21 +701,6 @@ class World(Record):
         job.trainers = [Trainer(self, job, rank) for rank in range(job.world)]
         self.trainers += job.trainers
         self.restart = None
-
-    def raises(
-        self, found: tuple[int, int] | None, failed: list[int], touched: list[State | None]
-    ) -> bool:
-        """Tell whether a rank refuses to go on: a load has failed, and nothing whole is found."""
-        return found is None and bool(failed)
-
-    def check_filled(
-        self, found: tuple[int, int] | None, filled: dict[int, list[State | None]]
-    ) -> None:
-        """Check that each state is of the step that is gone on from, or untouched."""
-        step, number = found or (0, 0)
-        for rank, pieces in filled.items():
-            if set(pieces) != {(number, step, rank)}:
-                raise Violation(f"step {step} is gone on from, and rank {rank} holds {pieces}")
 
     def start_anew(self) -> None:
         """End the keeper, as an operator does once all ranks have refused to go on. Nothing that was
