@@ -42,7 +42,7 @@ def number_in(value: Json, what: str) -> float:
 def str_in(value: Json, what: str) -> str:
     """Return ``value`` if it is a string."""
     if type(value) is not str:
-        raise _unexpected(value, what, "a text")
+        raise _unexpected(value, what, "a string")
     return value
 
 
@@ -76,7 +76,7 @@ def strs_in(value: Json, what: str) -> list[str]:
         raise _unexpected(value, what, "a list")
     texts = [item for item in value if type(item) is str]
     if len(texts) < len(value):
-        raise _unexpected(value, what, "a list of texts")
+        raise _unexpected(value, what, "a list of strings")
     return texts
 
 

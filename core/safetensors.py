@@ -173,10 +173,10 @@ def parsed(text: bytes, data_nbytes: int) -> Header:
     except RecursionError as error:
         raise ValueError("the header is nested too deeply") from error
     if not isinstance(names, dict):
-        raise ValueError("the header is no JSON object")
+        raise ValueError("the header is not a JSON object")
     metadata = names.pop(METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise ValueError("its __metadata__ is no object of texts")
+        raise ValueError("its __metadata__ is not an object of strings")
     entries = sorted(
         (_entry_of(name, given) for name, given in names.items()), key=lambda e: (e.start, e.stop)
     )
@@ -193,30 +193,30 @@ def parsed(text: bytes, data_nbytes: int) -> Header:
 def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("the header has a name twice")
+        raise ValueError("the header repeats a name")
     return found
 
 
 def _entry_of(name: str, given: object) -> Entry:
     if not isinstance(given, dict):
-        raise ValueError(f"{name!r} is no tensor")
+        raise ValueError(f"{name!r} is not a tensor")
     code = given.get("dtype")
     if not isinstance(code, str):
-        raise ValueError(f"tensor {name!r} has a dtype that is no text")
+        raise ValueError(f"tensor {name!r} has a dtype that is not a string")
     shape = _counts(name, given.get("shape"))
     offsets = _counts(name, given.get("data_offsets"))
     if len(shape) > NDIM_MAX:
         raise ValueError(f"tensor {name!r} has {len(shape):,} dimensions")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"tensor {name!r} has data_offsets that are no range")
+        raise ValueError(f"tensor {name!r} has data_offsets that are not a range")
     if code in BITS and 8 * (offsets[1] - offsets[0]) != math.prod(shape) * BITS[code]:
-        raise ValueError(f"tensor {name!r} does not take the bytes of its data_offsets")
+        raise ValueError(f"tensor {name!r} does not fill its data_offsets")
     return Entry(name, code, shape, *offsets)
 
 
 def _counts(name: str, given: object) -> tuple[int, ...]:
     if not isinstance(given, list) or not _are_counts(given):
-        raise ValueError(f"tensor {name!r} has a shape or data_offsets that are no numbers")
+        raise ValueError(f"tensor {name!r} has a shape or data_offsets that are not counts")
     return tuple(given)
 
 
@@ -253,6 +253,6 @@ def length_in(first: bytes | memoryview) -> int:
     Raises ValueError if there are fewer than eight.
     """
     if len(first) < LENGTH_NBYTES:
-        raise ValueError(f"{len(first)} bytes are no length")
+        raise ValueError(f"{len(first)} bytes are too few for a length")
     (length,) = _LENGTH.unpack(first[:LENGTH_NBYTES])
     return int(length)

@@ -77,11 +77,11 @@ def parse_size(text: str) -> int:
     ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no size")
+        raise ValueError(f"{text!r} is not a size")
     prefix = (match[2] or "").lower()
     is_binary = bool(match[3])
     if is_binary and not prefix:
-        raise ValueError(f"{text!r} is no size")
+        raise ValueError(f"{text!r} is not a size")
     base = 1024 if is_binary else 1000
     nbytes: int = int(match[1]) * base ** _POWERS[prefix]
     return nbytes
@@ -117,12 +117,12 @@ def parse_duration(text: str, *, needs_unit: bool = False) -> float:
     """
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no duration")
+        raise ValueError(f"{text!r} is not a duration")
     unit = match[2]
     if not unit and not needs_unit:
         unit = "s"
     if unit not in _SECONDS:
-        raise ValueError(f"{text!r} is no duration")
+        raise ValueError(f"{text!r} is not a duration")
     return float(match[1]) * _SECONDS[unit]
 
 

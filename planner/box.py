@@ -28,7 +28,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.lengths):
             raise ValueError(
-                f"{len(self.offsets)} offsets and {len(self.lengths)} lengths make no box"
+                f"{len(self.offsets)} offsets and {len(self.lengths)} lengths do not make a box"
             )
         if any(length < 0 for length in self.lengths):
             raise ValueError(f"a box cannot have the lengths {self.lengths}")

@@ -134,7 +134,7 @@ def plan_load(
     """
     if chunk_nbytes % block_nbytes:
         raise ValueError(
-            f"chunks of {chunk_nbytes} bytes are no whole number of blocks of {block_nbytes}"
+            f"chunks of {chunk_nbytes} bytes are not a whole number of blocks of {block_nbytes}"
         )
     # Put all images on one line, each at a chunk boundary, too far apart to be merged. From here
     # on, ranges are 1-D.
@@ -298,7 +298,7 @@ def _check(
     wanted = volumes(targets.lengths)
     for row in np.flatnonzero(stored != wanted)[:1]:
         name = tensors.names[targets.tensor[row]]
-        raise ValueError(f"{name}: of {wanted[row]} elements wanted the shards have {stored[row]}")
+        raise ValueError(f"{name}: the shards have {stored[row]} of {wanted[row]} wanted elements")
     start = shards.start[pairs.shard]
     outside = (pairs.stop > pairs.end) | (start < 0)
     # A read that ends inside an element would tear it. Elements copied as one run of bytes need no

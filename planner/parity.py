@@ -299,7 +299,7 @@ def protection(
     if mode == "auto":
         return _automatic(hosts, group)
     if mode not in get_args(Mode):
-        raise ValueError(f"{mode!r} is none of {', '.join(get_args(Mode))}")
+        raise ValueError(f"{mode!r} is not one of {', '.join(get_args(Mode))}")
     if mode == "copy":
         group = COPY_HOSTS
     return Protection(mode, tuple(groups(hosts, group, _PARITY_BLOCKS[mode])))
@@ -342,7 +342,7 @@ def groups(hosts: Sequence[HostDomain], group: int, parity: int) -> list[Group]:
         domain, shared = Counter(domain_of[host] for host in each.hosts).most_common(1)[0]
         if shared > parity:
             raise ValueError(
-                f"{len(hosts)} hosts in {len(by_domain)} failure domains make no groups of "
+                f"{len(hosts)} hosts in {len(by_domain)} failure domains cannot form groups of "
                 f"{len(each.hosts)} that survive the loss of a domain: {shared} hosts of one group "
                 f"would lie in {domain}, and {parity} of a group may be lost"
             )
@@ -351,7 +351,7 @@ def groups(hosts: Sequence[HostDomain], group: int, parity: int) -> list[Group]:
 
 def _check(hosts: Sequence[HostDomain], group: int, parity: int) -> None:
     if len({one.host for one in hosts}) != len(hosts):
-        raise ValueError("a host is named twice")
+        raise ValueError("a host is listed twice")
     if group <= parity:
         raise ValueError(
             f"a group of {group} hosts cannot lose {parity} of them; it needs {parity + 1} or more"

@@ -116,7 +116,7 @@ def divide(
 
 def _position(group: tuple[int, ...], rank: int) -> int:
     if rank not in group:
-        raise ValueError(f"rank {rank} does not hold what the ranks {group} hold")
+        raise ValueError(f"rank {rank} is not one of the ranks {group} that hold the same bytes")
     return group.index(rank)
 
 

@@ -43,7 +43,7 @@ class HostBuffer:
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(
-                f"no {nbytes:,} bytes of host memory to be had: {error.strerror}"
+                f"cannot allocate {nbytes:,} bytes of host memory: {error.strerror}"
             ) from error
         memory.madvise(mmap.MADV_HUGEPAGE)
         return cls(memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
@@ -130,7 +130,7 @@ def memory_for(what: str) -> Iterator[None]:
         yield
     except MemoryError as error:
         raise UsageError(
-            f"there is no host memory for {what}", advice="Read it piece by piece."
+            f"not enough host memory for {what}", advice="Read it piece by piece."
         ) from error
 
 

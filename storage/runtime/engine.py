@@ -82,15 +82,15 @@ def check_may_wait() -> None:
     """
     if sys.meta_path is None:
         raise UsageError(
-            "the interpreter has ended, and can import nothing any more",
-            advice="Save and load in a handler of atexit at the latest, not in a __del__.",
+            "the interpreter has shut down, and can no longer import anything",
+            advice="Save and load in an atexit handler at the latest, not in a __del__.",
         )
     if on_engine():
         raise UsageError(
-            "a call that waits was made on the engine's own thread, and would wait for itself",
+            "a blocking call was made on the engine's own thread, and would wait for itself",
             advice=(
-                "Something that Holdfast calls (a log handler, a driver) calls Holdfast; make that "
-                "call from another thread."
+                "Code that Holdfast calls (a log handler, a driver) calls Holdfast; make that call "
+                "from another thread."
             ),
         )
 
@@ -113,8 +113,8 @@ class EngineFuture(Future[T]):
         done = super().done()
         if not done and self._pid != os.getpid():
             raise UsageError(
-                "this operation is under way in the parent process, and a forked child does not "
-                "learn of its end",
+                "this operation is running in the parent process, and a forked child does not "
+                "learn when it ends",
                 advice="Wait for it in the process that started it.",
             )
         return done
@@ -252,7 +252,7 @@ def _begin_to_close(
         try:
             await close()
         except HoldfastError as error:
-            _log.warning("closing what was left open failed: %s", error)
+            _log.warning("closing a driver that was left open failed: %s", error)
 
     task = loop.create_task(closed())
     _closing.add(task)
@@ -364,7 +364,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
             loop.run_forever()
             return
         except BaseException as error:
-            _log.error("%r was raised on the engine's thread, which goes on", error)
+            _log.error("%r was raised on the engine's thread, which continues", error)
 
 
 def _forget_parent() -> None:

@@ -43,7 +43,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.memory_nbytes <= 0 or any(width <= 0 for width in self.lanes.values()):
-            raise ValueError(f"a budget must allow something: {self}")
+            raise ValueError(f"every limit of a budget must be positive: {self}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,18 +53,18 @@ def converted(item: object, default: Default, path: str, depth: int) -> object:
     kind = type(item).__qualname__
     if depth > _DEPTH_MAX:
         raise StateError(
-            f"{path[:200]}… is a {kind} within {_DEPTH_MAX} others that default() has "
-            f"converted: they seem to lead in a circle"
+            f"{path[:200]}… is a {kind} nested in {_DEPTH_MAX} conversions by default(), which "
+            f"seem to be circular"
         )
     try:
         made = default(item)
     except TypeError as error:
         raise StateError(
-            f"{path} is a {kind}, which cannot be saved, nor converted by default(): {error}"
+            f"{path} is a {kind}, which can neither be saved nor converted by default(): {error}"
         ) from error
     if lacks_form(made):
         raise StateError(
-            f"{path} is a {kind}, of which default() has made a {type(made).__qualname__}, "
+            f"{path} is a {kind}, which default() has converted to a {type(made).__qualname__}, "
             f"which cannot be saved either"
         )
     return made

@@ -58,7 +58,7 @@ def refuse_capture(capturing: Callable[[], bool] = is_capturing) -> None:
     """
     if capturing():
         raise UsageError(
-            "a save was begun within the capture of a CUDA graph",
+            "a save was started during the capture of a CUDA graph",
             advice="Save before the capture begins, or after it has ended.",
         )
 

@@ -82,12 +82,10 @@ def warn_divergent(flat: FlatState, ranks: Mapping[int, int], rank: int) -> None
     if len(new) > _SHOWN:
         more = f", and {len(new) - _SHOWN} more"
     _log.warning(
-        "%d plain tensors differ between the ranks that hold them, in values, shape or dtype; "
-        "each rank's own is stored, "
-        "and only a job of as many ranks gets all of them back: %s%s. A shard of something larger "
-        "should be a DTensor, what "
-        "belongs to the rank a holdfast.PerRank; replicas have diverged, and want to be broadcast "
-        "from one rank.",
+        "%d plain tensors differ in values, shape or dtype between the ranks that hold them. Each "
+        "rank's own is stored, and only a job of as many ranks gets all of them back: %s%s. Pass "
+        "shards of a larger tensor as DTensors, and values that belong to a rank as "
+        "holdfast.PerRank. Replicas that have diverged should be broadcast from one rank.",
         len(new),
         ", ".join(shown),
         more,

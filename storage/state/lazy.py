@@ -56,12 +56,12 @@ most of the state, the call waits for the whole image instead of copying the dat
 
 _ADVICE = (
     "From now on it is copied at the call. To have it copied in the background, call fence() "
-    "before anything but an optimizer's step writes to the state. Other threads and processes may "
-    "not write to it during a save."
+    "before anything but an optimizer's step writes to the state. Other threads and processes "
+    "must not write to it during a save."
 )
 _ADVICE_EAGER = (
-    "Another thread or process wrote to it. Let it write before or after the call of the save, "
-    "or save a copy of the tensor."
+    "Another thread or process wrote to it. Make it write before or after the call, or save a "
+    "copy of the tensor."
 )
 
 _under_way: dict[int, LazyCapture] = {}

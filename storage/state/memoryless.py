@@ -62,8 +62,8 @@ def cannot_be_filled(path: str) -> StateError:
     return StateError(
         f"{path} is a meta tensor without data, which cannot be filled",
         advice=(
-            "Pass the module that has it, whose parameters and buffers are given memory; or call "
-            "to_empty(device=...) on that first."
+            "Pass its module, whose parameters and buffers then get memory; or call "
+            "to_empty(device=...) on the module first."
         ),
     )
 

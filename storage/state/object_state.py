@@ -150,7 +150,7 @@ def _optimizer(
     keys = [key for _, key in path]
     where = format_path(keys)
     if not isinstance(entries, Mapping):
-        text = f"{where}: {_typed(entries)} in the checkpoint, in place of the state of parameters"
+        text = f"{where}: {_typed(entries)} in the checkpoint, instead of the state of parameters"
         return ObjectState(state, rows, mismatched={dotted(keys): text})
     problems = {}
     for below, text in misshapen.items():
@@ -278,9 +278,9 @@ def _dealt(source: Source, path: TypedPath) -> dict[str, str]:
         return {}
     keys = [key for _, key in path]
     text = (
-        f"{format_path(keys)}: each of {m.world} ranks saved a state of its own, and the number of "
-        f"ranks that load it is {source.world}; holdfast.PerRank(object, rule), in the state of "
-        f"the load, says who gets what"
+        f"{format_path(keys)}: each of {m.world} ranks saved its own state, but {source.world} "
+        f"ranks load it; to choose who gets what, pass holdfast.PerRank(object, rule) in the "
+        f"state to load"
     )
     return {dotted(keys): text}
 

@@ -65,9 +65,8 @@ def refuse_placeholders(reported: Sequence[Placeholders | None]) -> None:
         if path in on_all:
             raise StateError(
                 f"{path} {reason}",
-                advice="Its elements may be elsewhere: put the engine of DeepSpeed itself, or the "
-                "module that FSDP1 has wrapped, into the state. "
-                "allow_empty=True saves it as it is.",
+                advice="Its elements may be elsewhere: put DeepSpeed's engine itself, or the "
+                "module wrapped by FSDP1, into the state. allow_empty=True saves it as it is.",
             )
 
 

@@ -375,8 +375,8 @@ def _settle_shared_containers(found: Match, flat: FlatState, stored: Tree, rank:
         ):
             names = [_dotted_value(stored, each) for each in (before, row)]
             found.shared[names[1]] = (
-                f"values {names[0]!r} and {names[1]!r} are one in the state, and two in the "
-                f"checkpoint"
+                f"values {names[0]!r} and {names[1]!r} are one object in the state, but differ in "
+                f"the checkpoint"
             )
         last[place] = row
     if len(last) < len(found.assign):

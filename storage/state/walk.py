@@ -100,7 +100,7 @@ class Walker:
         if not isinstance(state, Mapping | list | tuple):
             raise StateError(
                 f"the state is a {type(state).__name__}",
-                advice=f"Pass a dict of what is to be {self._verb}.",
+                advice=f"Pass a dict with the items to be {self._verb}.",
             )
         self._container(state, -1, None, "")
         self._keyed.check(self._first_rows, self._flat.locals, loading=self._loading)
@@ -157,7 +157,7 @@ class Walker:
             )
         if isinstance(node, ChainMap) and not self._loading:
             raise StateError(
-                f"{self._here()} is a {type(node).__name__}, whose dicts would become one",
+                f"{self._here()} is a {type(node).__name__}, whose dicts would be merged",
                 advice="Save a list of its maps, or dict() of it.",
             )
         if self._loading and isinstance(node, Mapping) and not isinstance(node, MutableMapping):
@@ -187,7 +187,7 @@ class Walker:
             raise StateError(
                 f"{self._here()} is a {type(node).__name__}, and would come back as a plain {kind}",
                 advice=(
-                    "Return a dict, list or tuple from state_dict(), and make the other type "
+                    "Return a dict, list or tuple from state_dict(), and create the other type "
                     "in load_state_dict()."
                 ),
             )
@@ -312,7 +312,7 @@ class Walker:
             not item.flags.writeable or any(stride < 0 for stride in item.strides)
         ):
             raise StateError(
-                f"{path} is an array that cannot be filled: it is read-only, or runs backwards"
+                f"{path} is an array that cannot be filled: it is read-only or has negative strides"
             )
         tensor = numpy_to_torch(item, path)
         if not self._loading and not is_plain_array(item):
@@ -395,10 +395,7 @@ class Walker:
         if hasattr(item, "wait"):
             advice = "Pass tensor.wait()."
         elif hasattr(item, "__tensor_flatten__"):
-            advice = (
-                "Pass the tensors that it is made of, or the module as it was before it was "
-                "converted."
-            )
+            advice = "Pass its inner tensors, or the module as it was before the conversion."
         raise StateError(
             f"{self._path(key)} is {reason}, which cannot be {self._verb}", advice=advice
         )

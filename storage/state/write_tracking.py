@@ -77,7 +77,7 @@ class WriteTracker:
         """Open a tracker. Raises OSError if the system has none, or refuses it."""
         number = _SYSCALL.get(platform.machine())
         if number is None:
-            raise OSError(f"the number of the system call is not known on {platform.machine()}")
+            raise OSError(f"the system call number is unknown on {platform.machine()}")
         libc = ctypes.CDLL(None, use_errno=True)
         userfaultfd = libc.syscall(number, _USER_MODE_ONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         if userfaultfd < 0:
@@ -277,8 +277,8 @@ def write_tracker() -> WriteTracker | None:
                 _tracker = WriteTracker.open()
             except OSError as error:
                 _log.info(
-                    "saves compare tensors in host memory by digests, for writes cannot be "
-                    "tracked here: %s",
+                    "writes to memory cannot be tracked here, so saves compare tensors in host "
+                    "memory by digests: %s",
                     error,
                 )
         return _tracker

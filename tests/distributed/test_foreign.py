@@ -61,7 +61,7 @@ def test_a_dtensor_whose_hooks_tell_another_layout_is_refused(
             said = (
                 "LocalShardsWrapper"
                 if what.endswith("wrapped")
-                else "layout that this release does not know"
+                else "layout that this release does not support"
             )
             assert said in text, what
     assert [path.name for path in tmp_path.iterdir()] == ["right"]

@@ -126,7 +126,7 @@ def test_the_state_of_an_object_is_not_dealt_out_unsaid(
         assert isinstance(caught.value.error, holdfast.MismatchError)
         assert len(caught.value.error.differences) == 1
         assert caught.value.error.differences[0].startswith(
-            'state["loader"]: each of 2 ranks saved a state of its own'
+            'state["loader"]: each of 2 ranks saved its own state'
         )
     assert ranks.run(dealt, uri, True, False, world=3) == [0, 10, 0]
 

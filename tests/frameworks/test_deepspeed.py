@@ -182,7 +182,7 @@ def test_what_is_not_known_of_deepspeed_is_refused_by_name(stage: int, tmp_path:
         "own making": ('state["model"]["0"]', "DeepSpeed ZeRO"),
     }
     if stage == 3:
-        expected["state dict"] = ('state["model"]', "put the engine of DeepSpeed itself")
+        expected["state dict"] = ('state["model"]', "put DeepSpeed's engine itself")
     for found in run(2, refused, str(tmp_path), stage):
         assert found.keys() == expected.keys()
         for name, (path, said) in expected.items():

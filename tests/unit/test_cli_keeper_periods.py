@@ -66,7 +66,7 @@ def test_periods_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
         (["--step=2s", "--cost=a=1s", "--rate=a=2h"], "--rate: '2h' is no rate"),
         (["--step=2s", "--cost=a=1s", "--rate=a=1/0s"], "--rate: '1/0s' is no rate"),
         (["--step=2s", "--cost=a=1s", "--rate=a=0/1h"], "a: a rate of 0.0 per second"),
-        (["--step=soon", "--cost=a=1s", "--rate=a=1/1h"], "--step: 'soon' is no duration"),
+        (["--step=soon", "--cost=a=1s", "--rate=a=1/1h"], "--step: 'soon' is not a duration"),
         (["--step=0s", "--cost=a=1s", "--rate=a=1/1h"], "a step of 0.0 seconds"),
     ],
 )

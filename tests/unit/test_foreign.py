@@ -223,7 +223,7 @@ def test_a_mark_that_comes_after_a_save_is_seen(tmp_path: Path) -> None:
         (lambda: AsyncCollectiveTensor(torch.ones(3)), "tensor.wait()"),
         (
             lambda: nested_tensor([torch.ones(3)], layout=torch.jagged),
-            "the tensors that it is made of",
+            "Pass its inner tensors",
         ),
         (lambda: LocalShardsWrapper([torch.ones(2, 2)], [(0, 0)]), "DTensor"),
     ],

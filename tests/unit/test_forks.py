@@ -281,13 +281,13 @@ def test_a_child_is_told_that_a_save_is_its_parents(serve: Serve) -> None:
         assert ended.done()
         ended.wait(5)
         for question in (pending.wait, pending.done, pending.durable.wait):
-            with pytest.raises(holdfast.UsageError, match="under way in the parent process"):
+            with pytest.raises(holdfast.UsageError, match="running in the parent process"):
                 question()
 
         async def awaits() -> None:
             await pending
 
-        with pytest.raises(holdfast.UsageError, match="under way in the parent process"):
+        with pytest.raises(holdfast.UsageError, match="running in the parent process"):
             start(awaits()).result(5)
 
     assert in_a_fork(ask) == ""

@@ -82,7 +82,7 @@ def test_groups_that_cannot_be_are_refused_by_name() -> None:
         groups(apart(2), 4, 2)
     with pytest.raises(ValueError, match="a group of 2 hosts cannot lose 2 of them; it needs 3"):
         groups(apart(8), 2, 2)
-    with pytest.raises(ValueError, match="a host is named twice"):
+    with pytest.raises(ValueError, match="a host is listed twice"):
         groups([*apart(3), HostDomain("h00", "x")], 4, 1)
 
 
@@ -107,7 +107,7 @@ def test_a_choice_never_fails() -> None:
     assert "4 hosts in 1 failure domains" in alone.reason
     with pytest.raises(ValueError, match="4 hosts in 1 failure domains"):
         protection(hosts(*"aaaa"), "copy")
-    with pytest.raises(ValueError, match="'raid' is none of auto, off, copy, xor, pq"):
+    with pytest.raises(ValueError, match="'raid' is not one of auto, off, copy, xor, pq"):
         protection(apart(4), "raid")  # type: ignore[arg-type]
 
 

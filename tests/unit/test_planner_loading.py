@@ -206,10 +206,10 @@ def test_tables_of_different_width_meet() -> None:
 def test_incomplete_tables_are_refused() -> None:
     """A target that shards do not cover, or cover twice, raises and names the tensor."""
     half = stored(((0,), (4,), 0, 0))
-    with pytest.raises(ValueError, match="w: of 8 elements wanted the shards have 4"):
+    with pytest.raises(ValueError, match="w: the shards have 4 of 8 wanted elements"):
         plan(one_tensor(8), half, wanted(((0,), (8,))), [64])
     twice = stored(((0,), (8,), 0, 0), ((2,), (3,), 0, 8))
-    with pytest.raises(ValueError, match="w: of 8 elements wanted the shards have 11"):
+    with pytest.raises(ValueError, match="w: the shards have 11 of 8 wanted elements"):
         plan(one_tensor(8), twice, wanted(((0,), (8,))), [64])
 
 

@@ -130,9 +130,9 @@ def test_what_can_be_stored_is_not_asked_for() -> None:
 @pytest.mark.parametrize(
     ("default", "said"),
     [
-        (plain, "is a function, which cannot be saved.*unknown kind"),
-        (lambda value: value, "function, of which default.* has made a function"),
-        (lambda value: {1}, "has made a set"),
+        (plain, "is a function, which can neither be saved nor.*unknown kind"),
+        (lambda value: value, "function, which default.* has converted to a function"),
+        (lambda value: {1}, "has converted to a set"),
         (None, "is a builtins.function"),
     ],
     ids=["type error", "itself", "another", "none"],
@@ -162,7 +162,7 @@ def test_it_may_not_lead_in_circles() -> None:
     class Loop:
         """Holds itself."""
 
-    with pytest.raises(holdfast.StateError, match="lead in a circle"):
+    with pytest.raises(holdfast.StateError, match="seem to be circular"):
         holdfast.save("memory://", {"a": Loop()}, default=lambda value: [value])
 
 

@@ -220,8 +220,8 @@ class WithState:
         ),
         (lambda: {"layers.w": torch.ones(1), "b": layer(0)}, "have the same name"),
         (lambda: {"b": layer(0), "layers.w": torch.ones(1)}, "have the same name"),
-        (lambda: [layer(0)], r"state\[0\].*a name of its own"),
-        (lambda: {"a": WithState()}, r'state\["a"\]\["w"\].*a name of its own'),
+        (lambda: [layer(0)], r"state\[0\].*its own name"),
+        (lambda: {"a": WithState()}, r'state\["a"\]\["w"\].*its own name'),
         (lambda: {"a": ShardedNovelty()}, r'state\["a"\] is a ShardedNovelty of Megatron'),
         (lambda: {"a": ShardedTensor("a", None, (1,), (0,))}, r'state\["a"\].* around a NoneType'),
         (

@@ -287,7 +287,7 @@ def test_a_stored_state_that_is_no_mapping_does_not_fit(stored: object) -> None:
     uri = fresh_uri()
     holdfast.save(uri, {"optim": Listed([net.weight], lr=0.5)})
     into = torch.optim.SGD([net.weight], lr=0.1)
-    with pytest.raises(holdfast.MismatchError, match="in place of the state of parameters"):
+    with pytest.raises(holdfast.MismatchError, match="instead of the state of parameters"):
         holdfast.load(uri, into={"optim": into}, strict=False)
     assert into.param_groups[0]["lr"] == 0.1
 
@@ -368,7 +368,7 @@ def test_the_state_of_a_parameter_that_no_group_has_is_refused() -> None:
     optim = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     optim.state[torch.ones(2)] = {"momentum_buffer": torch.ones(2)}
     with pytest.raises(
-        holdfast.StateError, match=r'state\["optim"\] has a state of a tensor .* in none of its'
+        holdfast.StateError, match=r'state\["optim"\] has a state for a tensor .* in none of its'
     ):
         holdfast.save(fresh_uri(), {"net": net, "optim": optim})
 

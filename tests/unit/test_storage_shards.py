@@ -35,9 +35,9 @@ def job_driver() -> MemoryDriver:
     [
         (lambda: Shard(torch.ones(2), shape=(2,)), "a box or a flat range"),
         (lambda: Shard(torch.ones(2), shape=(2,), offset=(0,), flat=(0, 2)), "a box or a flat"),
-        (lambda: Shard(torch.ones(3), shape=(2, 1), flat=(0, 3)), "no range of the 2 elements"),
-        (lambda: Shard(torch.ones(1), shape=(2,), flat=(2, 1)), "no range"),
-        (lambda: Shard(torch.ones(1), shape=(2,), flat=(-1, 0)), "no range"),
+        (lambda: Shard(torch.ones(3), shape=(2, 1), flat=(0, 3)), "not a range of the 2 elements"),
+        (lambda: Shard(torch.ones(1), shape=(2,), flat=(2, 1)), "not a range"),
+        (lambda: Shard(torch.ones(1), shape=(2,), flat=(-1, 0)), "not a range"),
         (lambda: Shard(torch.ones(4), shape=(2, 3), flat=(0, 3)), "3 elements, and the tensor"),
         (lambda: Shard(torch.ones(3, 1), shape=(2, 3), flat=(0, 3)), r"shape \[3, 1\].*view"),
         (lambda: Shard(torch.ones(2, 3), shape=(4, 3), offset=(3, 0)), "sticks out"),

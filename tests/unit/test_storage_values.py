@@ -165,7 +165,7 @@ TYPES: dict[str, tuple[Any, str]] = {
     "masked": (np.ma.array(ARRAY, mask=[0, 1]), "masked array, whose mask would be lost"),
     "subclass": (ARRAY.view(Marked), "is a Marked, and would come back"),
     "scalar": (np.zeros(()).view(Marked), "is a Marked, and would come back"),
-    "chain": (MAPS, "is a ChainMap, whose dicts would become one"),
+    "chain": (MAPS, "is a ChainMap, whose dicts would be merged"),
 }
 
 

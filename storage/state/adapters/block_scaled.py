@@ -70,8 +70,8 @@ def _offsets(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> t
     if len(pieces) != 1 or not of_rows or local.shape[0] * _parts(tensor) != whole[0]:
         raise StateError(
             f"{path()} is a {type(local).__name__} in a DTensor of shape {list(whole)} and "
-            f"{tensor.placements}, of which ranks have no equal numbers of whole rows",
-            advice="Divide the first dimension alone, into equal parts; or use an optimizer whose "
+            f"{tensor.placements}, whose ranks do not have equal numbers of whole rows",
+            advice="Split only the first dimension, into equal parts; or use an optimizer whose "
             "state is not quantized.",
         )
     return tuple(of_rows[0].box.offsets)

@@ -101,7 +101,7 @@ class DTensorAdapter:
                 f"{path()} holds a local tensor of shape {tuple(local.shape)}, but "
                 f"{tensor.placements} of shape {tuple(tensor.shape)} imply {layout.local_shape}",
                 advice=(
-                    "This release does not know how this tensor is laid out. Redistribute it "
+                    "This release does not support the layout of this tensor. Redistribute it "
                     "evenly."
                 ),
             )
@@ -176,8 +176,8 @@ def _check_hooks(
         raise StateError(
             f"{path()} is a DTensor whose hooks {said}, but {tensor.placements} of shape "
             f"{tuple(tensor.shape)} imply "
-            f"{_text(implied)}: it has a layout that this release does not know, such as that of "
-            f"Megatron-FSDP",
+            f"{_text(implied)}: it has a layout that this release does not support, such as "
+            f"Megatron-FSDP's",
             advice="Redistribute it to Shard or Replicate, or shard with fully_shard (FSDP2).",
         )
 
@@ -281,6 +281,6 @@ def _placement(placement: object, path: Callable[[], str]) -> Placement:
     if isinstance(placement, Shard):
         return Split(int(placement.dim))
     raise StateError(
-        f"{path()} has the placement {placement}, which is no layout",
+        f"{path()} has the placement {placement}, which is not a layout",
         advice="Redistribute it to Shard or Replicate before saving.",
     )

@@ -131,8 +131,8 @@ class FlatPart:
         elif value.numel() == self.piece.numel and value.is_contiguous():
             return self._range(value.detach().view(-1))
         raise StateError(
-            f"{path} is a tensor of shape {list(value.shape)}, which is not that of what "
-            f"{self.unit.framework} has of its parameter on this rank",
+            f"{path} is a tensor of shape {list(value.shape)}, which is not the shape of this "
+            f"rank's part of the parameter in {self.unit.framework}",
             advice="Shard with fully_shard (FSDP2).",
         )
 
@@ -166,7 +166,7 @@ def _refuse_own_making(module: torch.nn.Module, framework: str, path: str) -> No
     own = any(getattr(type(module), m) is not getattr(torch.nn.Module, m) for m in STATE_METHODS)
     if own or has_state_hooks(module):
         raise StateError(
-            f"{path} is a {type(module).__name__} with code of its own for its state dict, within "
+            f"{path} is a {type(module).__name__} that customizes its state dict, within "
             f"{framework}",
             advice="Shard with fully_shard (FSDP2).",
         )
@@ -199,7 +199,7 @@ class FlatStates:
         if entry.shape != part.shape:
             raise MismatchError(
                 f"{'.'.join(map(str, entry.keys))}: shape {list(entry.shape)} in the checkpoint; "
-                f"{part.unit.framework} can hold that of its parameter alone, {list(part.shape)}"
+                f"{part.unit.framework} requires the shape of the parameter, {list(part.shape)}"
             )
         whole = self._of(part.owner, entry)
         shard = part.of(whole) if part.piece.original is None else part._range(whole.view(-1))
@@ -246,8 +246,8 @@ def joined(states: Sequence[object], unit: Unit, path: str) -> object:
         return first.whole
     if any(not _same(first, other) for other in states[1:]):
         raise StateError(
-            f"{path} differs between parameters that {unit.framework} joins, and can have one "
-            f"value only",
+            f"{path} differs between parameters that {unit.framework} joins, and can have only "
+            f"one value",
             advice=unit.apart,
         )
     return first

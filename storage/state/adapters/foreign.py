@@ -39,42 +39,41 @@ class _Layout:
 
 
 _FSDP1 = _Layout(
-    "is sharded by FSDP1 (torch's FullyShardedDataParallel), and only its module knows what it "
-    "holds of which parameter",
-    "Put the module that FSDP1 has wrapped into the state, as it is, beside its optimizer: "
+    "is sharded by FSDP1 (torch's FullyShardedDataParallel), and only its module knows which part "
+    "of which parameter it holds",
+    "Put the module wrapped by FSDP1 into the state, next to its optimizer: "
     '{"model": model, "optim": optimizer}.',
 )
 _FAIRSCALE = _Layout(
     "is sharded by fairscale's FullyShardedDataParallel, whose flat parameters this release does "
-    "not know",
+    "not support",
     "Shard with torch's fully_shard (FSDP2), or pass its full state_dict().",
 )
 _SHARDED_TENSOR = _Layout(
-    "is a ShardedTensor in the place of a parameter, as torch's old sharding API makes it, which "
-    "this release does not know",
+    "is a ShardedTensor in place of a parameter, as created by torch's old sharding API, which "
+    "this release does not support",
     "Use DTensors; or pass the ShardedTensors themselves, in a dict.",
 )
 _ZERO3 = _Layout(
     "is partitioned by DeepSpeed ZeRO-3: it is a placeholder, and only the engine knows where its "
     "elements are",
-    "Put the engine itself into the state, in place of what it wraps. Where it is refused too, use "
+    "Put the engine itself into the state, instead of its module. If it is refused too, use "
     "engine.save_checkpoint.",
 )
 _ZERO3_LOADED = _Layout(
     "is partitioned by DeepSpeed ZeRO-3, and only the engine knows where its elements are",
-    "Put the engine itself into the state, in place of what it wraps. Where it is refused too, use "
+    "Put the engine itself into the state, instead of its module. If it is refused too, use "
     "engine.load_checkpoint.",
 )
 _MASTERS = _Layout(
-    "has a master copy in a DeepSpeed optimizer, from which the next step would overwrite what is "
-    "loaded",
-    "Put the engine itself into the state, in place of what it wraps. Where it is refused too, "
-    "load into engine.module.state_dict(), and call engine.optimizer.refresh_fp32_params() after "
-    "that.",
+    "has a master copy in a DeepSpeed optimizer, which would overwrite the loaded values in the "
+    "next step",
+    "Put the engine itself into the state, instead of its module. If it is refused too, load into "
+    "engine.module.state_dict(), and then call engine.optimizer.refresh_fp32_params().",
 )
 _DEEPSPEED_OPTIMIZER = _Layout(
-    "is an optimizer of DeepSpeed whose flat partitions this release does not know",
-    "Keep it with engine.save_checkpoint and engine.load_checkpoint.",
+    "is an optimizer of DeepSpeed whose flat partitions this release does not support",
+    "Use engine.save_checkpoint and engine.load_checkpoint.",
 )
 _STEPS_MASTERS = _Layout(
     "is an optimizer that DeepSpeed has wrapped, and has flat partitions in place of parameters",
@@ -85,11 +84,11 @@ _WITHOUT_ENGINE = _Layout(
     "Put the engine into the state too, or use engine.save_checkpoint.",
 )
 _MEGATRON_MASTERS = _Layout(
-    "has a master copy in an optimizer of Megatron, from which the next step would overwrite what "
-    "is loaded",
+    "has a master copy in an optimizer of Megatron, which would overwrite the loaded values in "
+    "the next step",
     "Load the master copies, too: optimizer_state(optimizer, model_state), from "
-    "holdfast.storage.integrations.megatron. Or load into module.state_dict(), and call "
-    "optimizer.reload_model_params() after that.",
+    "holdfast.storage.integrations.megatron. Or load into module.state_dict(), and then call "
+    "optimizer.reload_model_params().",
 )
 _MEGATRON_OPTIMIZER = _Layout(
     "is an optimizer of Megatron whose state_dict() leaves out the moments and the master copies "
@@ -97,8 +96,8 @@ _MEGATRON_OPTIMIZER = _Layout(
     "Pass optimizer_state(optimizer, model_state), from holdfast.storage.integrations.megatron.",
 )
 _SHARD_HOOKS = _Layout(
-    "is a part of a larger tensor, as its hook __create_chunk_list__ tells, in a layout that this "
-    "release does not know",
+    "is part of a larger tensor, according to its hook __create_chunk_list__, in a layout that "
+    "this release does not support",
     "Pass it as a DTensor, or give it all hooks of torch.distributed._checkpointable.",
 )
 
@@ -231,7 +230,7 @@ def _refuse_engine(walked: Walked, path: str, loading: bool) -> None:
         if unknown is not None:
             raise StateError(
                 f"{path} is an engine of DeepSpeed with {unknown}, which this release does not "
-                f"know",
+                f"support",
                 advice="Use engine.save_checkpoint and engine.load_checkpoint.",
             )
     elif walked.engine is not None:

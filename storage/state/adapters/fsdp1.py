@@ -54,14 +54,14 @@ def check_at_rest(flat: Sequence[FlatPart], path: str, *, loading: bool) -> None
 def _check(unit: FlatUnit, piece: FlatPiece, where: str) -> None:
     if not unit.is_at_rest:
         raise StateError(
-            f"{where} is a parameter of FSDP1 (torch's FullyShardedDataParallel) that is gathered "
-            f"at the moment",
+            f"{where} is a parameter of FSDP1 (torch's FullyShardedDataParallel) that is "
+            f"currently gathered",
             advice="Save and load outside of summon_full_params, forward and backward.",
         )
     if not piece.is_regular:
         raise StateError(
             f"{where} is a parameter of FSDP1 (torch's FullyShardedDataParallel) that is not "
             f"contiguous, or a DTensor, and is flattened in an order that this release does not "
-            f"know",
+            f"support",
             advice="Shard with fully_shard (FSDP2), or make it contiguous before it is wrapped.",
         )

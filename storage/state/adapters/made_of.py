@@ -128,7 +128,7 @@ def _described(value: object, path: str) -> object:
     except StateError as error:
         raise StateError(
             f"{path} is a tensor made of tensors, whose context holds a "
-            f"{type(value).__qualname__}, of which there is no description"
+            f"{type(value).__qualname__}, which cannot be described"
         ) from error
 
 
@@ -184,11 +184,11 @@ def with_present(
 def _problem(state: object, present: object) -> str | None:
     """Return why the stored ``state`` does not match the tensor ``present``; None if it does."""
     if not isinstance(state, Mapping) or DESCRIPTION not in state:
-        return f"no {type(present).__qualname__} in the checkpoint, but something else"
+        return f"something other than a {type(present).__qualname__} in the checkpoint"
     if not is_made_of(present):
         return (
-            f"a tensor made of tensors in the checkpoint, {state[DESCRIPTION]}, and there is none "
-            f"yet that could be filled (an optimizer makes them in its first step)"
+            f"a tensor made of tensors in the checkpoint, {state[DESCRIPTION]}, but none in the "
+            f"state that could be filled (an optimizer creates them in its first step)"
         )
     parts = parts_by_name(present, "")
     description = parts.pop(DESCRIPTION)

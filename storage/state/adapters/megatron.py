@@ -134,8 +134,8 @@ def megatron_kind(item: object) -> str:
 def misplaced(item: object, path: str) -> StateError:
     """Return the error for an item at a place without a dict for its key."""
     return StateError(
-        f"{path} is a {megatron_kind(item)} of Megatron, which is stored under a name of its own",
-        advice="Pass a dict, with what sharded_state_dict() returns, in dicts and lists alone.",
+        f"{path} is a {megatron_kind(item)} of Megatron, which is stored under its own name",
+        advice="Pass a dict that has the result of sharded_state_dict() in dicts and lists only.",
     )
 
 
@@ -154,7 +154,7 @@ def keyed_parts_of(item: Any, path: Callable[[], str], *, loading: bool) -> list
     if kind == "LocalNonpersistentObject":
         return []
     raise StateError(
-        f"{path()} is a {kind} of Megatron, which this release does not know",
+        f"{path()} is a {kind} of Megatron, which this release does not support",
         advice="Use Megatron's dist_checkpointing with HoldfastSaveStrategy.",
     )
 

@@ -142,8 +142,8 @@ def _said_of_orphans(orphans: Sequence[str]) -> str:
         shown += f" and {len(orphans) - 5} more"
     return (
         f"{shown}: in no module of the state. Their optimizer state is stored by number, that of "
-        f"all other parameters by name. If a layer was replaced after the optimizer was made, "
-        f"the optimizer does not train the new one: make it anew, and load with strict=False"
+        f"all other parameters by name. If a layer was replaced after the optimizer was created, "
+        f"the optimizer does not train the new layer: create it again, and load with strict=False"
     )
 
 
@@ -201,9 +201,9 @@ def refuse_unknown(optimizer: torch.optim.Optimizer, path: str) -> None:
         vars(optimizer).get("optim"), torch.optim.Optimizer
     ):
         raise StateError(
-            f"{path} is a ZeroRedundancyOptimizer that steps within the backward of "
-            f"DistributedDataParallel, by an optimizer without a state dict",
-            advice="Make it without overlap_with_ddp.",
+            f"{path} is a ZeroRedundancyOptimizer that steps during the backward pass of "
+            f"DistributedDataParallel, with an inner optimizer that has no state dict",
+            advice="Create it without overlap_with_ddp.",
         )
 
 
@@ -242,7 +242,7 @@ def _check_states(optimizer: torch.optim.Optimizer, path: str) -> None:
         if isinstance(key, torch.Tensor):
             if id(key) not in known:
                 raise StateError(
-                    f"{path} has a state of a tensor of shape {tuple(key.shape)} that is in none "
+                    f"{path} has a state for a tensor of shape {tuple(key.shape)} that is in none "
                     f"of its parameter groups",
                     advice="Delete it from optimizer.state, or add the tensor to a group.",
                 )
@@ -250,7 +250,7 @@ def _check_states(optimizer: torch.optim.Optimizer, path: str) -> None:
             raise StateError(
                 f"{path}: optimizer.state has the key {key}, which is also the number of a "
                 f"parameter",
-                advice="Use a string as the key of what belongs to no parameter.",
+                advice="Use a string as the key of a state that belongs to no parameter.",
             )
 
 

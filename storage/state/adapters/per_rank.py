@@ -59,7 +59,8 @@ class PerRank:
     def __init__(self, value: Any, rule: Rule = "keep") -> None:
         if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
             raise UsageError(
-                f"a {type(value).__name__} is no value of one rank", advice="Save it as it is."
+                f"a {type(value).__name__} does not belong to one rank",
+                advice="Save it without PerRank.",
             )
         if not callable(rule) and rule not in _NAMED:
             raise UsageError(

@@ -50,7 +50,7 @@ class Shard:
             raise UsageError(f"a Shard of a {type(tensor).__name__}", advice="Pass a torch tensor.")
         if isinstance(tensor, DTensor):
             raise UsageError(
-                "a Shard of a DTensor, which says by itself what it holds",
+                "a Shard of a DTensor, which already knows the part that it holds",
                 advice="Pass the DTensor as it is, or its to_local().",
             )
         if (offset is None) == (flat is None):
@@ -88,13 +88,13 @@ def _checked_range(
     numel = math.prod(shape)
     if not 0 <= start <= stop <= numel:
         raise UsageError(
-            f"flat=({start}, {stop}) is no range of the {numel} elements of a tensor of shape "
+            f"flat=({start}, {stop}) is not a range of the {numel} elements of a tensor of shape "
             f"{list(shape)}",
             advice="Give the first element and the one past the last, of the whole tensor.",
         )
     if tensor.ndim != 1:
         raise UsageError(
-            f"a flat range is in a tensor of one dimension, and this one has shape "
+            f"a flat range needs a tensor of one dimension, and this one has shape "
             f"{list(tensor.shape)}",
             advice="Pass tensor.view(-1).",
         )
@@ -102,7 +102,7 @@ def _checked_range(
         raise UsageError(
             f"flat=({start}, {stop}) is {stop - start} elements, and the tensor has "
             f"{tensor.numel()}",
-            advice="Pass the part alone, without the padding of its buffer: buffer[:n].",
+            advice="Pass only the part, without the padding of its buffer: buffer[:n].",
         )
     return _flat_layout(shape, start, stop)
 
@@ -115,7 +115,7 @@ def _checked_box(
         raise UsageError(
             f"a part of shape {list(lengths)} at {list(offset)} of a tensor of shape "
             f"{list(shape)}: their numbers of dimensions differ",
-            advice="A part of a flattened tensor is given by flat=(start, stop).",
+            advice="Use flat=(start, stop) for a part of a flattened tensor.",
         )
     if any(
         at < 0 or at + length > size

@@ -79,7 +79,7 @@ def _placement(
             return Split(dim, sections)
     raise StateError(
         f"{path()} of shape {shape} has veScale's placement {placement!r} over {parts} ranks, "
-        f"which is no layout that this release knows",
+        f"a layout that this release does not support",
         advice="Redistribute it to Shard or Replicate before saving.",
     )
 
@@ -94,6 +94,6 @@ def _check_sections(placements: Sequence[Placement], tensor: Any, path: Callable
         if split.stride > 1 and sum(other.dim == split.dim for other in splits) > 1:
             raise StateError(
                 f"{path()} has veScale's placements {tensor.placements}, which split dimension "
-                f"{split.dim} twice, once in sections: no layout that this release knows",
+                f"{split.dim} twice, once in sections: a layout that this release does not support",
                 advice="Redistribute it to Shard or Replicate before saving.",
             )
