@@ -163,11 +163,11 @@ DATES = {
 }
 
 
-@pytest.mark.parametrize("dates", DATES)
+@pytest.mark.parametrize("dates", ["2010, always", "a day ahead"])
 def test_no_save_aborts_its_own_upload(dates: str, root: str, store: OddStore) -> None:
     """Whatever the store says of when an upload began."""
     store.initiated_s = DATES[dates]
-    for _ in range(3):
+    for _ in range(2):
         holdfast.save(below(root, "step-1"), LARGE)
     assert difference(holdfast.load(below(root, "step-1")), LARGE) is None
     assert store.aborted == []
