@@ -87,15 +87,26 @@ async def collect_others(
     for other, files in survey.files.items():
         if other in (attempt, spare) or other.id == survey.current:
             continue
-        silent_s = survey.now_s - files.written_s
-        # Some storages return whole seconds for one object and fractions in lists: never negative.
-        if max(0.0, silent_s) < idle_s:
+        # Some storages give whole seconds for one object and fractions in a list: not below zero.
+        silent_s = max(0.0, survey.now_s - files.written_s)
+        if silent_s < idle_s:
             continue
-        if not driver.traits.exclusive_is_atomic:
-            if silent_s > max(survey.grace_s, limits.IDLE_S):
-                await delete_attempt(driver, other)
-            continue
-        await abort_and_delete(driver, other, files.has_record, survey.now_s, survey.grace_s)
+        try:
+            await _collect_one(driver, other, survey, silent_s)
+        except StorageError as error:
+            if error.temporary or silent_s <= limits.IDLE_S:
+                raise  # it may be alive, and commit later
+            _log.warning("leftovers of attempt %s cannot be deleted: %s", other.id, error)
+
+
+async def _collect_one(driver: Driver, attempt: Attempt, survey: Survey, silent_s: float) -> None:
+    """Delete an attempt, which is not the checkpoint, if it certainly never will be. Raises
+    StorageError."""
+    if driver.traits.exclusive_is_atomic:
+        has_record = survey.files[attempt].has_record
+        await abort_and_delete(driver, attempt, has_record, survey.now_s, survey.grace_s)
+    elif silent_s > max(survey.grace_s, limits.IDLE_S):
+        await delete_attempt(driver, attempt)
 
 
 async def abort_and_delete(

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 
 import holdfast
 from holdfast.storage.integrations.newest import newest_checkpoint
+from holdfast.storage.protocol import limits
 
 NOBODY = 65534
 STATE = {"w": torch.arange(5.0)}
@@ -373,3 +375,40 @@ def test_a_folder_that_cannot_be_pruned_leaves_the_others_pruned(
         assert [x.path for x in report.leftovers] == ["step-00000003"]
         assert "the folder step-00000002 cannot be pruned" in caplog.text
         assert train(folder, 2) == 3
+
+
+def add_attempt(data: Path, number: int, age_s: float, *, odd: bool) -> str:
+    """Add an attempt with one file of that age; an odd one has a link for its record."""
+    attempt = data / f"20200101T000000-{number:08x}"
+    attempt.mkdir()
+    (attempt / "0.safetensors").write_bytes(b"0")
+    written_s = time.time() - age_s
+    os.utime(attempt / "0.safetensors", (written_s, written_s))
+    if odd:
+        (attempt / "fate").symlink_to("nothing")
+    return attempt.name
+
+
+def test_attempts_are_collected_each_by_its_own_age(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pruning deletes those that are silent for a day. One that cannot be deleted keeps neither
+    the others nor a save of the step, unless it is young, and may be alive."""
+    data = folder / "step-00000003/data"
+    current = next(data.iterdir()).name
+    ages_s = [limits.IDLE_S + 60, limits.IDLE_S - 60]
+    old_odd, young_odd = (add_attempt(data, n, age_s, odd=True) for n, age_s in enumerate(ages_s))
+    old, young = (add_attempt(data, 2 + n, age_s, odd=False) for n, age_s in enumerate(ages_s))
+    hand_over(folder)
+    with as_nobody():
+        report = holdfast.prune(folder)
+        assert [x.attempt for x in report.leftovers] == [old]
+        assert {path.name for path in data.iterdir()} == {current, old_odd, young_odd, young}
+        assert f"leftovers of attempt {old_odd} cannot be deleted" in caplog.text
+        with pytest.raises(holdfast.AccessError, match=young_odd):
+            holdfast.save(data.parent, STATE, step=3)
+        (data / young_odd / "fate").unlink()
+        holdfast.save(data.parent, STATE, step=3)
+        assert torch.equal(holdfast.load(data.parent)["w"], STATE["w"])
+    assert len([*data.iterdir()]) == 2
+    assert (data / old_odd).exists()
