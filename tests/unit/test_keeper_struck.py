@@ -120,8 +120,14 @@ HOLDERS = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "name"), HOLDERS)
-@pytest.mark.parametrize("flip", [flip_image, flip_label])
+FLIPS = [
+    pytest.param(flip, *holder.values, marks=[*holder.marks, *[pytest.mark.drill] * rare])
+    for holder in HOLDERS
+    for flip, rare in ((flip_image, False), (flip_label, holder.values[0] != "xor"))
+]
+
+
+@pytest.mark.parametrize(("flip", "mode", "name"), FLIPS)
 def test_a_bit_flip_on_one_host_is_repaired_from_parity(
     mode: str, name: str, flip: Callable[[KeptHosts, str], None]
 ) -> None:
@@ -147,7 +153,7 @@ def test_damaged_parity_is_left_out_or_an_older_step_is_taken(mode: str, name: s
         assert any("does not match its label" in problem for problem in problems)
 
 
-@pytest.mark.parametrize(("mode", "struck"), [("copy", "b"), ("xor", "b"), ("xor", "bc")])
+@pytest.mark.parametrize(("mode", "struck"), [("copy", "b"), ("xor", "bc")])
 def test_a_label_is_read_from_any_member_that_has_an_intact_copy(mode: str, struck: str) -> None:
     """Even from the host whose image is damaged."""
 
@@ -163,7 +169,7 @@ def test_a_label_is_read_from_any_member_that_has_an_intact_copy(mode: str, stru
 
 @pytest.mark.parametrize(
     ("mode", "flipped", "step"),
-    [("copy", "ab", 1), ("xor", "ab", 1), ("pq", "ac", 2), ("pq", "bd", 2), ("pq", "abc", 1)],
+    [("copy", "ab", 1), ("xor", "ab", 1), ("pq", "ac", 2), ("pq", "abc", 1)],
 )
 def test_parity_repairs_as_many_images_as_it_can(mode: str, flipped: str, step: int) -> None:
     """With more damage than that, the resume takes the older step."""

@@ -166,10 +166,16 @@ def undecodable(folder: Path) -> None:
         pass
 
 
+def no_checkpoints(folder: Path) -> None:
+    """Add everything that cannot be a checkpoint."""
+    for add in (dangling_link, circular_link, pipe, listening, folder_for_manifest, undecodable):
+        add(folder)
+
+
 ODD = [
     unreadable_folder, unreadable_step, unreadable_data, unreadable_manifest, linked_image,
-    linked_manifest, circular_manifest, pipe_for_manifest, folder_in_place_of_manifest, dangling_link,
-    circular_link, pipe, listening, folder_for_manifest, undecodable,
+    linked_manifest, circular_manifest, pipe_for_manifest, folder_in_place_of_manifest,
+    no_checkpoints,
 ]  # fmt: skip
 
 
