@@ -108,7 +108,7 @@ async def at_most(limit: int, coroutines: Iterable[Coroutine[Any, Any, None]]) -
 async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run all coroutines concurrently; when one fails or is cancelled, cancel the others.
 
-    The first failure is raised after all have ended. A cancellation of the caller is handled alike.
+    The first failure is raised after all have ended. The same holds if the caller is cancelled.
     """
     tasks: list[asyncio.Future[None]] = []
     first: asyncio.Future[None] | None = None

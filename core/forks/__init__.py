@@ -1,1 +1,1 @@
-"""Helpers for forked children, which start with fresh locks, groups of tasks and cached values."""
+"""Helpers for forked children: fresh locks, inherited process groups, cached values."""

@@ -64,7 +64,7 @@ _closing: set[asyncio.Task[None]] = set()
 _lock = new_lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
-"""None while there is a loop means that the interpreter is shutting down: callers run the loop."""
+"""None although there is a loop: the interpreter is shutting down, and callers run the loop."""
 _driving = new_lock()
 """Held by the caller that runs the loop."""
 _parents_loops: list[asyncio.AbstractEventLoop] = []

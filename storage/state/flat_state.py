@@ -60,7 +60,7 @@ class FlatState:
     placeholders: Mapping[str, str] = field(default_factory=dict)
     """Tensors without elements that stand in for others: the reason, by path. Empty for a load."""
     made_of: set[int] = field(default_factory=set)
-    """Containers that represent tensors made up of inner tensors."""
+    """Containers that represent composite tensors."""
     without_memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """For a load: the modules' tensors that have no memory yet, by name."""
     layout_id: object | None = None

@@ -4,7 +4,7 @@ At the moment of the snapshot, pages that hold bytes of a single tensor only are
 (:mod:`.write_tracking`). Everything else is copied: small tensors, tensors known to be written to
 soon, and the first and last bytes of large tensors, which share their pages with other memory.
 Later, :meth:`HostSnapshot.copy` reads the armed pages and then asks whether they are still clean.
-If so, the bytes are those of the snapshot. If not, the snapshot's bytes are lost and it raises.
+If so, the bytes are those of the snapshot. If not, those are lost, and it raises ChangedError.
 
 Memory that others may write to unnoticed is not armed: files, shared memory, device memory, or all
 memory if the kernel does not track writes. Its digests are taken at the snapshot, and later reads
@@ -322,8 +322,7 @@ class HostSnapshot:
         return self._arm_one_by_one(self._tracker, self._exact)
 
     def _arm_one_by_one(self, tracker: WriteTracker, ranges: Sequence[Range]) -> list[Range]:
-        """Arm each of ``ranges`` that no other snapshot tracks, if the kernel can arm it. Returns
-        those."""
+        """Arm the ranges that no other snapshot tracks, as far as the kernel can. Returns them."""
         theirs = tracker.claimed_by_others(self)
         ours = [range_ for range_ in ranges if not touches(theirs, range_)]
         if not tracker.claim(self, ours):
@@ -379,7 +378,7 @@ class HostSnapshot:
     def _changed_wholes(self) -> set[int]:
         """Read the wholly copied regions again, and repeat the copy of changed regions.
 
-        Returns the rows of the latter.
+        Returns the rows that have changed.
         """
         copied = list(self._whole)
         again = self._digests_of(copied)

@@ -218,7 +218,7 @@ class LazyCapture:
         return data, None
 
     def settle(self, doubts: Sequence[Doubt]) -> None:
-        """Raise SaveError if any of ``doubts`` proves true. Waits for the device."""
+        """Raise SaveError if any copy in ``doubts`` proves wrong. Waits for the device."""
         for doubt in doubts:
             if not bool(doubt.same):
                 raise self._error(doubt.row)

@@ -73,9 +73,10 @@ def build_object_state(
     source: Source,
     path: TypedPath,
 ) -> ObjectState:
-    """Build the state at ``path`` for the object of ``subtree``; its empty tensors join the wanted.
+    """Build the state at ``path`` for the object of ``subtree``.
 
-    Raises KeyError if nothing is stored there.
+    Its tensors are still empty, and are added to ``source.wanted``. Raises KeyError if nothing is
+    stored there.
     """
     restored = _restored(subtree, modules, source, path)
     if not restored.mismatched and not takes(subtree.owner, restored.state):

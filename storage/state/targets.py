@@ -347,8 +347,7 @@ def _match_values(found: Match, flat: FlatState, stored: Tree, rank: int) -> Non
 def _compare_descriptions(
     found: Match, flat: FlatState, present: Value, stored: Value, rank: int
 ) -> None:
-    """Report an item made up of tensors if its kind differs: the inner tensors would mean
-    nothing."""
+    """Report a composite tensor of another kind, whose inner tensors would mean nothing."""
     ours = present.of(rank)
     theirs = stored.of(rank)
     if not agrees(theirs, ours):

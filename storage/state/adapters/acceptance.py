@@ -1,7 +1,7 @@
 """Checks whether an object accepts the state stored for it.
 
 The check runs before anything is filled: the state's tensors exist, but have no contents yet.
-Objects with their own code decide themselves which dicts they accept.
+An object with its own ``load_state_dict`` decides itself which dicts it accepts.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Entry:
 
 
 Allocate = Callable[[Entry], torch.Tensor | Shard | InParts | None]
-"""Returns the tensor to fill with an entry; None if this rank has no place for it."""
+"""Function that returns the tensor to fill with an entry; None if this rank has no place for it."""
 
 
 def value_at(present: object, keys: Sequence[object]) -> object:

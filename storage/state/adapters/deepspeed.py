@@ -62,7 +62,7 @@ def engine_of(module: torch.nn.Module) -> Any | None:
 
 
 def zero_of(value: object) -> Zero | None:
-    """Return access to ``value`` if it is a ZeRO optimizer of a known kind."""
+    """Return the bookkeeping of ``value`` if it is a ZeRO optimizer of a known kind."""
     books = _KINDS.get(_kind(type(value)))
     return None if books is None else Zero(value, books)
 
@@ -82,7 +82,7 @@ class _Masters:
 
 
 class Zero:
-    """Access to a ZeRO optimizer's bookkeeping."""
+    """A ZeRO optimizer's bookkeeping."""
 
     def __init__(self, optimizer: Any, books: _Books) -> None:
         self.optimizer = optimizer

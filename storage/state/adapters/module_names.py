@@ -74,7 +74,7 @@ class Walked:
 
     @cached_property
     def zero(self) -> Zero | None:
-        """Access to the engine's ZeRO optimizer."""
+        """The bookkeeping of the engine's ZeRO optimizer."""
         return None if self.engine is None else zero_of(vars(self.engine).get("optimizer"))
 
     @cached_property

@@ -66,8 +66,8 @@ _warned: WeakSet[torch.optim.Optimizer] = WeakSet()
 class OptimizerParameters:
     """The parameters of an optimizer, as a checkpoint has them.
 
-    ``by_owner``: the parameters contained in one of the optimizer's, by id of the latter, unless
-    that is just itself. ``keys``: possible keys of each in the checkpoint, by id. ``orphans``:
+    ``by_owner``: by id of a parameter of the optimizer, the parameters contained in it, unless it
+    is just itself. ``keys``: possible keys of each in the checkpoint, by id. ``orphans``:
     parameters that are in no module of the state while the others have names, as texts for people.
     """
 
@@ -77,7 +77,7 @@ class OptimizerParameters:
     orphans: Sequence[str] = ()
 
     def held_in(self, owner: torch.Tensor) -> Sequence[Held]:
-        """Return the parameters contained in ``owner``, one of the optimizer's."""
+        """Return the parameters contained in ``owner``, a parameter of the optimizer."""
         return self.by_owner.get(id(owner), [owner])
 
 
