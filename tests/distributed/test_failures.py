@@ -18,6 +18,7 @@ from support.rank_tasks import (
     failing_save,
     halting_save,
     hide_folder,
+    interrupted_save,
     joining_save,
     load_with,
     overlapped,
@@ -83,6 +84,21 @@ def test_storage_that_fails_on_one_rank_is_told_to_all(
     assert all("no room left" in str(e) and e.took_s < 5 for e in raised)
     assert untouched(uri)
     assert all(took < 30 for took in ranks.run(save_with, uri, {0: OLD, 1: OLD, 2: OLD, 3: OLD}))
+    assert untouched(uri)
+
+
+def test_ctrl_c_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
+    """Also in the first call of a process: they learn at once which rank was interrupted. Nothing
+    is committed, and the next save of the same ranks works."""
+    uri = str(tmp_path / "c")
+    with RankProcesses(2) as pair:
+        own, other = errors(pair.outcomes(pair.begin(interrupted_save, uri, 1)))[::-1]
+        assert isinstance(own, KeyboardInterrupt)
+        assert isinstance(other, holdfast.RankFailedError)
+        assert (other.rank, other.took_s < 10) == (1, True)
+        assert "interrupted" in str(other)
+        assert files(uri) == []
+        pair.run(save_with, uri, {0: OLD, 1: OLD})
     assert untouched(uri)
 
 

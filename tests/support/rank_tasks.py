@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import random
+import signal
 import subprocess
 import threading
 import time
@@ -245,6 +247,24 @@ def halting_save(uri: str, rank: int, moment: str, sign: str, deadline_s: float)
             deadline_s=deadline_s,
         )
     )
+
+
+def interrupted_save(uri: str, rank: int) -> Any:
+    """Save. One rank gets Ctrl-C while it waits for its storage, which never answers."""
+    create = LocalDriver.create
+
+    async def hang(self: Any, key: str, nbytes: int) -> Any:
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(600)
+        return await create(self, key, nbytes)
+
+    LocalDriver.create = hang  # type: ignore[method-assign]
+    try:
+        own = {"own": torch.full((9,), dist.get_rank())}
+        return _timed(lambda: holdfast.save(uri, own, deadline_s=30))
+    finally:
+        LocalDriver.create = create  # type: ignore[method-assign]
 
 
 def failing_save(uri: str, rank: int, moment: str) -> Any:
