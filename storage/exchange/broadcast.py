@@ -96,7 +96,7 @@ async def _serve(team: Team, name: str, ranks: Sequence[int], listener: Listener
         accepting.cancel()
         cancelled = await wait_out([accepting])
         if not accepting.cancelled() and accepting.exception() is not None:
-            _log.warning("what was read could not be handed on: %s", accepting.exception())
+            _log.warning("cannot pass data on to other ranks: %s", accepting.exception())
         if cancelled is not None:
             raise cancelled
 
@@ -117,7 +117,7 @@ async def _received(shared: SharedObject, team: Team) -> memoryview | None:
         async with asyncio.timeout(CONNECT_ALL_TIMEOUT_S):
             connection = await connect(shared.address, team.rank, team.host)
     except (OSError, TimeoutError) as error:
-        _log.warning("what another rank has read is read again: %s", error)
+        _log.warning("cannot get data from another rank, reading it again: %s", error)
         return None
     try:
         if connection.window is None:
@@ -126,6 +126,6 @@ async def _received(shared: SharedObject, team: Team) -> memoryview | None:
     finally:
         connection.close()
     if await offload(digest, data) != shared.digest:
-        _log.warning("what another rank has read is read again: it is not what was announced")
+        _log.warning("data from another rank does not match its digest, reading it again")
         return None
     return data

@@ -111,7 +111,7 @@ class Exchange:
         try:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(
-                    self._group.team.watch(ranks, "what it reads for this one")
+                    self._group.team.watch(ranks, "data that it reads for this one")
                 )
                 await self._exchange(deliver)
                 watching.cancel()

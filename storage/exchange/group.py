@@ -101,7 +101,7 @@ class ExchangeGroup:
                     raise failure from error
                 await asyncio.sleep(REPORT_PAUSE_S)
             raise RankFailedError(
-                f"rank {rank} has left in the middle of the load, and has reported no error",
+                f"rank {rank} left in the middle of the load without reporting an error",
                 rank=rank,
                 advice="Look at that rank's log; it was probably killed.",
             ) from error
@@ -119,7 +119,7 @@ class ExchangeGroup:
         """Return the error for a member that violates the protocol."""
         rank = self.ranks[member]
         return CoordinationError(
-            f"rank {rank} hands on what was not agreed upon",
+            f"rank {rank} sent something outside the agreed exchange",
             rank=rank,
             advice="Do all ranks run the same version?",
         )

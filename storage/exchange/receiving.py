@@ -125,11 +125,11 @@ class Receiver:
             found = connection.digest(receipt, buffer.view[self._wanted_part(job)])
             if not hmac.compare_digest(found, digest):
                 raise CoordinationError(
-                    f"what rank {self._group.ranks[member]} read has changed on the way here",
+                    f"data from rank {self._group.ranks[member]} has changed in transit",
                     rank=self._group.team.rank,
                     advice=(
-                        "The network, or the memory of one of the two hosts, is damaged; or "
-                        "somebody tampers with it."
+                        "The network or the memory of one of the two hosts is faulty, or somebody "
+                        "tampers with the data."
                     ),
                 )
             deliver(job, buffer)

@@ -162,7 +162,7 @@ def open_listener(
         listener = Listener(arena.fd, host, job_host)
         resources.callback(listener.close)
     except OSError as error:
-        _log.warning("no memory can be shared with other ranks here: %s", error)
+        _log.warning("cannot share memory with other ranks: %s", error)
         return None, None
     return arena, listener
 
@@ -209,9 +209,7 @@ async def _introduce(connection: Connection, secret: bytes, member: int) -> None
     server_nonce, proof = _SERVER_HELLO.unpack(await connection.receive(_SERVER_HELLO.size))
     handshake = Handshake(secret, nonce, server_nonce, member)
     if not hmac.compare_digest(proof, handshake.server_proof):
-        raise ConnectionRefusedError(
-            "what answers there is not that rank: it does not know the secret"
-        )
+        raise ConnectionRefusedError("the peer is not that rank: it does not know the secret")
     connection.key = handshake.key
     await connection.send(handshake.client_proof)
 

@@ -50,7 +50,7 @@ def to_stored(value: object, keys: tuple[Key, ...] = ()) -> Any:
     if has_state(value):
         raise StateError(
             f"{format_path(keys)} is a {type(value).__name__}, and would come back as a dict",
-            advice="Save its state_dict(), or leave it out: what was saved cannot make it anew.",
+            advice="Save its state_dict(), or leave it out: a load cannot rebuild it.",
         )
     if len(keys) > _DEPTH_MAX:
         return value

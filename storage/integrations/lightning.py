@@ -309,7 +309,7 @@ class _SavesOnAllRanks(_Base):  # type: ignore[misc]  # its types are not instal
             raise UsageError(
                 f'something has changed checkpoint["{_MODEL}"] before a save, in on_save_checkpoint'
                 f" perhaps; {type(self).__name__} saves the model as it is",
-                advice="Leave it as it is there, and put what else is to be saved beside it.",
+                advice="Leave it unchanged, and add other values to the checkpoint next to it.",
             )
 
 

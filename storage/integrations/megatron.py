@@ -101,7 +101,7 @@ class HoldfastLoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise CheckpointingException for an unknown version."""
         if loaded_version != _VERSION:
-            raise CheckpointingException(f"version {loaded_version} of {_BACKEND} is not known")
+            raise CheckpointingException(f"unknown version {loaded_version} of {_BACKEND}")
 
 
 register_default_strategy(StrategyAction.LOAD_SHARDED, _BACKEND, _VERSION, HoldfastLoadStrategy())
@@ -173,14 +173,14 @@ def _refuse_unknown(optimizer: object) -> None:
     config = getattr(optimizer, "config", None)
     if not hasattr(optimizer, "gbuf_ranges"):
         raise StateError(
-            f"{type(optimizer).__name__} is no DistributedOptimizer with buffers of its own",
+            f"{type(optimizer).__name__} is not a DistributedOptimizer with its own buffers",
             advice="Save what its sharded_state_dict() returns.",
         )
     unknown = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
     if any(getattr(config, option, False) for option in unknown):
         raise StateError(
-            "the optimizer is precision-aware or offloaded, and keeps its state in a way that this "
-            "release does not know",
+            "the optimizer is precision-aware or offloaded, and this release does not support the "
+            "form of its state",
             advice="Save its sharded_state_dict() with HoldfastSaveStrategy.",
         )
 
@@ -242,7 +242,7 @@ def _placed(whole: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[Shard
         inside = data.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr()
         if not inside or not data.is_contiguous():
             raise StateError(
-                f"{whole.key!r} is a ShardedTensorFactory whose parts are no ranges of the "
+                f"{whole.key!r} is a ShardedTensorFactory whose parts are not ranges of the "
                 f"parameter",
                 advice="Save sharded_state_dict() of the optimizer with HoldfastSaveStrategy.",
             )
@@ -300,7 +300,7 @@ def _take_common(optimizer: DistributedOptimizer, common: Mapping[str, Any]) -> 
     groups = common["groups"]
     if len(groups) != len(inner.param_groups):
         raise MismatchError(
-            f"an optimizer has {len(inner.param_groups)} groups of parameters, and "
+            f"an optimizer has {len(inner.param_groups)} parameter groups, and "
             f"{len(groups)} in the checkpoint"
         )
     for group, stored in zip(inner.param_groups, groups, strict=True):

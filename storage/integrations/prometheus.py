@@ -59,7 +59,7 @@ class _Metrics:
         )
         self.seconds = Histogram(
             "holdfast_operation_seconds",
-            "From the call of a save or a load to its end.",
+            "Duration of a save or a load, from its call to its end.",
             operation,
             registry=registry,
             buckets=_BUCKETS_S,
@@ -72,33 +72,33 @@ class _Metrics:
         )
         self.stage_seconds = Histogram(
             "holdfast_stage_busy_seconds",
-            "How long a stage of a save or a load was busy.",
+            "Time that a stage of a save or a load was busy.",
             stage,
             registry=registry,
             buckets=_BUCKETS_S,
         )
         self.retries = Counter(
-            "holdfast_retries", "Requests that were made again.", operation, registry=registry
+            "holdfast_retries", "Retried requests.", operation, registry=registry
         )
         self.throttled = Counter(
             "holdfast_throttled_seconds",
-            "How long requests were held back, together.",
+            "Total time that requests were throttled.",
             operation,
             registry=registry,
         )
         self.stalled = Counter(
             "holdfast_stalled_seconds",
-            "How long training waited for lazy saves.",
+            "Time that training waited for lazy saves.",
             registry=registry,
         )
         self.damaged = Counter(
             "holdfast_damaged",
-            "Loads that have found a damaged checkpoint.",
+            "Loads that found a damaged checkpoint.",
             registry=registry,
         )
         self.held = Gauge(
             "holdfast_held_bytes",
-            "Most bytes of chunks that the latest save or load had in host memory at a time.",
+            "Peak bytes of chunks in host memory during the latest save or load.",
             operation,
             registry=registry,
         )

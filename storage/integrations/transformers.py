@@ -106,8 +106,8 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
     def init_hf_repo(self, token: str | None = None) -> None:
         """Raise UsageError. Trainer calls this if it is to push its saves to the Hub."""
         raise UsageError(
-            "Trainer pushes files of its own, which are not there",
-            advice="Leave push_to_hub out, and call push_to_hub() of the model when it is trained.",
+            "Trainer pushes its own files, which this mixin does not write",
+            advice="Leave push_to_hub out, and call the model's push_to_hub() after training.",
         )
 
     def _save_checkpoint(self, model: object, trial: object) -> None:
@@ -116,7 +116,7 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         Trainer calls this when a save is due.
         """
         if trial is not None:
-            raise UsageError("the trials of a search would save over each other's checkpoints")
+            raise UsageError("the trials of a search would overwrite each other's checkpoints")
         self._saves.wait()
         self.store_flos()
         self._note_best()
@@ -197,7 +197,7 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
             raise NotACheckpointError(
                 "there is no whole checkpoint to resume from",
                 uri=parse(self._checkpoints).redacted,
-                advice="Leave resume_from_checkpoint out for a run that begins.",
+                advice="Leave resume_from_checkpoint out to start a new run.",
             )
         return newest
 
@@ -232,11 +232,11 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
     def _refuse_what_is_not_known(self) -> None:
         if self.is_fsdp_xla_enabled:
             raise UsageError(
-                "fsdp_config has xla, and what torch_xla shards is not known",
-                advice="Leave the mixin out there.",
+                "fsdp_config enables xla, and shards of torch_xla are not supported",
+                advice="Do without the mixin.",
             )
         if self.is_deepspeed_enabled and not hasattr(super(), "_prepare_for_training"):
             raise UsageError(
-                "this release of transformers resumes under DeepSpeed from files alone",
+                "this release of transformers resumes under DeepSpeed only from files",
                 advice="Upgrade transformers.",
             )

@@ -56,7 +56,7 @@ class FollowerRendezvous:
                     member.settle(name, member.settled(name).joined(Settled(number)))
                 return answer
             if status is not None and status.nonce != member.leader:
-                raise RankFailedError(f"rank {LEADER} was started anew", rank=LEADER)
+                raise RankFailedError(f"rank {LEADER} was restarted", rank=LEADER)
             last, idle_s = self._watch.look({LEADER: status}, what, loop.time())
             self._participation.waits_for_rank(last, what, idle_s, loop.time())
             await asyncio.sleep(pause_s)

@@ -79,7 +79,7 @@ class _Blobs:
     def take(self, nbytes: int) -> bytes:
         end = self._position + nbytes
         if nbytes < 0 or end > len(self._data):
-            raise ValueError("a field of bytes is cut short")
+            raise ValueError("a bytes field is truncated")
         taken = self._data[self._position : end]
         self._position = end
         return taken
@@ -132,7 +132,7 @@ class _MessageCodec(Generic[T]):
         try:
             values = list_in(_decoded(line.decode()), f"a {self._name}")
             if not values or values[0] != self._name:
-                raise ValueError(f"it is no {self._name}")
+                raise ValueError(f"it is not a {self._name}")
             del values[0]
             message = _read_fields(self._kind, self._fields, values, blobs)
             blobs.finish()
@@ -249,14 +249,14 @@ def _write_blob(value: object, blobs: list[bytes]) -> int:
 
 def _read_blob(value: Json, blobs: _Blobs) -> bytes:
     if type(value) is not int:
-        raise ValueError(f"{value!r:.100} is no length")
+        raise ValueError(f"{value!r:.100} is not a length")
     return blobs.take(value)
 
 
 def _enumeration(kind: type[enum.Enum]) -> _Form:
     def write(value: object, blobs: list[bytes]) -> object:
         if not isinstance(value, kind):
-            raise TypeError(f"{value!r:.100} is no {kind.__name__}")
+            raise TypeError(f"{value!r:.100} is not a {kind.__name__}")
         return value.value
 
     return _Form(write, lambda value, blobs: kind(value))
@@ -303,7 +303,7 @@ def _record(forms: list[_Form]) -> _Form:
     def read(values: Json, blobs: _Blobs) -> tuple[object, ...]:
         items = list_in(values, "a field")
         if len(items) != len(forms):
-            raise ValueError(f"{values!r:.100} is no list of {len(forms)}")
+            raise ValueError(f"{values!r:.100} is not a list of {len(forms)}")
         return tuple([form.read(value, blobs) for form, value in zip(forms, items, strict=True)])
 
     return _Form(write, read)
@@ -311,7 +311,7 @@ def _record(forms: list[_Form]) -> _Form:
 
 def _tuple(values: object) -> tuple[object, ...]:
     if not isinstance(values, tuple):
-        raise TypeError(f"{values!r:.100} is no tuple")
+        raise TypeError(f"{values!r:.100} is not a tuple")
     return values
 
 
@@ -322,7 +322,7 @@ def _mapping(item: _Form) -> _Form:
         if scalars:
             return values
         if not isinstance(values, Mapping):
-            raise TypeError(f"{values!r:.100} is no mapping")
+            raise TypeError(f"{values!r:.100} is not a mapping")
         return {key: item.write(value, blobs) for key, value in values.items()}
 
     def read(values: Json, blobs: _Blobs) -> dict[str, Json] | dict[str, object]:

@@ -170,7 +170,7 @@ def _check_rank(what: str) -> None:
     if not is_inherited(group) and (data is None or data.get_worker_info() is None):
         return
     raise UsageError(
-        f"{what} is one of all ranks, and this process is not rank {dist.get_rank()} but was "
+        f"{what} involves all ranks, and this process is not rank {dist.get_rank()} but was "
         f"forked from it",
         rank=dist.get_rank(),
         advice=(

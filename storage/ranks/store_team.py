@@ -498,6 +498,6 @@ def _decode_all(
     kind: Codec[T], received: Sequence[bytes], ranks: Sequence[int], where: str
 ) -> list[T]:
     return [
-        kind.decode(data, f"what rank {rank} sent in {where}")
+        kind.decode(data, f"the message of rank {rank} in {where}")
         for rank, data in zip(ranks, received, strict=True)
     ]

@@ -141,15 +141,15 @@ class Watch:
             advice = "Look at that rank's log; it died, or hangs."
         elif open_call.waits_for not in (-1, self._rank):
             message = (
-                f"rank {open_call.waits_for} is what rank {names} waits for ({open_call.what}), "
+                f"rank {open_call.waits_for}, for which rank {names} waits ({open_call.what}), "
             )
-            message += f"where nothing has moved for {self._silence_s:g} s, {waiting}"
+            message += f"has made no progress for {self._silence_s:g} s, {waiting}"
             first = open_call.waits_for
             advice = "Look at that rank's log; it died, or hangs."
         else:
             message = (
-                f"rank {names} lives, but nothing has moved there for {self._silence_s:g} s, "
+                f"rank {names} is alive, but has made no progress for {self._silence_s:g} s, "
                 f"{waiting}"
             )
-            advice = "Look at that rank's log, and at its way to the storage."
+            advice = "Look at that rank's log, and at its path to the storage."
         return DeadlineError(message, rank=first, advice=advice)

@@ -246,7 +246,7 @@ class Checkpointer:
         if found is None:
             _log.info("step 0: nothing is saved in %s", self._root.uri.redacted)
         else:
-            _log.info("going on from step %d of %s", found, self._root.uri.redacted)
+            _log.info("resuming from step %d of %s", found, self._root.uri.redacted)
         return found or 0
 
     def step(
@@ -311,8 +311,7 @@ class Checkpointer:
     def fence(self) -> None:
         """Block until lazy saves have copied everything, so that the state may be modified.
 
-        Optimizer steps do this automatically. Call it before any other write, such as the update of
-        a moving average.
+        Optimizer steps do this automatically. Call it before any other write to the state.
         """
         fence()
 
@@ -357,7 +356,8 @@ class Checkpointer:
         except Exception as failure:
             if error is None:
                 raise
-            _log.error("on the way out: %s", failure)  # the loop's own error takes precedence
+            # The error that ended the loop takes precedence.
+            _log.error("closing the Checkpointer failed: %s", failure)
 
     def _due(self, step: int, state: object, metric: SupportsFloat | None) -> SaveHandle | None:
         if self._when_busy == "skip" and self._is_busy(step):
@@ -395,7 +395,7 @@ class Checkpointer:
         assert self._memory is not None
         self._keeping = [kept for kept in self._keeping if not kept.followed.done()]
         if any(not kept.handle.captured.done() for kept in self._keeping):
-            self._stats.not_kept(step, "the step before is still being copied")
+            self._stats.not_kept(step, "the previous step is still being copied")
             return None
         agrees = not self._accord_made
         self._accord_made = True
@@ -524,7 +524,7 @@ class Checkpointer:
             _log.warning("SIGTERM: saving, and ending within %.0f s", self._preemption.left_s)
             self._stop_at = self._decisions.highest("stop", step, self._preemption.left_s)
             if self._stop_at is None:
-                _log.error("not all ranks were told to stop: only what is under way is finished")
+                _log.error("not all ranks got the signal: only finishing the saves in flight")
         if self._stop_at is not None and step < self._stop_at:
             return False
         if self._stop_at is not None and step != self._last:
@@ -545,7 +545,7 @@ class Checkpointer:
         if self._pid != os.getpid():
             raise UsageError(
                 "this checkpointer belongs to the parent of this process",
-                advice="Make one in the process that trains.",
+                advice="Create one in the process that trains.",
             )
 
     def _check_step(self, step: int) -> None:
@@ -579,7 +579,7 @@ def _number_of(metric: object) -> float | None:
 
 def _no_number(metric: object) -> UsageError:
     return UsageError(
-        f"metric is {reprlib.repr(metric)}, which is no number",
+        f"metric is {reprlib.repr(metric)}, which is not a number",
         advice="Give a number, or a tensor or array of one element.",
     )
 
@@ -590,7 +590,7 @@ def _settled(future: Future[None], timeout_s: float | None = None) -> None:
         with contextlib.suppress(CancelledError):
             future.exception(timeout_s)
     except TimeoutError:
-        _log.warning("a save was still under way when the grace period ended")
+        _log.warning("a save was still in flight when the grace period ended")
 
 
 def _one_of(name: str, value: object, known: tuple[object, ...]) -> None:

@@ -194,9 +194,9 @@ class Decisions:
             known = found
         if is_void or decision is None:
             raise DeadlineError(
-                f"rank {member.rank} came to step {step} when others had given up waiting for it",
+                f"rank {member.rank} reached step {step} after others had given up waiting for it",
                 rank=member.rank,
-                advice="It is asked anew at the next step.",
+                advice="The ranks decide again at the next step.",
             )
         return decision
 
@@ -243,9 +243,9 @@ class Decisions:
                 return
         self._left_at[question] = (record.run, record.leader_at)
         raise DeadlineError(
-            f"rank {LEADER} has not come to step {step}, where the others are",
+            f"rank {LEADER} has not reached step {step}, where the others wait",
             rank=LEADER,
-            advice="Look at its log: it died, hangs, or its loop has other steps.",
+            advice="Look at its log: it died, hangs, or counts steps differently.",
         )
 
     def _find_leader(self, member: Member, until_s: float) -> None:
@@ -259,9 +259,9 @@ class Decisions:
         while (found := look()) is None:
             if time.monotonic() > until_s:
                 raise DeadlineError(
-                    f"rank {rank} has not come to where the others are",
+                    f"rank {rank} has not reached the step where the others wait",
                     rank=rank,
-                    advice="Look at its log: it died, hangs, or its loop has other steps.",
+                    advice="Look at its log: it died, hangs, or counts steps differently.",
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, PAUSE_MAX_S)

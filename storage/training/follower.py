@@ -57,7 +57,7 @@ async def follow(
     try:
         await retention.note(step, metric)
     except BaseException as error:
-        log_safely(_warn, "step %d: its metric could not be kept: %s", step, error)
+        log_safely(_warn, "step %d: its metric could not be stored: %s", step, error)
     try:
         report = await retention.apply(step, [other for other in under_way() if other != step])
     except BaseException as error:

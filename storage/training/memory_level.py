@@ -54,7 +54,10 @@ class MemoryLevel:
     """One rank's view of the memory of its host's keeper."""
 
     def __init__(self, option: Keeper, printed: str) -> None:
-        """``printed``: the run folder's URI as drivers print it, with a trailing slash."""
+        """Create the level, not joined yet.
+
+        ``printed``: the run folder's URI as drivers print it, with a trailing slash.
+        """
         self._option = option
         self._printed = printed
         self._arena: Arena | None = None
@@ -279,4 +282,4 @@ async def _manifest(images: Sequence[HeldImage | PeerImage]) -> bytes:
     try:
         return await offload(manifest_of, [image.label for image in images])
     except SaveError as error:
-        raise DamagedError(f"labels in memory make no checkpoint: {error}") from error
+        raise DamagedError(f"the labels in memory do not form a checkpoint: {error}") from error

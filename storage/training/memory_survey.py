@@ -174,7 +174,7 @@ def meeting(stocks: Sequence[Stock], world: int, option: GuardOption) -> Meeting
     ranks = {rank for stock in stocks for rank in stock.host.ranks}
     if ranks != set(range(world)):
         lacking = sorted(set(range(world)) - ranks)
-        return Meeting(problem=f"{len(lacking)} ranks have no keeper, rank {lacking[0]} among them")
+        return Meeting(problem=f"{len(lacking)} ranks have no keeper, including rank {lacking[0]}")
     hosts = tuple(stock.host for stock in sorted(stocks, key=lambda stock: stock.host.ranks))
     unserved = [host for host in hosts if not host.address]
     if len(hosts) > 1 and unserved:
@@ -193,10 +193,10 @@ def _groups(hosts: Sequence[KeeperHost], option: GuardOption) -> tuple[GuardedGr
     except ValueError as error:
         raise UsageError(
             f"Keeper(protect={option.mode!r}): {error}",
-            advice='Use more hosts, or protect="auto", which takes what can be had.',
+            advice='Use more hosts, or protect="auto", which uses the best protection available.',
         ) from error
     if len(hosts) > 1 and found.mode == "off" != option.mode:
-        _log.warning("images are not guarded against the loss of a host: %s", found.reason)
+        _log.warning("images are not protected against the loss of a host: %s", found.reason)
     return tuple(
         GuardedGroup(found.mode, group.hosts, tuple(by_name[name].ranks for name in group.hosts))
         for group in found.groups

@@ -64,7 +64,9 @@ class Preemption:
         Python allows that only in the main thread; in any other, log a warning instead.
         """
         if threading.current_thread() is not threading.main_thread():
-            _log.warning("SIGTERM is not handled: the checkpointer was not made in the main thread")
+            _log.warning(
+                "SIGTERM is not handled: the Checkpointer was not created in the main thread"
+            )
             return
         _process.add(self)
 

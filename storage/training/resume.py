@@ -123,7 +123,7 @@ class Back:
             raise UsageError("resume: step and before are both given", advice="Give one of them.")
         for name, value in (("step", self.step), ("before", self.before)):
             if value is not None and type(value) is not int:
-                raise UsageError(f"resume: {name} is {value!r}, which is no whole number")
+                raise UsageError(f"resume: {name} is {value!r}, which is not a whole number")
 
     @property
     def asked(self) -> bool:
@@ -333,12 +333,12 @@ def _load_best(
     if chosen is None and target.failed:
         # All ranks tried the same steps, so all raise, whatever each has read so far.
         raise DamagedError(
-            f"the steps of this run are in memory alone, and none of them can be read: "
-            f"{', '.join(map(str, target.failed[:_NAMED]))}. The state may hold values of them",
+            f"the steps of this run are in memory only, and none of them can be read: "
+            f"{', '.join(map(str, target.failed[:_NAMED]))}. The state may be partly filled",
             uri=root.uri.redacted,
             advice=(
-                "Build the state again before you use it. What is in memory stays there: the log "
-                "says what is wrong with each step. To start anew, end the keepers of this run "
+                "Rebuild the state before you use it. The steps stay in memory; the log says what "
+                "is wrong with each. To start over, stop the keepers of this run "
                 "(`holdfast keeper stop`), or use another folder."
             ),
         )
@@ -397,13 +397,13 @@ def _candidates(
         refused = f"this run has no checkpoint {asked}"
         steps = ", ".join(f"{c.step}{' (abandoned)' * c.abandoned}" for c in survey.steps[:_NAMED])
         advice = (
-            f"It has these steps: {steps or 'none'}. resume(state, step=…) goes on from any "
+            f"It has these steps: {steps or 'none'}. resume(state, step=…) resumes from any "
             f"of them."
         )
     elif not tried and not survey.broken and survey.others:
         _log.warning(
-            "nothing to go on from is in %s, though checkpoints are there that lie deeper, or "
-            "have no step: %s",
+            "there is nothing to resume in %s, though it has checkpoints in deeper folders or "
+            "without a step: %s",
             *(root.uri.redacted, ", ".join(path or "." for path in survey.others[:_NAMED])),
         )
     candidates = tuple(Candidate(c.path, c.step, is_own(c)) for c in tried)
@@ -445,7 +445,7 @@ def _load_kept(
         if loads and step not in target.failed:
             target.failed.append(step)
         _log.warning(
-            "step %d in memory is damaged, looking for what else there is: %s", step, error
+            "step %d in memory is damaged, looking for another copy or step: %s", step, error
         )
         choices = held_round(CHOOSE, call, options.deadline_s, memory.look(), leader.choose)
 
@@ -474,10 +474,10 @@ def _load_first(
             return place
         if outcome is Outcome.MISFIT:
             misfit = misfit or error
-            _log.warning("the checkpoint %s does not fit, trying the one before", candidate.path)
+            _log.warning("the checkpoint %s does not fit, trying the previous one", candidate.path)
         else:
             _log.warning(
-                "the checkpoint of step %d is damaged, trying the one before: %s",
+                "the checkpoint of step %d is damaged, trying the previous one: %s",
                 candidate.step,
                 error,
             )
@@ -488,12 +488,12 @@ def _load_first(
             f"the checkpoint of step {back.step} is damaged",
             uri=root.uri.redacted,
             advice=(
-                "`holdfast verify` says what is wrong with it. resume(state, before=…) goes on "
-                "from one before it."
+                "`holdfast verify` says what is wrong with it. resume(state, before=…) "
+                "resumes from an earlier one."
             ),
         )
     raise DamagedError(
         f"none of the {len(candidates.tried) + candidates.broken} checkpoints of this run is whole",
         uri=root.uri.redacted,
-        advice="`holdfast verify` says what is wrong with each. To start anew, use another folder.",
+        advice="`holdfast verify` says what is wrong with each. To start over, use another folder.",
     )

@@ -55,7 +55,7 @@ class Keep:
     def __post_init__(self) -> None:
         for name, value in (("last", self.last), ("every", self.every), ("best", self.best)):
             if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"keep: {name} is {value!r}, which is no whole number above 0")
+                raise UsageError(f"keep: {name} is {value!r}, which is not a whole number above 0")
         if self.last is self.every is self.best is None:
             raise UsageError(
                 "keep: no rule is given",
@@ -159,14 +159,14 @@ def _decoded(data: bytes) -> dict[int, float]:
     """Decode the metrics written by :meth:`Retention.note`; empty if the data is damaged."""
     try:
         if len(data) > _METRICS_NBYTES_MAX:
-            raise ValueError("no table of metrics")
+            raise ValueError("not a table of metrics")
         table = json.loads(data)
         if not isinstance(table, dict) or not all(type(m) in (int, float) for m in table.values()):
-            raise ValueError("no table of metrics")
+            raise ValueError("not a table of metrics")
         return {int(step): float(metric) for step, metric in table.items() if math.isfinite(metric)}
     except (ValueError, OverflowError, RecursionError) as error:
         _log.warning(
-            "%s is damaged: which checkpoints were the best so far is not known: %s",
+            "%s is damaged, so the best checkpoints so far are unknown: %s",
             METRICS_KEY,
             error,
         )

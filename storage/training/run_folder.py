@@ -51,7 +51,7 @@ class RunFolder:
                 "the run's folder is on another file system than before, and none of the run's "
                 f"checkpoints is in it (device {_printed(before)}, now {_printed(device)})",
                 uri=self._root.uri.redacted,
-                advice="Has it been unmounted? Mount it again, and saves go on. For a new run, "
+                advice="Has it been unmounted? Mount it again, and saves continue. For a new run, "
                 "start the job again.",
             )
         self._device = device

@@ -157,7 +157,7 @@ def below(step: int, newest: int, uri: str) -> UsageError:
         f"step {step} is below step {newest}, the newest of this run, and training did not go back",
         uri=uri,
         advice="To go back, call resume(state, step=…) or resume(state, before=…), rather than "
-        "load a checkpoint by hand: later ones are then set aside. "
+        "load a checkpoint by hand; both abandon later checkpoints. "
         "For another run, use another folder.",
     )
 

@@ -67,7 +67,7 @@ class Stats:
         """Count a save as skipped because another is in flight."""
         self._add(skipped=1)
         _log.warning(
-            "step %d: not saved, another save is under way (%d left out so far)",
+            "step %d: skipped, another save is in flight (%d skipped so far)",
             step,
             self.counters.skipped,
         )
@@ -95,7 +95,7 @@ class Stats:
     def begun(self, step: int, stalled_s: float, *, queued: bool) -> None:
         """Record that a save is in flight; the call took ``stalled_s`` seconds."""
         self._add(queued=int(queued), stalled_s=stalled_s)
-        _log.info("step %d: saving%s", step, ", after the save under way" if queued else "")
+        _log.info("step %d: saving%s", step, ", after the save in flight" if queued else "")
 
     def saved(self, step: int, report: SaveReport) -> None:
         """Count a committed save. The save itself logs its success."""

@@ -84,7 +84,7 @@ def held_at_length(
     state: Callable[[Callable[[], None]], Awaitable[S]],
     decide: Decide[S, V],
 ) -> V:
-    """Like :func:`held_round`, with a statement that may take long to prepare.
+    """Hold a round like :func:`held_round`, whose statement may take long to prepare.
 
     ``state(moved)`` runs on the engine's loop. The other ranks wait past their deadline as long as
     it keeps calling ``moved()``.
@@ -125,7 +125,10 @@ def tried(
 def tried_at_length(
     call: Call, deadline_s: float, work: Callable[[Callable[[], None]], Awaitable[object]]
 ) -> tuple[Outcome, Exception | None]:
-    """Like :func:`tried`, for ``work(moved)``; other ranks wait as in :func:`held_at_length`."""
+    """Call ``work(moved)`` on every rank; return as :func:`tried`.
+
+    Other ranks wait as in :func:`held_at_length`.
+    """
 
     async def attempt(moved: Callable[[], None]) -> Exception | None:
         try:

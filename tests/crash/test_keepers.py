@@ -199,7 +199,7 @@ def test_a_run_in_memory_alone_that_cannot_be_read_does_not_begin_anew(
     found = run.train(Job(6), world)
     assert found.code != 0
     assert found.resumed == {}
-    assert "are in memory alone, and none of them can be read" in found.stderr
+    assert "are in memory only, and none of them can be read" in found.stderr
     assert found.stderr.count("DamagedError: ") >= world
     after = run.status()
     assert (after["epoch"], after["generations"]) == (before["epoch"], before["generations"])

@@ -215,7 +215,7 @@ def test_what_cannot_be_resumed_or_saved_is_refused(tmp_path: Path) -> None:
         made.train(resume_from_checkpoint=True)
     with pytest.raises(holdfast.UsageError, match="trials"):
         made._save_checkpoint(made.model, {"lr": 1})
-    with pytest.raises(holdfast.UsageError, match="pushes files of its own"):
+    with pytest.raises(holdfast.UsageError, match="pushes its own files"):
         trainer(tmp_path, push_to_hub=True, hub_token="none")
     with pytest.raises(holdfast.UsageError, match="torch_xla"):
         trainer(tmp_path, fsdp=True, fsdp_config={"xla": True})

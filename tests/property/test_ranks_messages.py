@@ -147,7 +147,7 @@ def test_a_message_of_another_kind_is_refused(kind: Any) -> None:
     """A rank of another version may be in another round."""
     other = Nothing if kind is not Nothing else rounds.Begun
     data = codec(other).encode(rounds.Begun("x") if kind is Nothing else Nothing())
-    with pytest.raises(holdfast.CoordinationError, match=f"it is no {kind.__name__}"):
+    with pytest.raises(holdfast.CoordinationError, match=f"it is not a {kind.__name__}"):
         codec(kind).decode(data, "what rank 3 sent")
 
 

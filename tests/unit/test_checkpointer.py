@@ -178,7 +178,7 @@ def test_a_save_that_is_due_while_another_is_under_way_is_skipped(
         assert ckpt.step(8, state(8)) is not None
     assert (ckpt.counters.due, ckpt.counters.skipped, ckpt.counters.saved) == (4, 2, 2)
     assert steps(uri) == [2, 8]
-    assert "step 4: not saved, another save is under way" in caplog.text
+    assert "step 4: skipped, another save is in flight" in caplog.text
 
 
 def test_a_save_that_is_due_while_another_is_under_way_waits(commits: Commits) -> None:

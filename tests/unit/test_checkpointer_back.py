@@ -234,8 +234,8 @@ def test_a_step_that_was_asked_for_is_loaded_or_an_error(tmp_path: Path) -> None
             ({"step": 7}, r"no checkpoint of step 7.*these steps: 3, 2, 1"),
             ({"before": 1}, "no checkpoint before step 1"),
             ({"step": 1, "before": 2}, "both given"),
-            ({"step": "1"}, "no whole number"),
-            ({"before": 1.5}, "no whole number"),
+            ({"step": "1"}, "not a whole number"),
+            ({"before": 1.5}, "not a whole number"),
         ):
             with pytest.raises(holdfast.UsageError, match=message):
                 ckpt.resume(state(0), **wrong)

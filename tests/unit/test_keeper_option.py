@@ -311,7 +311,7 @@ def test_a_run_whose_memory_is_damaged_does_not_begin_anew(tmp_path: Path, store
                 assert run_.resume(into) == 1
                 assert all(torch.equal(into[name], state(1)[name]) for name in into)  # type: ignore[arg-type]
                 return
-            with pytest.raises(holdfast.DamagedError, match="in memory alone") as raised:
+            with pytest.raises(holdfast.DamagedError, match="in memory only") as raised:
                 run_.resume(into)
             assert ": 3, 2, 1" in str(raised.value)
             after = status_of(folder)

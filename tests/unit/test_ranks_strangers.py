@@ -416,7 +416,7 @@ def test_bytes_that_were_changed_on_the_way_are_not_taken(
 
     monkeypatch.setattr(exchange, "connect", by_another_way)
     into = [{"t": torch.zeros(9000)} for _ in range(2)]
-    with pytest.raises(holdfast.CoordinationError, match="has changed on the way"):
+    with pytest.raises(holdfast.CoordinationError, match="has changed in transit"):
         load_as_ranks(driver, into, exchange=True, apart=True)
     assert betweens
     for thread in [thread for between in betweens for thread in between.threads]:

@@ -379,7 +379,7 @@ def test_opaque_values_reach_dcp_alone_and_only_where_both_sides_say_so(tmp_path
     refusing = HoldfastReader(tmp_path / "c")
     error = cause_of(lambda: dcp.load(into, storage_reader=refusing))
     assert isinstance(error, StateError)
-    assert "'hp.deep' is stored as others have serialized it" in str(error)
+    assert "'hp.deep' is stored as opaque bytes" in str(error)
     dcp.load({"w": into["w"]}, storage_reader=refusing)  # the rest can be had
     dcp.load(into, storage_reader=HoldfastReader(tmp_path / "c", allow_opaque=True))
     assert into["hp"]["deep"][1].depth == 3
@@ -412,7 +412,7 @@ def test_a_planner_may_transform_what_is_stored(tmp_path: Path) -> None:
     assert difference({"w": torch.ones(3).half(), "lr": 0.5}, stored) is None
     writer = HoldfastWriter(tmp_path / "d")
     error = cause_of(lambda: dcp.save(state, storage_writer=writer, planner=SecretivePlanner()))
-    assert 'state["lr"] is known as the planner has serialized it alone' in str(error)
+    assert 'state["lr"] is available only as serialized by the planner' in str(error)
     writer = HoldfastWriter(tmp_path / "d", allow_opaque=True)
     dcp.save(state, storage_writer=writer, planner=SecretivePlanner())
     opaque = holdfast.load(tmp_path / "d")["lr"]["holdfast.opaque"]

@@ -364,10 +364,10 @@ def test_a_rank_that_beats_and_where_nothing_moves_is_named(stuck: int, plain_st
     raised = together(plain_store, acts, silence_s=1.5)
     assert raised.pop(stuck) is None
     assert [(type(e), e.rank) for e in raised] == [(errors.DeadlineError, stuck)] * 2
-    assert f"rank {stuck} lives" in str(raised[0])
+    assert f"rank {stuck} is alive" in str(raised[0])
     # Rank 1 may notice before the leader, which waits for the same rank, has told it.
-    noticed = f"rank {stuck} is what rank 0 waits for"
-    assert f"rank {stuck} lives" in str(raised[1]) or noticed in str(raised[1])
+    noticed = f"rank {stuck}, for which rank 0 waits"
+    assert f"rank {stuck} is alive" in str(raised[1]) or noticed in str(raised[1])
     assert all("round 'b'" in str(e) for e in raised)
     assert time.monotonic() - began < 5.5
 

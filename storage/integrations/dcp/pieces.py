@@ -89,7 +89,7 @@ def _value_of(item: WriteItem, planner: SavePlanner, path: Path, allow_opaque: b
             if refused is None:
                 return value
     if refused is None:
-        refused = StateError(f"{_text(path)} is known as the planner has serialized it alone")
+        refused = StateError(f"{_text(path)} is available only as serialized by the planner")
     if not allow_opaque:
         refused.advice = (
             "Save tensors, numbers, strings, bytes, and containers of them; or keep it as the "
@@ -136,9 +136,11 @@ def _refusal(value: object, path: Path) -> StateError | None:
     for subtree in flat.subtrees:
         keys = (*flat.tree.paths()[subtree.parent], subtree.key)
         kind = f"{type(subtree.owner).__module__}.{type(subtree.owner).__qualname__}"
-        return StateError(f"{format_path(keys)} is a {kind}, which is no value but has a state")
+        return StateError(
+            f"{format_path(keys)} is a {kind}, which is not a plain value but has a state"
+        )
     if any(layout.holders for layout in flat.layouts):
-        return StateError(f"{_text(path)} holds DTensors, and DCP takes it as one value")
+        return StateError(f"{_text(path)} holds DTensors, and DCP treats it as one value")
     return None
 
 

@@ -89,9 +89,9 @@ class HoldfastReader(AtUri, StorageReader):
             name = item.storage_index.fqn
             if contents.is_opaque(name) and not self._allow_opaque:
                 raise StateError(
-                    f"{name!r} is stored as others have serialized it; the planner would unpickle "
-                    f"it, which runs code from the checkpoint",
-                    advice="Leave it out of the state; or trust it: allow_opaque=True.",
+                    f"{name!r} is stored as opaque bytes; the planner would unpickle them, which "
+                    f"runs code from the checkpoint",
+                    advice="Leave it out of the state, or trust it with allow_opaque=True.",
                 )
         return replace(plan, storage_data=contents.manifest.attempt)
 

@@ -51,7 +51,7 @@ class Task:
         task: Task | None = _arrived.__dict__.pop("task", None)
         if task is None:
             raise SaveError(
-                "no plan has come from the coordinator",
+                "no plan has arrived from the coordinator",
                 uri=uri,
                 advice="Save with torch.distributed.checkpoint.save or async_save.",
             )
