@@ -1,4 +1,4 @@
-"""All errors that Holdfast raises, in one tree, grouped by what a handler would do.
+"""All errors that Holdfast raises, in one tree, grouped by the handler's next action.
 
     HoldfastError
     ├── UsageError (ValueError)         fix the call; nothing was read or written
@@ -147,7 +147,7 @@ class NotACheckpointError(CheckpointError, FileNotFoundError):
 
 
 class DamagedError(CheckpointError):
-    """Stored bytes differ from the written ones. None of them was returned as a value."""
+    """Stored bytes differ from the bytes written. They were not returned as values."""
 
 
 class UnsupportedFormatError(CheckpointError):
@@ -233,7 +233,7 @@ class StorageDownError(StorageError, ConnectionError):
 
 
 class BusyError(StorageDownError):
-    """The storage asks for fewer requests. ``retry_after_s``: the pause it asked for, if any."""
+    """The storage asks for fewer requests. ``retry_after_s``: the requested pause, if any."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, **where: Any) -> None:
         super().__init__(message, **where)

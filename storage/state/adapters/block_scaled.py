@@ -1,6 +1,6 @@
 """8-bit moments as local tensors of DTensors: torchao's optimizers for parameters sharded by FSDP2.
 
-Such a tensor has codes with the shape of the parameter's local part, and one scale per block of
+Each such tensor has codes with the shape of the parameter's local part, and one scale per block of
 elements in row-major order. If each rank's part consists of whole, consecutive blocks, codes are
 laid out like the parameter, and scales are a flat range of the whole tensor's scales.
 

@@ -124,7 +124,7 @@ class Zero:
     def parts(self, names: ParameterNames) -> list[FlatPart]:
         """Return this rank's part of every parameter that ZeRO has partitioned.
 
-        ``names``: from the module.
+        ``names``: the module's parameters with their checkpoint names.
         """
         held = [
             FlatPart(tuple(names[p]), unit, piece, p)

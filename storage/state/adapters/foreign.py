@@ -186,8 +186,8 @@ def _known_to_module(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]
 def refuse_stale(module: torch.nn.Module, beside: Iterable[object], path: str) -> None:
     """Raise StateError if a load into ``module`` would leave master copies of its parameters stale.
 
-    That is the case if an optimizer of Megatron has them, and is not among ``beside``, the objects
-    that are loaded too.
+    That happens if an optimizer of Megatron has them, and is not among ``beside``, the other loaded
+    objects.
     """
     if any(
         _is_of(other, "megatron") and not isinstance(other, torch.nn.Module) for other in beside
