@@ -46,51 +46,56 @@ def _run(commands: Commands) -> None:
     parser = _command(
         commands,
         "run",
-        "be the keeper of a run on this host",
-        "In the foreground, until SIGTERM, Ctrl-C or `holdfast keeper stop`, or until nobody needs "
-        "it. A Checkpointer with keeper= starts one by itself.",
+        "run the keeper of a run on this host",
+        "Runs in the foreground until SIGTERM, Ctrl-C or `holdfast keeper stop`, or until it has "
+        "been idle for --linger. A Checkpointer with keeper= starts one on its own.",
     )
     parser.add_argument(
-        "uri", metavar="URI", help="the folder of the run, as its Checkpointer has it"
+        "uri", metavar="URI", help="folder of the run, as given to its Checkpointer"
     )
     parser.add_argument(
-        "--memory", metavar="SIZE", help="of all images (default: what the host can spare)"
+        "--memory", metavar="SIZE", help="limit of all images (default: what the host can spare)"
     )
     parser.add_argument(
-        "--domain", metavar="NAME", help="what fails together (default: the host's name)"
+        "--domain", metavar="NAME", help="failure domain (default: the host's name)"
     )
     parser.add_argument(
         "--linger",
         metavar="TIME",
         default="1h",
-        help="end when no trainer has come for so long (default: 1h)",
+        help="exit after this time without a trainer (default: 1h)",
     )
     parser.add_argument(
-        "--local", metavar="FOLDER", help="storage of this host to write to as well, such as NVMe"
+        "--local",
+        metavar="FOLDER",
+        help="folder on storage of this host, such as NVMe, to write to as well",
     )
     parser.add_argument(
         "--local-every",
         metavar="N",
         type=int,
         default=1,
-        help="steps between two that are written there (default: 1)",
+        help="write there every N steps (default: 1)",
     )
 
     parser.add_argument(
         "--serve",
         metavar="WHERE",
-        help="let what it holds be read over HTTP, by peer://: an interface or an address, and "
-        "perhaps a port: eth0:7070",
+        help="serve the memory over HTTP, for peer://, at an interface or address, with an "
+        "optional port: eth0:7070",
     )
     parser.add_argument(
-        "--certificate", metavar="FILE", default="", help="of the server, for TLS; with --key"
+        "--certificate",
+        metavar="FILE",
+        default="",
+        help="certificate of the server, for TLS; with --key",
     )
-    parser.add_argument("--key", metavar="FILE", default="", help="of the certificate")
+    parser.add_argument("--key", metavar="FILE", default="", help="private key of the certificate")
     parser.add_argument(
-        "--max-bytes-per-s", metavar="RATE", help="of what is read from other keepers, such as 1GB"
+        "--max-bytes-per-s", metavar="RATE", help="limit of reads from other keepers, such as 1GB"
     )
     parser.add_argument(
-        "--cpus", metavar="LIST", help="the processors to run on, such as 0-3,8 (default: any)"
+        "--cpus", metavar="LIST", help="CPUs to run on, such as 0-3,8 (default: any)"
     )
 
 
@@ -99,11 +104,11 @@ def _status(commands: Commands) -> argparse.ArgumentParser:
         commands,
         "status",
         "show what the keepers of this host hold",
-        "Where there is none, that is no failure.",
+        "Succeeds even if there is none.",
     )
     parser.add_argument("uri", metavar="URI", nargs="?", help="the folder of one run")
     parser.add_argument(
-        "--watch", action="store_true", help="show it again every second, until interrupted"
+        "--watch", action="store_true", help="refresh every second, until interrupted"
     )
     return parser
 
@@ -112,8 +117,8 @@ def _stop(commands: Commands) -> None:
     parser = _command(
         commands,
         "stop",
-        "have the keepers of this host end",
-        "They finish what they write to storage, and let go of what is in memory.",
+        "stop the keepers of this host",
+        "They finish writing to storage, and release their memory.",
     )
     parser.add_argument("uri", metavar="URI", nargs="?", help="the folder of one run")
 
@@ -122,27 +127,27 @@ def _periods(commands: Commands) -> argparse.ArgumentParser:
     parser = _command(
         commands,
         "periods",
-        "say how often to save to each level of storage",
-        "So often that saves and the work that failures undo take the least time together (Young "
-        "1974, Daly 2006).",
+        "print how often to save to each level of storage",
+        "Minimizes the total time of saves and of the work that failures undo (Young 1974, Daly "
+        "2006).",
     )
     parser.add_argument(
-        "--step", metavar="TIME", required=True, help="how long a training step takes: 800ms, 2s"
+        "--step", metavar="TIME", required=True, help="duration of a training step: 800ms, 2s"
     )
     parser.add_argument(
         "--cost",
         action="append",
         required=True,
         metavar="LEVEL=TIME",
-        help="the training time that one save to this level takes: memory=20ms; once for each "
-        "level, from the fastest to the slowest",
+        help="training time that one save to this level takes: memory=20ms; once for each level, "
+        "from the fastest to the slowest",
     )
     parser.add_argument(
         "--rate",
         action="append",
         required=True,
         metavar="LEVEL=N/TIME",
-        help="of the failures that this level is the fastest to survive: memory=1/2h",
+        help="rate of the failures that this level is the fastest to survive: memory=1/2h",
     )
     return parser
 
@@ -151,11 +156,13 @@ def _demo(commands: Commands) -> argparse.ArgumentParser:
     parser = _command(
         commands,
         "demo",
-        "have hosts break down in training, and see what each next job goes on from",
-        "Four hosts, each of one rank, on this machine. It takes about two minutes.",
+        "let hosts fail in training, and see what each next job resumes from",
+        "Runs four hosts of one rank each on this machine. Takes about two minutes.",
     )
     parser.add_argument(
-        "uri", metavar="URI", nargs="?", help="where the checkpoints go, below it; else into /tmp"
+        "uri", metavar="URI", nargs="?", help="folder to save below (default: a folder in /tmp)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="X", help="of weights (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="X", help="seed of the weights (default: 0)"
+    )
     return parser

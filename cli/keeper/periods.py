@@ -74,10 +74,10 @@ def _rate_per_s(text: str) -> float:
     """Parse a rate such as ``1/2h`` into failures per second. Raises ValueError."""
     match = _RATE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no rate")
+        raise ValueError(f"{text!r} is not a rate")
     seconds = parse_duration(match[2])
     if seconds <= 0:
-        raise ValueError(f"{text!r} is no rate")
+        raise ValueError(f"{text!r} is not a rate")
     return float(match[1]) / seconds
 
 

@@ -91,7 +91,7 @@ def _show(statuses: list[dict[str, Any]], *, json_output: bool) -> int:
     if json_output:
         print_json({"keepers": statuses})
     elif not statuses:
-        print("no keeper is alive on this host")
+        print("no keeper is running on this host")
     else:
         print_table("keepers", _TITLES, [_cells(status) for status in statuses], ("run",))
     return 0
@@ -130,5 +130,5 @@ def stop(uri: str | None) -> int:
     """Stop the keeper of one run, or all. Returns 1 if there was none."""
     stopped = sum(control.stop(folder) for folder in _folders(uri))
     if not stopped:
-        complain("no keeper is alive on this host")
+        complain("no keeper is running on this host")
     return int(not stopped)

@@ -138,7 +138,7 @@ class Arena:
         self._no_capture.set()
         self._reopening: asyncio.Task[None] | None = None
         self._closed = False
-        self.problem = "no keeper was looked for"
+        self.problem = "no keeper has been looked for"
         """Reason of the last failure."""
 
     @property
@@ -192,7 +192,7 @@ class Arena:
         """Return a slot for an image of this epoch, or None, with the reason in :attr:`problem`."""
         if self.is_open and self._reopening is not None and not self._reopening.done():
             # A keeper assumes that a rank which has moved on has no earlier images to hand over.
-            self.problem = "the next keeper has yet to be handed what there is"
+            self.problem = "images are still being handed to the next keeper"
             return None
         within_s = _MAKING_SHARE * self._deadline_s
         answer = await self._try(Fill(step, nbytes, within_s), Filled)
@@ -305,7 +305,7 @@ class Arena:
         :meth:`release`. Raises DamagedError if it is missing or not the requested one."""
         answer = await self._try(Open(generation, rank), Opened)
         if answer is None:
-            raise DamagedError(f"the image of rank {rank} cannot be had: {self.problem}")
+            raise DamagedError(f"cannot open the image of rank {rank}: {self.problem}")
         opened, fds = answer
         try:
             if len(fds) != 2:
@@ -318,7 +318,7 @@ class Arena:
             for fd in fds:
                 os.close(fd)
         if (label.run, label.generation, label.rank) != (self._hello.run, generation, rank):
-            raise DamagedError(f"the label of rank {rank} in memory is that of another image")
+            raise DamagedError(f"the label of rank {rank} in memory belongs to another image")
         return label, memory
 
     async def rebuild(self, request: Rebuild, goes_on: Callable[[], None] = lambda: None) -> bool:
@@ -387,7 +387,7 @@ class Arena:
         if self._client is not client:
             return
         self._client = None
-        _log.warning("rank %d goes on without a keeper: %s", self._hello.rank, self.problem)
+        _log.warning("rank %d continues without a keeper: %s", self._hello.rank, self.problem)
         listeners, self._listeners = self._listeners, {}
         for generation, _ in self._sealed.values():
             listener = listeners.pop(generation, None)

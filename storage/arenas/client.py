@@ -90,7 +90,7 @@ class KeeperClient:
         line = connected(path)
         if line.peer_uid != os.getuid():
             line.close()
-            raise CoordinationError(f"what listens at {path} belongs to another user")
+            raise CoordinationError(f"the process listening at {path} belongs to another user")
         client = cls(line, deadline_s, told, lost)
         try:
             welcome, _ = await client.ask(hello, Welcome, goes_on=goes_on)

@@ -43,12 +43,12 @@ class KeeperFolder:
         """Return the folder for a run id, without creating it. Raises UsageError for a malformed
         id, or if the path is too long for a socket."""
         if not RUN_PATTERN.fullmatch(run):
-            raise UsageError(f"{run!r:.50} is no id of a run")
+            raise UsageError(f"{run!r:.50} is not the id of a run")
         folder = cls((base or base_folder()) / run)
         if len(os.fsencode(folder.socket)) > _PATH_NBYTES_MAX:
             raise UsageError(
-                f"{folder.socket} is too long for the path of a socket",
-                advice=f"Name a shorter folder by {KEEPER_DIR_VARIABLE}.",
+                f"{folder.socket} is too long for a socket path",
+                advice=f"Set {KEEPER_DIR_VARIABLE} to a shorter path.",
             )
         return folder
 
@@ -129,7 +129,7 @@ def check_own(path: Path) -> None:
     """Raise UsageError unless ``path`` is a real folder, private to this user."""
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode):
-        problem = "is no folder"
+        problem = "is not a folder"
     elif found.st_uid != os.getuid():
         problem = f"belongs to the user {found.st_uid}"
     elif stat.S_IMODE(found.st_mode) & 0o077:
@@ -137,8 +137,8 @@ def check_own(path: Path) -> None:
     else:
         return
     raise UsageError(
-        f"{path} {problem}, so it is no place for keepers",
-        advice=f"Name another folder by {KEEPER_DIR_VARIABLE}, or make this one yours: chmod 700.",
+        f"{path} {problem}, so keepers cannot use it",
+        advice=f"Set {KEEPER_DIR_VARIABLE} to another folder, or make this one private: chmod 700.",
     )
 
 

@@ -38,7 +38,7 @@ class GuardedGroup:
         for member, ranks in enumerate(self.ranks):
             if rank in ranks:
                 return member
-        raise ValueError(f"rank {rank} is in no place of this group")
+        raise ValueError(f"rank {rank} is not in this group")
 
     def lanes(self, nbytes: dict[int, int]) -> tuple[Lane, ...]:
         """Return how the images are cut into blocks. ``nbytes``: image size of each rank, 0 without
@@ -56,4 +56,4 @@ def _mode(text: str) -> Mode:
         return "xor"
     if text == "pq":
         return "pq"
-    raise ValueError(f"{text!r} is no way to protect a group")
+    raise ValueError(f"{text!r} is not a mode of protection")

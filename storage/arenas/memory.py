@@ -90,10 +90,10 @@ def check_sealed(fd: int, nbytes: int | None = None, *, unchangeable: bool = Fal
     ``nbytes``, or, with ``unchangeable``, is writable."""
     seals = _ALL_SEALS if unchangeable else SIZE_SEALS
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals:
-        raise OSError(errno.EPERM, "that memory is not sealed: its owner could cut it off")
+        raise OSError(errno.EPERM, "that memory is not sealed: its owner could truncate it")
     found = os.fstat(fd).st_size
     if nbytes is not None and found != nbytes:
-        raise OSError(errno.EINVAL, f"that memory has {found:,} bytes, and not {nbytes:,}")
+        raise OSError(errno.EINVAL, f"that memory has {found:,} bytes instead of {nbytes:,}")
     return found
 
 

@@ -19,8 +19,8 @@ from .writing import Writing
 
 __all__ = ["Agreement"]
 
-_VOID = "ranks have captured what does not belong together, or one has nothing of it"
-_LATER = "later steps have taken the place of some of its images"
+_VOID = "the images of the ranks do not match, or a rank has none"
+_LATER = "later steps have overwritten some of its images"
 _log = logging.getLogger(__name__)
 
 

@@ -110,7 +110,7 @@ def _choice(
         if isinstance(outcome, str):
             return outcome
         if not rebuilders:
-            return "no keeper is there that could make images again"
+            return "no keeper can rebuild images"
         intact = [name for name in rebuilders if (generation, rank, name) not in struck]
         at = min(intact or rebuilders, key=lambda name: (load[name], rebuilders.index(name)))
         load[at] += 1
@@ -126,7 +126,7 @@ def _rebuilt(
     """Return the group that can rebuild an image, and its lost members in the lane of that image
     (lanes are independent); otherwise the reason why no group can."""
     groups = dict.fromkeys(guard.group for guard in guards.values() if _has(guard.group, rank))
-    problem = f"the image of rank {rank} is in no memory, and there is no parity of it"
+    problem = f"the image of rank {rank} is lost, and no keeper has parity of it"
     for group in groups:
         number = group.ranks[group.member_of(rank)].index(rank)
         lost = tuple(
@@ -138,8 +138,8 @@ def _rebuilt(
         if len(lost) <= parity_of(group.mode):
             return group, lost
         problem = (
-            f"{len(lost)} of {len(group.names)} hosts of a group are, and {group.mode} makes good "
-            f"{parity_of(group.mode)}"
+            f"{len(lost)} of {len(group.names)} hosts of a group are lost, and {group.mode} "
+            f"tolerates {parity_of(group.mode)}"
         )
     return problem
 

@@ -82,7 +82,9 @@ class DescriptorStore:
             try:
                 image = _image_of(name, fds, run)
             except (DamagedError, OSError, ValueError) as error:
-                _log.warning("what was kept as %s is not an image of this run: %s", name, error)
+                _log.warning(
+                    "dropping %s from the descriptor store, no image of this run: %s", name, error
+                )
                 self._forget(name)
                 continue
             self._names[_number_of(image.slot)] = name
@@ -128,7 +130,7 @@ class DescriptorStore:
                 sock.connect(address)
                 socket.send_fds(sock, [text.encode()], fds)
         except OSError as error:
-            _log.warning("systemd does not receive what is to be kept: %s", error)
+            _log.warning("cannot reach the descriptor store of systemd: %s", error)
             return False
         return True
 
@@ -151,7 +153,7 @@ def _image_of(name: str, fds: Sequence[int], run: str) -> KeptImage:
     left = list(fds)
     try:
         if len(fds) != 2:
-            raise ValueError(f"{len(fds)} descriptors, and not two")
+            raise ValueError(f"{len(fds)} descriptors instead of two")
         label_fd, memory_fd = sorted(fds, key=_is_changeable)
         label = Label.decode(read_sealed(label_fd, LABEL_NBYTES_MAX))
         if label.run != run:

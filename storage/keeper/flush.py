@@ -77,7 +77,7 @@ async def flush(
     try:
         stored = [await write_part(driver, attempt.id, image, compression) for image in images]
         if not is_wanted():
-            raise SupersededError("a resume has gone on from before this step", uri=driver.uri)
+            raise SupersededError("a resume has discarded this step", uri=driver.uri)
     except BaseException:
         await give_up(driver, attempt)
         raise

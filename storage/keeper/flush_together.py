@@ -39,7 +39,7 @@ async def flush_together(
     :func:`commit_attempt`.
     """
     if not images:
-        raise DamagedError(f"nothing of step {generation.step} is in memory")
+        raise DamagedError(f"no image of step {generation.step} is in memory")
     world = images[0].label.world
     async with opened_for(request, world) as (driver, compression):
         attempt = await begin(driver)
@@ -76,22 +76,22 @@ async def _written(reporting: Reporting, is_wanted: Callable[[], bool]) -> Mappi
         written = reporting.lead.written()
         for name, part in written.items():
             if part.gone:
-                raise SupersededError(f"the keeper {name} has let go of it: {part.problem}")
+                raise SupersededError(f"the keeper {name} no longer holds it: {part.problem}")
             if part.problem:
                 kind = DamagedError if part.damaged else SaveError
-                raise kind(f"the keeper {name} does not write its part: {part.problem}")
+                raise kind(f"the keeper {name} cannot write its part: {part.problem}")
         _check_wanted(is_wanted)
         if written.keys() >= others:
             return {name: written[name] for name in sorted(others)}
         # If the job was restarted on other hosts meanwhile, its keepers do not report here.
         if gone := [*reporting.unheard(), *sorted(others - reporting.lead.names)]:
-            raise SaveError(f"the keeper {gone[0]} is not heard any more")
+            raise SaveError(f"the keeper {gone[0]} has stopped reporting")
         await reporting.moved(_LOOK_S)
 
 
 def _check_wanted(is_wanted: Callable[[], bool]) -> None:
     if not is_wanted():
-        raise SupersededError("a resume has gone on from before this step")
+        raise SupersededError("a resume has discarded this step")
 
 
 async def _labels(

@@ -132,7 +132,7 @@ def recover(
     nbytes = len(out)
     if wanted not in unknown or len(set(unknown)) > len(parity):
         raise ValueError(
-            f"block {wanted} does not follow from {len(parity)} blocks of parity, with "
+            f"block {wanted} cannot be recovered from {len(parity)} parity blocks, with "
             f"{len(set(unknown))} unknown"
         )
     if short := [row for row, block in parity.items() if len(block) < nbytes]:
@@ -244,7 +244,7 @@ def _double(q: Bytes, spare: Bytes) -> None:
 def _check_lengths(nbytes: int, blocks: Sequence[Bytes]) -> None:
     longest = max(map(len, blocks), default=0)
     if longest > nbytes:
-        raise ValueError(f"a block of {longest} bytes does not go into parity of {nbytes}")
+        raise ValueError(f"a block of {longest} bytes is longer than parity of {nbytes}")
 
 
 def _powers() -> tuple[int, ...]:

@@ -162,7 +162,7 @@ class Generations:
         if self._epochs.get(client) != self.epoch:
             return Refusal(Reason.STALE_EPOCH, f"this is epoch {self.epoch}")
         if step <= self._newest_step.get(rank, -1):
-            return Refusal(Reason.OLD_STEP, f"step {step} is not after the one before")
+            return Refusal(Reason.OLD_STEP, f"step {step} is not after the previous one")
         if step in self._left_out:
             return Refusal(Reason.NO_FREE_SLOT, f"another rank has no slot for step {step}")
         self._give_up_behind(rank, step)
@@ -519,7 +519,7 @@ class Generations:
                     slot.mappers.add(client)
                     self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
                     return number
-                return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is held already")
+                return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is already held")
         problem = self._beyond_budget(nbytes)
         if problem is not None:
             return problem
@@ -548,7 +548,7 @@ class Generations:
         """
         for slot in self._slots.values():
             if slot.generation == id and slot.rank == rank:
-                return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is held already")
+                return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is already held")
         problem = self._beyond_budget(nbytes)
         if problem is not None:
             return problem

@@ -154,11 +154,12 @@ async def rebuild(
     """
     known = await offload(_decoded, group, labels)
     if want_rank not in known:
-        raise UsageError(f"rank {want_rank} is in no place of this group", rank=want_rank)
+        raise UsageError(f"rank {want_rank} is not in this group", rank=want_rank)
     label = known[want_rank]
     if memory.nbytes != label.nbytes:
         raise UsageError(
-            f"an image of {label.nbytes:,} bytes does not go into {memory.nbytes:,}", rank=want_rank
+            f"an image of {label.nbytes:,} bytes needs memory of that size, not {memory.nbytes:,}",
+            rank=want_rank,
         )
     if not image_nbytes(label):
         return label
@@ -171,14 +172,14 @@ async def rebuild(
         repairs = lane.repairs(without, member)
     except ValueError as error:
         raise DamagedError(
-            f"{len(without)} hosts of a group of {len(group.names)} are lost, and {group.mode} "
-            f"makes good {lane.parity}: {image} cannot be made again",
+            f"{len(without)} of {len(group.names)} hosts of a group are lost, and {group.mode} "
+            f"tolerates {lane.parity}: {image} cannot be rebuilt",
             rank=want_rank,
         ) from error
     await make_all([_of_repair(repair, number, memory) for repair in repairs], pull)
     if not await is_sealed(memory, label):
         raise DamagedError(
-            f"{image}, made again out of what other hosts hold, does not match its label",
+            f"{image}, rebuilt from other hosts, does not match its label",
             rank=want_rank,
         )
     return label

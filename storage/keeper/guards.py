@@ -88,7 +88,7 @@ class Guards:
         except (HoldfastError, OSError) as error:
             self.unguarded = id
             self.failures += 1
-            _log.warning("there is no parity of step %d: %s", id.step, error)
+            _log.warning("step %d could not be protected: %s", id.step, error)
         finally:
             if self._making == id:
                 self._making = None

@@ -88,7 +88,7 @@ class Held:
     async def take_memory(self, slot: int, nbytes: int) -> str:
         """Allocate the memory of a slot. Return "", or the reason why that failed."""
         spare_nbytes = available_nbytes() - RESERVE_NBYTES - self._making_nbytes
-        problem = f"{nbytes:,} bytes are wanted, and the system can spare {spare_nbytes:,}"
+        problem = f"{nbytes:,} bytes are needed, and the system can spare {spare_nbytes:,}"
         if nbytes <= spare_nbytes:
             self._making_nbytes += nbytes
             try:
@@ -96,7 +96,7 @@ class Held:
                 self.generations.made(slot)
                 return ""
             except OSError as error:
-                problem = f"{nbytes:,} bytes are wanted: {error}"
+                problem = f"{nbytes:,} bytes are needed: {error}"
             finally:
                 self._making_nbytes -= nbytes
         self.generations.unmade(slot)
@@ -150,6 +150,6 @@ def spared_memory(nbytes: int, moved: Callable[[], None] = lambda: None) -> Memo
     spare_nbytes = available_nbytes() - RESERVE_NBYTES
     if nbytes > spare_nbytes:
         raise OSError(
-            errno.ENOMEM, f"{nbytes:,} bytes are wanted, and the system can spare {spare_nbytes:,}"
+            errno.ENOMEM, f"{nbytes:,} bytes are needed, and the system can spare {spare_nbytes:,}"
         )
     return reserved_memory(nbytes, moved)

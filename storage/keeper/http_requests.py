@@ -57,7 +57,7 @@ def asked_of(target: str) -> Asked:
     if path == LIST_PATH:
         return Asked("list", _prefix(query))
     if query:
-        raise RequestError(400, "only a list takes a query")
+        raise RequestError(400, "only a listing takes a query")
     if path.startswith(OBJECT_PATH):
         return Asked("object", _key(path.removeprefix(OBJECT_PATH)))
     if path in _PLAIN:
@@ -70,7 +70,7 @@ def _prefix(query: str) -> str:
         return ""
     name, equals, text = query.partition("=")
     if name != "prefix" or not equals or "&" in text:
-        raise RequestError(400, "a list takes one parameter, prefix")
+        raise RequestError(400, "a listing takes one parameter, prefix")
     if not text:
         return ""
     return _key(text)

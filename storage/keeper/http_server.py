@@ -128,7 +128,7 @@ class MemoryServer:
             self.served.refused += 1
             return _refusal(error)
         except (ConnectionError, TimeoutError) as error:
-            _log.debug("the client is gone, or takes nothing: %s", error)
+            _log.debug("the client is gone, or has stopped reading: %s", error)
             connection.abort()
             return web.Response(status=400)  # never delivered
         except Exception:  # must not affect other requests
@@ -145,15 +145,15 @@ class MemoryServer:
         if not is_report and request.method not in (hdrs.METH_GET, hdrs.METH_HEAD):
             raise RequestError(405, "only GET and HEAD are served")
         if not is_report and request.can_read_body:
-            raise RequestError(400, "this request has no body")
+            raise RequestError(400, "this request takes no body")
         if self._running > self._options.requests_max:
             raise RequestError(503, "too many requests at a time")
         target = request.raw_path
         if target.partition("?")[0] != "/health" and not is_authorized(
             request.headers.get(hdrs.AUTHORIZATION), self._options.token
         ):
-            _log.warning("a request from %s has not the token of this run", request.remote)
-            raise RequestError(401, "the token of the run is missing, or is another one")
+            _log.warning("a request from %s lacks the token of this run", request.remote)
+            raise RequestError(401, "the token of the run is missing or wrong")
         if is_report:
             return await self._report(request)
         asked = asked_of(target)
@@ -164,7 +164,7 @@ class MemoryServer:
     async def _report(self, request: web.BaseRequest) -> web.Response:
         """Answer the report of another keeper."""
         if self._hear is None:
-            raise RequestError(404, "this is no keeper of a job")
+            raise RequestError(404, "this keeper takes no reports")
         body = await self._body(request)
         try:
             answer = await self._hear(body)
@@ -178,7 +178,9 @@ class MemoryServer:
         """Receive the whole body within ``quiet_s``."""
         nbytes = request.content_length
         if not nbytes or nbytes > REPORT_NBYTES_MAX:
-            raise RequestError(400, f"a report has a length, of {REPORT_NBYTES_MAX:,} at most")
+            raise RequestError(
+                400, f"a report must state its length, at most {REPORT_NBYTES_MAX:,}"
+            )
         try:
             async with asyncio.timeout(self._options.quiet_s):
                 return await request.content.readexactly(nbytes)
@@ -322,7 +324,7 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         self._inner.connection_made(transport)
         if len(self._others) >= self._options.connections_max:
-            _log.warning("a connection is one too many: %d", len(self._others))
+            _log.warning("too many connections: %d", len(self._others))
             transport.abort()
             return
         # Writers wait until the system has taken everything. TLS copies data when it encrypts; a

@@ -198,9 +198,9 @@ class Keeper:
                         os.close(fd)
                 await line.send(encode(number, answer), out)
         except (MessageError, CoordinationError) as error:
-            _log.warning("a line is closed: %s", error)
+            _log.warning("a connection is closed: %s", error)
         except OSError as error:
-            _log.debug("a line has ended: %s", error)
+            _log.debug("a connection has ended: %s", error)
         finally:
             line.close()
 
@@ -251,7 +251,7 @@ class Keeper:
         if hello.version != VERSION:
             return Refused("version", f"this keeper speaks version {VERSION}")
         if hello.run != self.options.run:
-            return Refused("run", f"this keeper is that of the run {self.options.run}")
+            return Refused("run", f"this keeper belongs to the run {self.options.run}")
         if not 0 <= hello.rank < hello.world:
             return Refused("rank", f"rank {hello.rank} of {hello.world}")
         return None
@@ -341,7 +341,7 @@ class Keeper:
             # wait.
             self._generations.dropped(grant.slot, trainer.number)
             self._agreement.look_for_missing()
-            text = f"the memory for {size_text(message.nbytes)} is still being taken"
+            text = f"the memory for {size_text(message.nbytes)} is still being allocated"
             return self._refuse(trainer, Refusal(Reason.NO_MEMORY, text))
         problem = making.result()
         if problem:
@@ -349,7 +349,7 @@ class Keeper:
         id = GenerationId(trainer.epoch, message.step)
         if self._generations.is_filling(grant.slot, trainer.number, id):
             return None
-        text = f"step {message.step} was given up while its memory was made"
+        text = f"step {message.step} was dropped while its memory was being allocated"
         return self._refuse(trainer, Refusal(Reason.STALE_EPOCH, text))
 
     async def _dropped(self, trainer: Trainer, message: Dropped, fds: Sequence[int]) -> _Reply:
@@ -461,7 +461,7 @@ class Keeper:
         try:
             label, memory = await rebuilt(message, options.run, options.certificate, moved)
         except HoldfastError as error:
-            text = f"the image of rank {message.rank} cannot be made again: {error}"
+            text = f"the image of rank {message.rank} cannot be rebuilt: {error}"
             return Refused("lost", text)
         image = HeldSlot(memory, label, sealed_bytes(await offload(label.encode)))
         if struck is not None:
@@ -479,9 +479,7 @@ class Keeper:
         if trainer in self._trainers:  # otherwise nobody would release it
             self._generations.offer(trainer.number)
         self._counters.rebuilt += 1
-        _log.info(
-            "the image of rank %d of step %d is here again", label.rank, label.generation.step
-        )
+        _log.info("the image of rank %d of step %d is rebuilt", label.rank, label.generation.step)
         return Done()
 
     async def _adopt(self, trainer: Trainer, message: Adopt, fds: Sequence[int]) -> _Reply:

@@ -59,7 +59,7 @@ class LocalLevel:
         """Write a generation durably, then delete old ones. Raises StorageError, and DamagedError
         if an image has changed in memory."""
         if not images:
-            raise DamagedError("nothing of it is in memory any more")
+            raise DamagedError("its images are no longer in memory")
         folder = _folder_of(images[0].label.generation)
         for image in images:
             label = image.label
@@ -104,7 +104,7 @@ class LocalLevel:
             label = Label.decode(await self._driver.get(key))
             moved()
             if (label.run, label.generation) != (self._run, generation):
-                raise DamagedError("it is the label of another image", key=key)
+                raise DamagedError("the label belongs to another image", key=key)
             check_sizes(label)
             memory = await offload(spared_memory, label.nbytes, moved)
             if label.digests:

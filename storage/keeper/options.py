@@ -43,7 +43,7 @@ def cpus_of(text: str) -> frozenset[int]:
     for part in text.split(","):
         match = _CPUS.fullmatch(part.strip())
         if match is None:
-            raise ValueError(f"{part!r} is no processor, and no range of them such as 0-3")
+            raise ValueError(f"{part!r} is neither a CPU nor a range of CPUs such as 0-3")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"{part!r} ends before it begins")

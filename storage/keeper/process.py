@@ -59,7 +59,7 @@ def _locked(folder: KeeperFolder) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunningError(f"a keeper of this run is alive: {folder.path}") from error
+            raise RunningError(f"a keeper of this run is already running: {folder.path}") from error
         os.ftruncate(fd, 0)
         os.write(fd, str(os.getpid()).encode())
         yield
@@ -97,7 +97,7 @@ async def keep(
                 await keeper.leave()
         finally:
             await keeper.close()
-        _log.info("keeper of run %s ends", options.run)
+        _log.info("keeper of run %s is stopping", options.run)
 
 
 def _confine(options: KeeperOptions) -> None:
@@ -107,8 +107,8 @@ def _confine(options: KeeperOptions) -> None:
             os.sched_setaffinity(0, cpus_of(options.cpus))
         except OSError as error:
             raise UsageError(
-                f"a keeper cannot run on the processors {options.cpus}: {error.strerror}",
-                advice="Name processors that this process may use.",
+                f"a keeper cannot run on the CPUs {options.cpus}: {error.strerror}",
+                advice="Name CPUs that this process may use.",
             ) from error
     if options.max_bytes_per_s is not None:
         os.environ[RATE_VARIABLE] = str(options.max_bytes_per_s)
@@ -178,7 +178,7 @@ async def _until_ended(keeper: Keeper, linger_s: float) -> None:
             async with asyncio.timeout(_LOOK_S):
                 await keeper.ended.wait()
         if keeper.idle_s > linger_s:
-            _log.info("nobody has needed this keeper for %.0f s", linger_s)
+            _log.info("idle for %.0f s", linger_s)
             return
 
 

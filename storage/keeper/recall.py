@@ -34,7 +34,9 @@ def recall_kept(held: Held, images: Iterable[KeptImage]) -> None:
         held.slots[number] = image.slot
         if image.agreed:
             held.generations.was_agreed(label.generation)
-        _log.info("step %d of rank %d was kept", label.generation.step, label.rank)
+        _log.info(
+            "step %d of rank %d was kept by the descriptor store", label.generation.step, label.rank
+        )
 
 
 async def recall_local(held: Held, images: AsyncIterator[HeldImage]) -> None:
@@ -51,7 +53,9 @@ async def recall_local(held: Held, images: AsyncIterator[HeldImage]) -> None:
         held.slots[number] = HeldSlot(image.memory, label, label_fd)
         # Only agreed generations are written there.
         held.generations.agreed(label.generation)
-        _log.info("step %d of rank %d is in memory again", label.generation.step, label.rank)
+        _log.info(
+            "step %d of rank %d was loaded from the local level", label.generation.step, label.rank
+        )
 
 
 def _of_image(label: Label) -> tuple[GenerationId, int, int, int]:

@@ -170,7 +170,7 @@ class Reporting:
             text = f"this is epoch {self.lead.epoch}, and the report is of epoch {report.epoch}"
             raise StaleReportError(text, later=report.epoch > self.lead.epoch)
         if report.name not in self.lead.names:
-            raise StaleReportError(f"{report.name} is no keeper of this job", later=False)
+            raise StaleReportError(f"{report.name} is not a keeper of this job", later=False)
         loop = asyncio.get_running_loop()
         self._heard_s[report.name] = loop.time()
         version = self.lead.version
@@ -235,7 +235,7 @@ class Reporting:
                 failed = 0
                 continue
             if loop.time() - answered_s > UNHEARD_S:
-                await self._unheard("the lead keeper is not heard any more")
+                await self._unheard("the lead keeper has stopped answering")
             await asyncio.sleep(PAUSES_S[min(failed, len(PAUSES_S) - 1)])
             failed += 1
 

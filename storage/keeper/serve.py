@@ -44,7 +44,7 @@ def serve(
         from .http_server import MemoryServer
     except ModuleNotFoundError as error:
         raise UsageError(
-            "memory is served to other hosts by aiohttp, which is not installed",
+            "serving memory to other hosts needs aiohttp, which is not installed",
             advice="pip install aiohttp",
         ) from error
     return MemoryServer(shelf, options, address_of(options.interface), _tls(options), hear)
@@ -56,8 +56,8 @@ def interface_and_port(text: str) -> tuple[str, int]:
     match = _WHERE.fullmatch(text)
     if match is None or int(match["port"] or 0) > _PORT_MAX:
         raise UsageError(
-            f"{text!r} is no place to serve at",
-            advice="Name an interface or an address, and perhaps a port: eth0:7070.",
+            f"{text!r} is not an address to serve at",
+            advice="Give an interface or an address, with an optional port: eth0:7070.",
         )
     return match["bare"] or match["bracketed"], int(match["port"] or 0)
 
@@ -101,7 +101,7 @@ def _tls(options: ServeOptions) -> ssl.SSLContext | None:
     if not options.certificate and not options.key:
         return None
     if not options.certificate or not options.key:
-        raise UsageError("TLS takes a certificate and its key, and one of them is missing")
+        raise UsageError("TLS needs both a certificate and its key")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(options.certificate, options.key)

@@ -61,7 +61,7 @@ class TiersDriver(ReadOnly, Driver):
     """The images of one generation, and their manifest. ``own_nbytes`` and ``peer_nbytes`` count
     the bytes read from this host and from others."""
 
-    reading_only: ClassVar[str] = "a checkpoint in memory is for reading only"
+    reading_only: ClassVar[str] = "a checkpoint in memory is read-only"
     remote: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 

@@ -147,7 +147,7 @@ class Trainers:
         except TimeoutError:  # it is stopped, and will find its connection closed
             trainer.line.close()
         except OSError as error:
-            _log.debug("rank %d is not told: %s", trainer.rank, error)
+            _log.debug("rank %d cannot be notified: %s", trainer.rank, error)
 
     async def tell_all(self, event: Event, epoch: int) -> None:
         """Send an event to all trainers of an epoch, concurrently."""

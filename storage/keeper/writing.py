@@ -28,9 +28,9 @@ __all__ = ["Writing"]
 
 FLUSH_PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses after consecutive failed flushes; the last one repeats."""
-_REPLACED = "a later step is to be written in the place of this one"
-_OVERTAKEN = "the flush of a later step has ended, and how this one ended was not heard here"
-_LOST = "not all images of this step are in memory any more where it was to be committed"
+_REPLACED = "a later step is flushed instead of this one"
+_OVERTAKEN = "the flush of a later step has ended, and the result of this one is unknown"
+_LOST = "some images of this step are no longer in memory, so it cannot be committed"
 
 _log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class Writing:
         request = self._parts.get(order.generation)
         images = self._held.images(order.generation)
         if request is None or not images:
-            problem = f"nothing of step {order.generation.step} is to be written here"
+            problem = f"this keeper has nothing of step {order.generation.step} to write"
             gone = self._is_lost(order.generation)
             written = Written(order.attempt, problem=problem, gone=gone)
         else:
@@ -255,7 +255,9 @@ class Writing:
             self._counters.local += 1
         except (HoldfastError, OSError) as error:
             self._counters.local_failures += 1
-            _log.warning("step %d is not on local storage: %s", generation.step, error)
+            _log.warning(
+                "step %d could not be written to local storage: %s", generation.step, error
+            )
             problem = str(error)
         finally:
             self._writes_locally = False
@@ -298,7 +300,7 @@ class Writing:
             is_damaged = isinstance(error, DamagedError)
             is_over = is_damaged or isinstance(error, SupersededError)
             final = is_over or self._is_dropped(generation) or self._is_overtaken(generation)
-            _log.warning("step %d is not flushed: %s", generation.step, error)
+            _log.warning("step %d could not be flushed: %s", generation.step, error)
             if is_damaged:
                 self._damaged(generation)
             await self._end(FlushEnd(generation, "", problem=str(error), final=final))

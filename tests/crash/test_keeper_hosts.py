@@ -157,7 +157,7 @@ def test_more_hosts_are_lost_than_can_be_made_up_for(run: KeptRun, lost: tuple[s
     found = run.train(Job(8, hosts=HOSTS), 4)
     check(found, 4, "storage", 8)
     if lost != HOSTS:
-        assert "2 of 4 hosts of a group are, and xor makes good 1" in found.stderr
+        assert "2 of 4 hosts of a group are lost, and xor tolerates 1" in found.stderr
 
 
 @pytest.mark.drill

@@ -30,5 +30,5 @@ def test_a_tiny_run_ends_well(tmp_path: Path) -> None:
 def test_another_image_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast it was made."""
     monkeypatch.setattr(combining.Range, "fill", lambda self, pulled: None)
-    with pytest.raises(DamagedError, match="rank 0 of step 1, made again"):
+    with pytest.raises(DamagedError, match="rank 0 of step 1, rebuilt"):
         rebuild.main(["--tiny", "--dir", str(tmp_path)])

@@ -42,7 +42,7 @@ def test_without_a_keeper_there_is_nothing_to_show(
     """That is no failure; but there is nothing to be ended either."""
     assert status(capsys) == []
     assert main(["keeper", "status"]) == 0
-    assert "no keeper is alive" in capsys.readouterr().out
+    assert "no keeper is running" in capsys.readouterr().out
     assert main(["keeper", "stop"]) == 1
 
 
@@ -62,7 +62,7 @@ def test_the_keeper_of_a_run_is_started_by_hand(
     assert os.sched_getaffinity(keeper.pid) == {cpu}
     second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 1
-    assert "a keeper of this run is alive" in second.stderr
+    assert "a keeper of this run is already running" in second.stderr
 
     state = {"w": torch.arange(1000.0)}
     keeping = holdfast.Keeper(starts=False)
@@ -91,7 +91,7 @@ def test_the_keeper_of_a_run_is_started_by_hand(
     ("arguments", "said"),
     [
         (["run", "x", "--memory", "lots"], "lots"),
-        (["run", "x", "--cpus", "99999"], "cannot run on the processors 99999"),
+        (["run", "x", "--cpus", "99999"], "cannot run on the CPUs 99999"),
         (["status", "nowhere"], "no Checkpointer with a keeper has used this folder"),
     ],
 )

@@ -85,8 +85,8 @@ def test_every_loss_that_may_be_is_made_good(mode: str, sizes: list[list[int]], 
                     except DamagedError as error:
                         assert number > good
                         assert (
-                            f"{number} hosts of a group of {count} are lost, and {mode} makes good "
-                            f"{good}: the image of rank {rank} of step 70 cannot be made again"
+                            f"{number} of {count} hosts of a group are lost, and {mode} tolerates "
+                            f"{good}: the image of rank {rank} of step 70 cannot be rebuilt"
                         ) in str(error)
                         continue
                     if image_nbytes(Label.decode(group.labels[rank])):
@@ -103,9 +103,7 @@ def test_one_loss_too_many_is_refused() -> None:
         await group.guard_all()
         group.pulled_nbytes = 0
         for lost in itertools.combinations(range(4), 2):
-            with pytest.raises(
-                DamagedError, match="2 hosts of a group of 4 are lost, and xor makes"
-            ):
+            with pytest.raises(DamagedError, match="2 of 4 hosts of a group are lost, and xor tol"):
                 await group.rebuilt(lost[0], lost)
         assert group.pulled_nbytes == 0
 
@@ -168,7 +166,7 @@ def test_flipped_bits_of_parity_are_found() -> None:
                     memory = await group.rebuilt(rank, [rank])
                 except DamagedError as error:
                     wrong += 1
-                    assert f"rank {rank} of step 70, made again" in str(error)
+                    assert f"rank {rank} of step 70, rebuilt" in str(error)
                     assert "does not match its label" in str(error)
                 else:
                     assert memory.view == group.images[rank].view
@@ -200,7 +198,7 @@ def test_flipped_bits_on_the_way_are_found(mode: str, at: int) -> None:
                 into[place - repair.wanted.start - start] ^= 0x10
 
         group.after = flip
-        with pytest.raises(DamagedError, match=r"rank 0 of step 70, made again .*\(rank 0\)"):
+        with pytest.raises(DamagedError, match=r"rank 0 of step 70, rebuilt .*\(rank 0\)"):
             await group.rebuilt(0, [0])
         group.after = None
         memory = await group.rebuilt(0, [0])
@@ -216,7 +214,7 @@ def test_an_image_that_has_changed_since_it_was_sealed_is_not_passed_on() -> Non
     async def body(group: Members) -> None:
         group.images[1].view[5000] ^= 1
         await group.guard_all()
-        with pytest.raises(DamagedError, match="rank 1 of step 70, made again"):
+        with pytest.raises(DamagedError, match="rank 1 of step 70, rebuilt"):
             await group.rebuilt(1, [1])
 
     with_members("copy", [[9000], [50_000]], body)
@@ -370,11 +368,16 @@ def test_calls_that_cannot_be_right_are_refused() -> None:
         await group.guard_all()
         with pytest.raises(UsageError, match="a group of 2 hosts has no member 2"):
             await guard(group.group, 2, STEP, group.labels, group.pull, room)
-        with pytest.raises(UsageError, match="rank 7 is in no place of this group"):
+        with pytest.raises(UsageError, match="rank 7 is not in this group"):
             await rebuild(group.group, 7, [1], group.labels, group.pull, group.images[1])
-        with pytest.raises(UsageError, match=r"of 53,456 bytes does not go into 12,\d+"):
+        with pytest.raises(
+            UsageError, match=r"of 53,456 bytes needs memory of that size, not 12,\d+"
+        ):
             await rebuild(group.group, 1, [1], group.labels, group.pull, group.images[0])
-        for mode, text in [("raid", "'raid' is no way to protect"), ("pq", "host-0, host-1: ")]:
+        for mode, text in [
+            ("raid", "'raid' is not a mode of protection"),
+            ("pq", "host-0, host-1: "),
+        ]:
             none = GuardedGroup(mode, group.group.names, group.group.ranks)
             with pytest.raises(UsageError, match=text):
                 await guard(none, 0, STEP, group.labels, group.pull, room)

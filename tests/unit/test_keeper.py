@@ -143,7 +143,7 @@ def test_memory_that_has_changed_is_not_flushed(tmp_path: Path) -> None:
     ("hello", "said"),
     [
         (Hello(VERSION + 1, RUN, 0, 1, "here"), "speaks version"),
-        (Hello(VERSION, "1" * 32, 0, 1, "here"), "that of the run"),
+        (Hello(VERSION, "1" * 32, 0, 1, "here"), "belongs to the run"),
         (Hello(VERSION, RUN, 2, 2, "here"), "rank 2 of 2"),
     ],
     ids=["version", "run", "rank"],
@@ -243,7 +243,7 @@ def test_a_step_does_not_wait_for_memory_that_takes_long(monkeypatch: pytest.Mon
         async with kept() as (keeper, folder), trainer(folder, deadline_s=0.5) as arena:
             await arena.enter(Enter(0, None))
             assert await arena.fill(1, NBYTES) is None
-            assert "still being taken" in arena.problem
+            assert "still being allocated" in arena.problem
             assert arena.is_open
             assert keeper.status().held_nbytes == 0
             may_go_on.set()
@@ -380,7 +380,7 @@ def test_no_step_is_kept_before_the_next_keeper_has_been_handed_what_there_is(
             await cut(arena)
             await entered.wait()
             assert await arena.fill(2, 8192) is None
-            assert arena.problem == "the next keeper has yet to be handed what there is"
+            assert arena.problem == "images are still being handed to the next keeper"
             goes_on.set()
             assert arena._reopening is not None
             await arena._reopening

@@ -20,7 +20,7 @@ from holdfast.storage.keeper.status import Counters
 HOSTS = (KeeperHost("a", "a", "a", ranks=(0,)), KeeperHost("b", "b", "b", ranks=(1,)))
 GROUPS = (GuardedGroup("copy", ("a", "b"), ((0,), (1,))),)
 CLIENT = 7
-VOID = "ranks have captured what does not belong together, or one has nothing of it"
+VOID = "the images of the ranks do not match, or a rank has none"
 
 
 class Parity:
@@ -321,7 +321,7 @@ async def test_whoever_waits_for_a_step_that_went_by_is_told_when_it_is_forgotte
     host.enter(0, None)
     for step in range(1, 40):
         await host.agreement.vote(label_of(step))
-    assert host.told[0] == Voided(id(1), "later steps have taken the place of some of its images")
+    assert host.told[0] == Voided(id(1), "later steps have overwritten some of its images")
 
 
 @in_loop
@@ -369,8 +369,8 @@ async def test_nobody_waits_for_a_lead_keeper_that_is_not_heard() -> None:
     host.enter(0, None)
     host.seal(1)
     await host.agreement.vote(label_of(1))
-    await host.agreement._unheard("the lead keeper is not heard any more")
-    assert host.told == [Voided(id(1), "the lead keeper is not heard any more")]
+    await host.agreement._unheard("the lead keeper has stopped answering")
+    assert host.told == [Voided(id(1), "the lead keeper has stopped answering")]
     assert host.held() == {id(1)}
     await host.hear("x", 0, agreed=(id(1),))
     assert host.told[-1] == Agreed(id(1))

@@ -162,7 +162,7 @@ def test_the_step_that_was_protected_before_follows_where_the_newest_is_lost() -
     (choice,), problems = chosen(stocks[1:], "bcd")
     assert choice.generation == id(5)
     assert problems == [
-        "step 7 in memory is lost: the image of rank 0 is in no memory, and there is no parity of it"
+        "step 7 in memory is lost: the image of rank 0 is lost, and no keeper has parity of it"
     ]
 
 
@@ -171,7 +171,7 @@ def test_nothing_is_made_again_where_no_keeper_of_the_job_can() -> None:
     stocks = [stock(name, held(5, rank), guard(name, 5)) for rank, name in enumerate(NAMES)]
     found, problems = chosen(stocks[1:], "")
     assert found == []
-    assert problems == ["step 5 in memory is lost: no keeper is there that could make images again"]
+    assert problems == ["step 5 in memory is lost: no keeper can rebuild images"]
 
 
 def test_images_that_several_keepers_have_can_be_had_from_each() -> None:

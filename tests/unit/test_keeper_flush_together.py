@@ -44,7 +44,7 @@ class Waiting:
 def test_nothing_is_waited_for_of_a_keeper_that_is_not_of_the_job_any_more() -> None:
     """The next job was begun on fewer hosts, while the flush of the one before was under way."""
     waiting = Waiting()
-    with pytest.raises(SaveError, match=re.escape("the keeper b is not heard any more")):
+    with pytest.raises(SaveError, match=re.escape("the keeper b has stopped reporting")):
         run_virtual(_written(waiting, lambda: True))  # type: ignore[arg-type]
     assert waiting.moves == 2
 
@@ -54,5 +54,5 @@ def test_what_a_keeper_has_nothing_of_any_more_is_not_tried_again() -> None:
     other keepers held two of three slots for it, so that no later step could take its place."""
     waiting = Waiting()
     waiting.parts["b"] = Written("attempt", problem="nothing of it is here", gone=True)
-    with pytest.raises(SupersededError, match="the keeper b has let go of it"):
+    with pytest.raises(SupersededError, match="the keeper b no longer holds it"):
         run_virtual(_written(waiting, lambda: True))  # type: ignore[arg-type]

@@ -119,9 +119,9 @@ def test_lost_hosts_are_made_up_for(mode: str, count: int, lost: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "lost", "problem"),
     [
-        ("xor", "ab", "2 of 4 hosts of a group are, and xor makes good 1"),
-        ("pq", "abc", "3 of 4 hosts of a group are, and pq makes good 2"),
-        ("off", "a", "the image of rank 0 is in no memory, and there is no parity of it"),
+        ("xor", "ab", "2 of 4 hosts of a group are lost, and xor tolerates 1"),
+        ("pq", "abc", "3 of 4 hosts of a group are lost, and pq tolerates 2"),
+        ("off", "a", "the image of rank 0 is lost, and no keeper has parity of it"),
     ],
 )
 def test_more_hosts_than_can_be_made_up_for_are_named(mode: str, lost: str, problem: str) -> None:
@@ -177,7 +177,7 @@ def test_a_host_that_is_lost_during_a_rebuild(mode: str, count: int) -> None:
                 problems = await job.rebuild(choice)
             await job.lose(gone)
             if mode == "xor":
-                assert "cannot be made again" in problems[0]
+                assert "cannot be rebuilt" in problems[0]
                 assert job.choices()[0] == []
                 return
             assert problems == []
@@ -446,7 +446,7 @@ def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_path: 
             event = await told[1].until(FlushFailed)
             assert isinstance(event, FlushFailed)
             assert event.final
-            assert event.text == "a later step is to be written in the place of this one"
+            assert event.text == "a later step is flushed instead of this one"
             for step in (3, 4, 5):
                 assert all(Agreed in kinds(one) for one in await job.step(step)), step
             event = await told[2].until(FlushFailed)

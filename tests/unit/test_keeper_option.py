@@ -134,7 +134,7 @@ def test_the_newest_generation_that_is_whole_comes_first() -> None:
     found = kept_in_memory([one], [], 1, 5, Epochs())
     assert steps(found) == [7, 6]
     assert found[1] == [
-        "step 9 in memory is lost: the image of rank 1 is in no memory, and there is no parity of it"
+        "step 9 in memory is lost: the image of rank 1 is lost, and no keeper has parity of it"
     ]
     assert steps(kept_in_memory([], [], 1, 0, Epochs())) == []
 
@@ -196,7 +196,7 @@ def test_keepers_have_a_folder_of_their_user_alone() -> None:
         base.chmod(0o700)
         folder.path.rmdir()
         folder.path.symlink_to(above)
-        with pytest.raises(holdfast.UsageError, match="no folder"):
+        with pytest.raises(holdfast.UsageError, match="is not a folder"):
             folder.make()
         assert keeper_folders(Path(above) / "none") == []
 
