@@ -425,7 +425,7 @@ def test_a_flush_of_what_the_next_lead_keeper_has_lost_ends(tmp_path: Path) -> N
             event = await told.until(FlushFailed)
             assert isinstance(event, FlushFailed)
             assert event.final
-            assert event.text.startswith("not all images of this step are in memory any more")
+            assert event.text.startswith("some images of this step are no longer in memory")
             assert b.keeper.held.generations._flushing == {}
 
     run(body)
@@ -451,7 +451,7 @@ def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_path: 
                 assert all(Agreed in kinds(one) for one in await job.step(step)), step
             event = await told[2].until(FlushFailed)
             assert isinstance(event, FlushFailed)
-            assert event.text.startswith("not all images of this step are in memory any more")
+            assert event.text.startswith("some images of this step are no longer in memory")
             assert job.hosts["b"].keeper.held.generations._flushing == {}
 
     run(body)
