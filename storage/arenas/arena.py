@@ -406,8 +406,8 @@ class Arena:
         self._void(outliving)
 
     async def _reopen(self) -> None:
-        """Look for a keeper until one accepts this rank, and hand over the sealed images. Listeners
-        that outlived the keeper wait no longer than for an answer."""
+        """Look for a keeper until one accepts this rank, and hand over the sealed images.
+        Generations whose listeners wait are voided if that exceeds the deadline."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._deadline_s
         for tried in itertools.count():

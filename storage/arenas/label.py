@@ -42,30 +42,29 @@ class GenerationId:
 
 @dataclass(frozen=True)
 class Label:
-    """Metadata of one image in memory.
-
-    ``run``: id of the run. ``nbytes``: size of the image's file; its first ``hashed_end`` bytes are
-    hashed in chunks of ``chunk_nbytes``. ``accord``: the plan by which ranks share the writing, ""
-    for a rank without peers; ``equal``: digests of the values that must be equal in a group of
-    ranks, by the name of the group. ``host``: host of the capture. ``draft``: the rank's fragment
-    of the manifest, without its image. ``digests``: 16 bytes per chunk; empty if the rank has no
-    shards, and so no image.
-    """
+    """Metadata of one image in memory."""
 
     run: str
     generation: GenerationId
     rank: int
     world: int
     nbytes: int
+    """Size of the image's file."""
     hashed_end: int
+    """Bytes [0, hashed_end) are hashed, in chunks of ``chunk_nbytes``."""
     chunk_nbytes: int
     block_nbytes: int
     created_s: float
     accord: str = ""
+    """The plan by which ranks share the writing; "" for a rank without peers."""
     equal: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the values that must be equal in a group of ranks, by the name of the group."""
     host: str = ""
+    """Host of the capture."""
     draft: bytes = b""
+    """The rank's fragment of the manifest, without its image."""
     digests: bytes = b""
+    """16 bytes per chunk. Empty if the rank has no shards, and so no image."""
 
     @property
     def key(self) -> str:

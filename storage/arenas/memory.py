@@ -86,7 +86,7 @@ def sealed_bytes(data: bytes) -> int:
 
 
 def check_sealed(fd: int, nbytes: int | None = None, *, unchangeable: bool = False) -> int:
-    """Return the size of the memory behind ``fd``. Raises OSError if it is not sealed, has not
+    """Return the size of the memory behind ``fd``. Raises OSError if it is not sealed, is not of
     ``nbytes``, or, with ``unchangeable``, is writable."""
     seals = _ALL_SEALS if unchangeable else SIZE_SEALS
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals:
@@ -127,14 +127,14 @@ class _Mapping:
     def __del__(self) -> None:
         if self.before_unmapping is not None:
             self.before_unmapping()
-        # Free the pages without the GIL, which unmapping would hold. The memfd keeps its bytes.
+        # Drop the pages without the GIL, which unmapping would hold. The memfd keeps its bytes.
         _advise(self.address, self._nbytes, mmap.MADV_DONTNEED)
 
 
 @dataclass(eq=False)
 class Memory:
-    """Sealed memory of ``nbytes``, mapped into this process. Owns ``fd``, even if the constructor
-    raises OSError because ``fd`` is not sealed or has another size.
+    """Sealed memory of ``nbytes``, mapped into this process. Owns ``fd``. Raises OSError if ``fd``
+    is not sealed or has another size, after closing it.
 
     Forked children do not inherit the mapping, since a slot is not reused while any live process
     has it mapped.

@@ -138,7 +138,7 @@ def by_path(
 
 @contextlib.contextmanager
 def naming_member(member: int) -> Iterator[None]:
-    """In a thread, raise the loss of the connection to ``member`` with its number."""
+    """In a thread, raise an error that names ``member`` if its connection is lost in the body."""
     try:
         yield
     except OSError as error:

@@ -10,28 +10,30 @@ __all__ = ["KeeperOptions", "cpus_of"]
 
 @dataclass(frozen=True, slots=True)
 class KeeperOptions:
-    """Options of a keeper.
-
-    ``run``: id of the run. ``host``: name of the failure domain. ``budget_nbytes``: limit of all
-    images in memory (None: all memory that the system can spare). ``linger_s``: the keeper exits
-    after this time without a trainer. ``local``: folder on storage of this host that gets a
-    generation every ``local_every`` steps (None: no local level). ``serve``: interface or address,
-    with an optional port after a colon, that serves the memory over HTTP (None: not served).
-    ``certificate`` and ``key``: files for TLS. ``max_bytes_per_s``: limit of all reads from other
-    keepers (None: no limit). ``cpus``: CPUs to run on, in the format of :func:`cpus_of` ("": any).
-    """
+    """Options of a keeper."""
 
     run: str
+    """Id of the run."""
     host: str
+    """Name of the failure domain."""
     budget_nbytes: int | None = None
+    """Limit of all images in memory. None: all memory that the system can spare."""
     linger_s: float = 3600.0
+    """The keeper exits after this time without a trainer."""
     local: str | None = None
     local_every: int = 1
+    """Steps between generations written to ``local``, a folder on storage of this host. None: no
+    local level."""
     serve: str | None = None
+    """Interface or address, with an optional port after a colon, that serves the memory over HTTP.
+    None: not served."""
     certificate: str = ""
     key: str = ""
+    """Files for TLS, with ``certificate``."""
     max_bytes_per_s: int | None = None
+    """Limit of all reads from other keepers. None: no limit."""
     cpus: str = ""
+    """CPUs to run on, in the format of :func:`cpus_of`. Empty: any."""
 
 
 _CPUS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")

@@ -30,31 +30,32 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that the keeper ``name`` knows in ``epoch``.
-
-    ``votes``: of its ranks, for generations without an outcome. ``missing``: generations that the
-    leader waits for, but a rank of this keeper will never vote for. ``agreed``: newest generation
-    known to be agreed. ``guarded``: the generation to be encoded now, if this keeper has encoded
-    it, else the newest one that it has encoded. ``unguarded``: newest generation that it failed to
-    encode in this ``attempt``. ``told``: newest generation that it knows to be encoded on all
-    keepers, in this epoch or before. ``written``: its part of the newest flush. ``wanted``: agreed
-    generations that wait here to be flushed. ``seen``: version of the last standing. ``waits``:
-    nothing is new, so the answer may wait for a newer standing.
-    """
+    """Everything that the keeper ``name`` knows in ``epoch``."""
 
     name: str
     epoch: int
     votes: tuple[Vote, ...] = ()
+    """Votes of its ranks, for generations without an outcome."""
     missing: tuple[GenerationId, ...] = ()
+    """Generations that the leader waits for, but a rank of this keeper will never vote for."""
     agreed: GenerationId | None = None
+    """Newest generation known to be agreed."""
     guarded: GenerationId | None = None
+    """The generation to be encoded now, if this keeper has encoded it, else the newest one that it
+    has encoded."""
     unguarded: GenerationId | None = None
+    """Newest generation that it failed to encode in this ``attempt``."""
     attempt: str = ""
     told: GenerationId | None = None
+    """Newest generation that it knows to be encoded on all keepers, in this epoch or before."""
     written: Written | None = None
+    """Its part of the newest flush."""
     wanted: tuple[GenerationId, ...] = ()
+    """Agreed generations that wait here to be flushed."""
     seen: str = ""
+    """Version of the last standing."""
     waits: bool = False
+    """True without news, so that the answer may wait for a newer standing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,30 +80,31 @@ class FlushEnd:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The leader's view of ``epoch``.
-
-    ``agreed`` and ``void``: the newest outcomes. ``open``: generations with votes but no outcome.
-    ``settled``: all generations of this epoch up to this one that are not named here are void or
-    obsolete. ``guard``: generation to encode now, in this ``attempt``. ``guarded``: newest
-    generation that the leader knows to be encoded on all keepers. ``protected``: newest generation
-    that all keepers know to be so. ``heard``: whether every keeper has reported since it first saw
-    this leader's standing, so that the leader knows all that they know. ``flush``: the flush to
-    write now. ``ended``: the newest flush that has ended.
-    """
+    """The leader's view of ``epoch``."""
 
     version: str
     epoch: int
     agreed: tuple[GenerationId, ...] = ()
     void: tuple[GenerationId, ...] = ()
+    """Newest outcomes, with ``agreed``."""
     open: tuple[GenerationId, ...] = ()
+    """Generations with votes but no outcome."""
     guard: GenerationId | None = None
     attempt: str = ""
+    """Id of the attempt to encode ``guard``, the generation to encode now."""
     guarded: GenerationId | None = None
+    """Newest generation that the leader knows to be encoded on all keepers."""
     protected: GenerationId | None = None
+    """Newest generation that all keepers know to be encoded on all keepers."""
     heard: bool = False
+    """True if every keeper has reported since it first saw this leader's standing, so that the
+    leader knows everything that they know."""
     settled: GenerationId | None = None
+    """All generations of this epoch up to this one that are not named here are void or obsolete."""
     flush: FlushOrder | None = None
+    """The flush to write now."""
     ended: FlushEnd | None = None
+    """The newest flush that has ended."""
 
     @property
     def flushed(self) -> GenerationId | None:

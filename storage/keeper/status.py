@@ -39,14 +39,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class KeeperStatus:
-    """Current state of a keeper.
-
-    ``ranks``: ranks with a connected process. ``flushing``: generation being flushed. ``address``:
-    HTTP address, "" if not served. ``name``: the keeper's name in the run; ``hosts``: names of all
-    keepers of the job. ``protection``: mode of parity; ``protected``: newest protected generation;
-    ``parity_nbytes``: size of this keeper's parity. ``ready``: False while it loads its first
-    images and lets trainers wait.
-    """
+    """Current state of a keeper."""
 
     run: str
     host: str
@@ -56,16 +49,25 @@ class KeeperStatus:
     budget_nbytes: int
     held_nbytes: int
     ranks: Sequence[int]
+    """Ranks with a connected process."""
     generations: Sequence[HeldGeneration]
     flushing: GenerationId | None
+    """Generation being flushed."""
     address: str
+    """HTTP address, "" if not served."""
     counters: Counters
     name: str = ""
+    """Name of the keeper in the run."""
     hosts: Sequence[str] = ()
+    """Names of all keepers of the job."""
     protection: str = "off"
+    """Mode of parity."""
     protected: GenerationId | None = None
+    """Newest protected generation."""
     parity_nbytes: int = 0
+    """Size of this keeper's parity."""
     ready: bool = True
+    """False while it loads its first images and lets trainers wait."""
 
     def as_json(self) -> dict[str, object]:
         """Return the status as a JSON object."""
