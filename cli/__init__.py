@@ -1,7 +1,7 @@
 """The ``holdfast`` command.
 
-Its ``--help`` answers in under 100 ms, so nothing here or in ``app`` imports torch, numpy or rich
-at the top: a command imports what it needs when it runs.
+``holdfast --help`` answers in under 100 ms. So nothing here or in ``app`` imports torch, numpy or
+rich at module level; a command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def main() -> None:
 
     try:
         status = run(sys.argv[1:])
-    except Exception:  # a fault of ours: 1 would say that the answer is no
+    except Exception:  # a bug of ours: status 1 would mean "the answer is no"
         import traceback
 
         traceback.print_exc()

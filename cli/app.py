@@ -1,5 +1,7 @@
-"""The commands: what each takes. A command imports what it needs when it runs; see the package
-docstring for why."""
+"""The argument parser of every command.
+
+Commands import what they need when they run; the package docstring says why.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from .manual import MANUAL, HelpFormatter, closing_words
 __all__ = ["command_parser", "run"]
 
 Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""What commands are added to."""
+"""The object to which commands are added."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; return its exit status. Raises SystemExit where argparse has answered
+    """Run one command line and return its exit status. Raises SystemExit if argparse has answered
     already."""
     parser = command_parser()
     args = vars(parser.parse_args(arguments))
@@ -32,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """What parses the command line; the documentation is generated from it, too."""
+    """Return the parser of the command line. The documentation is generated from it as well."""
     parser = argparse.ArgumentParser(
         prog="holdfast",
         description=(
@@ -67,7 +69,7 @@ def command_parser() -> argparse.ArgumentParser:
 def _command(
     commands: Parsers, run: Callable[..., int], summary: str, more: str = ""
 ) -> argparse.ArgumentParser:
-    """A command, named after its function. Its arguments become the function's keywords."""
+    """Add a command named after its function. Its arguments become the function's keywords."""
     name = run.__name__.lstrip("_")
     parser = commands.add_parser(
         name,

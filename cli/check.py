@@ -1,4 +1,4 @@
-"""``holdfast drivers --check URI``: is this storage fit for checkpoints? Tried, not looked up."""
+"""``holdfast drivers --check URI``: tests whether a storage is fit for checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORDS = {"kept": "ok", "broken": "PROBLEM", "not promised": "note", "not tried"
 
 
 def run(uri: str | None, *, json_output: bool) -> int:
-    """Try the storage at ``uri``, print what was found, and return 0 if it is fit, 1 if there is a
+    """Test the storage at ``uri`` and print the findings. Return 0 if it is fit, 1 if there is a
     problem."""
     place = _place(uri)
     if json_output:
@@ -51,7 +51,7 @@ def _place(uri: str | None) -> Uri:
 
 
 def _watched(place: Uri) -> Report:
-    """Run the check; on a terminal say what it is at."""
+    """Run the check. On a terminal, show its progress."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
         return asyncio.run(check(place, warn=_warn))
     from rich.console import Console
@@ -104,7 +104,7 @@ def _cells(finding: Finding) -> tuple[str, ...]:
         time = f"{finding.seconds * 1000:,.0f} ms"
     if finding.nbytes_per_s:
         rate = f"{size_text(int(finding.nbytes_per_s))}/s"
-    if finding.outcome not in ("broken", "not promised"):  # those are explained below the table
+    if finding.outcome not in ("broken", "not promised"):  # these are explained below the table
         detail = printable(finding.detail)
     return finding.title, _WORDS[finding.outcome], time, rate, detail
 
@@ -137,7 +137,7 @@ def _rich_table(report: Report) -> list[str]:
 
 
 def _explained(finding: Finding) -> list[str]:
-    """What was found in words, where there is more to say than that all is well."""
+    """Return the explanation of a finding, if it needs one."""
     painted: Callable[[str], str] = {
         "broken": lambda text: paint(text, "red"),
         "not promised": lambda text: paint(text, "bold"),

@@ -1,8 +1,13 @@
-"""What all commands have in common: how they end.
+"""How commands end, and what they print with.
 
-0: well. 1: what was asked for is not so (damage found, no checkpoint there). 2: it could not be
-done, or the call was wrong; one message on stderr says why, and what to do. 3: a fault of ours,
-with a traceback. 130: interrupted. 141: the reader of the output has gone.
+Exit statuses:
+
+- 0: success
+- 1: the answer is no (damage found, no checkpoint there)
+- 2: failure, or a wrong call; one message on stderr gives the reason and the remedy
+- 3: a bug of ours, with a traceback
+- 130: interrupted
+- 141: the reader of the output has gone
 """
 
 from __future__ import annotations
@@ -19,8 +24,8 @@ __all__ = ["complain", "ended", "print_json", "write_text"]
 
 
 def ended(command: Callable[[], int]) -> int:
-    """Run ``command``; return its exit status. What it raises of our error tree becomes a message,
-    not a traceback."""
+    """Run ``command`` and return its exit status. Errors of our own tree become a message, not a
+    traceback."""
     try:
         status = command()
         sys.stdout.flush()
@@ -30,7 +35,7 @@ def ended(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # the interpreter flushes once more
+        )  # the interpreter flushes stdout at exit
         return 141
     except KeyboardInterrupt:
         complain("interrupted")
@@ -39,12 +44,12 @@ def ended(command: Callable[[], int]) -> int:
 
 
 def complain(message: str) -> None:
-    """One message on stderr."""
+    """Print one message on stderr."""
     print("holdfast: " + "\n".join(map(printable, message.splitlines())), file=sys.stderr)
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file that the user has named. Raises UsageError where that cannot be."""
+    """Write a file that the user has named. Raises UsageError if that fails."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
@@ -53,7 +58,7 @@ def write_text(path: str, text: str) -> None:
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout, on one line."""
+    """Print one JSON document on stdout, on one line."""
     import json
 
     print(json.dumps(document, separators=(",", ":")))

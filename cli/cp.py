@@ -1,4 +1,4 @@
-"""``holdfast cp``: a checkpoint, or a folder of them, from one storage to another."""
+"""``holdfast cp``: copies a checkpoint, or a folder of them, to another storage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["run"]
 
 
 def run(src: str, dst: str, *, recursive: bool, overwrite: bool, json_output: bool) -> int:
-    """Copy, and print what was copied; 0 if all of it was, 1 if something is damaged."""
+    """Copy, and print what was copied. Return 0 if everything was copied, 1 if something is
+    damaged."""
     try:
         with progress_bar("cp", lines=True) as progress:
             report = copy(src, dst, recursive=recursive, overwrite=overwrite, progress=progress)
@@ -69,7 +70,7 @@ def _summary(report: CopyReport) -> str:
 
 
 def _figures(what: CopiedCheckpoint | CopyReport) -> str:
-    """How much, and how fast: the rate is that of what was sent."""
+    """Return the size and the rate. The rate counts only the bytes that were sent."""
     before = what.nbytes - what.sent_nbytes
     size = size_text(what.nbytes)
     if before:

@@ -1,4 +1,4 @@
-"""``holdfast diff``: do two checkpoints hold the same state, and where do they differ?"""
+"""``holdfast diff``: compares the states in two checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["run"]
 
 
 def run(a: str, b: str, *, json_output: bool) -> int:
-    """Compare, and print what differs; 0 if nothing does, 1 if something does."""
+    """Compare, and print the differences. Return 0 if there are none, else 1."""
     with progress_bar("diff") as progress:
         report = diff(a, b, progress=progress)
     if json_output:
@@ -46,7 +46,7 @@ def _document(report: DiffReport) -> dict[str, object]:
 
 
 def _json_number(number: float | None) -> object:
-    """JSON has no word for NaN and infinities."""
+    """Return a number as JSON allows it: NaN and infinities become strings."""
     if number is None or math.isfinite(number):
         return number
     return repr(number)
@@ -59,7 +59,7 @@ def _json_value(value: ByRank | None) -> object:
 
 
 def _lines(report: DiffReport) -> list[str]:
-    """What differs, a line each: what, where, and how. In columns on a terminal."""
+    """Return a line for each difference: kind, name and details. On a terminal they are aligned."""
     rows = [("value", printable(v.path), _value_text(v)) for v in report.values]
     rows += [(t.what, _name(t), _tensor_text(t)) for t in report.tensors]
     if not is_terminal():

@@ -1,5 +1,4 @@
-"""``holdfast drivers``: which storages there are, what serves them, what they are good at, and
-where options come from."""
+"""``holdfast drivers``: lists the schemes, their drivers and traits, and the sources of options."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ __all__ = ["run"]
 
 @dataclass
 class _Found:
-    """One scheme, as far as it could be looked at."""
+    """Findings about one scheme. Fields keep their defaults from the first problem on."""
 
     scheme: str
     driver: str
@@ -50,14 +49,14 @@ class _Found:
     options: list[dict[str, Any]] = field(default_factory=list)
     config_file: str | None = None
     config_ignored: str | None = None
-    """A file of the working directory, which is not read."""
+    """A configuration file in the working directory, which is not read."""
     tuned: str | None = None
-    """What is known of profiles for this place, in words."""
+    """The profiles for this place, in words."""
 
 
 def run(scheme: str | None, *, json_output: bool) -> int:
-    """Print all schemes, or all about one, or about one URI; 0 if they can be used, 1 if the one
-    asked for cannot."""
+    """Print all schemes, or the details of one scheme or URI. Return 1 if the requested one cannot
+    be used, else 0."""
     known = schemes()
     served = packages()
     if scheme is None:
@@ -73,7 +72,7 @@ def run(scheme: str | None, *, json_output: bool) -> int:
     if uri.scheme.startswith("fsspec+"):
         entry = "fsspec"
     if entry not in known:
-        driver_class(entry)  # raises, and names the known ones
+        driver_class(entry)  # raises, and names the known schemes
     one = _look(entry, uri, known, served)
     if json_output:
         print_json(asdict(one))
@@ -128,8 +127,8 @@ def _look(scheme: str, uri: Uri, known: Mapping[str, str], served: Mapping[str, 
 
 
 def _tuned(uri: Uri) -> str | None:
-    """The profile that applies to ``uri``, or those that do not because they were measured on
-    other machines; None where there is none for its place."""
+    """Return in words which profile applies to ``uri``, or which do not because other machines
+    measured them; None if its place has none."""
     file = tuned_file(os.environ)
     if file is None:
         return None
@@ -154,7 +153,7 @@ def _text_of_path(path: Path | None) -> str | None:
 
 
 def _layers(driver: Driver) -> list[str]:
-    """From the caller to the storage."""
+    """Return the names of the layers, from the caller to the storage."""
     names = []
     while isinstance(driver, Layer):
         names.append(type(driver).__name__.removesuffix("Layer").lower())
@@ -163,14 +162,14 @@ def _layers(driver: Driver) -> list[str]:
 
 
 def _text(name: str, option: Option, value: object) -> str | None:
-    """A value as it could be written; None where there is none."""
+    """Return a value as a user would write it; None for no value."""
     if value is None or value == "":
         return None
     return _safe(name, option.text(value))
 
 
 def _safe(name: str, text: str) -> str:
-    """What was written for an option; a secret hidden."""
+    """Return the text of an option, with secrets hidden."""
     if is_secret(name):
         return "***"
     return redact(text)
@@ -246,7 +245,7 @@ def _option_line(option: Mapping[str, Any]) -> tuple[str, ...]:
 def _table(
     rows: list[tuple[str, ...]], titles: tuple[str, ...] = ("scheme", "package", "driver", "state")
 ) -> list[str]:
-    """Columns; the last may hold colours, and is not padded."""
+    """Return aligned columns. The last one may hold colours and is not padded."""
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)][:-1]
     lines = [
         "  ".join(

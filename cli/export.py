@@ -1,5 +1,4 @@
-"""``holdfast export``: the tensors of a checkpoint, for programs that read safetensors files, or
-files of ``torch.save``."""
+"""``holdfast export``: writes the tensors of a checkpoint for other programs."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def run(
     overwrite: bool,
     json_output: bool,
 ) -> int:
-    """Export, and print what was written."""
+    """Export, print what was written, and return 0."""
     rules = rules_of(rename)
     with progress_bar("export", lines=True) as progress:
         report = export(

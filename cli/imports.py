@@ -1,4 +1,4 @@
-"""``holdfast import``: a checkpoint of a model that other programs wrote."""
+"""``holdfast import``: makes a checkpoint from files of other programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(
     overwrite: bool,
     json_output: bool,
 ) -> int:
-    """Import, and print what was made."""
+    """Import, print a summary, and return 0."""
     rules = rules_of(rename)
     with progress_bar("import", lines=True) as progress:
         report = import_(
@@ -54,7 +54,7 @@ def _line(report: ImportReport) -> str:
 
 
 def _rest(report: ImportReport) -> str:
-    """What was there already, of an earlier import."""
+    """Return a note on the bytes that an earlier import had already stored."""
     if not report.reused_nbytes:
         return ""
     return f", {size_text(report.reused_nbytes)} of it were there"

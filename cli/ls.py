@@ -1,4 +1,4 @@
-"""``holdfast ls``: the checkpoints at and below a URI."""
+"""``holdfast ls``: lists the checkpoints at and below a URI."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TO_THE_LEFT = {"saved", "path"}
 
 
 def run(uri: str, *, last: int | None, json_output: bool) -> int:
-    """Print them, or the ``last`` of them; return 0 if there is one, 1 if there is none."""
+    """Print the checkpoints, or the ``last`` of them. Return 0 if there are any, else 1."""
     root = parse(uri)
     found = list_checkpoints(uri, last=last)
     if json_output:
@@ -34,7 +34,7 @@ def run(uri: str, *, last: int | None, json_output: bool) -> int:
 
 
 def _instead(uri: str) -> str:
-    """What is there instead, where that is known."""
+    """Return a note on what the place holds instead of checkpoints, if that is known."""
     finding = engine.run(found_at(Place.of(uri, None)))
     if finding is None:
         return ""
@@ -52,7 +52,7 @@ def _entry(c: ListedCheckpoint, root: Uri) -> dict[str, Any]:
         "tensors": c.tensors,
         "nbytes": c.nbytes,
     }
-    if c.problem is not None:  # it could not be read: nothing of this is known
+    if c.problem is not None:  # unreadable: none of these are known
         figures = dict.fromkeys(figures)
     return {
         "path": c.path,
@@ -87,7 +87,7 @@ def _cells(c: ListedCheckpoint, now_s: float) -> tuple[str, ...]:
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns, aligned; the last one may hold colours, and is not."""
+    """Return aligned columns. The last one may hold colours and is not padded."""
     widths = [max(map(len, column)) for column in zip(_TITLES, *rows, strict=True)]
     lines = ["  ".join(_aligned(cells, widths)).rstrip() for cells in (_TITLES, *rows)]
     return [paint(lines[0], "dim"), *lines[1:]]

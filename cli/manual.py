@@ -1,6 +1,6 @@
-"""What ends the help of each command: examples, and what its exit status says.
+"""The end of each command's help: examples and exit statuses.
 
-Scope: read at every start of the command, so it is data, and imports nothing that takes time.
+Scope: loaded at every start of the command, so it is data and imports nothing slow.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple
 __all__ = ["MANUAL", "HelpFormatter", "Manual", "closing_words"]
 
 WIDTH = 80
-"""Columns of a help, at most: a terminal of any size shows it."""
+"""Greatest width of a help text, in columns: it fits any terminal."""
 
 
 class Manual(NamedTuple):
-    """``examples``: command lines, each with what it does. ``statuses``: what 0 and 1 say; the
-    others are the same for all commands."""
+    """``examples``: command lines, each with its purpose. ``statuses``: the meanings of 0 and 1;
+    the other statuses are the same for all commands."""
 
     examples: tuple[tuple[str, str], ...]
     statuses: Mapping[int, str]
@@ -186,7 +186,7 @@ MANUAL: Mapping[str, Manual] = {
 
 
 def closing_words(manual: Manual) -> str:
-    """The end of a help, in lines of at most 80 columns."""
+    """Return the end of a help text, in lines of at most 80 columns."""
     lines = ["examples:"]
     for command, purpose in manual.examples:
         lines += [f"  # {purpose}", f"  {command}"]
@@ -197,7 +197,7 @@ def closing_words(manual: Manual) -> str:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps at 80 columns at most, and leaves text alone that has lines of its own."""
+    """Wraps at 80 columns at most, and keeps the line breaks of texts that have some."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog)

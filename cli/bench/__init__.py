@@ -1,1 +1,1 @@
-"""``holdfast bench``: what a storage gives checkpoints."""
+"""``holdfast bench``: measure a storage with checkpoints."""

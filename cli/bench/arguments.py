@@ -1,6 +1,6 @@
 """The arguments of ``holdfast bench``.
 
-Scope: read at every start of the command, so it imports nothing that takes time.
+Scope: loaded at every start of the command, so it imports nothing slow.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["add_arguments"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add all but ``--json``, which all commands have."""
+    """Add every argument but ``--json``, which all commands share."""
     parser.add_argument(
         "targets",
         metavar="URI",
@@ -100,7 +100,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def add_driver_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add those of a driver alone, without checkpoints."""
+    """Add the arguments that apply to a driver alone, without checkpoints."""
     group.add_argument(
         "--part-sizes",
         metavar="SIZE,…",
@@ -121,7 +121,7 @@ def add_driver_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def add_tuning_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add those of the search for the best options."""
+    """Add the arguments of the search for the best options."""
     group.add_argument(
         "--tune",
         action="store_true",

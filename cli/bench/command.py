@@ -1,4 +1,4 @@
-"""Runs ``holdfast bench``: says which of its works is asked for."""
+"""Runs ``holdfast bench``: picks the task that the arguments select."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def run(
     json_output: bool,
     **asked: Any,
 ) -> int:
-    """Measure, tune, simulate, or compare; return the exit status. ``asked``: the other arguments,
-    by name."""
+    """Measure, tune, simulate or compare, and return the exit status. ``asked`` holds the other
+    arguments by name."""
     with _interrupted_by_signals():
         return _run(targets, asked, slower, Output(csv, html, json_output))
 
@@ -65,7 +65,7 @@ def _interrupted_by_signals() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    # Under nohup, SIGHUP is ignored, and stays so.
+    # nohup has SIGHUP ignored; leave it so.
     taken = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
     for signum in taken:
         signal.signal(signum, interrupt)

@@ -1,4 +1,4 @@
-"""``holdfast bench compare``: two results held against each other."""
+"""``holdfast bench compare``: compares two results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ COMPARE = "compare"
 
 
 def run_comparison(files: Sequence[str], slower: str, *, json_output: bool) -> int:
-    """Compare, and print; 1 where the second is slower by more than ``slower``."""
+    """Compare two results and print the comparison. Return 1 if the second is slower by more than
+    ``slower``."""
     from ...bench.measured.comparison import compare
     from .tables import print_comparison, print_comparison_json
 

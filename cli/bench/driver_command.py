@@ -1,4 +1,4 @@
-"""Runs ``holdfast bench URI --workload raw`` and ``meta``."""
+"""Runs ``holdfast bench URI --workload raw`` and ``--workload meta``."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = [
 DRIVER_WORKLOADS = ("raw", "meta")
 DEFAULT_RUNS = 5
 OBJECT_NBYTES = 4096
-"""The size of the objects of ``meta``."""
+"""Size of the objects of ``meta``."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where a result goes: files, and whether stdout gets a document in place of a table."""
+    """Destinations of a result: files, and whether stdout gets JSON instead of tables."""
 
     csv: str | None
     html: str | None
@@ -48,7 +48,7 @@ class Output:
         document: Callable[[], str],
         print_tables: Callable[[], None],
     ) -> None:
-        """Write and print what is asked for; nothing else is made. Raises UsageError where a file
+        """Write and print the requested forms, and build no other. Raises UsageError if a file
         cannot be written."""
         if self.csv is not None:
             write_text(self.csv, lines())
@@ -61,7 +61,7 @@ class Output:
 
 
 def run_driver_workload(workload: str, uri: str, given: Mapping[str, Any], output: Output) -> int:
-    """Measure the driver alone, as the arguments ``given`` on the command line ask for; the exit
+    """Measure the driver alone with the command-line arguments ``given``. Return the exit
     status."""
     if workload == "raw":
         found = _raw(uri, given)
@@ -80,7 +80,7 @@ def _raw(uri: str, given: Mapping[str, Any]) -> DriverMeasurement:
         part_sizes=_list("--part-sizes", given["part_sizes"], size_of),
         concurrencies=_list("--concurrencies", given["concurrencies"], _number),
     )
-    points = check_raw(plan)  # before torch is imported, which takes seconds
+    points = check_raw(plan)  # before importing torch, which takes seconds
 
     from ...bench.alone.raw import measured_raw
 
@@ -113,8 +113,8 @@ def _end(found: DriverMeasurement, output: Output) -> int:
 
 
 def status_of(invalid: Mapping[str, Sequence[str]], output: Output) -> int:
-    """Return the exit status of a result; where stdout has a document, say on stderr why it is
-    INVALID, which the tables say themselves."""
+    """Return the exit status of a result. With JSON on stdout, say on stderr why it is INVALID; the
+    tables say so themselves."""
     if output.json:
         for name, reasons in invalid.items():
             complain(f"INVALID: {name}: {'; '.join(reasons)}")
@@ -122,12 +122,12 @@ def status_of(invalid: Mapping[str, Sequence[str]], output: Output) -> int:
 
 
 def runs_of(given: Mapping[str, Any]) -> int:
-    """How many rounds."""
+    """Return the number of rounds."""
     return DEFAULT_RUNS if given["runs"] is None else int(given["runs"])
 
 
 def size_of(argument: str, text: str) -> int:
-    """A size in bytes. Raises UsageError, which names ``argument``."""
+    """Parse a size and return it in bytes. Raises UsageError, which names ``argument``."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -149,5 +149,5 @@ def _list(argument: str, text: str | None, parse: Callable[[str, str], int]) -> 
 
 
 def say(line: str) -> None:
-    """How far it is."""
+    """Print a line of progress on stderr."""
     print(printable(line), file=sys.stderr, flush=True)

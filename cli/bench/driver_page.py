@@ -1,4 +1,4 @@
-"""What a driver alone does, as a page for a browser."""
+"""An HTML page for a measurement of a driver alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHART_WIDTH = 560
 
 
 def driver_page(found: DriverMeasurement) -> str:
-    """The page."""
+    """Return the page as HTML."""
     return page(
         f"What {found.uri} gives its driver",
         element("h1", found.uri),

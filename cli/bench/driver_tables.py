@@ -1,4 +1,4 @@
-"""What a driver alone does, as tables and lines."""
+"""Tables, lines and CSV for a measurement of a driver alone."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ __all__ = [
 LATENCY_TITLES = ("point", "median", "rate", "p50", "p90", "p99", "longest")
 _RATE_UNIT = 1e9
 _LINES = 12
-"""So many reasons against figures are printed."""
+"""Number of reasons for invalid figures to print at most."""
 
 
 def print_driver(found: DriverMeasurement) -> None:
-    """On a terminal: what was measured on, rates over the grid, how long operations took, and why
-    figures are not to be believed."""
+    """Print the machine, the rates over the grid, the latencies, and why figures are invalid."""
     print(f"{printable(found.uri)}: {_what(found)}")
     print(paint(", ".join(f"{name}: {what}" for name, what in found.machine.items()), "dim"))
     print()
@@ -62,7 +61,7 @@ def _what(found: DriverMeasurement) -> str:
 
 
 def by_operation(found: DriverMeasurement) -> dict[str, list[PointResult]]:
-    """The points of each operation, in order."""
+    """Return the points of each operation, in order."""
     operations: dict[str, list[PointResult]] = {}
     for point in found.points.values():
         operations.setdefault(point.operation, []).append(point)
@@ -70,19 +69,19 @@ def by_operation(found: DriverMeasurement) -> dict[str, list[PointResult]]:
 
 
 def concurrencies_of(points: Sequence[PointResult]) -> list[int]:
-    """The columns of a grid."""
+    """Return the columns of a grid."""
     return sorted({point.concurrency for point in points})
 
 
 def grid_rows(points: Sequence[PointResult]) -> Iterator[tuple[str, list[PointResult]]]:
-    """The rows of a grid: the size of a part, and the points of it by concurrency."""
+    """Yield the rows of a grid: a part size as text, and its points ordered by concurrency."""
     for part_nbytes in sorted({point.part_nbytes for point in points}):
         row = [point for point in points if point.part_nbytes == part_nbytes]
         yield exact_size_text(part_nbytes), sorted(row, key=lambda point: point.concurrency)
 
 
 def latency_rows(found: DriverMeasurement) -> Iterator[tuple[str, ...]]:
-    """A row for each point."""
+    """Yield a table row for each point."""
     for name, point in found.points.items():
         latency = point.latency
         yield (
@@ -97,7 +96,7 @@ def latency_rows(found: DriverMeasurement) -> Iterator[tuple[str, ...]]:
 
 
 def rate_text(found: DriverMeasurement, point: PointResult) -> str:
-    """Bytes, or operations, per second."""
+    """Return a rate as text: bytes, keys or operations per second."""
     if found.workload == RAW:
         return f"{point.rate / _RATE_UNIT:.3f} GB/s"
     if point.operation == "list":
@@ -106,7 +105,7 @@ def rate_text(found: DriverMeasurement, point: PointResult) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """In the unit that shows three digits."""
+    """Return a duration in the unit that shows three digits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -114,8 +113,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def driver_invalid_lines(found: DriverMeasurement) -> list[str]:
-    """Why figures are not to be believed, in words: a line for each reason, which several points
-    may share."""
+    """Return a line for each reason why figures are invalid. Several points may share a reason."""
     names: dict[str, list[str]] = {}
     for name, reasons in found.invalid.items():
         for reason in reasons:
@@ -134,7 +132,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def driver_csv(found: DriverMeasurement) -> str:
-    """A line for each round of each point, under a line of titles."""
+    """Return a CSV line for each round of each point, below a line of titles."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(

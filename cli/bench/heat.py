@@ -1,4 +1,4 @@
-"""A table of figures whose ground says which of them are high, on a terminal that has colours."""
+"""Terminal tables whose background colours show which figures are high."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..text import is_terminal, paint
 __all__ = ["print_heat"]
 
 _GROUNDS = (17, 18, 24, 30, 36, 71, 107, 143, 179, 208)
-"""Of the 256 colours of terminals, from cold to hot."""
+"""Colours of the 256-colour palette, from cold to hot."""
 
 
 def print_heat(
     title: str, corner: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[float]]]
 ) -> None:
-    """Print a row of values for each name of ``rows``, under the names of the columns. The ground
-    of the highest value is the hottest."""
+    """Print a row of values for each name in ``rows``, below the column names. The highest value
+    gets the hottest background."""
     greatest = max((value for _, values in rows for value in values), default=0.0)
     names = max(len(corner), *(len(name) for name, _ in rows))
     widths = [max(len(name), 7) for name in columns]

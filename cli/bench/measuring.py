@@ -1,5 +1,7 @@
-"""``holdfast bench URI``: saves and loads checkpoints, by this process, by several of this host, or
-by the ranks of a job that a launcher has started."""
+"""``holdfast bench URI``: measures saves and loads of checkpoints.
+
+The ranks are this process, several processes of this host, or a job that a launcher has started.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _RANK = "holdfast.cli.bench.rank"
 
 
 def run_measurement(uri: str, asked: Mapping[str, Any], output: Output) -> int:
-    """Measure as the arguments ``asked`` say; the exit status."""
+    """Measure as the arguments ``asked`` say, and return the exit status."""
     from ...bench.measured.ranks import job_of
 
     _, world = job_of()
@@ -41,7 +43,7 @@ def run_measurement(uri: str, asked: Mapping[str, Any], output: Output) -> int:
 
 
 def plan_of(uri: str, asked: Mapping[str, Any], ranks: int) -> Plan:
-    """What is to be measured by so many ranks. Raises UsageError."""
+    """Return the plan of a measurement with ``ranks`` ranks. Raises UsageError."""
     from ...bench.measured.plan import Plan
     from ...bench.workloads.mlperf import Mlperf
     from ...bench.workloads.mlperf_rules import RULES
@@ -71,7 +73,7 @@ def _by_this_host(uri: str, asked: Mapping[str, Any], ranks: int) -> Measurement
     if ranks < 1:
         raise UsageError(f"{ranks} ranks cannot measure", advice="Give 1 or more.")
     plan = plan_of(uri, asked, ranks)
-    check(plan, ranks)  # before torch is imported, which takes seconds
+    check(plan, ranks)  # before importing torch, which takes seconds
     with last_line() as say:
         if ranks > 1:
             from ...bench.measured.launch import launched
@@ -85,7 +87,7 @@ def _by_this_host(uri: str, asked: Mapping[str, Any], ranks: int) -> Measurement
 
 
 def _by_a_job(plan: Plan) -> Measurement | None:
-    """None on ranks other than 0."""
+    """Measure with the ranks of this job. Return None on ranks other than 0."""
     from ...bench.measured.plan import check
     from ...bench.measured.ranks import joined
     from ...bench.measured.run import measured

@@ -1,4 +1,4 @@
-"""A result of ``holdfast bench`` as a page for a browser."""
+"""An HTML page for a result of ``holdfast bench``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["measurement_page"]
 
 
 def measurement_page(found: Measurement) -> str:
-    """The page."""
+    """Return the page as HTML."""
     return page(
         f"What {found.uri} gives checkpoints",
         element("h1", found.uri),

@@ -15,14 +15,13 @@ __all__: list[str] = []
 
 
 def main() -> int:
-    """Measure as the one argument says. What is found, or the error of this rank, is left in a
-    file."""
+    """Measure as the only argument says, and leave the result, or this rank's error, in a file."""
     from ...bench.measured.ranks import joined
     from ...bench.measured.result import encoded
     from ...bench.measured.run import measured
     from .measuring import plan_of
 
-    # Whoever starts a command in the background of a shell has it ignore SIGINT.
+    # Shells start background commands with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     order = json.loads(sys.argv[1])
     folder = Path(order["folder"])
@@ -31,7 +30,7 @@ def main() -> int:
             plan = plan_of(order["uri"], order["asked"], ranks.world)
             found = measured(plan, _say, ranks, parse(order["place"]))
     except HoldfastError as error:
-        # One that only tells that another rank has gone explains nothing.
+        # An error that only reports the loss of another rank explains nothing.
         if type(error) is not CoordinationError:
             (folder / f"error-{os.environ['RANK']}").write_text(str(error), "utf-8")
         return 2

@@ -9,12 +9,12 @@ __all__ = ["read_measurement", "read_result"]
 
 
 def read_measurement(path: str) -> Measurement:
-    """The measurement of checkpoints in a file. Raises UsageError where there is none."""
+    """Return the measurement of checkpoints in a file. Raises UsageError if it holds none."""
     return decoded(read_result(path), path)
 
 
 def read_result(path: str) -> str:
-    """The text of a file. Raises UsageError where it cannot be read."""
+    """Return the text of a file. Raises UsageError if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()

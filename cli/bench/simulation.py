@@ -1,4 +1,4 @@
-"""``holdfast bench --simulate`` and ``--dry-run``: arguments, and what is said."""
+"""``holdfast bench --simulate`` and ``--dry-run``: arguments and output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NONE = "-"
 
 
 def add_simulation_arguments(group: _ArgumentGroup) -> None:
-    """Add them."""
+    """Add the arguments."""
     group.add_argument(
         "--simulate",
         action="store_true",
@@ -49,8 +49,8 @@ def add_simulation_arguments(group: _ArgumentGroup) -> None:
 
 
 def check_alone(asked: Mapping[str, Any]) -> None:
-    """Raise UsageError for arguments that do not go together, or that say nothing of a
-    measurement."""
+    """Raise UsageError for arguments that exclude each other, or that need ``--simulate`` or
+    ``--dry-run``."""
     if asked["simulate"] and asked["dry_run"]:
         raise UsageError("--simulate and --dry-run are two things", advice="Give one of them.")
     if asked["rates_from"] is not None and asked["rate"] is not None:
@@ -73,7 +73,7 @@ def _refuse(asked: Mapping[str, Any], names: tuple[str, ...], needed: str) -> No
 def run_simulation(
     uri: str, workload: Workload, asked: Mapping[str, Any], *, json_output: bool
 ) -> int:
-    """Plan, and print; 0."""
+    """Plan, print the forecast, and return 0."""
     from ...bench.simulated.forecast import encoded, forecast
     from ...drivers.uri import parse
 
@@ -96,7 +96,7 @@ def run_simulation(
 
 
 def run_dry(uri: str, asked: Mapping[str, Any], *, json_output: bool) -> int:
-    """Say what would be done; 1 where this host would refuse it."""
+    """Print what a measurement would do. Return 1 if this host would refuse it."""
     from ...bench.simulated.dry_run import dry_run, encoded
     from .measuring import plan_of
 

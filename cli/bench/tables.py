@@ -1,4 +1,4 @@
-"""Results of ``holdfast bench`` as tables, lines and JSON."""
+"""Results of ``holdfast bench`` as tables, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COST_TITLES = (
 
 
 def print_measurement(found: Measurement) -> None:
-    """On a terminal: what was measured on, the phases, and why they are not to be believed."""
+    """Print the machine, the phases, their costs, and why figures are invalid."""
     print(f"{printable(found.uri)}: {_what(found)} in each phase")
     print(paint(f"saved: {printable(str(found.config.get('workload', 'unknown')))}", "dim"))
     print(paint(", ".join(f"{name}: {what}" for name, what in found.machine.items()), "dim"))
@@ -66,7 +66,7 @@ def _what(found: Measurement) -> str:
 
 
 def phase_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
-    """A row for each phase: how long it took, and how fast that is."""
+    """Yield a row for each phase: its times and its rate."""
     for phase in found.phases:
         share = found.share(phase.name)
         yield (
@@ -81,8 +81,8 @@ def phase_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
 
 
 def cost_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
-    """A row for each phase: what it took of the machine and of the storage. The quantiles are those
-    of parts that were written, or of ranges that were read."""
+    """Yield a row for each phase: its use of the machine and of the storage. The quantiles are
+    latencies of written parts or read ranges."""
     for phase in found.phases:
         yield (
             phase.name,
@@ -101,7 +101,7 @@ def _cost(usd: float | None) -> str:
 
 
 def _requests(phase: Phase) -> str:
-    """Of a round."""
+    """Return the requests per round as text."""
     if not phase.operations:
         return _NONE
     count = sum(operations.count for operations in phase.operations.values())
@@ -123,7 +123,7 @@ def _cpu(phase: Phase) -> str:
 
 
 def invalid_lines(found: Measurement) -> list[str]:
-    """Why figures are not to be believed, in words."""
+    """Return a line for each phase with invalid figures, with the reasons."""
     return [
         f"INVALID: {name or 'all of it'}: {'; '.join(reasons)}"
         for name, reasons in found.invalid.items()
@@ -131,7 +131,7 @@ def invalid_lines(found: Measurement) -> list[str]:
 
 
 def csv_text(found: Measurement) -> str:
-    """A line for each round of each phase, under a line of titles."""
+    """Return a CSV line for each round of each phase, below a line of titles."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(("phase", "round", "nbytes", "seconds", "cpu_s", "peak_nbytes"))
@@ -144,7 +144,7 @@ def csv_text(found: Measurement) -> str:
 
 
 def print_comparison(found: Sequence[Compared], part: float) -> None:
-    """A row for each phase that both results have."""
+    """Print a row for each phase that both results have."""
     titles = ("phase", "A", "B", "B is", "from", "to", "verdict")
     rows = [
         (
@@ -165,7 +165,7 @@ def print_comparison(found: Sequence[Compared], part: float) -> None:
 
 
 def print_comparison_json(found: Sequence[Compared], part: float) -> None:
-    """The same as one document."""
+    """Print the comparison as one JSON document."""
     print_json(
         {
             "slower": [each.name for each in found if each.is_slower(part)],

@@ -25,7 +25,7 @@ DEFAULT_LIMIT = "60s"
 
 
 def run_tuning(uri: str, given: Mapping[str, Any], output: Output) -> int:
-    """Tune, or forget a profile, as the arguments ``given`` on the command line ask for; the exit
+    """Tune, or remove a profile, as the command-line arguments ``given`` say. Return the exit
     status."""
     if given["tune"] and given["forget"]:
         raise UsageError(
@@ -52,7 +52,7 @@ def _tune(uri: str, given: Mapping[str, Any], output: Output) -> int:
         time_limit_s=_duration(given["time_limit"] or DEFAULT_LIMIT),
     )
     file = None if given["only_show"] else check_keeping(os.environ)
-    space = check_tuning(plan)  # before torch is imported, which takes seconds
+    space = check_tuning(plan)  # before importing torch, which takes seconds
 
     from ...bench.tuned.tuning import tuned
 
@@ -114,7 +114,7 @@ def _tried(found: Tuning) -> str:
 
 
 def verdict_lines(found: Tuning) -> list[str]:
-    """What follows from it, in words."""
+    """Return the conclusions in words."""
     lines = []
     if found.tried < len(found.space.candidates):
         lines.append("There was no time for the others: give a larger --time-limit.")

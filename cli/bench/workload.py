@@ -1,5 +1,7 @@
-"""What ``holdfast bench`` is asked to save: from arguments to a workload. Bad combinations are
-refused before any I/O."""
+"""Arguments of ``holdfast bench`` that choose a workload.
+
+Invalid combinations are refused before any I/O.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ __all__ = [
 
 DEFAULT_SIZE = "1GiB"
 _KINDS = ("workload", "model", "index", "size")
-"""Of these at most one is given."""
+"""Arguments of which at most one may be given."""
 
 
 def add_workload_arguments(group: _ArgumentGroup) -> None:
-    """Add all but ``--size``. Names are checked when they are used: their lists are long to
+    """Add every argument but ``--size``. Names are checked on use, because their lists are slow to
     import."""
     group.add_argument(
         "--tensors", type=int, metavar="N", help="with --size: so many equal tensors instead"
@@ -70,14 +72,14 @@ def add_workload_arguments(group: _ArgumentGroup) -> None:
 
 
 def chosen_content(asked: Mapping[str, Any]) -> Content:
-    """What tensors are filled with. Raises UsageError."""
+    """Return how to fill tensors. Raises UsageError."""
     from ...bench.workloads.content import parse_content
 
     return parse_content(asked["entropy"])
 
 
 def chosen_workload(asked: Mapping[str, Any]) -> Workload:
-    """What is saved. Raises UsageError, and what reading an index raises."""
+    """Return the workload to save. Raises UsageError, and the errors of reading an index."""
     _check_combination(asked)
     if asked["workload"] is not None:
         from ...bench.workloads.mlperf import mlperf
@@ -95,7 +97,7 @@ def chosen_workload(asked: Mapping[str, Any]) -> Workload:
 
 
 def prices_of(asked: Mapping[str, Any]) -> Prices | None:
-    """What requests cost; None if that is not said. Raises UsageError."""
+    """Return the prices of requests; None if none are given. Raises UsageError."""
     from ...bench.prices import parse_prices
 
     if asked["prices"] is None:
@@ -104,7 +106,7 @@ def prices_of(asked: Mapping[str, Any]) -> Prices | None:
 
 
 def planned_nbytes(workload: Workload, world: int) -> int:
-    """About the size of the state of all ranks: what was asked for, if it was."""
+    """Return the approximate size of all ranks' state: the requested size, if there is one."""
     from ...bench.workloads.sized import Sized
 
     if isinstance(workload, Sized):

@@ -1,10 +1,11 @@
-"""``holdfast demo``: a language model in training loses a rank in the middle of a save, and goes on
-with fewer.
+"""Two demos: training that loses a rank, and training that loses hosts.
 
-``run`` tells the story; ``train`` is the training script, and ``model`` and ``data`` what it
-trains, and on what; ``jobs`` starts it under torchrun, ``journal`` and ``record`` say how it went;
-``torn`` looks at what a kill leaves; ``account`` and ``picture`` are for the reader.
+``holdfast demo`` trains a language model, kills a rank in the middle of a save, and resumes with
+fewer ranks. ``run`` tells the story. ``train`` is the training script, with its ``model`` and
+``data``. ``jobs`` starts it under torchrun; ``journal`` and ``record`` collect its progress.
+``torn`` lists what a killed save leaves. ``account`` and ``picture`` present the results.
 
-``holdfast keeper demo``: hosts that keep steps in memory break down. ``keepers`` tells the story;
-``train_kept`` is the training script, ``hosts`` has the keepers, and ``aftermath`` what came of it.
+``holdfast keeper demo`` loses hosts that keep steps in memory. ``keepers`` tells the story.
+``train_kept`` is the training script, ``hosts`` runs the keepers, and ``aftermath`` sums up the
+outcomes.
 """

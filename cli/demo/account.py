@@ -1,5 +1,4 @@
-"""The account that the demo gives: short paragraphs, and on a terminal a bar that moves and some
-colour."""
+"""Terminal output of the demos: short paragraphs, a progress bar and some colour."""
 
 from __future__ import annotations
 
@@ -22,29 +21,29 @@ __all__ = ["Account", "Bar"]
 
 
 class Account:
-    """Writes to ``file``. rich leaves colours and the bar out where that is no terminal, or
-    NO_COLOR is set."""
+    """Writes to ``file``. rich omits colours and the bar if that is no terminal, or if NO_COLOR is
+    set."""
 
     def __init__(self, file: IO[str]) -> None:
         self._console = Console(file=file, highlight=False, soft_wrap=True)
         self._chapter = 0
 
     def title(self, text: str) -> None:
-        """Once, at the top."""
+        """Print the title."""
         self._console.print(Text(text, "bold"))
 
     def chapter(self, text: str) -> None:
-        """What comes next."""
+        """Start a numbered chapter."""
         self._chapter += 1
         self._console.print()
         self._console.print(Text(f"{self._chapter}. {text}", "bold cyan"))
 
     def say(self, text: str, style: str = "") -> None:
-        """One line."""
+        """Print one line."""
         self._console.print(Text(f"   {printable(text)}", style))
 
     def saved(self, saved: Saved, record: Record) -> None:
-        """A checkpoint is committed."""
+        """Report a committed checkpoint."""
         learning = (
             f"loss {record.losses[saved.step]:.3f}  {record.tokens_per_s():,.0f} bytes of text/s"
         )
@@ -55,7 +54,7 @@ class Account:
         )
 
     def files(self, files: Sequence[Found]) -> None:
-        """What a torn save left."""
+        """List the files that a torn save left."""
         width = max((len(f.key) for f in files), default=0)
         for f in files:
             line = f"  {f.key:<{width}} {f.nbytes:>12,} bytes"
@@ -65,19 +64,19 @@ class Account:
                 self.say(f"{line}  unfinished, {f.stored_nbytes:,} stored", "yellow")
 
     def failures(self, failures: Sequence[Event]) -> None:
-        """What the other ranks had to say: the first word of torch, and the first of ours."""
+        """Print the first error of torch, and the first of ours, from the surviving ranks."""
         for whose, ours in (("torch", False), ("holdfast", True)):
             said = [e for e in failures if e.told["ours"] == ours]
             if said:
                 first = min(said, key=lambda e: e.time_s)
                 message = " ".join(first.told["message"].split())
-                if not ours:  # without the line of C++, and without the guesses
+                if not ours:  # drop the C++ source line and the guesses
                     message = re.sub(r"^\[\S+\] ", "", message).partition(". ")[0]
                 self.say(f"{whose}, on rank {first.rank}: {message}", "yellow")
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """That something takes time, on a terminal, for the length of a ``with`` block."""
+        """Show ``text`` with a spinner during a ``with`` block, on a terminal."""
         if not self._console.is_terminal:
             yield
             return
@@ -86,7 +85,7 @@ class Account:
 
     @contextmanager
     def bar(self, record: Record, steps: int) -> Iterator[Bar]:
-        """A bar that follows ``record``, for the length of a ``with`` block."""
+        """Yield a bar that follows ``record`` during a ``with`` block."""
         columns = (TextColumn("  "), BarColumn(40), TextColumn("{task.description}"))
         moves = self._console.is_terminal
         with Progress(
@@ -96,7 +95,7 @@ class Account:
 
 
 class Bar:
-    """Made by :meth:`Account.bar`."""
+    """Progress bar of a job, made by :meth:`Account.bar`."""
 
     def __init__(self, progress: Progress, record: Record, steps: int) -> None:
         self._progress = progress
@@ -105,7 +104,7 @@ class Bar:
         self._task = progress.add_task("torchrun starts the ranks", total=steps)
 
     def look(self) -> None:
-        """Show how far the record is."""
+        """Update the bar from the record."""
         if self._record.losses:
             step, loss = max(self._record.losses.items())
             said = (

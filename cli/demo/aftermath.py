@@ -1,4 +1,4 @@
-"""What came of the accidents of the demo of keepers: as a table, and as JSON."""
+"""Outcomes of the accidents in the keeper demo, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ TIERS = ("own", "peer", "parity", "storage")
 
 @dataclass(frozen=True, slots=True)
 class Accident:
-    """At ``step`` all trainers are killed, and these ``hosts`` are lost. ``expected``: the step
-    that the next job goes on from; ``tier``: where most of that comes from, one of
-    :data:`TIERS`."""
+    """An accident: at ``step`` all trainers are killed, and these ``hosts`` are lost.
+
+    ``expected`` is the step from which the next job should resume. ``tier`` is where most of its
+    bytes should come from, one of :data:`TIERS`.
+    """
 
     title: str
     step: int
@@ -42,9 +44,11 @@ class Accident:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the job after an accident went on from. ``tiers``: bytes, over all ranks;
-    ``resume_s``: the slowest rank's; ``first_step_s``: from the start of the job to its first
-    step."""
+    """The resume after an accident.
+
+    ``tiers`` holds bytes over all ranks, ``resume_s`` the time of the slowest rank, and
+    ``first_step_s`` the time from the start of the job to its first step.
+    """
 
     accident: Accident
     step: int | None
@@ -54,11 +58,11 @@ class Outcome:
 
     @property
     def as_expected(self) -> bool:
-        """Whether it was the step that was to be had, and came from where that was."""
+        """Whether the job resumed from the expected step and the expected tier."""
         return self.step == self.accident.expected and bool(self.tiers.get(self.accident.tier))
 
     def row(self) -> tuple[str, ...]:
-        """Its cells, under :data:`TITLES`."""
+        """Return the cells below :data:`TITLES`."""
         step = self.step or 0
         nbytes = [self.tiers.get(tier, 0) for tier in TIERS]
         return (
@@ -72,7 +76,7 @@ class Outcome:
         )
 
     def document(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the outcome as a JSON object."""
         step = self.step or 0
         return {
             "what": self.accident.title,
@@ -88,7 +92,7 @@ class Outcome:
 
 
 def outcome_of(accident: Accident, resumed: Sequence[Event], first_step_s: float) -> Outcome:
-    """What all ranks have said of how they went on, put together."""
+    """Combine the resume events of all ranks into an outcome."""
     tiers = {tier: sum(event.told["tiers"].get(tier, 0) for event in resumed) for tier in TIERS}
     return Outcome(
         accident,
@@ -102,8 +106,7 @@ def outcome_of(accident: Accident, resumed: Sequence[Event], first_step_s: float
 def differences(
     taken: Iterable[tuple[int, float]], uninterrupted: Mapping[int, float]
 ) -> list[int]:
-    """The steps that were not taken, or not each time with the very loss of an uninterrupted
-    run."""
+    """Return the steps that were not taken, or whose loss differed from the uninterrupted run."""
     losses: dict[int, set[float]] = {step: set() for step in uninterrupted}
     for step, loss in taken:
         losses.setdefault(step, set()).add(loss)

@@ -1,8 +1,7 @@
 """Real text without a download: the sources of Python's standard library, as bytes.
 
-The batch of a step depends on the seed and the step alone. So a job that resumes at step 20 with
-another number of ranks reads on exactly where the first one would have, and needs no loader's state
-for it.
+The batch of a step depends only on the seed and the step. So a job that resumes at step 20 with
+another number of ranks reads on exactly where the first one stopped, and needs no loader state.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ LENGTH = 64  # bytes of text in a sequence
 
 
 def read_text(folder: Path | None = None) -> npt.NDArray[np.uint8]:
-    """The modules in ``folder`` (default: the running interpreter's standard library), by name, as
-    one array (N,).
+    """Return the modules in ``folder``, in name order, as one array of shape (N,).
 
-    Raises UsageError where there are none.
+    The default folder is the running interpreter's standard library. Raises UsageError if there are
+    no modules.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
@@ -38,7 +37,7 @@ def read_text(folder: Path | None = None) -> npt.NDArray[np.uint8]:
 
 
 def batch(text: npt.NDArray[np.uint8], seed: int, step: int) -> npt.NDArray[np.int64]:
-    """The windows of one step, (SEQUENCES, LENGTH + 1): inputs, and what follows each of them."""
+    """Return the windows of one step, of shape (SEQUENCES, LENGTH + 1): inputs and next bytes."""
     random = np.random.Generator(np.random.Philox(key=[seed, step]))
     starts = random.integers(0, len(text) - LENGTH, SEQUENCES)
     windows = np.lib.stride_tricks.sliding_window_view(text, LENGTH + 1)
@@ -46,8 +45,8 @@ def batch(text: npt.NDArray[np.uint8], seed: int, step: int) -> npt.NDArray[np.i
 
 
 def part_of(windows: npt.NDArray[np.int64], rank: int, world: int) -> npt.NDArray[np.int64]:
-    """The rows of one rank. Raises UsageError unless all ranks get equally many: then their mean is
-    the batch's mean."""
+    """Return the rows of one rank. Raises UsageError unless all ranks get equally many, so that the
+    mean over ranks is the mean of the batch."""
     if len(windows) % world:
         raise UsageError(f"{len(windows)} sequences cannot be shared evenly by {world} ranks")
     rows = len(windows) // world

@@ -1,5 +1,4 @@
-"""The folder that the demo writes to. It is emptied at the start, but only of what an earlier demo
-wrote."""
+"""The output folder of the demo. At the start it is emptied of an earlier demo's files only."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ _OURS = ("checkpoints", "logs", "loss.svg", "loss.png", "tree.txt")
 
 
 def prepare(out: str) -> Path:
-    """Make ``out``, or empty it. Raises UsageError where it holds anything and was not made by the
-    demo."""
+    """Make or empty the folder ``out``. Raises UsageError if it holds anything and no demo made
+    it."""
     folder = Path(os.path.abspath(out))
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is no folder")
@@ -38,9 +37,10 @@ def prepare(out: str) -> Path:
 
 
 def checkpoints_uri(uri: str | None, folder: Path) -> str:
-    """Where the checkpoints go: below ``uri``, to a place of their own; without one, to ``folder``.
+    """Return the URI of the folder of checkpoints: a new one below ``uri``, or in ``folder`` if
+    that is None.
 
-    Raises UriError, and UsageError for storage that the processes of a job do not share.
+    Raises UriError, and UsageError for storage that processes of a job do not share.
     """
     if uri is None:
         return str(join(str(folder), "checkpoints"))
@@ -52,17 +52,17 @@ def checkpoints_uri(uri: str | None, folder: Path) -> str:
 
 
 def checkpoint_uri(root: str, step: int) -> str:
-    """Where the checkpoint of ``step`` goes, below ``root``."""
+    """Return the URI of the checkpoint of ``step`` below ``root``."""
     return str(join(root, f"step-{step:06d}"))
 
 
 def name_of(uri: str) -> str:
-    """The last part of where ``uri`` leads, without its options."""
+    """Return the last path segment of ``uri``, without options."""
     return uri.partition("?")[0].rstrip("/").rpartition("/")[2]
 
 
 def _remove(path: Path) -> None:
-    """Whatever is there, but nothing that a link leads to."""
+    """Remove a file, link or folder. Never follow a link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():

@@ -1,5 +1,7 @@
-"""The hosts that the demo of keepers makes of this machine: each has a keeper, an address of the
-loopback and a failure domain of its own, and can break down."""
+"""Simulated hosts of the keeper demo, all on this machine.
+
+Each has a keeper, a loopback address and a failure domain of its own, and can be lost.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +20,29 @@ from ...storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder, keeper_f
 __all__ = ["HOSTS", "LINGER", "Hosts", "address_of", "folder_of"]
 
 HOSTS = ("a", "b", "c", "d")
-"""Each of one rank, in this order."""
+"""Hosts in rank order, one rank each."""
 LINGER = "2min"
-"""Of keepers, should the demo itself be killed: more than torchrun takes to start a job."""
+"""Time that keepers outlive the demo if it is killed: longer than torchrun takes to start a job."""
 _END_S = 10.0
 _LOOK_EVERY_S = 0.02
 
 
 def address_of(rank: int) -> str:
-    """Where the keeper of a rank's host serves."""
+    """Return the address at which the keeper of a rank's host serves."""
     return f"127.0.0.{rank + 2}"
 
 
 def folder_of(base: Path, rank: int) -> Path:
-    """Where the keeper of a rank's host is found."""
+    """Return the keeper folder of a rank's host."""
     return base / HOSTS[rank]
 
 
 class Hosts:
-    """All hosts, whose keepers have folders below ``base``; that is short, since the path of a
-    socket is."""
+    """All hosts. Their keepers have folders below ``base``, which is short because socket paths are
+    limited."""
 
     def __init__(self, base: Path) -> None:
-        """Raises UsageError where ``base`` is too long."""
+        """Make the folders. Raises UsageError if ``base`` is too long."""
         self.base = base
         for rank in range(len(HOSTS)):
             folder = folder_of(base, rank)
@@ -54,7 +56,7 @@ class Hosts:
             folder.mkdir(mode=0o700)
 
     def lose(self, names: Iterable[str]) -> None:
-        """These hosts break down, with all that is in their memory; others take their places."""
+        """Lose these hosts and everything in their memory. Empty hosts replace them."""
         for name in names:
             for folder in keeper_folders(self.base / name):
                 self._kill(folder)
@@ -63,12 +65,12 @@ class Hosts:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the processes of jobs; what says that a process is one of theirs."""
+        """Environment variables for the jobs' processes. They also identify those processes."""
         return {KEEPER_DIR_VARIABLE: str(self.base)}
 
     def end(self) -> None:
-        """End every keeper, and whatever else of a job there is: one that was interrupted may have
-        left a keeper that is about to start."""
+        """End every keeper and every other process of the jobs. An interrupted job may have left a
+        keeper that is about to start."""
         for name in HOSTS:
             for folder in keeper_folders(self.base / name):
                 self._end(folder)
@@ -84,7 +86,7 @@ class Hosts:
             self._kill(folder)
 
     def _kill(self, folder: KeeperFolder) -> None:
-        """Raises DeadlineError where it lives on."""
+        """Kill a keeper. Raises DeadlineError if it survives."""
         try:
             pid = _pid_of(folder)
         except CoordinationError:  # it holds its lock, but is too busy to answer
@@ -94,33 +96,33 @@ class Hosts:
 
 
 def _processes_below(base: Path) -> Iterator[int]:
-    """Those that were started with an environment in which keepers are in ``base``, or below it."""
+    """Yield the ids of processes whose environment places keepers in or below ``base``."""
     wanted = f"{KEEPER_DIR_VARIABLE}={base}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = path.read_bytes().split(b"\0")
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
         if any(one == wanted or one.startswith(wanted + b"/") for one in variables):
             yield int(path.parent.name)
 
 
 def _kill(pid: int) -> None:
-    """Raises DeadlineError where it lives on."""
+    """Kill a process. Raises DeadlineError if it survives."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     _wait_for_end(pid)
 
 
 def _pid_of(folder: KeeperFolder) -> int | None:
-    """The process of a keeper; None where none is alive."""
+    """Return the process id of a keeper; None if none is alive."""
     pid = (status_of(folder) or {}).get("pid")
     assert pid is None or isinstance(pid, int)
     return pid
 
 
 def _wait_for_end(pid: int) -> None:
-    """Until there is no such process, or none but an entry that its parent has not looked at."""
+    """Wait until the process is gone or a zombie. Raises DeadlineError."""
     end_s = time.monotonic() + _END_S
     while time.monotonic() < end_s:
         if not _lives(pid):

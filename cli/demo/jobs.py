@@ -1,5 +1,4 @@
-"""Start a training job under torchrun, follow its journals, and see it end: by itself, or by its
-process id."""
+"""Training jobs under torchrun: starts them, follows their journals and ends them by process id."""
 
 from __future__ import annotations
 
@@ -25,31 +24,32 @@ _TAIL_LINES = 30
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the training script on ``ranks`` ranks of this machine. Journals and a log go to
-    ``folder``, made here."""
+    """One run of the training script on ``ranks`` ranks of this machine. The run creates ``folder``
+    for its journals and log."""
 
     folder: Path
     ranks: int
     arguments: Sequence[str]
     deadline_s: float = 300.0
     script: str = "holdfast.cli.demo.train"
-    """The module that is run on each rank."""
+    """Module that runs on each rank."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What is added to that of this process."""
+    """Variables added to the environment of this process."""
     program: Sequence[str] | None = None
-    """What is run instead of torchrun and the training script, with the folder as its argument."""
+    """Command to run instead of torchrun and the training script, with the folder as its last
+    argument."""
 
     @property
     def log(self) -> Path:
-        """What torchrun and the ranks print."""
+        """Path of the output of torchrun and the ranks."""
         return self.folder / "torchrun.log"
 
     def run(self, on_event: Callable[[Event], None], *, survives: bool = True) -> None:
-        """Run it to its end. ``on_event`` hears of everything as it happens.
+        """Run the job to its end, and call ``on_event`` with each event as it happens.
 
-        Raises RankFailedError unless it ends well (or, with ``survives`` False, badly), and
-        DeadlineError; at SIGTERM SystemExit, once torchrun and its ranks have ended. To be called
-        from the main thread.
+        Raises RankFailedError unless the job succeeds (with ``survives`` False: fails), and
+        DeadlineError. On SIGTERM, raises SystemExit after torchrun and its ranks have ended. Call
+        it from the main thread.
         """
         self.folder.mkdir(parents=True)
         watcher = Watcher(self.folder)
@@ -100,14 +100,14 @@ class Job:
             time.sleep(_LOOK_EVERY_S)
 
     def tail(self) -> str:
-        """The end of the log."""
+        """Return the end of the log."""
         lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         return f"The end of {self.log}:\n" + "\n".join(lines)
 
 
 def _environment() -> dict[str, str]:
-    """Loopback only; one thread a rank, so that ranks do not fight for cores; nothing imported from
-    the current folder."""
+    """Return the environment of jobs: loopback only, one thread per rank so that ranks do not
+    compete for cores, and no imports from the current folder."""
     loopback = "lo" if sys.platform == "linux" else "lo0"
     return os.environ | {
         "GLOO_SOCKET_IFNAME": loopback,
@@ -118,8 +118,8 @@ def _environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def stopped_by_sigterm() -> Iterator[None]:
-    """SIGTERM leaves the block by SystemExit: by itself it would end this process at once, and
-    leave its child behind."""
+    """Raise SystemExit from the block on SIGTERM. The default action would end this process at once
+    and orphan its child."""
 
     def end(number: int, frame: object) -> None:
         sys.exit(128 + number)
@@ -132,7 +132,7 @@ def stopped_by_sigterm() -> Iterator[None]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun, which ends its ranks. Nothing to do where it has ended by itself."""
+    """End torchrun, which ends its ranks, unless it has ended already."""
     if process.poll() is None:
         process.terminate()
         try:

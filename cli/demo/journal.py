@@ -1,8 +1,6 @@
-"""What a rank reports, line by line: written by the ranks of a job, followed by the program that
-watches them.
+"""Journals of ranks: the ranks of a job append lines, and the demo follows them.
 
-A line is on its way to the watcher as soon as it is written, and outlives a rank that is killed in
-the next instant.
+A line reaches the demo as soon as it is written, even if its rank is killed in the next instant.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ __all__ = ["Event", "Journal", "Watcher"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """``kind`` says what happened, ``time_s`` when (seconds since the epoch), ``told`` the rest."""
+    """An event: its ``kind``, its time in seconds since the epoch, and its data in ``told``."""
 
     kind: str
     rank: int
@@ -28,19 +26,19 @@ class Event:
 
 
 class Journal:
-    """The journal of one rank, in ``folder``, which exists."""
+    """Journal of one rank, in an existing ``folder``."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._rank = rank
         self._file = (folder / f"rank-{rank}.jsonl").open("ab", buffering=0)
 
     def write(self, kind: str, **told: Any) -> None:
-        """Append a line with a single system call, so that no reader sees a part of it."""
+        """Append a line with one system call, so that no reader sees half of it."""
         line = {"kind": kind, "rank": self._rank, "time_s": time.time(), "told": told}
         self._file.write(json.dumps(line).encode() + b"\n")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -52,7 +50,7 @@ class Watcher:
         self._seen: dict[Path, int] = {}
 
     def news(self) -> Iterator[Event]:
-        """The events since the last look; in order for each rank."""
+        """Yield the events since the last call, in order for each rank."""
         for path in sorted(self._folder.glob("rank-*.jsonl")):
             with path.open("rb") as file:
                 file.seek(self._seen.get(path, 0))

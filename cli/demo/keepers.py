@@ -1,5 +1,8 @@
-"""``holdfast keeper demo``: four hosts keep each step in memory, and break down one after the
-other; each time a new job goes on, with the losses of a run that nobody interrupted."""
+"""``holdfast keeper demo``: four hosts keep each step in memory and are lost in turn.
+
+After each accident a new job resumes. At the end, its losses must equal those of an uninterrupted
+run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from .journal import Event
 __all__ = ["main"]
 
 EVERY = 10
-"""Steps between two that go to storage."""
+"""Steps between two saves to storage."""
 STEPS = 40
 ACCIDENTS = (
     Accident("all trainers killed", 14, (), 14, "own"),
@@ -39,8 +42,8 @@ ACCIDENTS = (
 
 
 def main(*, uri: str | None, seed: int, json_output: bool) -> int:
-    """Run the demo. Returns 0 if each job went on from where it was to, and all losses are those of
-    an uninterrupted run; else 1. Raises a HoldfastError. To be called from the main thread."""
+    """Run the demo from the main thread. Return 0 if each job resumed as expected and all losses
+    equal those of an uninterrupted run, else 1. Raises a HoldfastError."""
     stream = sys.stderr if json_output else sys.stdout
     with stopped_by_sigterm(), _folders() as (folder, hosts):
         demo = _Demo(checkpoints_uri(uri, folder), seed, folder, hosts, Account(stream))
@@ -54,8 +57,8 @@ def main(*, uri: str | None, seed: int, json_output: bool) -> int:
 
 @contextmanager
 def _folders() -> Iterator[tuple[Path, Hosts]]:
-    """A folder for jobs and checkpoints, and the hosts. Both are gone at the end, whatever has
-    happened."""
+    """Yield a folder for jobs and checkpoints, and the hosts. Remove both at the end, also after an
+    error."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-demo-"))
         base = stack.enter_context(tempfile.TemporaryDirectory(prefix="hfk-"))
@@ -73,22 +76,22 @@ class _Demo:
         self.account = account
         self.outcomes: list[Outcome] = []
         self.taken: list[tuple[int, float]] = []
-        """Each step that was taken, and its loss; some more than once."""
+        """Each step taken and its loss; some steps are taken more than once."""
         self.uninterrupted: dict[int, float] = {}
         self.seconds = 0.0
 
     @property
     def differing(self) -> list[int]:
-        """The steps that were not as in the uninterrupted run."""
+        """Steps that differ from the uninterrupted run."""
         return differences(self.taken, self.uninterrupted)
 
     @property
     def as_expected(self) -> bool:
-        """Whether all went as it should."""
+        """Whether every resume and every loss was as expected."""
         return not self.differing and all(outcome.as_expected for outcome in self.outcomes)
 
     def run(self) -> None:
-        """All jobs, and the accidents between them."""
+        """Run all jobs, with the accidents between them."""
         began_s = time.monotonic()
         self.account.title(
             f"{len(HOSTS)} hosts keep each step in memory, and break down one after the other."
@@ -105,7 +108,7 @@ class _Demo:
         self.seconds = time.monotonic() - began_s
 
     def print_account(self) -> None:
-        """The table, and whether all is well."""
+        """Print the table and the verdict."""
         print()
         rows = [outcome.row() for outcome in self.outcomes]
         print_table("What the next job goes on from", TITLES, rows, LEFT)
@@ -124,7 +127,7 @@ class _Demo:
         self.account.say(f"{self.seconds:.0f} s in all")
 
     def document(self) -> dict[str, object]:
-        """For programs: what happened, in figures."""
+        """Return the results as a JSON object."""
         return {
             "uri": redact(self.root),
             "seconds": self.seconds,
@@ -136,8 +139,8 @@ class _Demo:
 
 
 class _RunningJob:
-    """A job that goes on after the accident ``before``, None for the first one, until ``accident``
-    ends it, None for the last one."""
+    """A job that resumes after the accident ``before`` (None for the first job) and runs until
+    ``accident`` (None for the last job)."""
 
     def __init__(
         self, demo: _Demo, number: int, before: Accident | None, accident: Accident | None
@@ -156,7 +159,7 @@ class _RunningJob:
             arguments,
             deadline_s=240.0,
             script="holdfast.cli.demo.train_kept",
-            # torchrun and torch leave folders of their own.
+            # torchrun and torch leave temporary folders.
             environment={**demo.hosts.environment, "TMPDIR": str(demo.folder)},
         )
         self._pids: set[int] = set()
@@ -168,8 +171,7 @@ class _RunningJob:
         self.taken: list[tuple[int, float]] = []
 
     def run(self) -> None:
-        """Run it until it has ended. Raises RankFailedError where it ends otherwise than
-        planned."""
+        """Run the job to its end. Raises RankFailedError if it ends otherwise than planned."""
         account = self._demo.account
         if self._before is None:
             account.chapter("Train on four hosts")
@@ -186,7 +188,7 @@ class _RunningJob:
             )
 
     def outcome(self, before: Accident) -> Outcome:
-        """What it has gone on from."""
+        """Return the outcome of the accident before this job."""
         return outcome_of(before, self._resumed, self._first_step_s)
 
     def _hear(self, event: Event) -> None:
@@ -229,7 +231,7 @@ class _RunningJob:
             f"steps {first[0]} to {last[0]}: loss {first[1]:.4f} to {last[1]:.4f}; step {last[0]} "
             "is in memory, and guarded against the loss of two hosts"
         )
-        for pid in self._pids:  # before their keepers, which they would start anew
+        for pid in self._pids:  # before the keepers, which the trainers would restart
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._demo.hosts.lose(accident.hosts)

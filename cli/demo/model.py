@@ -1,8 +1,6 @@
-"""A small decoder-only transformer over bytes: what large language models are, in the smallest size
-that still learns.
+"""A small decoder-only transformer over bytes: the smallest language model that still learns.
 
-Pre-norm blocks, rotary positions, causal attention, no bias anywhere. Nothing here knows of ranks
-or checkpoints.
+Pre-norm blocks, rotary positions, causal attention, no bias. Independent of ranks and checkpoints.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ __all__ = ["Block", "ModelConfig", "Transformer"]
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes. The defaults make 3.3 million parameters: with AdamW's two moments, a checkpoint of 40
-    MB."""
+    """Sizes. The defaults give 3.3 million parameters; with AdamW's two moments a checkpoint takes
+    40 MB."""
 
     vocabulary: int = 256
     width: int = 256
@@ -28,7 +26,7 @@ class ModelConfig:
 
 
 class Transformer(nn.Module):
-    """Tokens (batch, length), int64, to logits (batch, length, vocabulary)."""
+    """Maps tokens (batch, length), int64, to logits (batch, length, vocabulary)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -47,7 +45,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each added to its input. The unit that is sharded."""
+    """Attention and a two-layer perceptron, each added to its input. The unit of sharding."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -74,7 +72,7 @@ class Block(nn.Module):
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rotary positions: pairs of features turned by an angle that grows with the position."""
+    """Apply rotary positions: rotate pairs of features by an angle that grows with the position."""
     length, width = x.shape[-2:]
     speed = 10_000.0 ** -(torch.arange(0, width, 2, device=x.device) / width)
     angle = torch.outer(torch.arange(length, device=x.device), speed)
@@ -83,7 +81,7 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def _initialise(module: nn.Module) -> None:
-    """Embeddings as large as what the blocks add to them: with small ones it learns slower, and
-    doubles every rounding."""
+    """Initialise with embeddings as large as the blocks' outputs. Small embeddings learn more
+    slowly, and double every rounding error."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.5 if isinstance(module, nn.Embedding) else 0.02)

@@ -1,4 +1,4 @@
-"""One picture: the loss curve across the kill, with an uninterrupted run underneath."""
+"""The picture of the demo: the loss curve across the kill, over that of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REFERENCE = "#c9d3d8"
 _KILL = "#c1121f"
 _INK = "#33414a"
 _STYLE = {
-    "svg.hashsalt": "holdfast",  # the same picture is the same file
+    "svg.hashsalt": "holdfast",  # the same picture gives the same file
     "svg.fonttype": "none",
     "font.size": 10,
     "text.color": _INK,
@@ -35,7 +35,7 @@ _STYLE = {
 def draw(
     before: Record, after: Record, reference: Record, *, killed_at: int, victim: int, path: Path
 ) -> list[Path]:
-    """Draw it as SVG and as PNG; return both paths. ``path`` has no suffix."""
+    """Draw the picture as SVG and PNG, and return both paths. ``path`` has no suffix."""
     with rc_context(_STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=(8.4, 6.2), layout="constrained")
         curve, checkpoints, difference = figure.subplots(
@@ -90,7 +90,7 @@ def _draw_kill(axes: Axes, loss: float, step: int, victim: int) -> None:
 
 
 def _draw_checkpoints(axes: Axes, before: Record, after: Record, killed_at: int) -> None:
-    """In their own row: a dot where one was committed, a cross where the kill left a torn one."""
+    """Draw a row of checkpoints: a dot for each commit, a cross for the torn one."""
     for height, record, colour in ((1, before, _BEFORE), (0, after, _AFTER)):
         axes.plot(
             [saved.step for saved in record.saves],

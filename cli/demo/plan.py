@@ -1,4 +1,4 @@
-"""What the demo is asked to do, checked before anything starts."""
+"""Settings of the demo, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Train ``steps`` steps on ``before`` ranks, save every ``every``, kill one in the save of
-    ``kill_at``, and go on with ``after`` ranks. Raises UsageError for what cannot work."""
+    """Train ``steps`` steps on ``before`` ranks, save every ``every`` steps, kill a rank in the
+    save of ``kill_at``, and resume with ``after`` ranks. Raises UsageError for settings that cannot
+    work."""
 
     steps: int
     kill_at: int
@@ -46,6 +47,6 @@ class Plan:
 
     @property
     def victim(self) -> int:
-        """The rank that dies. Not rank 0, which leads the save and tells the others what became of
-        it."""
+        """The rank that is killed. Not rank 0, which leads the save and tells the others how it
+        ended."""
         return min(2, self.before - 1)

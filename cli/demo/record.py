@@ -1,4 +1,4 @@
-"""What is known of a job from its events: losses, saves, loads, failures."""
+"""The record of a job, built from its events: losses, saves, loads, failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Saved:
 
 @dataclass
 class Record:
-    """A job, or several that continue each other."""
+    """Record of a job, or of several that continue each other."""
 
     ranks: int
     parameters: int = 0
@@ -33,13 +33,13 @@ class Record:
     tokens: dict[int, int] = field(default_factory=dict)
     saves: list[Saved] = field(default_factory=list)
     loads: list[dict[str, Any]] = field(default_factory=list)
-    """One per rank: uri, attempt, bytes_wanted, bytes_read, seconds."""
+    """One entry per rank: uri, attempt, bytes_wanted, bytes_read, seconds."""
     failures: list[Event] = field(default_factory=list)
     killed: Event | None = None
     _saving: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
-        """Take note of an event."""
+        """Add an event."""
         told = event.told
         if event.kind == "ready":
             self.parameters = told["parameters"]
@@ -65,16 +65,16 @@ class Record:
             self.saves.append(Saved(told["step"], sum(r["nbytes"] for r in reports), **slowest))
 
     def tokens_per_s(self) -> float:
-        """Throughput, but for the first step, in which torch sets itself up."""
+        """Return the throughput, without the first step, in which torch sets itself up."""
         steps = sorted(self.losses)[1:] or list(self.losses)
         return sum(map(self.tokens.__getitem__, steps)) / sum(map(self.seconds.__getitem__, steps))
 
     def loaded_nbytes(self) -> tuple[int, int]:
-        """Bytes wanted and bytes read, by all ranks together."""
+        """Return the bytes wanted and the bytes read by all ranks together."""
         return sum(r["bytes_wanted"] for r in self.loads), sum(r["bytes_read"] for r in self.loads)
 
     def difference(self, other: Record) -> float:
-        """The greatest difference in loss over the steps that both have trained."""
+        """Return the greatest difference in loss over the steps that both have trained."""
         return max(
             abs(loss - other.losses[step])
             for step, loss in self.losses.items()

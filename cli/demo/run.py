@@ -1,5 +1,4 @@
-"""The demo: train, kill a rank while it saves, look at what is left, go on with fewer ranks, and
-compare."""
+"""``holdfast demo``: train, kill a rank during a save, resume with fewer ranks, and compare."""
 
 from __future__ import annotations
 
@@ -30,11 +29,11 @@ from .torn import Found, find
 __all__ = ["main"]
 
 DIFFERENCE_MAX = 0.01
-"""In loss. Ranks that add in another order differ by rounding; a step lost or taken twice differs
-by far more."""
-_LOOK_AFTER_S = (
-    1.0  # after the kill: the others have written their images by then, and do not miss ours yet
-)
+"""Limit of the difference in loss. A different order of additions causes rounding errors only; a
+step lost or repeated causes far more."""
+_LOOK_AFTER_S = 1.0
+"""Time after the kill. By then the other ranks have written their images, and have not noticed the
+loss yet."""
 
 
 def main(
@@ -49,7 +48,7 @@ def main(
     seed: int,
     json_output: bool,
 ) -> int:
-    """Run the demo. Returns 0 if the loss went on as if nothing had happened, else 1. Raises a
+    """Run the demo. Return 0 if the loss continues as in the uninterrupted run, else 1. Raises a
     HoldfastError."""
     plan = Plan(steps, kill_at, every, ranks_before, ranks_after, seed)
     root = checkpoints_uri(uri, Path(out).absolute())
@@ -93,7 +92,7 @@ class _Demo:
             self.account.say(f"{path}  {what}")
 
     def difference(self) -> float:
-        """The greatest difference in loss, after the kill, from the run that nobody interrupted."""
+        """Return the greatest difference in loss, after the kill, from the uninterrupted run."""
         return self.after.difference(self.reference)
 
     def _train_and_kill(self) -> None:
@@ -245,7 +244,7 @@ class _Demo:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """For programs: what happened, in figures."""
+        """Return the results as a JSON object."""
         wanted, read = self.after.loaded_nbytes()
         return {
             "uri": redact(self.root),

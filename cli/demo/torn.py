@@ -1,7 +1,6 @@
-"""What lies under a checkpoint's URI, committed or not: the files that a dead save left behind.
+"""The files below a checkpoint's URI, committed or not: the leftovers of a dead save.
 
-On a local file system unfinished uploads are seen too. Elsewhere drivers show whole objects only,
-and so do we.
+On a local file system this includes unfinished uploads. Other drivers show whole objects only.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ __all__ = ["Found", "find", "image_is_begun"]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One file. ``stored_nbytes`` of its ``nbytes`` have a place on the device; ``finished``: it
-    was given its name."""
+    """A file. ``stored_nbytes`` of its ``nbytes`` are allocated on the device; ``finished`` means
+    that it has its final name."""
 
     key: str
     nbytes: int
@@ -30,7 +29,7 @@ class Found:
 
 
 def find(uri: str) -> list[Found]:
-    """Every file under ``uri``, by key. A folder that does not exist is empty. Raises a
+    """Return every file below ``uri``, by key; none if the folder does not exist. Raises a
     StorageError."""
     where = parse(uri)
     found: Iterable[Found]
@@ -42,8 +41,8 @@ def find(uri: str) -> list[Found]:
 
 
 def image_is_begun(uri: str, rank: int) -> bool:
-    """Whether bytes of this rank's image of an unfinished save are stored by now. Only seen on a
-    local file system."""
+    """Return whether the storage holds bytes of this rank's image of an unfinished save. Works on a
+    local file system only."""
     name = f".{rank}.safetensors."
     return any(f.stored_nbytes and not f.finished and name in f.key for f in find(uri))
 

@@ -1,12 +1,12 @@
-"""The training job: what torchrun starts on every rank. Written as a user of Holdfast would write
-it.
+"""The training script of ``holdfast demo``, which torchrun starts on every rank.
+
+It uses Holdfast as any job would:
 
     torchrun --nproc-per-node=4 -m holdfast.cli.demo.train \
         --journal FOLDER --uri URI --steps 40 --every 8
 
-It resumes from the newest checkpoint below the URI, on however many ranks it finds itself. With
-``--kill-at 24 --victim 2`` rank 2 kills itself in the middle of saving step 24. Without a URI
-nothing is saved.
+It resumes from the newest checkpoint below the URI, on any number of ranks. With ``--kill-at 24
+--victim 2`` rank 2 kills itself in the middle of saving step 24. Without a URI nothing is saved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .torn import image_is_begun
 
 __all__ = ["Training", "main", "sharded_model"]
 
-# of learning
+# the learning rate, and the steps of its warm-up
 RATE = 2e-3
 RISING_STEPS = 8
 DEADLINE_S = 6.0
@@ -58,15 +58,15 @@ class Training:
         }  # fmt: skip
         self._saving: tuple[int, holdfast.SaveHandle] | None = None
         self._stopping = False
-        # torchrun tells the others to stop as soon as one rank is dead. They first learn what
-        # became of the save: main().
+        # torchrun sends SIGTERM to the other ranks as soon as one is dead. They first wait for the
+        # result of the save: see main().
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
 
     def run(self) -> None:
-        """Resume, train, save every few steps."""
+        """Resume, train, and save every few steps."""
         parameters = sum(p.numel() for p in self._model.parameters())
         self._journal.write(
             "ready", world=self._world, parameters=parameters, text_nbytes=len(self._text)
@@ -93,7 +93,7 @@ class Training:
             return
         found = holdfast.list_checkpoints(self._job.uri)
         if found:
-            uri = str(join(self._job.uri, found[-1].path))  # listed by step: the last is the newest
+            uri = str(join(self._job.uri, found[-1].path))  # sorted by step: the last is newest
             holdfast.load(uri, into=self._state, deadline_s=DEADLINE_S, on_report=self._tell_loaded)
 
     def _tell_loaded(self, report: holdfast.LoadReport) -> None:
@@ -115,7 +115,7 @@ class Training:
         return float(total) / self._world
 
     def _save(self, step: int) -> None:
-        """Begin to save; training goes on meanwhile."""
+        """Start a save in the background."""
         self.end_save()
         uri = checkpoint_uri(self._job.uri, step)
         handle = holdfast.async_save(uri, self._state, deadline_s=DEADLINE_S)
@@ -124,7 +124,7 @@ class Training:
             self._die_in(handle, uri)
 
     def _die_in(self, handle: holdfast.SaveHandle, uri: str) -> None:
-        """Die by SIGKILL while the image is being written: no handler, no clean-up, not a word to
+        """Die by SIGKILL while the image is being written: no handler, no clean-up, no message to
         the other ranks."""
         handle.sealed.wait()
         while (
@@ -137,7 +137,7 @@ class Training:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def end_save(self) -> None:
-        """Wait for the save under way, if there is one. Raises what it failed with."""
+        """Wait for the save in progress, if any, and raise its error."""
         if self._saving is not None:
             (step, handle), self._saving = self._saving, None
             handle.wait()
@@ -146,7 +146,7 @@ class Training:
 
 
 def sharded_model(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """The same model on any number of ranks, each of its blocks sharded over all of them."""
+    """Build the same model on any number of ranks, with each block sharded over all of them."""
     torch.manual_seed(seed)
     model = Transformer(ModelConfig())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -157,7 +157,7 @@ def sharded_model(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def main() -> None:
-    """One rank of the job. Raises what training, or the last save, failed with."""
+    """Run one rank of the job. Raises the error of training, or of the last save."""
     job = _arguments()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     journal = Journal(job.journal, dist.get_rank())
@@ -172,8 +172,8 @@ def main() -> None:
             _tell_failed(journal, lost)
         raise
     dist.destroy_process_group()
-    # Threads of torch may still be letting go of tensors, and abort the process when they find
-    # Python shutting down.
+    # torch's threads may still be releasing tensors; they abort the process if Python is shutting
+    # down.
     os._exit(0)
 
 

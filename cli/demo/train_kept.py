@@ -1,10 +1,10 @@
-"""The training job of ``holdfast keeper demo``: what torchrun starts on every rank. Written as a
-user of Holdfast would write it, but that each rank stands for a host of its own.
+"""The training script of ``holdfast keeper demo``, which torchrun starts on every rank.
 
-It goes on from the newest step, trains until ``--until``, waits until that step is guarded against
-the loss of two hosts, and then for its end. With ``--last`` it trains once more from the beginning
-instead, without an interruption, so that the losses can be compared. HOLDFAST_KEEPER_DIR names a
-folder that has one for the keeper of each host.
+It uses Holdfast as any job would, except that each rank stands for a host of its own. It resumes
+from the newest step, trains until ``--until``, waits until that step is protected against the loss
+of two hosts, and then waits to be killed. With ``--last`` it instead ends by training once more
+from the beginning without interruption, so that the losses can be compared. HOLDFAST_KEEPER_DIR
+names a folder that holds the keeper folder of each host.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ ROWS = 32
 RATE = 1e-3
 KEEPER_S = 30.0
 GUARD_S = 60.0
-"""Long, for a machine whose cores are all busy."""
+"""Long enough for a machine whose cores are all busy."""
 SETTLE_S = 10.0
 END_S = 120.0
 _LOOK_EVERY_S = 0.02
 
 
 class Training:
-    """A perceptron of two layers that learns what another one does, sharded over all ranks; with
-    the two moments of Adam it takes 12 MiB."""
+    """A two-layer perceptron that learns the function of another one, sharded over all ranks. With
+    Adam's two moments it takes 12 MiB."""
 
     def __init__(self, seed: int) -> None:
         self._rank = dist.get_rank()
@@ -61,8 +61,8 @@ class Training:
         self.state: dict[str, Any] = {"model": self._model, "optim": self._optim, "step": 0}
 
     def take_step(self, step: int) -> float:
-        """Train one step; the mean loss of all ranks. The samples follow from the step and the
-        rank."""
+        """Train one step and return the mean loss of all ranks. The samples depend only on the step
+        and the rank."""
         random = torch.Generator().manual_seed(step * self._world + self._rank)
         samples = torch.randn(ROWS, WIDTH, generator=random)
         with torch.no_grad():
@@ -84,7 +84,7 @@ def _perceptron(hidden: int) -> torch.nn.Module:
 
 
 def main() -> None:
-    """One rank of the job. Raises what training, or a save, failed with."""
+    """Run one rank of the job. Raises the error of training, or of a save."""
     job = _arguments()
     rank = int(os.environ["RANK"])
     os.environ[KEEPER_DIR_VARIABLE] = str(folder_of(Path(os.environ[KEEPER_DIR_VARIABLE]), rank))
@@ -102,8 +102,8 @@ def main() -> None:
         journal.write("uninterrupted", step=step, loss=again.take_step(step))
     dist.destroy_process_group()
     journal.close()
-    # Threads of torch may still be letting go of tensors, and abort the process when they find
-    # Python shutting down.
+    # torch's threads may still be releasing tensors; they abort the process if Python is shutting
+    # down.
     os._exit(0)
 
 
@@ -137,8 +137,8 @@ def _train(job: argparse.Namespace, training: Training, journal: Journal) -> Non
 
 
 def _settle(saving: holdfast.SaveHandle) -> None:
-    """Until the step is kept and protected: a step of so small a model takes less time than that,
-    and those that come meanwhile would be left out."""
+    """Wait until the step is kept and protected. A step of so small a model takes less time than
+    that, and the keeper would skip the next steps."""
     try:
         saving.wait()
         saving.protected.wait(SETTLE_S)
@@ -147,7 +147,7 @@ def _settle(saving: holdfast.SaveHandle) -> None:
 
 
 def _wait_for_guard(step: int) -> None:
-    """Until there is parity of ``step``, which may be made later than it is agreed on."""
+    """Wait until ``step`` has parity, which may lag behind the agreement on it."""
     end_s = time.monotonic() + GUARD_S
     while time.monotonic() < end_s:
         for folder in keeper_folders():

@@ -1,4 +1,4 @@
-"""HTML pages that open anywhere: one file, no script, nothing from a network.
+"""HTML pages that open anywhere: one file, no scripts, no network access.
 
-Scope: elements, charts and style. What a page says is its caller's.
+Scope: elements, charts and style. The callers supply the content.
 """

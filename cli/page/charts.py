@@ -1,7 +1,7 @@
-"""Charts as SVG: timelines, heat maps, bars and curves. Each part says its figures when it is
-pointed at.
+"""SVG charts: timelines, heat maps, bars and curves. Each part has a tooltip with its figures.
 
-Scope: pure. Lengths are in pixels of a page of 1,176; colours are names of the page's style.
+Scope: pure. Lengths are in pixels of a page that is 1,176 wide. Colours are classes of the page's
+style.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _LABEL = 128
 _ROW = 13
 _CELL = 20
 _LETTER = 6.4
-"""About the width of a letter of 10 pixels."""
+"""Approximate width of a letter at 10 pixels."""
 _TICKS = 8
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Of a timeline, from ``start`` to ``stop``. ``strength``: from 0, pale, to 1. ``colour``: a
-    class of the style. ``tip``: what it says when pointed at."""
+    """A bar of a timeline, from ``start`` to ``stop``. ``strength`` runs from 0 (pale) to 1;
+    ``colour`` is a class of the style; ``tip`` is the tooltip."""
 
     name: str
     start: float
@@ -39,7 +39,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Bars that belong together; those that overlap are drawn below each other."""
+    """Bars that belong together. Overlapping ones are drawn in separate rows."""
 
     name: str
     bars: Sequence[Bar]
@@ -48,7 +48,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Of a heat map. ``heat``: from 0 to 1."""
+    """A cell of a heat map. ``heat`` runs from 0 to 1."""
 
     heat: float
     text: str
@@ -57,7 +57,7 @@ class Cell:
 
 
 def timeline(lanes: Sequence[Lane], length: float, unit: str) -> Element:
-    """Lanes below each other, over an axis from 0 to ``length``."""
+    """Return lanes below each other, over an axis from 0 to ``length``."""
     scale = (WIDTH - _LABEL) / (length or 1.0)
     drawn: list[Element] = []
     top = 22.0
@@ -79,7 +79,7 @@ def timeline(lanes: Sequence[Lane], length: float, unit: str) -> Element:
 
 
 def _rows(bars: Sequence[Bar]) -> list[list[Bar]]:
-    """Bars in the first row where they overlap no other."""
+    """Distribute bars over rows without overlaps. Each bar takes the first row with room."""
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: bar.start):
         for row in rows:
@@ -108,7 +108,7 @@ def _drawn_bar(bar: Bar, scale: float, top: float) -> Iterator[Element]:
 def heat_map(
     columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Cell]]], *, names_nchars: int = 14
 ) -> Element:
-    """A row of cells for each name of ``rows``, under the names of the columns."""
+    """Return a row of cells for each name in ``rows``, below the column names."""
     slanted = 5.2 * names_nchars
     width = min(120.0, (WIDTH - _LABEL - slanted) / max(1, len(columns)))
     top = 10 + slanted
@@ -150,8 +150,8 @@ def _drawn_cell(cell: Cell, x: float, y: float, width: float) -> Iterator[Elemen
 def bars(
     values: Sequence[tuple[str, float, str]], unit: str, *, width: float = WIDTH, colour: str
 ) -> Element:
-    """Upright bars of (name, value, what it says when pointed at), and their values at the left.
-    As many names stand below them as there is room for."""
+    """Return a bar chart of (name, value, tooltip), with the scale at the left. Names are thinned
+    out to fit."""
     height = 150.0
     greatest = max((value for _, value, _ in values), default=0.0)
     scale = (height - 14) / (greatest or 1.0)
@@ -180,7 +180,7 @@ def bars(
 
 
 def curve(points: Sequence[tuple[float, float, str]], unit: str, *, width: float = 560) -> Element:
-    """A curve through (x, value, what the point says when pointed at), from 0 upwards."""
+    """Return a curve through points (x, value, tooltip), with a value axis from 0."""
     height = 130.0
     first = min(x for x, _, _ in points)
     last = max(x for x, _, _ in points)
@@ -202,7 +202,7 @@ def curve(points: Sequence[tuple[float, float, str]], unit: str, *, width: float
 
 
 def legend(colours: Sequence[tuple[str, str]]) -> Element:
-    """What colours mean: pairs of a class of the style and a word."""
+    """Return a legend of (class of the style, label) pairs."""
     drawn: list[Element] = []
     x = 0.0
     for colour, word in colours:
@@ -224,7 +224,7 @@ def _levels(
 
 
 def _ticks(length: float, most: int = _TICKS) -> list[float]:
-    """Round numbers from 0 to ``length``, ``most`` steps apart at most."""
+    """Return round numbers from 0 to ``length``, with at most ``most`` intervals."""
     if length <= 0:
         return [0.0]
     magnitude = 10 ** math.floor(math.log10(length / most))

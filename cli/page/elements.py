@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG, and the page that they make. All text is escaped here."""
+"""HTML and SVG elements, and pages built from them. All text is escaped here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Element", "element", "page", "table"]
 Element = ElementTree.Element
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""What a browser may do for the page: apply its own style, and nothing else. So also a name that
-got past the escaping could run nothing and reach nobody."""
+"""Content security policy: a page may apply its own style and do nothing else. Even a name that
+escaped the escaping could run no code and reach no host."""
 
 
 def element(tag: str, *children: Element | str, **attributes: str | float) -> Element:
-    """An element. ``fill_opacity=…`` is the attribute ``fill-opacity``, ``class_=…`` is
-    ``class``. Numbers are rounded to a hundredth, which is less than a pixel."""
+    """Return an element. ``fill_opacity=…`` sets the attribute ``fill-opacity``, and ``class_=…``
+    sets ``class``. Numbers are rounded to a hundredth, less than a pixel."""
     made = ElementTree.Element(tag)
     for name, value in attributes.items():
         made.set(name.rstrip("_").replace("_", "-"), _text(value))
@@ -40,7 +40,7 @@ def _text(value: str | float) -> str:
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> Element:
-    """A table; the columns ``left`` are aligned to the left, the others to the right."""
+    """Return a table. The columns in ``left`` are aligned to the left, the others to the right."""
     sides = ["left" if title in left else "right" for title in titles]
     columns = zip(titles, sides, strict=True)
     head = element("tr", *[element("th", title, class_=side) for title, side in columns])
@@ -53,9 +53,9 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[s
 
 
 def page(title: str, *content: Element) -> str:
-    """The page as HTML."""
+    """Return a page as HTML."""
     style = element("style")
-    style.text = CSS  # as it is, line by line
+    style.text = CSS  # as is, with its line breaks
     head = element(
         "head",
         element("meta", charset="utf-8"),

@@ -1,4 +1,4 @@
-"""Pictures of how something is spread: durations over a histogram, figures over the ranks.
+"""Charts of distributions: a histogram of durations, and figures per rank.
 
 Scope: pure.
 """
@@ -20,7 +20,7 @@ _BARS = 128
 def histogram_bars(
     counts: Sequence[int], noun: str, *, width: float = WIDTH, colour: str
 ) -> Element | None:
-    """How many of what ``noun`` names took up to how long; None where nothing was counted."""
+    """Return a histogram of durations, labelled with ``noun``; None if all counts are 0."""
     counted = [number for number, count in enumerate(counts) if count]
     if not counted:
         return None
@@ -39,8 +39,8 @@ def by_rank(
     width: float = WIDTH,
     colour: str,
 ) -> Element:
-    """A bar for each rank; of many, one for several, as high as the largest of them. ``said``: what
-    the bar of a rank says when pointed at."""
+    """Return a bar for each rank. With many ranks, a bar stands for a group and shows its largest
+    value. ``said`` gives the tooltip of a rank."""
     drawn = []
     for group in in_groups_of_ranks(list(values), _BARS):
         largest = max(group, key=values.__getitem__)
@@ -49,13 +49,13 @@ def by_rank(
 
 
 def in_groups_of_ranks(ranks: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Neighbours together, in ``most`` groups or fewer."""
+    """Divide ranks into at most ``most`` groups of neighbours."""
     size = math.ceil(len(ranks) / most) or 1
     return [ranks[first : first + size] for first in range(0, len(ranks), size)]
 
 
 def seconds_text(seconds: float) -> str:
-    """A short time, in the unit that suits it."""
+    """Return a short duration in a suitable unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
