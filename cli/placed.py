@@ -1,6 +1,7 @@
-"""Where each tensor of a checkpoint lies, in a few words: ``4 shards [1024×4096] on ranks 0–3``.
+"""Layouts of tensors in a few words, such as ``4 shards [1024×4096] on ranks 0–3``.
 
-Works on whole columns, so that a hundred thousand tensors take no longer to describe than to print.
+Works on whole columns, so that describing a hundred thousand tensors takes no longer than printing
+them.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ __all__ = ["Placed", "PlacedTensor"]
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """The rows of the manifest that have one name, dtype and shape in one container: one, or one
-    per owner."""
+    """The manifest rows that share a name, dtype, shape and container: a single row, or one per
+    owner."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    """Of one of them."""
+    """Bytes of a single row."""
     rows: tuple[int, ...]
     owners: tuple[int, ...]
 
@@ -53,8 +54,8 @@ class Placed:
         self._ranks_known: dict[bytes, tuple[int, ...]] = {}
 
     def tensors(self) -> Iterator[tuple[int, PlacedTensor]]:
-        """Every tensor with the number of its container, in the order of the state; per-rank ones
-        as one."""
+        """Yield every tensor with the number of its container, in state order. Per-rank tensors
+        count as one."""
         m = self._m
         t = self._m.tensors
         columns = zip(
@@ -83,18 +84,18 @@ class Placed:
             )
 
     def alias_of(self, tensor: PlacedTensor) -> str | None:
-        """The name of the tensor that it is tied to."""
+        """Return the name of the tensor to which this one is tied; None if it is not."""
         alias = int(self._m.tensors.alias[tensor.rows[0]])
         if alias < 0:
             return None
         return self._m.tensors.names[alias]
 
     def shards(self, tensor: PlacedTensor) -> int:
-        """In how many boxes it is stored; those of all owners together."""
+        """Return the number of stored boxes, over all owners."""
         return sum(self._pointers[row + 1] - self._pointers[row] for row in tensor.rows)
 
     def ranks(self, tensor: PlacedTensor) -> tuple[int, ...]:
-        """The ranks whose images store it, ascending."""
+        """Return the ranks whose images store the tensor, in ascending order."""
         found: set[int] = set()
         for row in tensor.rows:
             ranks = self._image_ranks[self._pointers[row] : self._pointers[row + 1]]
@@ -105,7 +106,7 @@ class Placed:
         return tuple(sorted(found))
 
     def words(self, tensor: PlacedTensor) -> str:
-        """The layout in words."""
+        """Return the layout in words."""
         tied = self.alias_of(tensor)
         if tied is not None:
             return f"tied to {tied}"

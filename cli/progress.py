@@ -1,5 +1,4 @@
-"""Progress of long work on stderr: a bar with a rate on a terminal; elsewhere, if asked for, a line
-now and then."""
+"""Progress of long commands on stderr: a bar on a terminal, or a line from time to time."""
 
 from __future__ import annotations
 
@@ -21,8 +20,11 @@ LINE_EVERY_S = 10.0
 def progress_bar(
     title: str, *, lines: bool = False, line_every_s: float = LINE_EVERY_S
 ) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function to call with the bytes done and the bytes in all. With ``lines``, a line is
-    printed now and then where there is no terminal. Without rich there is no bar."""
+    """Yield a function to call with the bytes done and the total bytes.
+
+    On a terminal with rich it moves a bar. Elsewhere it prints a line every ``line_every_s`` if
+    ``lines`` is set, and otherwise nothing.
+    """
     if not sys.stderr.isatty() or find_spec("rich") is None:
         if lines:
             yield _lines(title, line_every_s)
@@ -53,8 +55,8 @@ def progress_bar(
 
 @contextlib.contextmanager
 def last_line() -> Iterator[Callable[[str], None]]:
-    """Yields a function that is told what is going on, line by line. On a terminal each line takes
-    the place of the one before, elsewhere all of them are printed."""
+    """Yield a function that prints a line of progress. On a terminal each line replaces the
+    previous one."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
         yield lambda line: print(printable(line), file=sys.stderr, flush=True)
         return
@@ -73,7 +75,7 @@ def _lines(title: str, every_s: float) -> Callable[[int, int], None]:
     def say(done: int, total: int) -> None:
         nonlocal said_s, first
         now_s = time.monotonic()
-        if first is None:  # what was there before counts for no rate
+        if first is None:  # bytes done earlier do not count towards the rate
             first = done
         if now_s - said_s >= every_s:
             said_s = now_s

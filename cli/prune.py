@@ -1,4 +1,4 @@
-"""``holdfast prune``: delete old checkpoints, and what dead saves left."""
+"""``holdfast prune``: deletes old checkpoints and the leftovers of dead saves."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def run(
     yes: bool,
     json_output: bool,
 ) -> int:
-    """Say what is to go, ask, delete it; return 1 if the answer is no, or if something in a folder
-    could not be looked at, or deleted; else 0."""
+    """Print what would be deleted, ask, and delete it. Return 1 if the user declines, or if
+    anything could not be read or deleted, else 0."""
     refused = False
 
     def confirm(plan: PruneReport) -> bool:
@@ -60,7 +60,7 @@ def run(
 
 
 def _ask(plan: PruneReport) -> bool:
-    """Whether the user at the terminal agrees. Raises UsageError where there is no terminal."""
+    """Ask the user for consent. Raises UsageError if there is no terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError(
             "nothing was deleted: there is no terminal to ask",

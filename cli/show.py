@@ -1,8 +1,8 @@
-"""``holdfast show``: the state in a checkpoint as a tree, and where each tensor of it lies.
+"""``holdfast show``: prints the state in a checkpoint as a tree, with the layout of each tensor.
 
-On a terminal the tree has guides and columns. Elsewhere two spaces a level and two between fields,
-and nothing depends on the lines around it: so that two checkpoints can be compared with diff, and
-one searched with grep.
+On a terminal the tree has guides and columns. Elsewhere levels are indented by two spaces, fields
+are separated by two, and no line depends on its neighbours. So diff can compare two checkpoints,
+and grep can search one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _NAME_WIDTH_MAX = 48
 
 @explains("uri", "")
 def run(uri: str, *, json_output: bool, values: bool, depth: int | None) -> int:
-    """Print it. ``depth``: containers below so many levels are summed up; ``values``: print them
-    whole."""
+    """Print the state and return 0. ``depth``: summarise containers below this many levels.
+    ``values``: print values in full."""
     driver = open_driver(uri)
     try:
         manifest, data = start(read_manifest(driver)).result()
@@ -74,7 +74,7 @@ def _header(uri: str, m: Manifest, manifest_nbytes: int) -> list[str]:
 
 @dataclass(slots=True)
 class _Folder:
-    """One container: what is in it, and how much is in it and below."""
+    """One container: its contents, and totals including everything below it."""
 
     label: str
     folders: list[int] = field(default_factory=list)
@@ -94,8 +94,8 @@ class _Folder:
 
 
 class Outline:
-    """The lines of the tree: in each container its values, its tensors, and then the containers in
-    it."""
+    """The lines of the tree. Each container lists its values, its tensors, and then its
+    containers."""
 
     def __init__(self, manifest: Manifest, *, whole_values: bool, depth: int | None) -> None:
         self._m = manifest
@@ -130,7 +130,7 @@ class Outline:
                 parent.value_count += folder.value_count
 
     def lines(self) -> Iterator[str]:
-        """All of it, from the top."""
+        """Yield the lines from the top."""
         pending = [(0, 0, "", "")]
         while pending:  # no recursion: a state may be nested deeper than Python's stack
             number, level, guide, inner = pending.pop()
@@ -148,7 +148,7 @@ class Outline:
             pending += reversed(below)
 
     def _guides(self, inner: str, last: bool) -> tuple[str, str]:
-        """What stands before a line, and before the lines below it."""
+        """Return the prefixes of a line and of the lines below it."""
         if not self._pretty:
             return inner + "  ", inner + "  "
         if last:
@@ -156,8 +156,8 @@ class Outline:
         return inner + "├── ", inner + "│   "
 
     def _leaves(self, number: int) -> list[str]:
-        """The lines of a container's values and tensors. In lists they stand in order; in dicts
-        values come first."""
+        """Return the lines of a container's values and tensors: in order for lists, values first
+        for dicts."""
         folder = self._folders[number]
         cut = self._prefix[number]
         rows: list[tuple[str, ...]] = [(_key_text(v.key), self._value(v)) for v in folder.values]
@@ -182,7 +182,8 @@ class Outline:
 
 
 def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
-    """Cells in columns. A value has a name and its text; a tensor's last cell is its layout."""
+    """Align the cells of a row. A value has a name and its text; the last cell of a tensor is its
+    layout."""
     cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
     last = row[-1]
     if len(row) > 2:
@@ -197,7 +198,7 @@ def _key_text(key: Key) -> str:
 
 
 def document(uri: str, m: Manifest, manifest_nbytes: int) -> dict[str, object]:
-    """What ``--json`` prints."""
+    """Return the output of ``--json``."""
     placed = Placed(m)
     paths = m.tree.paths()
     tensors = [

@@ -1,4 +1,4 @@
-"""Tables: drawn by rich on a terminal where it is installed, else plain columns."""
+"""Tables: drawn by rich on a terminal if it is installed, else plain columns."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["print_table"]
 def print_table(
     title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]
 ) -> None:
-    """Print ``rows`` under ``titles``; the columns ``left`` are aligned to the left, the others to
-    the right. Cells are escaped here."""
+    """Print ``rows`` below ``titles``. The columns in ``left`` are aligned to the left, the others
+    to the right. Cells are escaped here."""
     escaped = [[printable(cell) for cell in row] for row in rows]
     if is_terminal() and find_spec("rich") is not None:
         _drawn(title, titles, escaped, left)
@@ -44,6 +44,6 @@ def _drawn(
     for row in rows:
         table.add_row(*map(Text, row))
     console = Console()
-    # A terminal that is too narrow wraps lines, which is better than figures that are cut.
+    # On a narrow terminal, wrapped lines are better than truncated figures.
     console.width = max(console.width, console.measure(table).maximum)
     console.print(table)

@@ -1,5 +1,4 @@
-"""Words for figures: times, ranks, shapes; and text that is safe to print. No rich, no
-numpy."""
+"""Text for figures (times, ranks, shapes), and escaping for terminals. No rich, no numpy."""
 
 from __future__ import annotations
 
@@ -26,30 +25,31 @@ _COLOURS = {"bold": "1", "dim": "2", "red": "31", "green": "32"}
 
 
 def is_terminal() -> bool:
-    """Whether stdout is a terminal that wants colours; a pipe, a file, NO_COLOR and TERM=dumb are
-    none."""
+    """Return whether stdout is a terminal that accepts colours. NO_COLOR and TERM=dumb refuse
+    them."""
     return (
         sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     )
 
 
 def paint(text: str, colour: str) -> str:
-    """``text`` in a colour where stdout is a terminal, else as it is."""
+    """Return ``text`` in a colour if stdout is a terminal, else unchanged."""
     if not is_terminal():
         return text
     return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
 
 
 def printable(text: str) -> str:
-    """``text`` with everything escaped that a terminal would obey rather than show. Names come from
-    files."""
+    """Return ``text`` with control characters escaped. Names come from files, and a terminal would
+    obey them."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def time_text(seconds: float) -> str:
-    """Seconds since the epoch as ``2031-02-03 04:05:06Z``; ``?`` beyond what a calendar has."""
+    """Return seconds since the epoch as ``2031-02-03 04:05:06Z``; ``?`` outside the calendar's
+    range."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
     except (OverflowError, ValueError, OSError):
@@ -57,7 +57,7 @@ def time_text(seconds: float) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """How long ago: ``3 h ago``."""
+    """Return an age as text: ``3 h ago``."""
     for unit_s, name in _AGES:
         if seconds >= unit_s:
             count = int(seconds // unit_s)
@@ -68,20 +68,20 @@ def age_text(seconds: float) -> str:
 
 
 def one_of(count: int, noun: str) -> str:
-    """``1 file``, ``2 files``."""
+    """Return a count with its noun: ``1 file``, ``2 files``."""
     if count == 1:
         return f"1 {noun}"
     return f"{count:,} {noun}s"
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """``[4096×128]``."""
+    """Return a shape as text: ``[4096×128]``."""
     return f"[{'×'.join(map(str, shape))}]"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 0``, ``ranks 0–3, 8``; of many runs the first few, and how many ranks there are in
-    all."""
+    """Return ranks as text: ``rank 0``, ``ranks 0–3, 8``. Many runs are cut to the first few and
+    the total."""
     known = set(ranks)
     if not known:
         return "no rank"
@@ -91,7 +91,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def runs_text(numbers: Iterable[int]) -> str:
-    """``0–3, 8``; of many runs the first few, and how many numbers there are in all."""
+    """Return numbers as runs: ``0–3, 8``. Many runs are cut to the first few and the total."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:

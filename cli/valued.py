@@ -1,4 +1,4 @@
-"""Small values as text. A value is decoded only where that does not import torch, which is slow."""
+"""Small values as text. Values whose decoding needs torch, which imports slowly, stay encoded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _GROUPS_MAX = 3
 
 
 def value_text(value: Value, world: int, *, whole: bool) -> str:
-    """``0.1``; where ranks differ, ``0.1 (ranks 0–3); 0.2 (ranks 4–7)``. One line, unless
-    ``whole``: then all of it."""
+    """Return a value as text: ``0.1``; if ranks differ, ``0.1 (ranks 0–3); 0.2 (ranks 4–7)``. Cut
+    it to one line unless ``whole`` is set."""
     groups = value.by_rank
     if len(groups) == 1 and len(set(groups[0][0])) == world:
         return _shortened(encoded_text(groups[0][1]), whole)
@@ -26,7 +26,7 @@ def value_text(value: Value, world: int, *, whole: bool) -> str:
 
 
 def by_rank_text(groups: ByRank) -> str:
-    """The same, on one line, where it is not known how many ranks there are."""
+    """Return a value as one line of text, without knowing the number of ranks."""
     if len(groups) == 1:
         return _shortened(encoded_text(groups[0][1]), whole=False)
     return _groups_text(groups, whole=False)
@@ -47,7 +47,7 @@ def _groups_text(groups: ByRank, whole: bool) -> str:
 
 
 def encoded_text(encoded: Any) -> str:
-    """An encoded value as Python would write it; one of no known form as JSON."""
+    """Return an encoded value as Python would write it, or as JSON if its form is unknown."""
     if isinstance(encoded, dict) and len(encoded) == 1:
         ((name, content),) = encoded.items()
         if name == "$torch.dtype":
@@ -61,7 +61,7 @@ def encoded_text(encoded: Any) -> str:
     try:
         return printable(repr(value))
     except ValueError:
-        assert isinstance(value, int)  # of more digits than Python converts
+        assert isinstance(value, int)  # it has more digits than Python converts
         return hex(value)
 
 

@@ -1,4 +1,4 @@
-"""``holdfast verify``: is every byte of a checkpoint what was written?"""
+"""``holdfast verify``: reads every byte of a checkpoint and checks it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TENSORS_SHOWN = 5
 
 
 def run(uri: str, *, json_output: bool) -> int:
-    """Read all of it, and print what is damaged; 0 if nothing is, 1 if something is."""
+    """Verify a checkpoint and print the damage. Return 0 if there is none, else 1."""
     began_s = time.perf_counter()
     report = _verified(uri)
     seconds = time.perf_counter() - began_s
@@ -50,7 +50,7 @@ def run(uri: str, *, json_output: bool) -> int:
 
 
 def _verified(uri: str) -> VerifyReport:
-    """The report, with the manifest as one more file."""
+    """Return the report, with the manifest counted as a file."""
     try:
         checkpoint = open_checkpoint(uri)
     except DamagedError as error:
@@ -63,7 +63,7 @@ def _verified(uri: str) -> VerifyReport:
 
 
 def _joined(damages: list[Damage]) -> list[Damage]:
-    """Damages of one kind that touch each other, as one."""
+    """Join adjacent damages of one kind."""
     groups: list[list[Damage]] = []
     for d in damages:
         if groups and _continues(d, groups[-1][-1]):

@@ -1,4 +1,4 @@
-"""The style of pages: light and dark, as the reader's browser asks for, and on paper."""
+"""The stylesheet of pages: light, dark and print."""
 
 from __future__ import annotations
 

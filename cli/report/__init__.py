@@ -1,4 +1,4 @@
-"""``holdfast report``: where the time of saves went, and which ranks kept the others waiting."""
+"""``holdfast report``: shows where the time of saves went, and which ranks delayed the others."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ __all__ = ["run"]
 def run(
     uri: str, *, json_output: bool, trace: str | None, html: str | None, bench: str | None
 ) -> int:
-    """Print it; 0 if anything was recorded, 1 if not. ``trace``: a file for Perfetto. ``html``: a
-    file for a browser. ``bench``: a file with a result of ``holdfast bench``, to hold rates
-    against."""
+    """Print the report. Return 0 if there is telemetry, else 1.
+
+    ``trace`` and ``html`` name files to write for Perfetto and for a browser. ``bench`` names a
+    file with a result of ``holdfast bench``, with which to compare rates.
+    """
     against = None if bench is None else _against(bench)
     saves = recorded_saves(uri)
     redacted = parse(uri).redacted

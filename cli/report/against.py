@@ -1,4 +1,4 @@
-"""The rate of a save beside what ``holdfast bench`` has measured of the storage.
+"""The rate of a save relative to a result of ``holdfast bench``.
 
 Scope: pure.
 """
@@ -19,21 +19,21 @@ _PHASE = "save"
 
 @dataclass(frozen=True)
 class Against:
-    """``measured`` has a phase that saves: others are refused when they are read."""
+    """A baseline. ``measured`` has a phase "save"; results without one are refused on reading."""
 
     measured: Measurement
 
     def share(self, save: SaveTelemetry) -> float | None:
-        """The rate of ``save`` as a share of that of a save in the measurement."""
+        """Return the rate of ``save`` as a share of the measured save rate."""
         return self._share(save, _PHASE)
 
     def share_of_limit(self, save: SaveTelemetry) -> float | None:
-        """The rate of ``save`` as a share of the limit in the measurement; None where that was not
+        """Return the rate of ``save`` as a share of the measured limit; None if that was not
         measured."""
         return self._share(save, LIMITS[_PHASE])
 
     def words(self, save: SaveTelemetry) -> str:
-        """Both, in words; and what makes them hard to compare."""
+        """Return both shares in words, with anything that limits the comparison."""
         said = [
             f"{share:.0%} of the {self.measured.by_name[name].rate / 1e9:.2f} GB/s of {name}"
             for name in (_PHASE, LIMITS[_PHASE])
@@ -54,7 +54,8 @@ class Against:
 
 
 def all_facts(save: SaveTelemetry, against: Against | None) -> dict[str, str]:
-    """What is to be said of a save first, by name; held against a measurement if there is one."""
+    """Return the main facts about a save, by name, with its comparison to the baseline if there is
+    one."""
     said = facts(save)
     if against is not None:
         said["bench"] = against.words(save)

@@ -17,7 +17,7 @@ __all__ = ["document"]
 def document(
     redacted: str, saves: Sequence[RecordedSave], against: Against | None = None
 ) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Return the output of ``--json``."""
     return {"uri": redacted, "saves": [_entry(save, against) for save in saves]}
 
 

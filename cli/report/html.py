@@ -1,6 +1,6 @@
-"""A report as a page for a browser.
+"""A report as an HTML page.
 
-Scope: what the page says, in which order. How it looks is the matter of :mod:`..page`.
+Scope: the content and its order. :mod:`..page` defines the look.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .words import facts, nbytes_of, recurring, words
 __all__ = ["report_page"]
 
 _DETAILED = 10
-"""Of a run, so many saves are shown one by one: the newest."""
+"""Number of saves of a run to show in detail: the newest."""
 _OF_BARS = (
     "A bar is pale where a stage was idle between its operations, and where a rank waited in a "
     "round."
@@ -32,8 +32,8 @@ _OF_LATENCIES = "Writes of all ranks, by the upper end of the time they took."
 def report_page(
     redacted: str, saves: Sequence[RecordedSave], against: Against | None = None
 ) -> str:
-    """The page of one save, or of a run of them. At least one has telemetry. ``against``: what
-    their rates are held against."""
+    """Return the page of one save, or of a run. At least one save has telemetry. ``against`` is the
+    baseline of the rates."""
     known = [save.telemetry for save in saves if save.telemetry is not None]
     if len(saves) == 1:
         content = list(_of_save(known[0], against))
@@ -58,8 +58,8 @@ def _of_run(saves: Sequence[RecordedSave], against: Against | None) -> Iterator[
 
 
 def _curves(known: Sequence[SaveTelemetry]) -> Iterator[Element]:
-    """Draw figures of each save, by step; by when it was saved where steps are not known. A figure
-    that is always zero is left out."""
+    """Draw figures of each save over its step, or over its number if steps are unknown. Omit
+    figures that are always zero."""
     by_step = all(save.step is not None for save in known)
     figures = {
         "How long a save took": ([save.seconds for save in known], "s"),
@@ -148,7 +148,7 @@ def _pictures(save: SaveTelemetry, found: Sequence[Straggler]) -> Iterator[Eleme
 
 
 def _said(lines: Sequence[str], *, nobody: str) -> Element:
-    """Lines that call for attention; ``nobody`` where there is none."""
+    """Return the warnings as a list, or the text ``nobody`` if there are none."""
     if not lines:
         return element("p", nobody)
     return element("ul", *[element("li", line, class_="alarm") for line in lines])

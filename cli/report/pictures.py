@@ -1,5 +1,4 @@
-"""The pictures of a report: what ranks did over time, and how stages and bytes are spread over
-ranks.
+"""The charts of a report: ranks over time, stages by rank, and bytes by rank.
 
 Scope: pure.
 """
@@ -26,7 +25,7 @@ COLOURS = (
     ("ranks", "rounds among ranks"),
     ("prepare", "waiting before it began"),
 )
-"""Classes of the page's style, and what they stand for."""
+"""Classes of the page's style, and their meanings."""
 
 _COLOUR_OF = {
     "capture": "capture",
@@ -43,12 +42,12 @@ _WAITING_COLOURS = ("ranks", "prepare")
 _LANES = 24
 _HEAT_ROWS = 64
 _LEAST_PART = 0.002
-"""Of a save. Stages that took less on every rank have no column in the heat map."""
+"""Share of a save. Stages below it on every rank get no column in the heat map."""
 
 
 def ranks_over_time(save: SaveTelemetry, found: Sequence[Straggler]) -> tuple[Element, int]:
-    """A lane for each rank, and how many ranks are left out: of many, those that stand out are
-    shown, and others at even distances."""
+    """Draw a lane for each rank, and return the chart with the number of omitted ranks. If there
+    are too many, show those that stand out and an even sample of the others."""
     shown = _chosen(list(save.ranks), {slow.rank for slow in found}, _LANES)
     marked = {slow.rank for slow in found}
     lanes = [
@@ -80,8 +79,8 @@ def _bars(save: SaveTelemetry, record: RankTelemetry) -> Iterator[Bar]:
 
 
 def _strength(name: str, stage: StageReport) -> float:
-    """How much of the time between its first operation and its last one the stage was busy. In a
-    round a rank waits, which is pale."""
+    """Return the busy share of the time between a stage's first and last operation. Ranks mostly
+    wait in a round, so rounds are pale."""
     length_s = stage.last_s - stage.first_s
     if _colour(name) == "ranks":
         return _WAITING
@@ -111,8 +110,8 @@ def _tip(what: str, stage: StageReport) -> str:
 
 
 def heat(save: SaveTelemetry, found: Sequence[Straggler]) -> Element:
-    """Draw ranks by stages. Of many ranks, several share a row, which shows the slowest of them.
-    Stages in which a rank waits have figures, but no heat."""
+    """Draw a heat map of ranks by stages. With many ranks, several share a row, which shows the
+    slowest of them. Stages in which a rank waits have figures, but no heat."""
     busy_s = {
         name: {r: rec.stages[name].busy_s for r, rec in save.ranks.items() if name in rec.stages}
         for name in stage_names(save)
@@ -158,7 +157,8 @@ def _group_name(group: Sequence[int], late: set[int]) -> str:
 
 
 def bytes_by_rank(save: SaveTelemetry) -> Element:
-    """A bar for each rank; of many, one for several, as high as the largest of them."""
+    """Draw a bar for each rank. With many ranks, a bar stands for a group and shows its largest
+    value."""
     images = {rank: record.nbytes for rank, record in save.ranks.items()}
     unit, divisor = _unit(max(images.values(), default=0))
     values = {rank: nbytes / divisor for rank, nbytes in images.items()}
@@ -173,7 +173,7 @@ def _unit(nbytes: int) -> tuple[str, float]:
 
 
 def write_latencies(save: SaveTelemetry) -> Element | None:
-    """How many writes took up to how long, of all ranks; None where that was not kept."""
+    """Draw the histogram of write latencies of all ranks; None if none were recorded."""
     stages = (record.stages.get("write") for record in save.ranks.values())
     histograms = [stage.histogram for stage in stages if stage is not None and stage.histogram]
     counts = [sum(column) for column in zip(*histograms, strict=True)]

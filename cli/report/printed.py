@@ -17,7 +17,7 @@ __all__ = ["print_history", "print_save"]
 
 
 def print_save(save: SaveTelemetry, against: Against | None) -> None:
-    """One save: its stragglers, then stages, ranks and operations."""
+    """Print one save: facts, stragglers, stages, ranks and operations."""
     said = all_facts(save, against)
     lines = [f"{paint(f'{name:<9}', 'dim')}{fact}" for name, fact in said.items()]
     print("\n".join(lines) + "\n")
@@ -41,7 +41,7 @@ def _print(table: Table) -> None:
 
 
 def print_history(saves: Sequence[RecordedSave], against: Against | None) -> None:
-    """A line for each save, and who stood out more than once."""
+    """Print a line for each save, and the ranks that cost the run the most time."""
     found = [stragglers(save.telemetry) if save.telemetry else [] for save in saves]
     _print(history_table(saves, found, against))
     recorded = sum(save.telemetry is not None for save in saves)

@@ -1,4 +1,4 @@
-"""The tables of a report, for a terminal and for a page alike.
+"""The tables of a report, for terminals and pages.
 
 Scope: pure.
 """
@@ -33,7 +33,7 @@ _OPERATIONS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under titles; the columns ``left`` are aligned to the left."""
+    """Rows below titles. The columns in ``left`` are aligned to the left."""
 
     title: str
     titles: Sequence[str]
@@ -42,7 +42,7 @@ class Table:
 
 
 def stage_names(save: SaveTelemetry) -> list[str]:
-    """The stages of all ranks, in the order in which they began."""
+    """Return the stages of all ranks, in the order in which they began."""
     began_s: dict[str, float] = {}
     for record in save.ranks.values():
         for name, stage in record.stages.items():
@@ -51,7 +51,7 @@ def stage_names(save: SaveTelemetry) -> list[str]:
 
 
 def stages_table(save: SaveTelemetry) -> Table:
-    """A row for each stage: what is typical of the ranks, and the slowest of them."""
+    """Return a row for each stage: the typical rank and the slowest one."""
     titles = ("stage", "ranks", "typical", "slowest", "rank", "bytes", "rate", "again", "held")
     rows = [_stage_row(name, _by_rank(save, name)) for name in stage_names(save)]
     return Table("stages, busy for", titles, rows, ("stage",))
@@ -82,7 +82,7 @@ def _stage_row(name: str, by_rank: Mapping[int, StageReport]) -> tuple[str, ...]
 
 
 def ranks_table(save: SaveTelemetry) -> Table:
-    """A row for each rank; of many, for those that were last."""
+    """Return a row for each rank, or for the last ones to finish if there are many."""
     titles = ("rank", "called", "wrote", "rate", "written after", "again", "cpu", "memory")
     last = sorted(save.ranks.values(), key=lambda record: -written_s(save, record))
     shown = sorted(last[:_RANKS_SHOWN], key=lambda record: record.rank)
@@ -115,7 +115,7 @@ def _rank_row(save: SaveTelemetry, record: RankTelemetry) -> tuple[str, ...]:
 
 
 def written_s(save: SaveTelemetry, record: RankTelemetry) -> float:
-    """When all of a rank was durable, after the first rank's call."""
+    """Return when all bytes of a rank were durable, in seconds since the first rank's call."""
     written = record.stages.get("upload_commit")
     if written is None:
         return save.called_s[record.rank]
@@ -123,7 +123,7 @@ def written_s(save: SaveTelemetry, record: RankTelemetry) -> float:
 
 
 def operations_table(save: SaveTelemetry) -> Table:
-    """A row for each of the slowest operations."""
+    """Return a row for each of the slowest operations."""
     titles = ("rank", "stage", "took", "after", "bytes", "offset", "key")
     rows = list(_operation_rows(save))
     return Table("slowest operations", titles, rows, ("stage", "key"))
@@ -147,8 +147,8 @@ def history_table(
     found: Sequence[Sequence[Straggler]],
     against: Against | None = None,
 ) -> Table:
-    """A row for each save of a run. ``found``: the stragglers of each. ``against``: what their
-    rates are held against."""
+    """Return a row for each save of a run. ``found`` holds the stragglers of each save; ``against``
+    is the baseline of the rates."""
     titles: tuple[str, ...] = (
         "step", "saved", "ranks", "took", "bytes", "rate", "stalled", "again", "slowest",
     )  # fmt: skip

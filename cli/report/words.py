@@ -1,4 +1,4 @@
-"""The words and figures of a report, for a terminal and for a page alike.
+"""The sentences and figures of a report, for terminals and pages.
 
 Scope: pure.
 """
@@ -15,12 +15,12 @@ from ..text import one_of, time_text
 __all__ = ["NONE", "facts", "nbytes_of", "rate_text", "recurring", "words"]
 
 NONE = "-"
-"""Where there is no figure."""
+"""Placeholder for a missing figure."""
 _RECURRING_SHOWN = 3
 
 
 def words(slow: Straggler) -> str:
-    """One straggler in a sentence."""
+    """Describe a straggler in one sentence."""
     if slow.cause is Cause.LATE:
         return f"rank {slow.rank}: {slow.cause}: {slow.detail}"
     if slow.factor is None:
@@ -36,8 +36,8 @@ def words(slow: Straggler) -> str:
 
 
 def recurring(found: Sequence[Sequence[Straggler]], saves: int) -> list[str]:
-    """Say which ranks cost the run the most time, and why: three at most, the worst first.
-    ``found``: the stragglers of each of ``saves``."""
+    """Return which ranks cost the run the most time, and why: at most three lines, worst first.
+    ``found`` holds the stragglers of each save."""
     lost_s: dict[str, list[float]] = {}
     for slow in (slow for each in found for slow in each):
         lost_s.setdefault(f"rank {slow.rank}: {slow.cause}", []).append(slow.excess_s)
@@ -49,7 +49,7 @@ def recurring(found: Sequence[Sequence[Straggler]], saves: int) -> list[str]:
 
 
 def facts(save: SaveTelemetry) -> dict[str, str]:
-    """What is to be said of a save first, by name."""
+    """Return the main facts about a save, by name."""
     nbytes = nbytes_of(save)
     ranks = f"{save.world}"
     if len(save.ranks) != save.world:
@@ -64,12 +64,12 @@ def facts(save: SaveTelemetry) -> dict[str, str]:
 
 
 def nbytes_of(save: SaveTelemetry) -> int:
-    """The bytes of all images."""
+    """Return the bytes of all images."""
     return sum(record.nbytes for record in save.ranks.values())
 
 
 def rate_text(nbytes: float, seconds: float) -> str:
-    """Of one rank, where seconds are of all ranks together."""
+    """Return a rate as text. If seconds are summed over ranks, it is the rate of one rank."""
     if not nbytes or seconds <= 0:
         return NONE
     return f"{size_text(int(nbytes / seconds))}/s"

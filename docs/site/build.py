@@ -1,8 +1,8 @@
 """Builds the documentation as a site: ``python docs/site/build.py``.
 
-The pages are copied to ``build/docs/source``, with their links as the site needs them, beside those
-that are made from the code. Sphinx turns them into ``build/docs/html``. Whatever it warns of is an
-error: links and anchors that lead nowhere, and pages that are not in the navigation.
+Pages are copied to ``build/docs/source`` with their links adapted, next to pages generated from the
+code. Sphinx turns them into ``build/docs/html``. Every warning is an error: broken links and
+anchors, and pages missing from the navigation.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ GENERATED = {
     "reference/code/commands.md": (commands_page, "reference/cli.md"),
     "reference/code/options.md": (options_page, "reference/configuration.md"),
 }
-"""The pages that are made from the code: what makes each, and the page that says more."""
+"""Generated pages: the function that makes each, and the hand-written page that explains it."""
 
 
 def main() -> int:
-    """Build it; return 0 if nothing was wrong."""
+    """Build the site. Return 0 if there was no error or warning."""
     parser = argparse.ArgumentParser(description="build the documentation as a site")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     parser.add_argument(
@@ -42,8 +42,8 @@ def main() -> int:
     )
     args = parser.parse_args()
     source, site = args.out / "source", args.out / "html"
-    # All of it is made anew: Sphinx repeats no warning of a page that it has read before, and
-    # keeps pages of documents that are gone.
+    # Rebuild everything. Sphinx does not repeat warnings of pages that it has read before, and
+    # keeps the output of deleted pages.
     for folder in (source, site):
         shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def write_source(root: Path, source: Path) -> None:
-    """Write what Sphinx reads. Raises ValueError where a link leads to nothing."""
+    """Write Sphinx's input. Raises ValueError for a broken link."""
     pages = find_pages(root)
     texts: dict[Path, str] = {}
     copies: set[Path] = set()
@@ -90,7 +90,7 @@ def _add_navigation(texts: dict[Path, str]) -> None:
 
 
 def _add_references(texts: dict[Path, str]) -> None:
-    """Pages written by hand and pages made from the code name each other."""
+    """Link hand-written pages and generated pages to each other."""
     for name, (_, by_hand) in GENERATED.items():
         made, written = Path(name), Path(by_hand)
         titles = {page: texts[page].partition("\n")[0].lstrip("# ") for page in (made, written)}

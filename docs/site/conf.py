@@ -1,4 +1,4 @@
-"""How Sphinx builds the site; ``build.py`` says from what."""
+"""Sphinx configuration of the site; ``build.py`` supplies the sources."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["files"]
 root_doc = "index"
 
-# The anchors of headings are those that code hosts give them.
+# Heading anchors as code hosts generate them.
 myst_heading_anchors = 6
-# Blocks that name no language are output, layouts of folders, and pictures made of characters.
+# Blocks without a language are output, folder layouts and ASCII art.
 highlight_language = "none"
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
-# Signatures of many parameters have one on each line.
+# A long signature gets one parameter a line.
 python_maximum_signature_line_length = 80
 
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-# The source of each page is in the repository; copies of it would only be larger.
+# The repository has the sources; a copy would only make the site larger.
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False

@@ -1,2 +1,2 @@
-"""The documentation as a site: its pages, its navigation, and the reference that is made from the
+"""The documentation as a site: its pages, its navigation, and the reference generated from the
 code."""

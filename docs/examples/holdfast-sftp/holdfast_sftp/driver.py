@@ -1,7 +1,8 @@
-"""The driver: what each method of the contract asks of the server.
+"""The SFTP driver: requests that each method of the contract sends to the server.
 
-An upload is a temporary file beside its object. To commit is: fsync it, rename it (or link it, for an exclusive put: that
-fails where the name is taken), fsync the folder. The server has to know OpenSSH's extensions for that.
+An upload is a temporary file beside its object. A commit syncs it, renames it and syncs the folder.
+An exclusive put links instead of renaming, because a link fails if the name exists. This needs
+OpenSSH's extensions on the server.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from holdfast.drivers.uri import Uri
 
 __all__ = ["SftpDriver"]
 
-QUIET_S = 3600.0  # an upload to which nothing was written for so long is taken for dead by a sweep
+QUIET_S = 3600.0  # a sweep takes an upload for dead after this time without a write
 _LOCATION = re.compile(r"(?:(?P<username>[^@/]+)@)?(?P<host>[^:@/]+)(?::(?P<port>[0-9]{1,5}))?(?P<path>/.*|)")
-_KINDS: dict[type[errors.StorageError], tuple[type[Exception], ...]] = {  # the first that fits counts
+_KINDS: dict[type[errors.StorageError], tuple[type[Exception], ...]] = {  # the first match wins
     errors.NotFoundError: (asyncssh.SFTPNoSuchFile,),
     errors.AccessError: (asyncssh.SFTPPermissionDenied, asyncssh.PermissionDenied, asyncssh.HostKeyNotVerifiable),
-    errors.FullError: (asyncssh.SFTPNoSpaceOnFilesystem, asyncssh.SFTPQuotaExceeded),  # which OpenSSH cannot say
+    errors.FullError: (asyncssh.SFTPNoSpaceOnFilesystem, asyncssh.SFTPQuotaExceeded),  # OpenSSH cannot report these
     errors.StorageDownError: (asyncssh.SFTPConnectionLost, asyncssh.DisconnectError, OSError),
 }
 _TEMPORARY = re.compile(r"[.](.*)[.][0-9a-f]{16}[.]part", re.DOTALL)
@@ -37,18 +38,19 @@ _TEMPORARY = re.compile(r"[.](.*)[.][0-9a-f]{16}[.]part", re.DOTALL)
 
 @contextmanager
 def sftp_errors(doing: str, uri: str, key: str) -> Iterator[None]:
-    """Turn what asyncssh raises in the body into the StorageError of its kind."""
+    """Turn asyncssh's errors in the block into the matching StorageError."""
     try:
         yield
-    except errors.HoldfastError:  # some are OSErrors, too
+    except errors.HoldfastError:  # some are OSErrors as well
         raise
-    except (asyncssh.Error, OSError, ValueError) as error:  # ValueError: a name that is no text, a file that was closed
+    except (asyncssh.Error, OSError, ValueError) as error:  # ValueError: a name that is no text, or a closed file
         kind = next((kind for kind, raised in _KINDS.items() if isinstance(error, raised)), errors.StorageError)
         raise kind(f"{doing} failed: {error}", uri=uri, key=key) from error
 
 
 class SftpDriver(AsyncDriver):
-    """Files below a folder of the server, with which it connects at the first operation, by the keys in ``~/.ssh``."""
+    """Files below a folder of the server. Connects at the first operation, with the keys in
+    ``~/.ssh``."""
 
     def __init__(self, uri: Uri) -> None:
         super().__init__(uri, errors=sftp_errors)
@@ -74,7 +76,7 @@ class SftpDriver(AsyncDriver):
         self._client: asyncssh.SFTPClient | None = None
 
     async def sftp(self) -> asyncssh.SFTPClient:
-        """The connection, made anew where the last one was lost."""
+        """Return the client, and reconnect if the connection was lost."""
         async with self._connecting:
             if self._connection is None or self._connection.is_closed():
                 self._client = None
@@ -84,13 +86,13 @@ class SftpDriver(AsyncDriver):
             return self._client
 
     def path(self, key: str) -> str:
-        """Where an object is. Raises UriError for a name that is a temporary file's."""
+        """Return the path of an object. Raises UriError if it is the name of a temporary file."""
         if any(_target(part) is not None for part in key.split("/")):
             raise errors.UriError(f"key {key!r} is the name of a temporary file", uri=self.uri, key=key)
         return f"{self._root}/{key}".rstrip("/") or "/"
 
     async def make_folder(self, folder: str) -> None:
-        """Make a folder, and those above it, each durably."""
+        """Make a folder and its parents, each durably."""
         sftp = await self.sftp()
         try:
             await sftp.mkdir(folder)
@@ -104,7 +106,7 @@ class SftpDriver(AsyncDriver):
             await self.sync(dirname(folder))
 
     async def sync(self, folder: str) -> None:
-        """Make durable what was made, renamed and removed in a folder."""
+        """Sync a folder: its new, renamed and removed entries become durable."""
         async with (await self.sftp()).open(folder, "rb") as opened:
             await opened.fsync()
 
@@ -138,7 +140,7 @@ class SftpDriver(AsyncDriver):
             yield [found for found in files if _target(found.key) is None]
 
     async def _walk(self, prefix: str) -> AsyncGenerator[list[ObjectInfo], None]:
-        """Every file at or below a prefix, folder by folder."""
+        """Yield the files at and below a prefix, folder by folder."""
         with suppress(asyncssh.SFTPNoSuchFile, errors.NotFoundError):
             yield [await self._stat(prefix)]
         folders = [prefix]
@@ -155,7 +157,7 @@ class SftpDriver(AsyncDriver):
         return {}
 
     async def _unfinished(self, prefix: str) -> list[ObjectInfo]:
-        """The temporary files of uploads to a prefix, which lie beside it, and below it."""
+        """Return the temporary files of uploads to a prefix. They lie beside it and below it."""
         beside = await self._entries(dirname(prefix))
         found = [self._info(key, attrs) for key, attrs in beside.items() if _target(key) == basename(prefix)[:48]]
         async for files in self._walk(prefix):
@@ -168,7 +170,7 @@ class SftpDriver(AsyncDriver):
             await self._remove([info.key for info in unfinished if info.modified_s < before_s])
 
     async def _now_s(self, folder: str) -> float:
-        """The time by the server's clock: that of a file which is made just now."""
+        """Return the server's time, taken from a new file."""
         sftp = await self.sftp()
         path = f"{folder}/.clock.{secrets.token_hex(8)}.part"
         async with sftp.open(path, "xb") as opened:
@@ -228,7 +230,7 @@ class _SftpUpload(AsyncUpload):
         await self._file.fsync()
         try:
             await (sftp.link if exclusive else sftp.posix_rename)(self._temporary, self._path)
-        except asyncssh.SFTPFailure as error:  # all that is said where the name is taken
+        except asyncssh.SFTPFailure as error:  # the only answer if the name exists
             if exclusive and await sftp.lexists(self._path):
                 raise errors.ExistsError("object exists already", uri=self._driver.uri, key=self.key) from error
             raise
@@ -243,6 +245,6 @@ class _SftpUpload(AsyncUpload):
 
 
 def _target(key: str) -> str | None:
-    """The beginning of the name that a temporary file is to have; None for any other file."""
+    """Return the beginning of a temporary file's target name; None for any other file."""
     match = _TEMPORARY.fullmatch(basename(key))
     return match[1] if match else None

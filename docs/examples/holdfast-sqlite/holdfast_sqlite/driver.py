@@ -1,4 +1,4 @@
-"""The driver: the contract's methods, each one transaction in a thread."""
+"""The SQLite driver: each method of the contract is one transaction in a thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 QUIET_S = 3600.0
-"""An upload that nobody has written to for this long is taken for dead by a sweep. If it lives, its commit fails."""
+"""A sweep takes an upload for dead after this time without a write. If it lives after all, its
+commit fails."""
 
 CLOSE_TIMEOUT_S = 60.0
 LIST_BATCH = 1000
@@ -34,7 +35,7 @@ AT_OR_BELOW = "(path = :at OR path >= :at || '/' AND path < :at || '0')"  # "0" 
 
 
 def location_of(uri: Uri) -> tuple[str, str]:
-    """The file that a URI means, and the prefix in it. Raises UriError."""
+    """Return the file that a URI names, and the prefix in it. Raises UriError."""
     found = _LOCATION.fullmatch(unquote(uri.location))
     if not found:
         raise UriError("no SQLite file in this URI", uri=uri.redacted, advice="Write sqlite:///folder/file.db/prefix.")
@@ -42,7 +43,8 @@ def location_of(uri: Uri) -> tuple[str, str]:
 
 
 class SqliteDriver(Driver):
-    """Objects in one SQLite file, below a prefix. The file is made by the first write; its folder has to be there."""
+    """Objects in one SQLite file, below a prefix. The first write creates the file; its folder must
+    exist."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {"threads": Option(integer(1, 64), 4, "operations in flight")}
     remote = False
@@ -68,7 +70,7 @@ class SqliteDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> SqliteDriver:
-        """The driver for ``uri``. Touches no file."""
+        """Return the driver for ``uri``. Touches no file."""
         return cls(uri)
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
@@ -79,7 +81,7 @@ class SqliteDriver(Driver):
         self._uploads.add(upload)
         try:
             await self._run("create", key, upload.begin)
-        except BaseException:  # cancelled, too: by then the row may be there
+        except BaseException:  # also when cancelled: the row may exist by then
             await upload.abort()
             raise
         return upload
@@ -108,7 +110,7 @@ class SqliteDriver(Driver):
         await self._run("delete", prefix, self._change, _DELETE_ALL, {"at": self._path(prefix)})
 
     async def sweep(self, prefix: str) -> None:
-        # SQLite is for processes of one host (shared=False), so this clock is the storage's.
+        # Only processes of one host share the file (shared=False), so this clock is the storage's.
         values = {"at": self._path(prefix), "before_s": time.time() - QUIET_S}
         await self._run("sweep", prefix, self._change, _SWEEP, values)
 
@@ -119,7 +121,8 @@ class SqliteDriver(Driver):
         self._store.close()
 
     def _path(self, key: str) -> str:
-        """Where a key lies in the file. Raises UriError where it is unsafe, or no text that SQLite could hold."""
+        """Return the path of a key in the file. Raises UriError if the key is unsafe or not
+        UTF-8."""
         path = self._prefix + check_key(key, uri=self.uri)
         try:
             path.encode()
@@ -134,7 +137,7 @@ class SqliteDriver(Driver):
 
         return await self._threads.run(translated)
 
-    # What follows blocks, and runs in threads.
+    # The methods below block, and run in threads.
 
     def _read(self, path: str, start: int, into: Buffer) -> None:
         with self._store.reading() as db:
@@ -178,7 +181,7 @@ class SqliteDriver(Driver):
     def _change(self, statement: str, values: dict[str, object]) -> None:
         try:
             with self._store.reading():
-                pass  # a deletion makes no file
+                pass  # a deletion creates no file
         except FileNotFoundError:
             return
         with self._store.writing() as db:
@@ -195,7 +198,8 @@ class SqliteDriver(Driver):
 
 
 class _SqliteUpload(Upload):
-    """Parts are written as they come; nobody sees them before an object points to their upload."""
+    """An upload. Its parts are written as they arrive, and stay invisible until an object points to
+    it."""
 
     def __init__(self, driver: SqliteDriver, key: str, nbytes: int) -> None:
         self._driver, self._key, self._path = driver, key, driver._path(key)
@@ -220,14 +224,15 @@ class _SqliteUpload(Upload):
         try:
             await self._driver._threads.run(self.drop)
         except StorageError:
-            pass  # the driver is closed, and has dropped us
+            pass  # the driver is closed and has dropped this upload
 
     def begin(self) -> None:
         with self._driver._store.writing() as db:
             self._id = _begin(db, self._path, self._written.nbytes)
 
     def drop(self) -> None:
-        """Blocks. An upload that is visible stays, and so does one that cannot be reached now: a sweep takes it."""
+        """Delete the upload unless it is visible. If the file cannot be reached, a sweep deletes it
+        later. Blocks."""
         self._driver._uploads.discard(self)
         try:
             with self._driver._store.writing() as db:
@@ -264,14 +269,15 @@ def _begin(db: sqlite3.Connection, path: str, nbytes: int) -> int:
 
 
 def _add_part(db: sqlite3.Connection, upload: int | None, start: int, data: Buffer) -> None:
-    """Raises IntegrityError where the upload was deleted meanwhile."""
+    """Insert a part. Raises IntegrityError if the upload has been deleted."""
     if len(data):
         values = (upload, start, start + len(data), data)
         db.execute("INSERT INTO parts (upload, start, stop, data) VALUES (?, ?, ?, ?)", values)
 
 
 def _publish(db: sqlite3.Connection, path: str, upload: int | None) -> None:
-    """Let the object be this upload; what it was before goes. Raises IntegrityError where the upload was deleted."""
+    """Point the object to this upload and delete its old one. Raises IntegrityError if the upload
+    has been deleted."""
     db.execute(_DELETE, {"at": path})
     db.execute("INSERT INTO objects (path, upload, modified_s) VALUES (?, ?, ?)", (path, upload, time.time()))
 

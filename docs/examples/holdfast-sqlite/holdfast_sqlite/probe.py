@@ -1,4 +1,4 @@
-"""For the conformance kit: what is in the file, without the driver."""
+"""A probe for the conformance kit: accesses the file without the driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["SqliteProbe"]
 
 
 class SqliteProbe:
-    """Rows of the file below the URI's prefix. See :class:`holdfast.drivers.conformance.probes.Probe`."""
+    """Rows of the file below the URI's prefix. See
+    :class:`holdfast.drivers.conformance.probes.Probe`."""
 
     def __init__(self, uri: Uri) -> None:
         self._file, prefix = location_of(uri)

@@ -1,7 +1,8 @@
-"""The SQLite file: schema, connections, transactions, and its errors as Holdfast's. All functions block.
+"""The SQLite file: schema, connections, transactions and errors. All functions block.
 
-An upload is a row, and so is each part of it. An object is a row that points to an upload. So a commit is one small
-insert, and deleting an upload takes along its parts and, where it was visible, the object.
+An upload is a row, and so is each of its parts. An object is a row that points to an upload. So a
+commit is one small insert, and deleting an upload also deletes its parts and, if it was visible,
+the object.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ CREATE TABLE objects (
 """
 
 BUSY_TIMEOUT_S = 60.0
-"""How long to wait for other processes that write."""
+"""Time to wait for other processes that write."""
 
 
 class Store:
-    """Connections to one file, made when they are needed and used again. Thread-safe."""
+    """A pool of connections to one file. Thread-safe."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -46,7 +47,8 @@ class Store:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that sees one state of the file. Raises FileNotFoundError where there is no file."""
+        """Run a transaction that sees one state of the file. Raises FileNotFoundError if there is
+        no file."""
         if not os.path.exists(self._file):
             raise FileNotFoundError(self._file)
         with self._transaction("BEGIN") as db:
@@ -54,12 +56,13 @@ class Store:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that is durable, all of it, when the block has ended, or has changed nothing if it raised."""
+        """Run a transaction that is durable at the end of the block, or changes nothing if the
+        block raises."""
         with self._writing, self._transaction("BEGIN IMMEDIATE") as db:
             yield db
 
     def close(self) -> None:
-        """Close what is idle. The next use opens anew."""
+        """Close the idle connections. The next use opens a new one."""
         while self._idle:
             self._idle.pop().close()
 
@@ -78,7 +81,7 @@ class Store:
                 db.rollback()
             raise
         finally:
-            if db.in_transaction:  # rolling back failed, too
+            if db.in_transaction:  # the rollback failed as well
                 db.close()
             else:
                 self._idle.append(db)
@@ -88,7 +91,7 @@ def _connect(file: str) -> sqlite3.Connection:
     db = sqlite3.connect(file, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
         _until_free(db, "PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
-        db.execute("PRAGMA synchronous = FULL")  # without this a commit in WAL mode may be lost in a power cut
+        db.execute("PRAGMA synchronous = FULL")  # without this a power cut may lose a commit in WAL mode
         db.execute("PRAGMA foreign_keys = ON")
         _make_tables(db)
     except BaseException:
@@ -98,7 +101,8 @@ def _connect(file: str) -> sqlite3.Connection:
 
 
 def _until_free(db: sqlite3.Connection, statement: str) -> None:
-    """Run a statement for which SQLite itself does not wait when somebody else is about to do the same."""
+    """Retry a statement that SQLite does not itself wait for when another connection runs it at the
+    same time."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -118,7 +122,7 @@ def _make_tables(db: sqlite3.Connection) -> None:
 
     if version() == 0:
         db.execute("BEGIN IMMEDIATE")
-        if version() == 0:  # still: nobody was faster
+        if version() == 0:  # no other connection was faster
             for statement in SCHEMA.split(";"):
                 db.execute(statement)
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -139,11 +143,11 @@ _KINDS: dict[int, type[StorageError]] = {
 
 @contextmanager
 def sqlite_errors(doing: str, uri: str, key: str) -> Iterator[None]:
-    """Turn what SQLite raises in the body into the StorageError of its kind, with URI, key and cause."""
+    """Turn SQLite's errors in the block into the matching StorageError, with URI, key and cause."""
     try:
         yield
     except FileNotFoundError as error:
         raise NotFoundError("no such object, nor the file it would be in", uri=uri, key=key) from error
     except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the rest are details
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the upper bits are details
         raise _KINDS.get(code, StorageError)(f"{doing} failed: {error}", uri=uri, key=key) from error
