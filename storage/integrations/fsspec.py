@@ -102,7 +102,7 @@ class HoldfastFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
         target_options: Mapping[str, object] | None = None,
         **kwargs: object,
     ) -> None:
-        """``fo``: the checkpoint's URI; fsspec prescribes the name.
+        """Prepare to open the checkpoint at ``fo``, its URI; fsspec prescribes the name.
 
         ``target_options``: options of its storage.
         """

@@ -66,9 +66,10 @@ class Member:
         anchor: Callable[[], object] = lambda: None,
         job_host: str = "",
     ) -> None:
-        """``anchor()`` keeps the store's server alive if this process runs it.
+        """Create the member, unknown to the others yet.
 
-        ``job_host``: the host that serves the store.
+        ``anchor()`` keeps the store's server alive if this process runs it. ``job_host``: the host
+        that serves the store.
         """
         self.rank = rank
         self.world = world

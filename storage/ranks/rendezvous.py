@@ -49,7 +49,7 @@ class LeaderRendezvous:
     def __init__(
         self, member: Member, call: Call, participation: Participation | None, silence_s: float
     ) -> None:
-        """``participation`` is None if this rank failed before it began."""
+        """Prepare for one call. ``participation`` is None if this rank failed before it began."""
         self._member = member
         self._call = call
         self._participation = participation

@@ -70,7 +70,7 @@ class StoreTeam(Team):
         call: Call | None = None,
         member: Member | None = None,
     ) -> None:
-        """``member``: this process in its job; None creates one."""
+        """Create the team, without I/O. ``member``: this process in its job; None creates one."""
         self.rank = rank
         self.world = world
         if member is None:
