@@ -276,6 +276,7 @@ class Checkpointer:
             and self._stops(step, state, metric)
         ):
             return None
+        due = False
         try:
             kept = self._is_kept(step)
             due = self._schedule.due(step, self._decisions) and step != self._last
@@ -286,7 +287,7 @@ class Checkpointer:
                 return self._keep(step, state)
             return None
         except CoordinationError as error:  # the ranks could not reach a decision
-            self._stats.undecided(step, error)
+            self._stats.undecided(step, error, is_counted=due)
             self._stats.raise_first(self._on_error)
             return None
 
@@ -554,10 +555,7 @@ class Checkpointer:
 
 
 def _check_metric(metric: object) -> None:
-    """Raise UsageError for an invalid metric.
-
-    Does not read a tensor's value, because that would block training.
-    """
+    """Raise UsageError for an invalid metric, without reading a tensor, which would block."""
     if metric is not None and not isinstance(metric, SupportsFloat | SupportsIndex):
         raise _no_number(metric)
 

@@ -106,8 +106,13 @@ class Stats:
         """Count a failed save. Existing checkpoints are untouched."""
         self._fail(step, error, is_save=True)
 
-    def undecided(self, step: int, error: BaseException) -> None:
-        """Count a step at which the ranks could not reach a decision."""
+    def undecided(self, step: int, error: BaseException, *, is_counted: bool) -> None:
+        """Count a step at which the ranks could not reach a decision as a save that failed.
+
+        ``is_counted``: whether the save was counted as due already.
+        """
+        if not is_counted:
+            self.due(step)
         self._fail(step, error, is_save=False)
 
     def _fail(self, step: int, error: BaseException, *, is_save: bool) -> None:

@@ -43,6 +43,15 @@ def test_a_rank_alone_asks_no_other(second_of_three: None, tmp_path: Path) -> No
     assert into["data"].value == {"at": 7}
 
 
+def test_an_undecided_step_counts_as_one_failed_save(second_of_three: None, tmp_path: Path) -> None:
+    """By the clock and by steps alike, so that no count of saves in flight is negative."""
+    for every in ("1h", 1):
+        with holdfast.Checkpointer(tmp_path, every=every, deadline_s=0.05) as ckpt:
+            assert ckpt.step(1, {"w": torch.ones(1)}) is None
+        counters = ckpt.counters
+        assert (counters.due, counters.failed, counters.under_way) == (1, 1, 0)
+
+
 def test_a_launched_process_may_save_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It need not have joined its process group, if it says that it is alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
