@@ -1,1 +1,1 @@
-"""How bytes reach one kind of storage: one file a backend, one contract. No torch."""
+"""Storage drivers: the contract, the built-in backends, and the layers around them. No torch."""

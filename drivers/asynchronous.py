@@ -1,9 +1,9 @@
-"""The part of a driver that is the same for every asynchronous client.
+"""Base classes for drivers whose client library is asynchronous.
 
-Each method of the contract has a twin with an underscore, which a driver writes: it makes the
-client's requests, and raises the client's errors. The method itself checks the key, refuses the
-call once the driver is closed, runs it to its end, and translates what it raised: see
-:class:`Tasks`. Blocking clients have :class:`Threads`.
+Each public method of the contract has an abstract counterpart with a leading underscore, which the
+driver implements with plain client calls. The public method checks the key, rejects calls after
+close(), runs the call to completion and translates the client's errors (:class:`Tasks`). Drivers
+with blocking clients use :class:`Threads` instead.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .uri import Uri
 __all__ = ["AsyncDriver", "AsyncUpload"]
 
 CLOSE_TIMEOUT_S = 60.0
-"""How long close() waits for calls that run, and then for unfinished uploads to be dropped."""
+"""Seconds that close() waits for running calls, and then again for open uploads to be dropped."""
 
 
 class AsyncDriver(Driver):
-    """A driver of an asynchronous client. A subclass sets ``traits``, and writes what is abstract
-    here.
+    """A driver on top of an asynchronous client. Subclasses set ``traits`` and implement the
+    abstract methods.
 
-    Twins may call each other, but not the public methods: those are refused once the driver is
-    closing.
+    Underscore methods may call each other, but not the public methods, which are rejected as soon
+    as the driver starts closing.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
@@ -40,7 +40,7 @@ class AsyncDriver(Driver):
     def __init__(
         self, uri: Uri, *, errors: Callable[[str, str, str], AbstractContextManager[Any]]
     ) -> None:
-        """Does no I/O. For ``errors`` see :class:`Tasks`."""
+        """Do no I/O. ``errors`` is described in :class:`Tasks`."""
         self.uri = uri.root
         self.tasks = Tasks(uri=self.uri, errors=errors)
         self._errors = errors
@@ -48,7 +48,8 @@ class AsyncDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> Self:
-        """The driver for ``uri``; a subclass is made from that alone."""
+        """Return the driver for ``uri``. Works for subclasses whose constructor takes only the
+        URI."""
         make: Callable[[Uri], Self] = cls
         return make(uri)
 
@@ -66,7 +67,7 @@ class AsyncDriver(Driver):
 
     @abstractmethod
     def _list(self, prefix: str) -> AsyncGenerator[Sequence[ObjectInfo], None]:
-        """See :meth:`Driver.list`; in batches: an answer of the server, a folder."""
+        """See :meth:`Driver.list`. Yields batches: one server response, or one folder."""
 
     @abstractmethod
     async def _delete(self, key: str) -> None:
@@ -82,11 +83,11 @@ class AsyncDriver(Driver):
 
     @abstractmethod
     def _upload(self, key: str, nbytes: int) -> AsyncUpload:
-        """A new upload, of which the storage has not heard yet."""
+        """Return a new upload. Makes no request yet."""
 
     @abstractmethod
     async def _disconnect(self) -> None:
-        """Let go of the client, if there is one. Safe to call twice."""
+        """Close the client if it is open. Safe to call twice."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         into[:] = await self.fetch(key, start, len(into))
@@ -102,13 +103,13 @@ class AsyncDriver(Driver):
         self._uploads.add(upload)
         try:
             await self.tasks.run("create", key, upload._begin)
-        except BaseException:  # cancelled, too: by then the storage may have heard of it
+        except BaseException:  # also on cancellation: the storage may already know of the upload
             await upload.abort()
             raise
         return upload
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. An upload of one part; override it where the storage does that in
+        """See :meth:`Driver.put`. Uploads a single part; override where the storage can do it in
         one request."""
         upload = await self.create(key, len(data))
         try:
@@ -142,15 +143,15 @@ class AsyncDriver(Driver):
         await self.tasks.run("sweep", prefix, self._sweep, prefix)
 
     async def close(self) -> None:
-        """See :meth:`Driver.close`. Raises StorageDownError where calls do not end, once all has
-        been let go."""
+        """See :meth:`Driver.close`. Raises StorageDownError if calls are stuck, after releasing
+        everything."""
         try:
             await self.tasks.close(CLOSE_TIMEOUT_S)
         finally:
             await to_the_end(self._release())
 
     async def _release(self) -> None:
-        with suppress(TimeoutError):  # what is not dropped by then is left to a sweep
+        with suppress(TimeoutError):  # a later sweep collects the rest
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 for upload in tuple(self._uploads):
                     with suppress(StorageError), self._errors("abort", self.uri, upload.key):
@@ -160,35 +161,35 @@ class AsyncDriver(Driver):
 
 
 class AsyncUpload(Upload):
-    """One upload of an :class:`AsyncDriver`. A subclass writes what is abstract here."""
+    """One upload of an :class:`AsyncDriver`. Subclasses implement the abstract methods."""
 
     def __init__(self, driver: AsyncDriver, key: str, nbytes: int) -> None:
-        """Raises StorageError for a negative size."""
+        """Raise StorageError if the size is negative."""
         self.key = key
         self.written = Ranges(nbytes, uri=driver.uri, key=key)
-        """What has been written. When :meth:`_commit` is called it is complete, and has the size of
-        the object."""
+        """Byte ranges written so far. Complete, with the final object size, when :meth:`_commit` is
+        called."""
         self._made_by = driver
         self._over = False
         self._committed = False
 
     @abstractmethod
     async def _begin(self) -> None:
-        """Have the storage begin the upload."""
+        """Start the upload on the storage."""
 
     @abstractmethod
     async def _write(self, start: int, data: Buffer) -> None:
-        """Send a part, which lies within the object. Not called for an empty one."""
+        """Send one non-empty part that lies within the object."""
 
     @abstractmethod
     async def _commit(self, *, exclusive: bool) -> None:
-        """Make the object durable and visible, whole; with ``exclusive`` raise ExistsError where
-        the key is taken."""
+        """Make the whole object durable and visible. With ``exclusive``, raise ExistsError if the
+        key is taken."""
 
     @abstractmethod
     async def _drop(self) -> None:
-        """Remove what the upload has left, if there is anything. May be called at any time but
-        after a commit that succeeded, and more than once."""
+        """Remove everything the upload left behind. May be called more than once, and at any time
+        except after a successful commit."""
 
     async def write(self, start: int, data: Buffer) -> None:
         self._check_open()
@@ -201,14 +202,14 @@ class AsyncUpload(Upload):
         await self.finish(nbytes, exclusive=False)
 
     async def finish(self, nbytes: int | None, *, exclusive: bool) -> None:
-        """:meth:`commit`, or the end of an exclusive put."""
+        """Commit the upload; with ``exclusive``, only if the key is free."""
         self._check_open()
         self._over = True
         await self._made_by.tasks.run("commit", self.key, self._finish, nbytes, exclusive)
 
     async def abort(self) -> None:
         self._over = True
-        # Either the driver is closed, which has dropped it, or a sweep will find what is left.
+        # On failure, close() has already dropped the upload, or a sweep will.
         with suppress(StorageError):
             await self._made_by.tasks.run("abort", self.key, self.end)
 
@@ -221,7 +222,7 @@ class AsyncUpload(Upload):
             await self.end()
 
     async def end(self) -> None:
-        """Drop what is not committed. Raises the client's errors."""
+        """Drop the upload unless it was committed. Raises the client's errors."""
         if not self._committed:
             await self._drop()
         self._made_by._uploads.discard(self)

@@ -1,14 +1,15 @@
-"""Blocking calls that may never return, for asyncio: each in a thread, which is left behind at the
-deadline.
+"""Blocking calls for asyncio that may never return. Each runs in its own thread, which is abandoned
+at the deadline.
 
-A thread inside the library cannot be interrupted. To let the caller reuse its memory all the same,
-a call touches that memory only within ``with call:``, which raises once the caller has returned.
+A thread inside a library cannot be interrupted. So that the caller can reuse its memory anyway, the
+call touches that memory only inside ``with call:``, which raises once the caller has left.
 
-The end of the process waits for such a thread until it has made no progress for a few seconds: one
-that takes the interpreter's lock while the interpreter ends is made to unwind, which the library's
-code does not allow, and the process dies of SIGABRT.
+Process exit waits for such a thread until it has made no progress for a few seconds. Without the
+wait, a thread that takes the GIL during interpreter shutdown is forcibly unwound. The library's
+code does not allow that, and the process dies of SIGABRT.
 
-Scope: a thread per call costs 0.1 ms; such calls move megabytes, or wait for a name node.
+Scope: one thread per call costs 0.1 ms, which is fine for calls that move megabytes or wait for a
+name node.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ __all__ = ["Call", "CallerGone", "in_new_thread", "run"]
 T = TypeVar("T")
 
 END_S = 3.0
-"""A call without progress for so long is stuck, and the end of the process leaves it behind."""
+"""Seconds without progress after which process exit abandons a call."""
 
 
 class CallerGone(Exception):
-    """Ends a call whose caller has been cancelled, or has reached its deadline."""
+    """Ends a call whose caller was cancelled or reached its deadline."""
 
 
 class Call:
-    """Shared by a call and its caller: the progress of the one, and whether the other still
-    waits."""
+    """State shared by a call and its caller: the time of the last progress, and whether the caller
+    is still waiting."""
 
     def __init__(self) -> None:
         self.progress_s = time.monotonic()
@@ -45,11 +46,11 @@ class Call:
         self._lock = new_lock()
 
     def __enter__(self) -> None:
-        """``with call:`` the caller's memory may be used. Also shows that the call gets on: its
-        deadline begins anew.
+        """Allow access to the caller's memory inside ``with call:``. Counts as progress, so it
+        restarts the deadline.
 
-        Entered for every 64 KiB that is read, so not by way of a generator, which takes four times
-        as long.
+        A plain class, not a generator-based context manager: it is entered for every 64 KiB read,
+        and a generator takes four times as long.
         """
         self._lock.acquire()
         if self._gone:
@@ -61,18 +62,18 @@ class Call:
         self.progress_s = time.monotonic()
 
     def leave(self) -> None:
-        """The caller stops waiting; returns once the call no longer uses the caller's memory."""
+        """Stop waiting. Returns once the call no longer touches the caller's memory."""
         with self._lock:
             self._gone = True
 
 
 _calls = dict[threading.Thread, Call]()
-"""The threads that have begun, and have not ended."""
+"""Threads that have started and not finished."""
 
 
 def in_new_thread(body: Callable[[], None], call: Call) -> None:
-    """Run ``body``, which makes ``call``, in a thread of its own. The end of the process waits for
-    it until the call has made no progress for ``END_S``."""
+    """Run ``body``, which performs ``call``, in a new thread. Process exit waits for the thread
+    until the call has made no progress for ``END_S``."""
 
     def run_body() -> None:
         try:
@@ -84,7 +85,7 @@ def in_new_thread(body: Callable[[], None], call: Call) -> None:
     _calls[thread] = call
     try:
         thread.start()
-    except RuntimeError:  # the interpreter is ending, and starts no more threads
+    except RuntimeError:  # interpreter shutdown: no new threads can be started
         run_body()
 
 
@@ -101,11 +102,11 @@ async def run(
     timeout_s: float,
     start: Callable[[Callable[[], None]], object] | None = None,
 ) -> T:
-    """Return what ``function`` returns, or raise what it raises, from a thread. Raises TimeoutError
-    after ``timeout_s`` without progress.
+    """Run ``function`` in a thread and return its result or raise its error.
 
-    Then, and when cancelled, it returns at once: the thread goes on alone, and its result is
-    dropped. ``start`` has a thread run what it is given; None: a new thread.
+    Raises TimeoutError after ``timeout_s`` without progress. On timeout and on cancellation it
+    returns at once; the thread continues on its own and its result is dropped. ``start`` runs the
+    body it is given in a thread; the default is a new thread.
     """
     call = Call()
     loop = asyncio.get_running_loop()
@@ -118,7 +119,7 @@ async def run(
             result = function(call)
         except BaseException as caught:
             error = caught
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no caller
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting
             loop.call_soon_threadsafe(_settle, future, result, error)
 
     if start is None:
@@ -137,7 +138,7 @@ async def run(
             call.leave()
             future.cancel()
         elif not future.cancelled():
-            future.exception()  # it has been seen, also where a cancellation came first
+            future.exception()  # mark it as retrieved, even if a cancellation came first
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

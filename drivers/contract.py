@@ -1,16 +1,15 @@
-"""The driver contract: what every kind of storage must do for Holdfast, and nothing more.
+"""The driver contract: everything Holdfast requires of a storage backend.
 
-A driver is bound to one root (a folder, a bucket and prefix) and speaks in **keys** relative to it:
-parts joined by ``/``, none of them empty, ``.`` or ``..``, no NUL, not absolute (see
-:func:`check_key`). Methods are coroutines; one driver is used from one event loop, and by many
-tasks at once.
+A driver is bound to one root (a folder, or a bucket and prefix) and addresses objects by **keys**
+relative to it: non-empty parts joined by ``/``; never absolute, no ``.`` or ``..``, no NUL (see
+:func:`check_key`). Methods are coroutines. One driver is used from one event loop, by many tasks at
+once.
 
-Durability is part of the contract: :meth:`Upload.commit` and :meth:`Driver.put` return only when
-the bytes are durable as that storage defines durable. Visibility too: an object is either absent or
-whole. An operation that failed leaves nothing visible.
+:meth:`Upload.commit` and :meth:`Driver.put` return only when the bytes are durable, as that storage
+defines durable. An object is either absent or whole, and a failed operation leaves nothing visible.
 
-Scope: a driver does I/O. It does not retry, limit, hash or cache contents; layers and the engine
-do.
+Scope: a driver does I/O. Retries, limits, checksums and caching belong to the layers and the
+engine.
 """
 
 from __future__ import annotations
@@ -43,88 +42,92 @@ __all__ = [
 ]
 
 SMALL_NBYTES_MAX = 4 << 30
-"""What :meth:`Driver.get` reads at most: the manifest of a hundred million shards. Larger ones are
-no file of ours, and are not to fill the host's memory."""
+"""Maximum size that :meth:`Driver.get` reads: the manifest of a hundred million shards. A larger
+object is not ours, and must not fill the host's memory."""
 
 Buffer = memoryview
-"""One-dimensional, contiguous, of format ``B``."""
+"""One-dimensional, contiguous, format ``B``."""
 
 
 TakePiece = Callable[[Buffer], None]
-"""Is given a piece of a read, which it must not keep. Called on any thread but the event loop's;
-does not raise."""
+"""Callback that receives one piece of a read and must not keep a reference to it. Called on any
+thread except the event loop's. Must not raise."""
 
 
 PartOrder = Literal["any", "ascending", "serial"]
-"""``any``: in any order, and in parallel. ``ascending``: each write begins at the offset where the
-write that was started before it ends, but does not wait for it. ``serial``: in the same order, one
-after the other."""
+"""Order of the writes to one upload.
+
+``any``: any order, in parallel. ``ascending``: each write starts at the offset where the previously
+started write ends, but need not wait for it. ``serial``: ascending, one after the other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a driver is good at. The scheduler and the planner depend on these, never on the
-    driver's type."""
+    """Capabilities and preferences of a driver. The scheduler and the planner rely on these, never
+    on the driver's type."""
 
     part_nbytes: int
     """Preferred size of one write or read, in bytes."""
     part_min_nbytes: int
-    """Smallest size of one write, except the last of an upload; 1 if any size will do."""
+    """Minimum size of a write, except for the last one of an upload; 1 if there is none."""
     align_nbytes: int
     """Writes whose offset, length and memory address are multiples of this avoid a copy; 1 if
     alignment makes no difference."""
     concurrency: int
-    """More operations in flight than this gain nothing."""
+    """Number of operations in flight beyond which throughput no longer grows."""
     coalesce_nbytes: int
-    """Two ranges closer than this are read faster as one."""
+    """Largest gap, in bytes, that is cheaper to read through than to skip."""
     part_order: PartOrder
-    """In which order the parts of one upload are written: see :data:`PartOrder`."""
+    """Required order of the writes to one upload; see :data:`PartOrder`."""
     exclusive_is_atomic: bool
-    """Of several exclusive puts to one key exactly one succeeds, whichever hosts they come from."""
+    """Exactly one of several concurrent exclusive puts to a key succeeds, even across hosts."""
     shared: bool
     """Other hosts see the same objects."""
     hands_over: bool = False
-    """Reads are zero-copy by :meth:`Driver.fetch`: it returns the memory that the driver's library
-    received the data in, while :meth:`Driver.read` copies it."""
+    """:meth:`Driver.fetch` is zero-copy: it returns the memory into which the driver's library
+    received the data. :meth:`Driver.read` copies it."""
     piece_nbytes: int = 0
-    """Where the pieces of :meth:`Driver.read_pieces` end: at multiples of this in the object. Each
-    is verified and copied while the processor's cache holds it, which is the fastest way to read. 0
-    if it is not: then a read is one piece."""
+    """Piece size of :meth:`Driver.read_pieces`: pieces end at multiples of this offset in the
+    object. Each piece is verified and copied while it is in the CPU cache, which is the fastest way
+    to read. 0 if the driver reads each range as a single piece."""
     read_nbytes: int = 0
-    """How much of an object is best read at once, if that is more than a chunk: of memory that is
-    there already, and handed over (``hands_over``), long runs are copied faster than short ones.
-    Memory budgets do not include it. 0: a chunk at most."""
+    """Preferred size of a read if larger than a chunk; 0 for at most a chunk. When the driver hands
+    over memory (``hands_over``), long runs are copied faster than short ones. Not counted in memory
+    budgets."""
     streams: int = 1
-    """An upload is fastest when this many contiguous segments of it (:func:`segments`) are written
-    at the same time. ``part_order``, which then is not ``serial``, applies within each segment.
-    Writing one segment after the other is correct too, but slower."""
+    """Number of contiguous segments of an upload (:func:`segments`) to write concurrently for best
+    throughput. If above 1, ``part_order`` is not ``serial`` and applies within each segment.
+    Writing the segments one after the other is correct but slower."""
 
     bounded: bool = True
     """Space may run out, so leftovers of dead processes are swept before a save writes anything. If
-    False, they are swept while it writes."""
+    False, they are swept during the save."""
 
     upload_nbytes: int = 0
-    """The most memory that an upload holds until it is committed, besides the data being written.
-    Memory budgets include it."""
+    """Maximum memory an upload holds until it is committed, besides the data being written. Counted
+    in memory budgets."""
 
     object_max_nbytes: int | None = None
-    """The largest object that the storage takes; None: as large as there is space for. A rank
-    whose image would be larger fails the save before it uses the storage."""
+    """Largest object the storage accepts; None if limited only by free space. A rank whose image
+    would be larger fails the save before it touches the storage."""
 
     @property
     def read_copies(self) -> int:
-        """How many copies of the data a read holds until it returns: one in the caller's buffer,
-        and perhaps one in memory of the driver's library. Memory budgets include both."""
+        """Number of copies of the data that a read holds until it returns: the caller's buffer,
+        plus the library's memory if it hands that over. Memory budgets count both."""
         if self.hands_over:
             return 2
         return 1
 
 
 def segments(nbytes: int, traits: Traits) -> list[tuple[int, int]]:
-    """Return (start, stop) of each segment of an upload of ``nbytes``: at most ``traits.streams``,
-    of about equal length, cut at multiples of ``traits.part_nbytes``; only (0, 0) if ``nbytes`` is
-    0. ``nbytes`` is the declared size: an upload that ends earlier fills the segments in order, and
-    never begins those behind its end."""
+    """Return the (start, stop) of each segment of an upload of ``nbytes``.
+
+    There are at most ``traits.streams`` segments, about equally long and cut at multiples of
+    ``traits.part_nbytes``; a single (0, 0) if ``nbytes`` is 0. ``nbytes`` is the declared size: an
+    upload that ends earlier fills the segments in order and never starts those past its end.
+    """
     parts = ceil_div(nbytes, traits.part_nbytes)
     step = max(1, ceil_div(parts, traits.streams)) * traits.part_nbytes
     return [(start, min(start + step, nbytes)) for start in range(0, nbytes, step)] or [(0, 0)]
@@ -140,78 +143,78 @@ class ObjectInfo:
 
 
 class Upload(ABC):
-    """One object being written. Invisible and harmless until :meth:`commit` has returned."""
+    """An object being written. Invisible and harmless until :meth:`commit` returns."""
 
     @abstractmethod
     async def write(self, start: int, data: Buffer) -> None:
-        """Write ``data`` at byte ``start`` of the object. The caller keeps ``data`` unchanged until
-        this returns.
+        """Write ``data`` at byte ``start`` of the object. The caller leaves ``data`` unchanged
+        until this returns.
 
-        Every byte of the object is written exactly once, in the order that ``traits.part_order``
-        asks for. The object has the declared size, or ends where :meth:`commit` says.
-        Raises a :class:`StorageError`.
+        Every byte of the object is written exactly once, in the order required by
+        ``traits.part_order``. The object ends at its declared size, or where :meth:`commit` says.
+        Raises StorageError.
         """
 
     @abstractmethod
     async def commit(self, nbytes: int | None = None) -> None:
-        """Make the object durable and visible, whole, replacing one of the same key. Called once,
-        after all writes.
+        """Make the whole object durable and visible, replacing any object with the same key. Called
+        once, after all writes.
 
-        ``nbytes`` is the final size, at most the declared one; None means the declared one. Raises
-        a StorageError if it is larger, or unless exactly the bytes before it have been written,
-        each once; then nothing becomes visible.
+        ``nbytes`` is the final size, at most the declared size, which is the default. Raises
+        StorageError, and leaves nothing visible, if ``nbytes`` is larger or if the bytes written
+        are not exactly those below it, each once.
         """
 
     @abstractmethod
     async def abort(self) -> None:
-        """Drop what was written; nothing stays visible. Safe to call at any time, more than once,
-        and after a failed or cancelled :meth:`commit`; after a successful one it does nothing. Does
-        not raise a StorageError."""
+        """Drop everything written; nothing stays visible. Safe to call at any time, more than once,
+        and after a failed or cancelled :meth:`commit`. Does nothing after a successful one. Never
+        raises StorageError."""
 
 
 class UploadLostError(StorageDownError):
-    """An upload that cannot go on, where one that begins anew probably can: the credentials were
-    renewed in its middle, say. Raised by :meth:`Upload.write` and :meth:`Upload.commit`; the engine
-    begins the image again where it still has all of it."""
+    """An upload that cannot continue, although a new one probably would succeed: for example, the
+    credentials were renewed midway. Raised by :meth:`Upload.write` and :meth:`Upload.commit`. The
+    engine restarts the image if it still has all of it."""
 
 
 class AtMost(int):
-    """The size of an upload that will probably end earlier: the size after compression is not known
-    when the upload begins."""
+    """Size of an upload that will probably end earlier, because its compressed size is not known in
+    advance."""
 
 
 class Driver(ABC):
-    """Storage bound to one root. Raises :class:`holdfast.StorageError` and its kinds, each with
+    """Storage bound to one root. Raises :class:`holdfast.StorageError` or a subclass, each with
     URI, key and cause."""
 
     uri: str
-    """The root, redacted, so that it can be printed; this is :attr:`Uri.root`. It has no options:
-    some come from the environment and may differ between ranks, and ranks compare this value."""
+    """Redacted root, safe to print (:attr:`Uri.root`). Leaves out the options: ranks compare this
+    value, and some options come from the environment and may differ between ranks."""
     traits: Traits
-    """Known once the driver is open, before any I/O, and constant from then on. A trait that
-    depends on the server is set by an option with a safe default, or not claimed at all."""
+    """Capabilities, constant from the moment the driver is open and known before any I/O. A trait
+    that depends on the server is set by an option with a safe default, or not claimed."""
     deviations: ClassVar[Mapping[str, str]] = {}
-    """Trials of the conformance kit, by name, that this storage cannot pass, and why. The kit
+    """Conformance trials that this storage cannot pass, by name, each with the reason. The kit
     prints them."""
     remote: ClassVar[bool] = True
-    """Whether the driver itself uses the network. If it does, temporary failures are retried and
-    operations have a deadline, unless options say otherwise. If not, the operating system is in
-    between, and has retried already."""
+    """Whether the driver itself uses the network. If so, by default temporary failures are retried
+    and operations have a deadline. If not, the operating system has already retried."""
 
     @abstractmethod
     async def read(self, key: str, start: int, into: Buffer) -> None:
         """Fill all of ``into`` with the object's bytes from ``start``.
 
-        Raises NotFoundError without such an object, and DamagedError where it does not hold all of
+        Raises NotFoundError if there is no such object, and DamagedError if it does not contain all
         these bytes.
         """
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
-        """Return the object's bytes from ``start``, in memory that the driver never writes to
-        again: it stays unchanged for as long as there are references to it, also after
-        :meth:`close`. The caller does not write to it either.
+        """Return ``nbytes`` bytes of the object from ``start``, in memory that nobody modifies.
 
-        Raises what :meth:`read` raises. Override it if ``traits.hands_over``. The default reads
+        The driver never writes to that memory again, so it stays unchanged as long as it is
+        referenced, even after :meth:`close`. The caller must not write to it either.
+
+        Raises the errors of :meth:`read`. Override it if ``traits.hands_over``. The default reads
         into new memory, so callers that reuse buffers use :meth:`read`.
         """
         into = memoryview(bytearray(nbytes))
@@ -219,15 +222,15 @@ class Driver(ABC):
         return into.toreadonly()
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
-        """Pass the object's bytes from ``start`` to ``take``, in order, piece by piece as they
-        arrive. Pieces end at multiples of ``traits.piece_nbytes`` in the object, and the last one
-        where the range ends.
+        """Pass the object's bytes from ``start`` to ``take``, in order, in pieces as they arrive.
+        Pieces end at multiples of ``traits.piece_nbytes`` in the object; the last one ends with the
+        range.
 
-        Raises what :meth:`read` raises; ``take`` may have got the first pieces by then, but never a
-        part of one. It is not running, and not called again, once this has returned or raised, also
-        when cancelled. If the object is replaced meanwhile, some pieces may be of the old one and
-        some of the new one. Override it if ``traits.piece_nbytes``. The default fetches the whole
-        range first.
+        Raises the errors of :meth:`read`. By then ``take`` may have received the first pieces, but
+        never a partial one. Once this method has returned, raised or been cancelled, ``take`` is
+        not running and is not called again. If the object is replaced during the read, the pieces
+        may be a mixture of old and new. Override it if ``traits.piece_nbytes`` is set. The default
+        fetches the whole range first.
         """
         data = await self.fetch(key, start, nbytes)
         if not nbytes:
@@ -241,56 +244,60 @@ class Driver(ABC):
 
     @abstractmethod
     async def create(self, key: str, nbytes: int) -> Upload:
-        """Begin an object of ``nbytes``, or of fewer if its commit says so. Two uploads to one key
-        do not interfere: the last commit wins.
+        """Start an upload of ``nbytes``, or fewer if its commit says so. Two uploads to one key do
+        not interfere; the last commit wins.
 
-        Raises FullError if the storage can tell at once that there is not enough space, unless
+        Raises FullError if the storage can already tell that space is insufficient, unless
         ``nbytes`` is :class:`AtMost`.
         """
 
     @abstractmethod
     async def get(self, key: str) -> bytes:
-        """Return the whole of a small object. Raises NotFoundError, and DamagedError, before
-        reading it, for an object that is not small (:func:`check_small`)."""
+        """Return the whole content of a small object. Raises NotFoundError; raises DamagedError
+        before reading if the object is not small (:func:`check_small`)."""
 
     @abstractmethod
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """Store a small object: atomic, durable on return, replacing one of the same key. Raises
-        FullError if the storage reports that it is full, and a StorageError for other failures.
+        """Store a small object, replacing any with the same key. Atomic, and durable on return.
+        Raises FullError if the storage reports that it is full, and StorageError for other
+        failures.
 
-        With ``exclusive``, raises ExistsError if the key is taken, and then changes nothing.
+        With ``exclusive``, raises ExistsError and changes nothing if the key is taken.
         """
 
     @abstractmethod
     async def stat(self, key: str) -> ObjectInfo:
-        """Size and time of one object. Raises NotFoundError."""
+        """Return the size and modification time of one object. Raises NotFoundError."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Yield every visible object at or below ``prefix`` (a key, or ``""`` for all), in any
-        order. Unfinished uploads are left out; a prefix that does not exist is empty. The cost
-        grows with the number of objects below the prefix, not below the root."""
+        order. Omits unfinished uploads. A prefix that does not exist is empty. The cost grows with
+        the number of objects below the prefix, not below the root."""
 
     @abstractmethod
     async def delete(self, key: str) -> None:
-        """Remove one object, durably on return. It is no error if there is none. Folders that
+        """Remove one object, durably on return. A missing object is not an error. Folders that
         become empty may stay, because they are not visible."""
 
     @abstractmethod
     async def delete_all(self, prefix: str) -> None:
-        """Remove every object at or below ``prefix`` (not empty), and the leftovers of uploads to
-        these keys: temporary files, dangling parts, empty folders. Unfinished uploads are removed,
-        too, even live ones. It is no error if there is nothing. Not atomic: a call that fails
-        midway may be repeated."""
+        """Remove every object at or below ``prefix`` and the leftovers of uploads to these keys:
+        temporary files, dangling parts, empty folders. Also removes unfinished uploads, even live
+        ones.
+
+        ``prefix`` is not empty. It is not an error if nothing exists. Not atomic: a call that fails
+        midway may be repeated.
+        """
 
     @abstractmethod
     async def sweep(self, prefix: str) -> None:
-        """Remove the leftovers of dead uploads to ``prefix`` and to keys below it: temporary files,
-        dangling parts, empty folders.
+        """Remove the leftovers of dead uploads at or below ``prefix``: temporary files, dangling
+        parts, empty folders.
 
-        Live uploads of any process on any host are not harmed; if a driver cannot distinguish them,
-        it leaves everything. A driver that decides by age uses the storage's clock, not this
-        host's. ``prefix`` is not empty. It is no error if there is nothing.
+        Must not harm live uploads of any process on any host; a driver that cannot tell them apart
+        removes nothing. A driver that decides by age uses the storage's clock, not the host's.
+        ``prefix`` is not empty. It is not an error if nothing exists.
         """
 
     @abstractmethod
@@ -315,8 +322,8 @@ def check_key(key: str, *, uri: str | None = None) -> str:
 
 
 def check_small(nbytes: int, uri: str, key: str) -> None:
-    """Raise DamagedError for an object that is too large to be got as a whole. Every driver calls
-    this before it reads."""
+    """Raise DamagedError if an object is too large to read as a whole. Every driver calls this
+    before it reads."""
     if nbytes > SMALL_NBYTES_MAX:
         raise DamagedError(
             f"the object has {nbytes:,} bytes; one that is read as a whole has "

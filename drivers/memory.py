@@ -1,10 +1,10 @@
-"""``memory://name``: a dict. The reference model that every other driver is compared with.
+"""``memory://name``: objects in a dict. The reference model that every other driver is tested
+against.
 
-Drivers on the same name share their objects for as long as the process lives; ``memory://`` is
-private to its driver. ``memory://name/a/b`` is what lies below the key ``a/b`` of
-``memory://name``.
+Drivers with the same name share their objects for the life of the process; ``memory://`` is private
+to its driver. ``memory://name/a/b`` is rooted at the key ``a/b`` of ``memory://name``.
 
-Scope: right and simple. It copies everything it is given, and is as durable as the process.
+Scope: correct and simple. It copies all data, and is only as durable as the process.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from .uri import Uri, root_key
 __all__ = ["STORES", "MemoryDriver"]
 
 _Store = dict[str, tuple[bytes, float]]
-"""Key → bytes and the time of writing."""
+"""Key → content and time of the last write."""
 
 STORES: dict[str, _Store] = {}
-"""Every named store of this process, to be looked at without a driver."""
+"""Every named store of this process. Tests use it to bypass the driver."""
 
 
 class MemoryDriver(Driver):
-    """Objects in a dict of this process: ``objects``, which tests may look at, and alter."""
+    """Objects in a dict of this process. Tests may read and modify ``objects``."""
 
     remote: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
     def __init__(self, location: str = "") -> None:
-        """``location``: the store's name, or name and prefix; empty for a store of this driver's
-        own."""
+        """Bind to the store named by ``location``: a name, or a name and prefix; empty for a
+        private store."""
         name, _, prefix = location.partition("/")
         self.uri = f"memory://{location}"
         self.traits = Traits(
             part_nbytes=16 << 20,
             part_min_nbytes=1,
             align_nbytes=1,
-            concurrency=8,  # nothing is gained, but callers show whether they can do it
+            concurrency=8,  # brings no throughput, but exercises concurrency in callers
             coalesce_nbytes=0,
             part_order="any",
             exclusive_is_atomic=True,
@@ -59,7 +59,7 @@ class MemoryDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> MemoryDriver:
-        """The driver for ``uri``; it has no options."""
+        """Return the driver for ``uri``. There are no options."""
         return cls(uri.location)
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
@@ -92,7 +92,7 @@ class MemoryDriver(Driver):
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         for path in self._below(prefix):
-            if path in self.objects:  # not deleted while the caller looked at another one
+            if path in self.objects:  # the caller may have deleted it during iteration
                 data, modified_s = self.objects[path]
                 yield ObjectInfo(path.removeprefix(self._prefix), len(data), modified_s)
 
@@ -105,16 +105,16 @@ class MemoryDriver(Driver):
             del self.objects[path]
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. An upload that is dropped leaves nothing here."""
+        """See :meth:`Driver.sweep`. Dropped uploads leave nothing behind here."""
         self._path(prefix)
 
     async def close(self) -> None:
-        """See :meth:`Driver.close`. A named store outlives its drivers."""
+        """See :meth:`Driver.close`. Named stores outlive their drivers."""
         self._closed = True
 
     def _path(self, key: str) -> str:
-        """Where the object is in the dict. Raises UriError for an unsafe key, StorageError once
-        closed."""
+        """Return the object's key in the dict. Raises UriError for an unsafe key, and StorageError
+        after close()."""
         self._check_open(key)
         return self._prefix + check_key(key, uri=self.uri)
 

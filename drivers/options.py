@@ -1,9 +1,9 @@
-"""The options of a driver: declared once, in a table on its class; read from the URI; listed in
-errors and in help.
+"""Driver options: declared in a table on the driver class, read from the URI, listed in errors and
+help.
 
 A table looks like ``OPTIONS = {"threads": Option(integer(1, 64), 8, "operations in flight")}``.
-Options that every scheme has (retries, limits, …) are in ``layers/stack.py``; a driver declares
-none of the same name.
+Options common to all schemes (retries, limits, …) are in ``layers/stack.py``; drivers must not
+redeclare their names.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _SWITCH = {
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. ``parse`` turns its text into a value, or raises a ValueError that says what is
-    allowed."""
+    """One option. ``parse`` converts text to a value, or raises a ValueError that says which values
+    are allowed."""
 
     parse: Callable[[str], Any]
     default: Any
     help: str
 
     def takes(self, text: str) -> bool:
-        """Whether ``text`` is one of its values."""
+        """Return whether ``text`` is a valid value."""
         try:
             self.parse(text)
         except ValueError:
@@ -62,7 +62,7 @@ class Option:
         return True
 
     def text(self, value: Any) -> str:
-        """A text that ``parse`` takes for ``value``: with its unit, where it has one."""
+        """Return text that ``parse`` converts back to ``value``, with its unit if it has one."""
         if isinstance(value, bool):
             if value:
                 return "on"
@@ -77,10 +77,9 @@ class Option:
 
 
 def option_values(known: Mapping[str, Option], uri: Uri) -> dict[str, Any]:
-    """The value of every option in ``known``: from ``uri``, else its default.
+    """Return the value of every option in ``known``: from ``uri``, else its default.
 
-    Raises UriError, which names the known options, for one that is not known, and for a value that
-    its option refuses.
+    Raises UriError for an unknown option, listing the known ones, and for an invalid value.
     """
     for name in uri.options:
         if name not in known:
@@ -94,7 +93,7 @@ def option_values(known: Mapping[str, Option], uri: Uri) -> dict[str, Any]:
 
 
 def choice(*allowed: str) -> Callable[[str], str]:
-    """A parser that takes one of these words."""
+    """Return a parser that accepts one of these words."""
 
     def parse(text: str) -> str:
         if text not in allowed:
@@ -105,7 +104,7 @@ def choice(*allowed: str) -> Callable[[str], str]:
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
-    """A parser that takes a whole number from ``least`` to ``most``."""
+    """Return a parser for a whole number from ``least`` to ``most``."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
@@ -137,7 +136,8 @@ class _Size:
 
 
 def size(least: int, most: int) -> Callable[[str], int]:
-    """A parser of sizes in bytes, from ``least`` to ``most``: ``32MiB``, ``500 MB``, ``4096``."""
+    """Return a parser for a size in bytes from ``least`` to ``most``: ``32MiB``, ``500 MB``,
+    ``4096``."""
     return _Size(least, most)
 
 
@@ -163,21 +163,21 @@ class _Duration:
 
 
 def duration(least_s: float, most_s: float) -> Callable[[str], float]:
-    """A parser of durations in seconds, from ``least_s`` to ``most_s``: ``30``, ``1.5s``,
+    """Return a parser for a duration in seconds from ``least_s`` to ``most_s``: ``30``, ``1.5s``,
     ``500ms``, ``2min``, ``1h``."""
     return _Duration(least_s, most_s)
 
 
 def switch(text: str) -> bool:
-    """A parser of ``on`` and ``off``; true and false, yes and no, 1 and 0 mean the same."""
+    """Parse ``on`` or ``off``. Also accepts true/false, yes/no and 1/0."""
     if text.lower() not in _SWITCH:
         raise ValueError("is on or off")
     return _SWITCH[text.lower()]
 
 
 def url(text: str) -> str:
-    """A parser of the URL of a server: http:// or https://, a host, perhaps a path; no query, which
-    may be a signature."""
+    """Parse the URL of a server: http:// or https://, a host, optionally a path. Rejects queries,
+    which may contain a signature."""
     parts = urlsplit(text)
     if (
         parts.scheme not in ("http", "https")
@@ -204,7 +204,7 @@ class _OrOff:
 
 
 def or_off(parse: Callable[[str], T]) -> Callable[[str], T | None]:
-    """A parser that also takes ``off``, which is None."""
+    """Return a parser that also accepts ``off``, as None."""
     return _OrOff(parse)
 
 

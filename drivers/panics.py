@@ -1,4 +1,4 @@
-"""Panics of Rust code in the libraries that drivers use."""
+"""Detection of Rust panics in the libraries that drivers use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ __all__ = ["is_panic"]
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether Rust code of a library panicked. That may be a BaseException, of a class that cannot
-    be imported."""
+    """Return whether ``error`` is a Rust panic. Its class may be a BaseException that cannot be
+    imported."""
     return type(error).__name__ in ("PanicException", "RustPanic")

@@ -1,4 +1,4 @@
-"""The pieces of a read: where they end, and how what arrives is joined into them."""
+"""Splitting a read into pieces, and joining received data into pieces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["PieceJoiner", "Rooms", "cut", "piece_ends"]
 
 
 def piece_ends(start: int, nbytes: int, piece_nbytes: int) -> list[int]:
-    """Where the pieces of a range of an object meet, with both ends of the range; the range is one
+    """Return the piece boundaries of a range, including both ends of the range. The range is one
     piece if ``piece_nbytes`` is 0."""
     stop = start + nbytes
     if not piece_nbytes:
@@ -20,14 +20,14 @@ def piece_ends(start: int, nbytes: int, piece_nbytes: int) -> list[int]:
 
 
 def cut(data: memoryview, start: int, piece_nbytes: int) -> Iterator[memoryview]:
-    """The pieces of ``data``, which lies at ``start`` of an object, in order."""
+    """Yield the pieces of ``data``, which starts at offset ``start`` of an object, in order."""
     for begin, end in pairwise(piece_ends(start, len(data), piece_nbytes)):
         yield data[begin - start : end - start]
 
 
 class Rooms:
-    """Memory for a piece each, which joiners use one after the other: fresh memory costs a page
-    fault per page. Thread-safe."""
+    """Thread-safe pool of piece-sized buffers. Reusing them avoids a page fault for each page of
+    fresh memory."""
 
     def __init__(self, piece_nbytes: int) -> None:
         self._piece_nbytes = piece_nbytes
@@ -35,7 +35,7 @@ class Rooms:
 
     @contextmanager
     def room(self) -> Iterator[bytearray]:
-        """Nobody else uses this memory until the end of the body."""
+        """Lend a buffer for the duration of the ``with`` body."""
         try:
             room = self._free.pop()
         except IndexError:
@@ -47,9 +47,9 @@ class Rooms:
 
 
 class PieceJoiner:
-    """Joins what arrives of a range into pieces, and passes each to ``take`` when it is whole.
+    """Joins received data into pieces and passes each whole piece to ``take``.
 
-    ``reached`` is the end of the last piece that was taken, or the start of the range.
+    ``reached`` is the end of the last piece taken, or the start of the range.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PieceJoiner:
         take: Callable[[memoryview], None],
         room: bytearray,
     ) -> None:
-        """``room``: memory to join in, of a piece at least."""
+        """Start at ``start``. ``room`` is scratch memory for at least one piece."""
         self.reached = start
         self._stop = start + nbytes
         self._piece_nbytes = piece_nbytes
@@ -70,11 +70,11 @@ class PieceJoiner:
 
     @property
     def left_nbytes(self) -> int:
-        """How many bytes of the range have not been taken."""
+        """Number of bytes of the range that are not yet taken."""
         return self._stop - self.reached
 
     def restart(self) -> None:
-        """What arrives next begins at ``reached``: drop what was not taken."""
+        """Drop a partial piece. The next data must start at ``reached``."""
         self._filled_nbytes = 0
 
     def add(self, arrived: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Byte ranges of one upload: have they been written, all of them, each once?"""
+"""Tracking of the byte ranges written to one upload."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["Ranges"]
 
 
 class Ranges:
-    """What has been written of an object of ``nbytes``, or of fewer. Holes and overlaps are found
-    when it is to be committed; then ``nbytes`` is where it ends."""
+    """Byte ranges written to an object of at most ``nbytes``. Holes and overlaps are found at
+    commit, after which ``nbytes`` is the final size."""
 
     def __init__(self, nbytes: int, *, uri: str, key: str) -> None:
-        """Raises StorageError for a negative size."""
+        """Raise StorageError if the size is negative."""
         self.nbytes = nbytes
         self._uri = uri
         self._key = key
@@ -28,13 +28,13 @@ class Ranges:
             )
 
     def add(self, start: int, length: int) -> None:
-        """Note that these bytes have been written."""
+        """Record that these bytes have been written."""
         if length:
             self._written.append((start, start + length))
 
     def check_complete(self, nbytes: int | None = None) -> None:
-        """Let the object end at ``nbytes``; None: where it was declared to. Raise StorageError
-        unless that is no further, and every byte before it, and none behind, was written exactly
+        """Set the final size to ``nbytes`` (None: the declared size). Raise StorageError if it
+        exceeds the declared size, or unless exactly the bytes below it have been written, each
         once."""
         if nbytes is not None:
             if not 0 <= nbytes <= self.nbytes:

@@ -1,4 +1,4 @@
-"""What drivers for reading only do with everything that would change their storage."""
+"""Mixin for drivers that can only read."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ __all__ = ["ReadOnly"]
 
 
 class ReadOnly:
-    """Refuses each method that writes with a StorageError. Named before the driver's base class.
-    ``reading_only``: the sentence that says so."""
+    """Rejects every writing method with a StorageError whose message is ``reading_only``. List it
+    before the driver base class."""
 
     uri: str
     reading_only: ClassVar[str]
 
     async def create(self, key: str, nbytes: int) -> Upload:
-        """Raises StorageError."""
+        """Raise StorageError."""
         self._refuse(key)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """Raises StorageError."""
+        """Raise StorageError."""
         self._refuse(key)
 
     async def delete(self, key: str) -> None:
-        """Raises StorageError."""
+        """Raise StorageError."""
         self._refuse(key)
 
     async def delete_all(self, prefix: str) -> None:
-        """Raises StorageError."""
+        """Raise StorageError."""
         self._refuse(prefix)
 
     async def sweep(self, prefix: str) -> None:
-        """Raises StorageError."""
+        """Raise StorageError."""
         self._refuse(prefix)
 
     def _refuse(self, key: str) -> NoReturn:

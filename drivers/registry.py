@@ -1,8 +1,9 @@
-"""From a URI to its driver. Built-in schemes (:mod:`.schemes`) first, then the entry points of
-group ``holdfast.drivers``.
+"""Lookup of the driver for a URI: built-in schemes (:mod:`.schemes`) first, then the entry points
+of group ``holdfast.drivers``.
 
-A third party registers ``scheme = "module:Driver"``; it cannot take a built-in scheme. The class
-offers ``OPTIONS`` and ``open``, see :class:`DriverClass`. Importing this module imports no driver.
+A third party registers ``scheme = "module:Driver"`` and cannot override a built-in scheme. The
+class provides ``OPTIONS`` and ``open``; see :class:`DriverClass`. Importing this module imports no
+driver.
 """
 
 from __future__ import annotations
@@ -35,36 +36,37 @@ __all__ = [
 ]
 
 GROUP = "holdfast.drivers"
-"""The entry point group."""
+"""Entry point group of third-party drivers."""
 
 
 class DriverClass(Protocol):
-    """What a registered name leads to, besides being a :class:`Driver`."""
+    """Interface of a registered class, in addition to :class:`Driver`."""
 
     OPTIONS: ClassVar[Mapping[str, Option]]
-    """Every option of this scheme, besides those that every scheme has
+    """Every option of this scheme, apart from those common to all schemes
     (:func:`.layers.stack.common_options`)."""
     remote: ClassVar[bool]
     """See :class:`Driver`."""
 
     def open(self, uri: Uri) -> Driver:
-        """The driver for ``uri``, whose options are known and valid. Called on the class; leaves
-        the storage alone."""
+        """Return the driver for ``uri``, whose options have been validated. Called on the class;
+        must not touch the storage."""
 
 
 def open_driver(
     uri: str | os.PathLike[str] | Uri, writers: int | None = None, /, **options: object
 ) -> Driver:
-    """The driver for ``uri``, within the layers that its options ask for (:mod:`.layers`).
+    """Return the driver for ``uri``, wrapped in the layers that its options ask for
+    (:mod:`.layers`).
 
-    Options come from the URI, else from ``options``, the environment, ``holdfast.toml``, or a
-    profile of ``tuned.toml`` (:mod:`.configuration`). Storage is not touched: that it cannot be
-    reached is found out at the first operation. Raises UriError for an unknown scheme or option,
-    naming the known ones, and for a driver that cannot be imported; UsageError for a broken
-    ``holdfast.toml`` or ``tuned.toml``.
+    Options come from the URI, else ``options``, the environment, ``holdfast.toml``, or a profile in
+    ``tuned.toml`` (:mod:`.configuration`). Does not touch the storage: an unreachable storage fails
+    at the first operation. Raises UriError for an unknown scheme or option, listing the known ones,
+    and for a driver that cannot be imported. Raises UsageError for a broken ``holdfast.toml`` or
+    ``tuned.toml``.
 
-    ``writers``: how many processes are going to write at the same time. A driver that has an option
-    of this name is given it, unless the option is given elsewhere.
+    ``writers`` is the number of processes that will write concurrently. It is passed to a driver
+    that has an option of this name, unless that option is set elsewhere.
     """
     if not isinstance(uri, Uri):
         uri = parse(uri)
@@ -83,8 +85,8 @@ def open_driver(
 
 
 def resolved_options(uri: Uri, /, **options: object) -> dict[str, Resolved]:
-    """Every option of the driver for ``uri`` and of its layers: value, and where it comes from.
-    Raises as open_driver."""
+    """Return every option of the driver for ``uri`` and of its layers, with value and origin.
+    Raises the errors of :func:`open_driver`."""
     return _resolved(driver_class(serving(uri)), uri, options)
 
 
@@ -100,16 +102,16 @@ def _resolved(cls: DriverClass, uri: Uri, options: Mapping[str, object]) -> dict
 
 
 def tuned_place(uri: Uri, /, **options: object) -> Place:
-    """The place that a profile of ``uri`` is for (:mod:`.configuration.tuned`). Raises as
-    open_driver."""
+    """Return the place that a tuned profile of ``uri`` belongs to (:mod:`.configuration.tuned`).
+    Raises the errors of :func:`open_driver`."""
     resolved = resolved_options(uri, **options)
     texts = {name: found.text for name, found in resolved.items() if found.text is not None}
     return place_of(uri, texts, os.environ, tuple(resolved), mount_of)
 
 
 def serving(uri: Uri, fs_type: Callable[[str], str] = fs_type) -> str:
-    """The scheme whose driver serves ``uri``: its own; but for a ``file`` URI of a folder on Lustre
-    it is ``lustre``. ``fs_type`` tells the type of the file system that holds a path."""
+    """Return the scheme whose driver serves ``uri``: ``lustre`` for a ``file`` URI on a Lustre file
+    system, otherwise the URI's own. ``fs_type`` returns the file system type of a path."""
     if uri.scheme != "file":
         return uri.scheme
     found = fs_type(uri.location)
@@ -118,8 +120,8 @@ def serving(uri: Uri, fs_type: Callable[[str], str] = fs_type) -> str:
 
 
 def driver_class(scheme: str) -> DriverClass:
-    """The class that serves ``scheme``. Raises UriError where there is none, or where it cannot be
-    imported."""
+    """Return the class that serves ``scheme``. Raises UriError if the scheme is unknown or its
+    driver cannot be imported."""
     if scheme.startswith("fsspec+"):
         return _fsspec_class(scheme)
     built_in = SCHEMES.get(scheme)
@@ -161,9 +163,9 @@ def _fsspec_class(scheme: str) -> DriverClass:
 
 
 def schemes() -> dict[str, str]:
-    """Every scheme that can be opened, with the ``module:Class`` that serves it."""
-    # Our own metadata is not relied on: in a checkout it is as old as the last installation. And it
-    # is slow to import, and not needed to open a built-in scheme.
+    """Return every scheme that can be opened, with the ``module:Class`` that serves it."""
+    # Built-in schemes do not come from package metadata: in a checkout it is as old as the last
+    # installation. Importing it is slow, and opening a built-in scheme does not need it.
     from importlib.metadata import entry_points
 
     registered = {entry.name: entry.value for entry in entry_points(group=GROUP)}
@@ -171,8 +173,7 @@ def schemes() -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """By scheme, the installed package that serves it, with its version; empty where that cannot be
-    told."""
+    """Return the installed package and version that serves each scheme; empty if unknown."""
     from importlib.metadata import entry_points
 
     found = {

@@ -1,7 +1,7 @@
-"""The built-in schemes: the one table that a new one is added to.
+"""The table of built-in schemes. To add a scheme, add a row.
 
-Whatever differs between schemes, and has to be known without importing their drivers, is a column
-here. ``pyproject.toml`` repeats names and classes as entry points, for tools that read these; a
+A column holds everything that differs between schemes and must be known without importing their
+drivers. ``pyproject.toml`` repeats names and classes as entry points for tools that read those; a
 test compares the two.
 """
 
@@ -19,21 +19,21 @@ __all__ = ["SCHEMES", "Scheme", "check_installed", "scheme_of"]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What is known of one scheme."""
+    """Properties of one scheme."""
 
     driver: str
-    """``module:Class``."""
+    """Driver class as ``module:Class``."""
     example: str = ""
-    """A URI to ask about, where ``scheme://example`` will not do."""
+    """Example URI, if ``scheme://example`` is not valid."""
     is_path: bool = False
-    """The location is an absolute path of this host."""
+    """Whether the location is an absolute path on this host."""
     fs_types: frozenset[str] = frozenset()
-    """Types of file systems on which folders with a ``file`` URI are this driver's, too."""
+    """File system types on which this driver also serves ``file`` URIs."""
     modules: tuple[str, ...] = ()
-    """Modules that the driver imports. The package of each has its name, with hyphens."""
+    """Modules that the driver imports. Each module's package has the same name, with hyphens."""
     probe: str = ""
-    """``module:Class`` by which the conformance kit looks past the driver; empty where it has
-    none."""
+    """``module:Class`` of the probe with which the conformance kit bypasses the driver; empty if
+    there is none."""
 
 
 _FOLDER_PROBE = "holdfast.drivers.conformance.probes:FolderProbe"
@@ -52,7 +52,7 @@ SCHEMES: Mapping[str, Scheme] = {
         fs_types=frozenset({"lustre", "lustre_lite"}),
         probe=_FOLDER_PROBE,
     ),
-    # Serves fsspec+X, for any X.
+    # Also serves fsspec+X for any X.
     "fsspec": Scheme(
         "holdfast.drivers.fsspec.driver:FsspecDriver",
         example="fsspec+memory://example",
@@ -77,14 +77,14 @@ SCHEMES: Mapping[str, Scheme] = {
 
 
 def scheme_of(name: str) -> Scheme | None:
-    """The row of a scheme, also of ``fsspec+X``; None where it is not built in."""
+    """Return the entry for a scheme, including ``fsspec+X``; None if it is not built in."""
     return SCHEMES.get(name.partition("+")[0] if name.startswith("fsspec+") else name)
 
 
 def check_installed(name: str, uri: str, *more: str) -> None:
-    """Raise UriError where a module that the built-in scheme ``name`` needs is not installed.
+    """Raise UriError if a module needed by the built-in scheme ``name`` is not installed.
 
-    ``more`` are modules that only some uses need; ``uri``, redacted, is for the message.
+    ``more`` lists modules that only some uses need. ``uri``, redacted, appears in the message.
     """
     modules = (*SCHEMES[name].modules, *more)
     missing = [module for module in modules if not _is_installed(module)]
@@ -100,5 +100,5 @@ def check_installed(name: str, uri: str, *more: str) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package above it is not installed
+    except ModuleNotFoundError:  # its parent package is not installed
         return False

@@ -1,9 +1,8 @@
-"""Calls of an asynchronous client: each runs to its end, and none is left behind when the driver is
-closed.
+"""Calls of an asynchronous client: each runs to completion, and none outlives the driver.
 
-``Threads`` does the same for clients that block. A request that was sent cannot be taken back, and
-while it is under way the client may read or fill the caller's buffer. So a cancelled task does not
-return before its call has ended.
+A request that was sent cannot be taken back, and while it is in flight the client may read from or
+write to the caller's buffer. So a cancelled task does not return before its call has ended.
+``Threads`` does the same for blocking clients.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 GRACE_S = 10.0
-"""How long a call may go on after its caller was cancelled. Then the call itself is cancelled."""
+"""Seconds that a call may continue after its caller was cancelled, before the call itself is
+cancelled."""
 
 
 class Tasks:
-    """Makes the calls of one driver. ``uri`` is for messages.
+    """Runs the calls of one driver. ``uri`` appears in messages.
 
-    ``errors(doing, uri, key)`` is a context manager that turns what the client raises in its body
-    into the :class:`StorageError` of its kind. It lets Holdfast's own errors and CancelledError
-    pass.
+    ``errors(doing, uri, key)`` is a context manager that translates the client's errors into a
+    :class:`StorageError`. It passes through Holdfast's own errors and CancelledError.
     """
 
     def __init__(
@@ -55,11 +54,11 @@ class Tasks:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Return what ``call`` returns. ``doing`` is a verb for messages: "read", say.
+        """Run ``call`` and return its result. ``doing`` is a verb for messages, such as "read".
 
-        ``key`` is None for a call about the whole root. Raises UriError for an unsafe key,
-        StorageError once this is closed, and otherwise what ``errors`` makes of a failure.
-        Cancelled, it ends as :func:`to_the_end` does.
+        ``key`` is None for a call on the whole root. Raises UriError for an unsafe key,
+        StorageError after close(), and otherwise the errors translated by ``errors``. On
+        cancellation, behaves as :func:`to_the_end`.
         """
         if key is not None:
             check_key(key, uri=self._uri)
@@ -79,10 +78,10 @@ class Tasks:
                 ) from error
 
     async def close(self, timeout_s: float) -> None:
-        """Take no more calls, and wait for those that run. Safe to call twice.
+        """Reject new calls and wait for running ones. Safe to call twice.
 
-        Raises StorageDownError where some still run after ``timeout_s`` seconds; these are
-        cancelled first.
+        If some are still running after ``timeout_s`` seconds, cancels them and raises
+        StorageDownError.
         """
         self._closed = True
         running = tuple(self._running)

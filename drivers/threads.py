@@ -1,7 +1,7 @@
-"""Blocking calls for asyncio: a pool whose calls are never left behind.
+"""Thread pool for blocking calls that never leaves a call behind.
 
 A thread inside ``pwrite`` cannot be interrupted, and it reads the caller's buffer. So a cancelled
-task does not return before its thread does: the caller may reuse the buffer at once.
+task waits for its thread, after which the caller may reuse the buffer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Threads:
-    """At most ``count`` threads, started when they are first needed. ``uri`` is for messages."""
+    """At most ``count`` threads, started on demand. ``uri`` appears in messages."""
 
     def __init__(self, count: int, *, uri: str) -> None:
         self._pool = Pool(count, "holdfast-io")
@@ -32,12 +32,12 @@ class Threads:
         self._closed = False
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``call`` returns or raises, from a thread of the pool. Raises StorageError once the
-        pool is closed.
+        """Run ``call`` in a thread of the pool and return its result. Raises StorageError after
+        close().
 
-        Cancelled: a call that has not begun never will; one that runs is waited for, without a
-        limit, because it uses the caller's memory until it ends. What it raised is then the cause
-        of the CancelledError.
+        On cancellation, a queued call is dropped. A running call is awaited without a time limit,
+        because it uses the caller's memory until it ends; its error becomes the cause of the
+        CancelledError.
         """
         if self._closed:
             raise StorageError("the driver is closed", uri=self._uri)
@@ -53,14 +53,14 @@ class Threads:
         raise cancelled from waiter.exception()
 
     async def close(self, timeout_s: float) -> None:
-        """Take no more calls, and wait for those that run. Safe to call twice.
+        """Reject new calls and wait for running ones. Safe to call twice.
 
-        Raises StorageDownError where some still run after ``timeout_s`` seconds; they are left to
-        themselves.
+        Raises StorageDownError if some are still running after ``timeout_s`` seconds, and leaves
+        them running.
         """
         self._closed = True
         self._pool.shutdown(wait=False)
-        # A copy: threads remove their own calls meanwhile.
+        # Iterate over a copy: threads remove their own calls concurrently.
         running = [asyncio.wrap_future(work) for work in tuple(self._running)]
         if not running:
             return
@@ -72,10 +72,10 @@ class Threads:
 
 
 class OperationThreads(Threads):
-    """Threads that carry out the operations of a driver, and translate their errors.
+    """Threads that run the operations of a driver and translate their errors.
 
-    ``errors(doing, uri, key)`` is a context manager that raises a StorageError in place of what the
-    storage's library raises.
+    ``errors(doing, uri, key)`` is a context manager that translates the storage library's errors
+    into a StorageError.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class OperationThreads(Threads):
     async def operate(
         self, doing: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """As :meth:`run`, with errors translated. ``doing`` and ``key`` are for messages."""
+        """Run ``call`` as :meth:`run` does, and translate its errors. ``doing`` and ``key`` appear
+        in messages."""
 
         def translated() -> T:
             with self._errors(doing, self._uri, key):

@@ -1,16 +1,15 @@
-"""URIs: where a checkpoint lies, and how to reach it. Parse, print, extend, and take the secrets
-out.
+"""URIs: where a checkpoint lies and how to reach it. Parsing, printing, joining and redacting.
 
-A URI is ``scheme://location?option=value&…``. A bare path is a ``file://`` URI; a leading ``~`` in
-it is the home folder. What merely looks like a URI (``s3:/bucket``, or
-``pathlib.Path("s3://bucket")``, which is the same) is an error, and never a local folder named
-"s3:". So is a bare path with options (``/a?threads=3``): it would be a folder of that name.
+A URI is ``scheme://location?option=value&…``. A bare path is a ``file://`` URI, and a leading ``~``
+in it is the home folder. Text that merely resembles a URI (``s3:/bucket``, which is also what
+``pathlib.Path("s3://bucket")`` becomes) is an error, never a local folder named "s3:". A bare path
+with options (``/a?threads=3``) is an error too, because it would be a folder of that name.
 
-Empty parts of a location and single dots mean nothing: ``s3://bucket//run/`` is
-``s3://bucket/run``, for every scheme.
+Empty parts and single dots in a location are ignored, for every scheme: ``s3://bucket//run/`` is
+``s3://bucket/run``.
 
-Scope: of schemes this module knows only those whose location is a path of this host. Which schemes
-and options exist is the registry's business.
+Scope: this module only knows which schemes have a local path as their location. The registry knows
+which schemes and options exist.
 """
 
 from __future__ import annotations
@@ -41,10 +40,11 @@ _URI = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
 _NEARLY_A_URI = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 _OPTIONS = re.compile(r"\?[a-z_][a-z0-9_.-]*=", re.IGNORECASE)
-"""What a bare path ends with where options were meant."""
+"""End of a bare path that was meant to have options."""
 
-# A password may hold an unencoded slash, or even "?" and "#", so a colon that begins no port number
-# hides everything up to the "@". What merely looks like a URI begins the text.
+# A password may contain an unencoded slash, or even "?" and "#", so a colon that does not start a
+# port number hides everything up to the "@". The second alternative matches text that merely
+# resembles a URI.
 _USERINFO = re.compile(
     r"((?<=://)|\A[a-z][a-z0-9+.-]*:(?!//)/?)(?:[^/?#\s]*@|[^/?#\s@:\[]*:(?!\d+(?:[/?#]|$))(?:[^?#\s]*@|[^\s@]*@))",
     re.IGNORECASE,
@@ -58,7 +58,7 @@ WHERE_SECRETS_GO = (
     "Leave secrets to where the storage's own tools look for them: environment, "
     "profile, instance role."
 )
-"""Advice where a URI contains one."""
+"""Advice given when a URI contains a secret."""
 
 _PATHS = {name for name, scheme in SCHEMES.items() if scheme.is_path}
 _PATH_SAFE = "/:@,;=+$!*'()~"
@@ -67,11 +67,11 @@ _VALUE_SAFE = "/:@,;$!*'()~"
 
 @dataclass(frozen=True)
 class Uri:
-    """A parsed URI. ``str()`` gives text that parses to an equal one; ``repr()`` is redacted.
+    """A parsed URI. ``str()`` returns text that parses to an equal URI; ``repr()`` is redacted.
 
-    ``location`` is what lies between ``scheme://`` and ``?``, without empty parts and single dots,
-    else verbatim; for ``file`` and ``lustre`` it is the absolute path, decoded.
-    Option values are decoded. Raises UriError where the parts make no URI.
+    ``location`` is the text between ``scheme://`` and ``?``, without empty parts and single dots,
+    otherwise verbatim. For ``file`` and ``lustre`` it is the decoded absolute path. Option values
+    are decoded. Raises UriError if the parts do not form a URI.
     """
 
     scheme: str
@@ -91,13 +91,12 @@ class Uri:
 
     @property
     def redacted(self) -> str:
-        """The URI as text without its secrets: fit to be printed."""
+        """The URI without secrets, safe to print."""
         return redact(str(self))
 
     @property
     def root(self) -> str:
-        """The URI as text without options and secrets: what a driver calls itself
-        (``Driver.uri``)."""
+        """The URI without options and secrets, used as ``Driver.uri``."""
         return redact(str(Uri(self.scheme, self.location)))
 
     def __str__(self) -> str:
@@ -116,12 +115,12 @@ class Uri:
 
 
 def parse(text: str | os.PathLike[str]) -> Uri:
-    """The URI that ``text`` means. A bare path, absolute or relative, is a ``file`` URI; a leading
-    ``~`` is expanded.
+    """Return the URI for ``text``. A bare path, absolute or relative, becomes a ``file`` URI, and a
+    leading ``~`` is expanded.
 
-    Raises UriError for what is neither, for a password before the host, for options without a value
-    or given twice, for a fragment, for a ``file`` URI that names another host, and for a bare path
-    that is followed by options.
+    Raises UriError for text that is neither a URI nor a path, a password before the host, an option
+    without a value or given twice, a fragment, a ``file`` URI with another host, and a bare path
+    followed by options.
     """
     text = _text_of(text)
     _check_text(text)
@@ -135,7 +134,7 @@ def parse(text: str | os.PathLike[str]) -> Uri:
             "a fragment means nothing here", uri=redact(text), advice="Write '#' in a name as %23."
         )
     location, _, query = rest.partition("?")
-    # A storage would take it for a part of its own name, and repeat it.
+    # Otherwise the storage would take it for part of its name and repeat it in messages.
     if (user := _USERINFO.match(f"://{location}", 3)) and ":" in unquote(user[0]):
         raise UriError(
             "a URI is no place for a password", uri=redact(text), advice=WHERE_SECRETS_GO
@@ -146,28 +145,28 @@ def parse(text: str | os.PathLike[str]) -> Uri:
 
 
 def redact(text: str | os.PathLike[str]) -> str:
-    """``text`` without user and password, and without the values of options whose names smell of a
-    secret.
+    """Return ``text`` without user and password, and without the values of options that look like
+    secrets.
 
-    Takes any text, also what is no URI, and never raises.
+    Accepts any text, even if it is not a URI, and never raises.
     """
     head, mark, query = _USERINFO.sub(r"\1", os.fspath(text)).partition("?")
     return head + mark + "&".join(_redacted_option(option) for option in query.split("&"))
 
 
 def has_password(text: str) -> bool:
-    """Whether somewhere in ``text`` a URI has a password before its host."""
+    """Return whether any URI in ``text`` has a password before its host."""
     return any(not match[1] and ":" in unquote(match[0]) for match in _USERINFO.finditer(text))
 
 
 def is_secret(option: str) -> bool:
-    """Whether an option of this name smells of a secret: its value is never shown."""
+    """Return whether the option's name suggests a secret. Such values are never shown."""
     return _SECRET_NAME.search(option) is not None
 
 
 def join(uri: Uri | str | os.PathLike[str], *parts: str) -> Uri:
-    """The URI of what lies at ``parts`` (keys) below ``uri``, with its options. Raises UriError for
-    an unsafe part."""
+    """Return the URI of the keys ``parts`` below ``uri``, with the same options. Raises UriError
+    for an unsafe part."""
     if not isinstance(uri, Uri):
         uri = parse(uri)
     if not uri.location:
@@ -179,8 +178,8 @@ def join(uri: Uri | str | os.PathLike[str], *parts: str) -> Uri:
 
 
 def divided(uri: Uri) -> tuple[Uri, str]:
-    """The folder of what lies at ``uri``, and its key there: what :func:`join` was given. Raises
-    UriError where it is in no folder."""
+    """Split ``uri`` into its folder and the key below it: the inverse of :func:`join`. Raises
+    UriError if it has no folder."""
     folder, slash, name = uri.location.rstrip("/").rpartition("/")
     if not slash or not name:
         raise UriError("this is in no folder", uri=uri.redacted)
@@ -191,8 +190,8 @@ def divided(uri: Uri) -> tuple[Uri, str]:
 
 
 def root_key(path: str, uri: Uri) -> str:
-    """Return the key that ``path``, a part of the location of ``uri``, decodes to; empty for none.
-    Raises UriError for an unsafe one."""
+    """Return the key that ``path``, a part of the location of ``uri``, decodes to; may be empty.
+    Raises UriError if it is unsafe."""
     key = _unquoted(path.strip("/"))
     if key:
         check_key(key, uri=uri.redacted)
@@ -200,7 +199,7 @@ def root_key(path: str, uri: Uri) -> str:
 
 
 def _text_of(given: object) -> str:
-    """Raises UriError for what is no text."""
+    """Return the URI or path as text. Raises UriError for any other type."""
     if isinstance(given, os.PathLike):
         given = os.fspath(given)
     if isinstance(given, str):
@@ -253,7 +252,7 @@ def _bare_path(path: str) -> str:
 
 
 def _expanded(path: str) -> str:
-    """With the home folder for a leading ``~``, or ``~user``."""
+    """Expand a leading ``~`` or ``~user`` to the home folder."""
     if not path.startswith("~"):
         return path
     expanded = os.path.expanduser(path)
@@ -280,8 +279,8 @@ def _path_of_uri(scheme: str, location: str, text: str) -> str:
 
 
 def _absolute(path: str) -> str:
-    """Absolute, without double slashes and single dots. Keeps ``..``: the kernel knows what it
-    means after a link."""
+    """Return ``path`` as an absolute path without double slashes and single dots. Keeps ``..``:
+    only the kernel knows what it means after a symlink."""
     if not path:
         raise UriError("an empty path names no folder")
     folder = "/"
@@ -297,8 +296,8 @@ def _absolute(path: str) -> str:
 
 
 def _cleaned(uri: Uri) -> str:
-    """The location without empty parts and single dots. Raises UriError for two dots: storages
-    without folders know no folder above."""
+    """Return the location without empty parts and single dots. Raises UriError for ``..``, which
+    has no meaning on storages without folders."""
     first, *parts = uri.location.split("/")
     if ".." in parts:
         raise UriError("'..' is no part of a location", uri=uri.redacted)
@@ -313,7 +312,8 @@ def _options(query: str, text: str) -> dict[str, str]:
     for option in filter(None, query.split("&")):
         name, equals, value = option.partition("=")
         name = _unquoted(name)
-        if not name or not equals:  # not named: it may be what follows a "?" in a password
+        # do not quote it: it may be the part of a password that follows a "?"
+        if not name or not equals:
             raise UriError(
                 "an option has no value", uri=redact(text), advice="Write ?name=value&name=value."
             )
@@ -332,7 +332,7 @@ def _redacted_option(option: str) -> str:
     return option
 
 
-# As file names are: bytes that are no UTF-8 pass through unharmed.
+# Quote as for file names: bytes that are not UTF-8 survive unchanged.
 
 
 def _quoted(text: str, safe: str) -> str:
