@@ -1,10 +1,9 @@
-"""Is a storage fit for checkpoints? Probes of what Holdfast needs of it, for ``holdfast drivers
---check``.
+"""Probes that tell whether a storage is fit for checkpoints, for ``holdfast drivers --check``.
 
-``findings`` is what is found out, ``ground`` is where it is tried, ``content`` makes objects.
-``small``, ``large`` and ``names`` hold the probes, ``course`` runs them all and cleans up.
+``findings`` defines the results, ``ground`` the scratch folder, and ``content`` the test objects.
+``small``, ``large`` and ``names`` contain the probes; ``course`` runs them all and cleans up.
 
-Scope: seconds and some dozens of requests, through a driver that is taken for right. The
-conformance kit (:mod:`holdfast.drivers.conformance`) proves a driver, in minutes. Nothing here
-needs pytest; the kit uses ``content`` too.
+Scope: seconds and a few dozen requests, through a driver that is assumed correct. The conformance
+kit (:mod:`holdfast.drivers.conformance`) proves a driver, in minutes. Nothing here needs pytest;
+the kit reuses ``content``.
 """

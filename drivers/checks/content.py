@@ -1,4 +1,4 @@
-"""The contents of objects that are stored to try a storage, and how they are stored."""
+"""Contents of test objects, and helpers to upload them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["bytes_of", "parts_of", "store", "write_parts"]
 
 
 def bytes_of(nbytes: int, seed: int = 0) -> bytes:
-    """Bytes that differ from those at any other place, the same for the same seed."""
+    """Return ``nbytes`` pseudo-random bytes, reproducible by ``seed``."""
     return random.Random(seed).randbytes(nbytes)
 
 
 def parts_of(nbytes: int, part_nbytes: int, traits: Traits, seed: int = 0) -> list[tuple[int, int]]:
-    """(start, stop) of the parts of an object, in an order that ``traits`` allow, random where any
-    will do."""
+    """Return the (start, stop) of an object's parts, in an order that ``traits`` allow: random if
+    any order will do."""
     part_nbytes = max(part_nbytes, traits.part_min_nbytes)
     parts = [(start, min(start + part_nbytes, nbytes)) for start in range(0, nbytes, part_nbytes)]
     if traits.part_order == "any":
@@ -29,7 +29,7 @@ def parts_of(nbytes: int, part_nbytes: int, traits: Traits, seed: int = 0) -> li
 async def write_parts(
     upload: Upload, content: Buffer, parts: list[tuple[int, int]], traits: Traits
 ) -> None:
-    """Write these parts, at once where ``traits`` allow it."""
+    """Write these parts, in parallel if ``traits`` allow it."""
     if traits.part_order == "serial":
         for start, stop in parts:
             await upload.write(start, content[start:stop])
@@ -44,8 +44,7 @@ async def _written(write: Awaitable[None]) -> None:
 
 
 async def store(driver: Driver, key: str, content: bytes) -> None:
-    """One object by an upload, in as many parts as the driver prefers. An upload that fails is
-    aborted."""
+    """Upload one object in parts of the driver's preferred size. Aborts the upload on failure."""
     upload = await driver.create(key, len(content))
     parts = parts_of(len(content), driver.traits.part_nbytes, driver.traits)
     try:

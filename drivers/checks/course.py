@@ -1,5 +1,5 @@
-"""A check from beginning to end: open the storage, try everything below a scratch folder, and
-remove that."""
+"""A complete check: opens the storage, runs all probes in a scratch folder, and removes that
+folder."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .warned import Warnings
 __all__ = ["PROBES", "check", "quick_options"]
 
 PROBES: tuple[Probe, ...] = (PUT_AND_GET, UNFINISHED, *SMALL, *LARGE, *NAMES)
-"""In the order in which they are tried. The first must be kept for the others to be tried."""
+"""All probes, in order. If the first is broken, the others are not tried."""
 
 STEP_S = 30.0
-"""How long one probe may take."""
+"""Time limit of one probe, in seconds."""
 TOTAL_S = 90.0
-"""When no further probe is begun."""
+"""Time after which no further probe starts, in seconds."""
 CLEAN_UP_S = 60.0
 _QUICK: Mapping[str, str] = {
     "part_size": "5MiB",
@@ -38,7 +38,7 @@ _QUICK: Mapping[str, str] = {
     "retries": "2",
     "op_timeout_s": "25s",
 }
-"""Defaults for options that were not given: small parts, and an early answer."""
+"""Defaults for options that are not set: small parts and short timeouts."""
 
 
 async def check(
@@ -49,12 +49,12 @@ async def check(
     on_finding: Callable[[Finding], None] = lambda finding: None,
     warn: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Try the storage at ``uri`` below a scratch folder, which is removed in any case, also when
-    this is cancelled.
+    """Probe the storage at ``uri`` in a scratch folder, which is removed in any case, even on
+    cancellation.
 
-    ``on_finding`` is called with each finding. ``warn`` hears of a scratch folder that could not be
-    removed, also where this ends with an error or is cancelled. Raises UriError and UsageError
-    where no driver can be opened; no StorageError.
+    ``on_finding`` is called with each finding. ``warn`` is called if the scratch folder could not
+    be removed, even if the check fails or is cancelled. Raises UriError or UsageError if no driver
+    can be opened; never a StorageError.
     """
     chosen = {**quick_options(uri, options or {}), **(options or {})}
     driver = Counted(open_driver(uri, **chosen))
@@ -84,8 +84,8 @@ async def check(
 
 
 def quick_options(uri: Uri, options: Mapping[str, object]) -> dict[str, str]:
-    """Values for options that neither the URI, nor ``options``, the environment or a file says
-    anything about."""
+    """Return quick defaults for the options that are set nowhere: not in the URI, ``options``, the
+    environment or a file."""
     known = resolved_options(uri, **options)
     own = driver_class(serving(uri)).OPTIONS
     return {
@@ -160,7 +160,7 @@ async def _tried(ground: Ground, probe: Probe) -> Finding:
 async def _cleaned_up(
     ground: Ground, uri: Uri, report: Report, warn: Callable[[Report], None]
 ) -> AsyncIterator[None]:
-    """Remove the scratch folder at the end of the block, however that ends."""
+    """Remove the scratch folder at the end of the block, however it ends."""
     try:
         yield
     finally:
@@ -171,7 +171,7 @@ async def _cleaned_up(
 
 
 async def _clean_up(ground: Ground) -> str:
-    """Remove all that the check has stored; say why some of it is left, or nothing."""
+    """Remove everything the check stored. Return why some of it remains, or ""."""
     if not (ground.driver.may_have_stored or ground.other.may_have_stored):
         return ""
     try:
@@ -183,7 +183,7 @@ async def _clean_up(ground: Ground) -> str:
 
 async def _remove(driver: Driver, scratch: str) -> str:
     why = ""
-    for pause_s in (0.0, 0.5, 2.0):  # lists of some gateways are behind
+    for pause_s in (0.0, 0.5, 2.0):  # listings of some gateways lag
         await asyncio.sleep(pause_s)
         why = await _remove_once(driver, scratch)
         if not why:
@@ -198,7 +198,7 @@ async def _remove_once(driver: Driver, scratch: str) -> str:
     except HoldfastError as error:
         why = error.message
     try:
-        for key in await _listed(driver, scratch):  # one by one, where many at once do not go
+        for key in await _listed(driver, scratch):  # one by one, for stores whose bulk delete fails
             await driver.delete(key)
         left = await _listed(driver, scratch)
     except HoldfastError as error:

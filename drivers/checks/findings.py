@@ -1,4 +1,4 @@
-"""What a check finds out about a storage: a finding for each probe, and what follows from it."""
+"""Results of a check: one finding per probe, and a report of all of them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Literal
 __all__ = ["Effect", "Finding", "Kept", "Outcome", "Report", "UnkeptError"]
 
 Outcome = Literal["kept", "broken", "not promised", "not tried"]
-"""``kept``: as Holdfast needs it. ``broken``: not so. ``not promised``: the driver's traits deny
-it, or the storage lacks it by design, and Holdfast does without. ``not tried``: an earlier finding
-made it pointless."""
+"""``kept``: works as Holdfast needs it. ``broken``: does not. ``not promised``: the driver's traits
+rule it out, or the storage lacks it by design, and Holdfast copes without. ``not tried``: pointless
+after an earlier finding."""
 
 Effect = Literal["unusable", "unsafe", "unreadable", "leftovers", "names", "slower"]
-"""What follows where it is not kept. ``unusable``: neither saves nor loads work. ``unsafe``: a save
-may destroy data, or report a success that is none. ``unreadable``: what was saved cannot be loaded.
-``leftovers``: what dead saves leave stays, and costs money. ``names``: some characters must not be
-in URIs. ``slower``: it works, slowly."""
+"""Consequence of a broken property. ``unusable``: neither saves nor loads work. ``unsafe``: a save
+may destroy data or wrongly report success. ``unreadable``: saved data cannot be loaded.
+``leftovers``: remains of dead saves stay and cost money. ``names``: some characters must not appear
+in URIs. ``slower``: works, but slowly."""
 
 
 class UnkeptError(Exception):
-    """Raised by a probe where the storage did something else than Holdfast needs. The message says
-    what."""
+    """Raised by a probe when the storage does not behave as Holdfast needs. The message describes
+    the deviation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a probe returns where it has not failed."""
+    """Result of a probe that did not fail."""
 
     detail: str = ""
     outcome: Outcome = "kept"
@@ -42,38 +42,38 @@ class Finding:
     outcome: Outcome
     detail: str
     effect: Effect | None = None
-    """What follows; None where the storage keeps it."""
+    """Consequence; None if the storage passed."""
     follows: str = ""
-    """The same as a sentence."""
+    """The consequence as a sentence."""
     advice: str = ""
     seconds: float = 0.0
     nbytes_per_s: float | None = None
-    """The rate at which a large object was written or read."""
+    """Throughput of writing or reading a large object."""
     warnings: tuple[str, ...] = ()
-    """What the driver logged meanwhile."""
+    """Warnings that the driver logged during the probe."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What is known of the storage at ``uri``, which is redacted."""
+    """Findings about the storage at ``uri``, which is redacted."""
 
     uri: str
     findings: list[Finding] = field(default_factory=list)
     requests: int = 0
-    """Operations of the driver; some take several requests."""
+    """Number of driver operations; some take several requests."""
     seconds: float = 0.0
     left: str | None = None
-    """The URI of what the check could not remove."""
+    """URI of the files that the check could not remove."""
     why_left: str = ""
 
     @property
     def problems(self) -> list[Finding]:
-        """What is broken."""
+        """Findings that are broken."""
         return [finding for finding in self.findings if finding.outcome == "broken"]
 
     @property
     def ok(self) -> bool:
-        """Whether everything was tried, there is no problem, and nothing was left behind."""
+        """Whether every probe ran, no problem was found, and nothing was left behind."""
         return not self.problems and self.left is None and not self._untried
 
     @property
@@ -82,7 +82,7 @@ class Report:
 
     @property
     def may_save(self) -> bool:
-        """Whether checkpoints that are saved here are safe, and can be loaded."""
+        """Whether checkpoints saved here are safe and can be loaded."""
         serious = any(
             finding.effect in ("unusable", "unsafe", "unreadable") for finding in self.problems
         )

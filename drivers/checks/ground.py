@@ -1,5 +1,4 @@
-"""The scratch folder below a URI where a storage is tried: two drivers, keys, and looks at what is
-there."""
+"""The scratch folder of a check: two drivers, key names, and assertions about stored objects."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ T = TypeVar("T")
 
 
 class Counted(Layer):
-    """Counts operations, and knows whether there may be something to remove."""
+    """Counts operations, and records whether anything may need removing."""
 
     count = 0
     may_have_stored = False
@@ -41,29 +40,30 @@ class Counted(Layer):
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Where probes try things. What one driver stores the other must see: it stands for another
-    host."""
+    """Scratch folder in which the probes run. The second driver stands for another host: it must
+    see what the first one stores."""
 
     driver: Counted
     other: Counted
     scratch: str
-    """The key that everything lies below."""
+    """Key of the scratch folder."""
     part_nbytes: int
-    """The size of parts of a large object."""
+    """Part size of large objects."""
     private: bool = False
-    """What ``driver`` stores no other driver sees, by design; ``other`` is the same one."""
+    """Objects are visible only to the driver that stored them, by design; ``other`` is the same
+    driver."""
 
     @property
     def traits(self) -> Traits:
-        """Of the drivers."""
+        """Traits of the drivers."""
         return self.driver.traits
 
     def key(self, name: str) -> str:
-        """A key in the scratch folder."""
+        """Return the key of ``name`` in the scratch folder."""
         return f"{self.scratch}/{name}"
 
     async def expect(self, key: str, content: bytes, when: str) -> None:
-        """See that both drivers get ``content``. Raises UnkeptError."""
+        """Raise UnkeptError unless both drivers return ``content``, with its size."""
         for driver, who in self._drivers():
             try:
                 found = await driver.get(key)
@@ -78,7 +78,7 @@ class Ground:
                 )
 
     async def expect_gone(self, key: str, when: str) -> None:
-        """See that neither driver finds the object, by name or in a list. Raises UnkeptError."""
+        """Raise UnkeptError if either driver still finds or lists the object."""
         for driver, who in self._drivers():
             for look in (driver.get, driver.stat):
                 try:
@@ -90,11 +90,11 @@ class Ground:
                 raise UnkeptError(f"{when}, {who} still lists the object")
 
     async def listed(self, driver: Driver, prefix: str) -> list[str]:
-        """The keys at and below ``prefix``, sorted."""
+        """Return the sorted keys at and below ``prefix``."""
         return sorted([info.key async for info in driver.list(prefix)])
 
     async def expect_listed(self, prefix: str, keys: list[str], when: str) -> None:
-        """See that both drivers list exactly these. Raises UnkeptError."""
+        """Raise UnkeptError unless both drivers list exactly these keys."""
         for driver, who in self._drivers():
             found = await self.listed(driver, prefix)
             if found != sorted(keys):
@@ -117,7 +117,7 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One thing that is tried, and what follows where the storage does not keep it."""
+    """One property to try, and the consequence if the storage lacks it."""
 
     name: str
     title: str
@@ -125,11 +125,12 @@ class Probe:
     follows: str
     advice: str
     run: Callable[[Ground], Awaitable[Kept]]
-    """Raises UnkeptError or a HoldfastError where the storage does not keep it."""
+    """Coroutine function that raises UnkeptError or a HoldfastError if the storage lacks the
+    property."""
 
 
 async def outcome_of(call: Awaitable[object]) -> HoldfastError | None:
-    """The error of a call; None where it succeeded."""
+    """Return the error of a call, or None if it succeeded."""
     try:
         await call
     except HoldfastError as error:

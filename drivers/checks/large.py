@@ -1,4 +1,4 @@
-"""Probes of large objects: uploads of several parts, what is left of them, and ranges."""
+"""Probes of large objects: multipart uploads, their leftovers, and ranged reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RANGE_NBYTES = 1000
 
 
 async def _unfinished(ground: Ground) -> Kept:
-    """Which operations see an upload that is never committed or aborted?"""
+    """Check that sweep and delete_all find an open upload."""
     key = ground.key("unfinished/upload")
     content = bytes_of(ground.part_nbytes + _ODD_NBYTES, 1)
     upload = await ground.driver.create(key, len(content))
@@ -58,7 +58,7 @@ async def _ended(
 
 @contextlib.contextmanager
 def _one_error() -> Iterator[None]:
-    """Of several writes that fail together, raise the error of the first."""
+    """Raise the first error of a group of writes that failed together."""
     try:
         yield
     except ExceptionGroup as group:
@@ -79,7 +79,8 @@ async def _aborted(ground: Ground) -> Kept:
 
 
 async def _committed(ground: Ground) -> Kept:
-    """Upload an object of several parts, over another one, and see when it appears."""
+    """Upload several parts over an existing object, and check that the new one appears only at the
+    commit."""
     key = ground.key("large/committed")
     content = bytes_of(2 * ground.part_nbytes + _ODD_NBYTES, 3)
     await ground.driver.put(key, b"before")
@@ -98,7 +99,7 @@ async def _committed(ground: Ground) -> Kept:
 
 
 async def _write(upload: Upload, content: bytes, ground: Ground) -> None:
-    """Write all parts, several segments at once where the driver asks for that."""
+    """Write all parts, several segments at once if the driver asks for that."""
     traits = ground.traits
 
     async def segment(begin: int, end: int) -> None:
@@ -114,7 +115,7 @@ async def _write(upload: Upload, content: bytes, ground: Ground) -> None:
 
 
 async def _shorter(ground: Ground) -> Kept:
-    """Compressed images end before the size that was declared."""
+    """Check that an upload may end before its declared size, as compressed images do."""
     key = ground.key("large/shorter")
     content = bytes_of(ground.part_nbytes + _ODD_NBYTES, 4)
     upload = await ground.driver.create(key, 3 * ground.part_nbytes)
@@ -128,7 +129,7 @@ async def _shorter(ground: Ground) -> Kept:
 
 
 async def _ranges(ground: Ground) -> Kept:
-    """Ranges of a small object, and of the large one, by ``read`` and by ``fetch``."""
+    """Read ranges of a small and a large object, with ``read`` and ``fetch``."""
     small = ground.key("large/small")
     content = bytes_of(_SMALL_NBYTES, 5)
     upload = await ground.driver.create(small, len(content))

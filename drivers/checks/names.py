@@ -1,5 +1,4 @@
-"""Probes of lists and names: what is listed, deleting many at once, and keys with odd
-characters."""
+"""Probes of listings and names: prefixes, bulk deletes, and keys with odd characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes of small objects: put and get, replacing, exclusive puts, and the storage's clock."""
+"""Probes of small objects: put and get, replacement, exclusive puts, and the storage's clock."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _NO_EXCLUSIVE = (
     "dead saves leave stays for a day"
 )
 SKEW_S = 60.0
-"""A difference between clocks that is worth a word."""
+"""Clock difference that is worth reporting."""
 SKEW_MAX_S = 15 * 60.0
-"""A difference beyond which AWS and others refuse requests."""
+"""Clock difference beyond which AWS and others reject requests."""
 _RACERS = 8
 _RACES = 3
 _VERSIONS = 8
@@ -69,7 +69,7 @@ async def _delete(ground: Ground) -> Kept:
 
 
 async def _atomic(ground: Ground) -> Kept:
-    """Replace an object while two readers look at it."""
+    """Replace an object while two readers poll it."""
     key = ground.key("small/atomic")
     versions = [bytes([n]) * (_ROOM_NBYTES - n) for n in range(_VERSIONS)]
     await ground.driver.put(key, versions[0])
@@ -103,7 +103,7 @@ async def _atomic(ground: Ground) -> Kept:
 
 
 async def _together(works: Sequence[object]) -> list[int | None]:
-    """The results of coroutines that run at the same time. Raises the first error when all have
+    """Run coroutines concurrently and return their results. Raises the first error after all have
     ended."""
     results = await asyncio.gather(*works, return_exceptions=True)  # type: ignore[call-overload]
     for result in results:
@@ -176,7 +176,7 @@ async def _clock(ground: Ground) -> Kept:
     listed_s = [info.modified_s async for info in ground.other.list(key)]
     if not listed_s or abs(listed_s[0] - told_s) > 1.0:
         raise UnkeptError("a list tells another time of an object than a look at it")
-    # Some storage tells the time in whole seconds.
+    # Some storages report times in whole seconds.
     skew_s = told_s - min(max(told_s, before_s - 1), after_s + 1)
     if abs(skew_s) > SKEW_MAX_S:
         raise UnkeptError(f"the storage's clock and this host's differ by {abs(skew_s):,.0f} s")

@@ -1,4 +1,4 @@
-"""What the package logs as a warning while something is tried."""
+"""Capture of the warnings that the package logs during a probe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Warnings"]
 
 
 class Warnings(logging.Handler):
-    """Collects the warnings that are logged within a ``with`` block, instead of printing them."""
+    """Collects the warnings logged in a ``with`` block instead of printing them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,2 +1,2 @@
-"""Where the options of a driver come from: the environment, a file, and whether that file is
-trusted."""
+"""Driver options from the environment and from configuration files, and the trust checks on those
+files."""

@@ -1,4 +1,4 @@
-"""``holdfast.toml``: options by scheme and by URI, in profiles or for all.
+"""``holdfast.toml``: options per scheme and per URI, optionally in profiles.
 
 ::
 
@@ -8,20 +8,20 @@
     [s3]                          # every s3:// URI
     endpoint = "http://store:9000"
 
-    ["s3://bucket/run"]           # that URI, and what lies below it
+    ["s3://bucket/run"]           # this URI and everything below it
     max_bytes_per_s = "500MB"
 
-    [profile.cluster.s3]          # the same tables again; they win where the profile is chosen
+    [profile.cluster.s3]          # the same tables; they win if the profile is chosen
     endpoint = "http://other:9000"
 
-A profile is chosen by ``?config_profile=cluster``, the keyword of that name, or
-HOLDFAST_CONFIG_PROFILE. Of the tables that apply, the more special wins: the longest URI, then the
-scheme, then ``common``.
+A profile is chosen with ``?config_profile=cluster``, the keyword of that name, or
+HOLDFAST_CONFIG_PROFILE. The most specific table wins: the longest URI, then the scheme, then
+``common``.
 
-One file is read: the one that HOLDFAST_CONFIG names (empty: none at all), else
-``holdfast/holdfast.toml`` in the user's configuration folder, which is XDG_CONFIG_HOME or
-``~/.config`` (:mod:`.trust`). Never one of the working directory: that may be anybody's, and
-an endpoint in it would get the user's credentials and data.
+One file is read: the one named by HOLDFAST_CONFIG (empty: none), else ``holdfast/holdfast.toml`` in
+the user's configuration folder, XDG_CONFIG_HOME or ``~/.config`` (:mod:`.trust`). A file in the
+working directory is never read: it could be anyone's, and an endpoint in it would receive the
+user's credentials and data.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ Tables = Mapping[str, Any]
 
 _log = logging.getLogger(__name__)
 _hinted: set[Path] = set()
-"""Files that a hint was logged about."""
+"""Files already mentioned in a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The text given for one option, and its source: "the URI", a variable, a file and its table.
-    The text may be a secret: ``repr()`` does not show it."""
+    """Text given for one option and its source: "the URI", a variable, or a file and table. The
+    text may be a secret, so ``repr()`` hides it."""
 
     text: str = field(repr=False)
     source: str
 
 
 def config_file(environment: Mapping[str, str]) -> Path | None:
-    """The file that applies. Raises UsageError where HOLDFAST_CONFIG names one that is not there,
-    or by a relative path."""
+    """Return the configuration file to read, if any. Raises UsageError if HOLDFAST_CONFIG names a
+    missing file or a relative path."""
     named = environment.get(CONFIG_VARIABLE)
     if named is None:
         file = file_of_user()
@@ -83,7 +83,7 @@ def config_file(environment: Mapping[str, str]) -> Path | None:
     if named.startswith("~/"):
         named = os.path.expanduser(named)
     if not os.path.isabs(named):
-        # In an exported variable it would name a file of whatever folder one happens to be in.
+        # A relative path in an exported variable would depend on the current directory.
         raise UsageError(
             f"{CONFIG_VARIABLE} names {named!r}, which is a relative path",
             advice="Give the whole path of the file.",
@@ -94,7 +94,8 @@ def config_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def ignored_config_file(environment: Mapping[str, str]) -> Path | None:
-    """A file of the working directory that is not read because HOLDFAST_CONFIG is not set."""
+    """Return the file in the working directory that is ignored because HOLDFAST_CONFIG is not set,
+    if any."""
     if CONFIG_VARIABLE in environment or not os.path.isfile(FILE_NAME):
         return None
     try:
@@ -103,12 +104,12 @@ def ignored_config_file(environment: Mapping[str, str]) -> Path | None:
         if applies is not None and os.path.samefile(here, applies):
             return None
         return here
-    except OSError:  # the working directory, or the file, has gone
+    except OSError:  # the working directory or the file is gone
         return None
 
 
 def _hint_at_ignored(environment: Mapping[str, str]) -> None:
-    """Say once that a file of the working directory is not read."""
+    """Warn once about an ignored file in the working directory."""
     ignored = ignored_config_file(environment)
     if ignored is None or ignored in _hinted:
         return
@@ -134,11 +135,10 @@ def file_settings(
     common: Collection[str],
     schemes: Callable[[], Collection[str]],
 ) -> dict[str, Setting]:
-    """What the file says about ``uri``, by option. Whether ``uri`` has such options is not looked
-    at, except in ``common``.
+    """Return the file's settings for ``uri``, by option. Validates option names only in ``common``.
 
-    Raises UsageError for a file that cannot be read, or that others may write to, and for a table
-    or a profile that means nothing.
+    Raises UsageError for a file that cannot be read or that others may write to, and for an unknown
+    table or profile.
     """
     _hint_at_ignored(environment)
     file = config_file(environment)
@@ -172,7 +172,7 @@ def file_settings(
 
 
 def text_of(value: object, name: str) -> str:
-    """A value as it would stand in a URI. Raises UsageError for what could not."""
+    """Return a value as the text it would have in a URI. Raises UsageError for other types."""
     if isinstance(value, bool):
         if value:
             return "on"
@@ -183,8 +183,9 @@ def text_of(value: object, name: str) -> str:
 
 
 def _read(file: Path, *, named: bool) -> Tables:
-    """``named``: by HOLDFAST_CONFIG, which is enough to trust it."""
-    import tomllib  # only here: most have no file
+    """Return the tables of a file. A file ``named`` by HOLDFAST_CONFIG is trusted without a
+    check."""
+    import tomllib  # imported here because most users have no such file
 
     try:
         with file.open("rb") as opened:
@@ -208,7 +209,7 @@ def _applying(
     common: Collection[str],
     schemes: Callable[[], Collection[str]],
 ) -> Iterator[tuple[str, Setting]]:
-    """The settings of all tables that apply to ``uri``, the most special last."""
+    """Yield the settings of all tables that apply to ``uri``, most specific last."""
     applying: list[tuple[tuple[int, int], str]] = []
     for name in tables:
         if "://" in name:

@@ -1,7 +1,7 @@
-"""Keeps profiles in ``tuned.toml`` (:mod:`.tuned`), and removes them.
+"""Storing and removing profiles in ``tuned.toml`` (:mod:`.tuned`).
 
-The file is replaced as a whole, atomically and durably; what else a user has configured is in
-another file, which this never touches.
+The file is replaced as a whole, atomically and durably. Everything else a user configures is in
+another file, which this module never touches.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NEW = ".new"
 
 
 def check_keeping(environment: Mapping[str, str]) -> Path:
-    """The file that profiles are kept in; its folder is made where it is missing. Raises UsageError
-    where they cannot be kept, or would not be read."""
+    """Return the file for profiles, creating its folder if needed. Raises UsageError if profiles
+    cannot be stored, or would not be read."""
     file = tuned_file(environment)
     if file is None:
         raise UsageError(
@@ -51,8 +51,8 @@ def check_keeping(environment: Mapping[str, str]) -> Path:
 
 
 def keep_profile(file: Path, profile: TunedProfile) -> None:
-    """Add a profile, in the place of one for the same place and kind of machine. Raises UsageError
-    where that cannot be; then the file is as it was."""
+    """Store a profile, replacing any for the same place and kind of machine. On failure, raises
+    UsageError and leaves the file unchanged."""
 
     def changed(profiles: Sequence[TunedProfile]) -> list[TunedProfile]:
         return [*(p for p in profiles if not profile.replaces(p)), profile]
@@ -61,8 +61,8 @@ def keep_profile(file: Path, profile: TunedProfile) -> None:
 
 
 def forget_profiles(file: Path, place: Place) -> int:
-    """Remove the profiles of a place, of all kinds of machines; how many there were. Raises
-    UsageError where that cannot be."""
+    """Remove a place's profiles for all kinds of machines and return how many there were. Raises
+    UsageError on failure."""
     count = sum(profile.place == place for profile in read_profiles(file))
     if count:
         _change(file, lambda profiles: [p for p in profiles if p.place != place])
@@ -70,7 +70,7 @@ def forget_profiles(file: Path, place: Place) -> int:
 
 
 def text_of_profiles(profiles: Sequence[TunedProfile]) -> str:
-    """The file that holds these."""
+    """Return the content of a file with these profiles."""
     return "\n".join([_HEAD, f"version = {VERSION}", *map(_text_of, profiles)])
 
 
@@ -97,15 +97,15 @@ def _inline(table: Mapping[str, str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML: one of JSON, but for the one control character that JSON leaves."""
+    """Return a TOML basic string. JSON has the same syntax, except that it does not escape DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _change(
     file: Path, changed: Callable[[Sequence[TunedProfile]], Sequence[TunedProfile]]
 ) -> None:
-    """Replace the file. The new one has a name of which there can be one only: of two processes
-    that change the file at the same time, one is refused and none is overwritten."""
+    """Replace the file with a modified copy. The fixed name of the new file serves as a lock: of
+    two concurrent changes, one is rejected and none is lost."""
     new = file.with_name(file.name + _NEW)
     try:
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -1,19 +1,19 @@
-"""Where the options of a driver come from. The first that says something wins:
+"""Resolution of driver options. The first of these sources that sets an option wins:
 
 1. the URI's query: ``s3://bucket/run?retries=3``
 2. a keyword: ``holdfast.save(uri, state, storage_options={"retries": 3})``
-3. the environment: ``HOLDFAST_S3_RETRIES``, then, for the options that every scheme has,
+3. the environment: ``HOLDFAST_S3_RETRIES``, then, for options common to all schemes,
    ``HOLDFAST_RETRIES``
-4. ``holdfast.toml``: the tables of the chosen profile, then those outside of profiles
+4. ``holdfast.toml``: the tables of the chosen profile, then those outside profiles
    (:mod:`.file`)
-5. ``tuned.toml``: a profile of the place, which ``holdfast bench --tune`` has measured
+5. ``tuned.toml``: the profile of the place, measured by ``holdfast bench --tune``
    (:mod:`.tuned`)
 6. the option's default
 
-An unknown option is an error wherever it stands, and the error says where; but an unknown variable
-that is no near miss of a known one may be another program's, and is logged once. Everything is
-read when a driver is opened, and nothing is kept. A secret may come from anywhere but the URI,
-which is printed, logged and remembered by shells.
+An unknown option is an error from any source, and the error names the source. The exception is an
+unknown environment variable that is no near miss of a known one: it may belong to another program,
+so it is only logged, once. Sources are read whenever a driver is opened; nothing is cached. A
+secret may come from anywhere except the URI, which is printed, logged and kept in shell histories.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ __all__ = ["PREFIX", "Resolved", "Setting", "resolve"]
 PREFIX = "HOLDFAST_"
 _PROFILE_VARIABLE = "HOLDFAST_CONFIG_PROFILE"
 _OTHERS = ("config", "config_profile", "keeper_dir")
-"""What variables name beside options, in small letters."""
+"""Lower-case names of variables that are not options."""
 _NOT_OPTIONS = re.compile(rf"HOLDFAST_({'|'.join(_OTHERS).upper()}|TEST_.*)")
 _NEAR = 0.85
-"""How alike two names are, at least, if one may be a misspelling of the other: difflib's ratio."""
+"""Minimum similarity (difflib ratio) for one name to count as a misspelling of another."""
 
 _log = logging.getLogger(__name__)
 _ignored: set[str] = set()
-"""Variables that a warning was logged about."""
+"""Variables already mentioned in a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """One option: its value, and what said so. ``text`` is as it was said; None for a default.
-    Either may be a secret, so ``repr()`` shows neither."""
+    """One resolved option. ``text`` is the value as given; None for a default. Value and text may
+    be secret, so ``repr()`` hides both."""
 
     value: Any = field(repr=False)
     text: str | None = field(repr=False)
@@ -66,14 +66,13 @@ def resolve(
     environment: Mapping[str, str] | None = None,
     mount_of: MountOf | None = None,
 ) -> dict[str, Resolved]:
-    """The value of every option in ``own`` (the driver's) and ``common`` (every scheme's), and
-    where each comes from.
+    """Return the value and source of every option in ``own`` (the driver's) and ``common`` (every
+    scheme's).
 
-    ``schemes`` tells which ones there are; it is asked only about what no option of this scheme
-    explains. ``mount_of`` tells which mount holds a path; without it no profile is looked for.
-    Raises UriError for an option that is not known, for a value that it refuses, for one
-    with a password before a host, and for a secret in the URI; UsageError for a ``holdfast.toml``
-    or a ``tuned.toml`` that cannot be used.
+    ``schemes`` returns all schemes; it is called only for names that match no option of this one.
+    ``mount_of`` returns the mount that holds a path; without it, tuned profiles are ignored. Raises
+    UriError for an unknown option, an invalid value, a value with a password before a host, and a
+    secret in the URI. Raises UsageError for an unusable ``holdfast.toml`` or ``tuned.toml``.
     """
     if environment is None:
         environment = os.environ
@@ -139,7 +138,7 @@ def _environment_settings(
                 key=len,
                 default="",
             )
-            if owner in ("", uri.scheme):  # of another scheme options are that one's business
+            if owner in ("", uri.scheme):  # options of another scheme are not checked here
                 _judge(uri, variable, own, common)
     return for_all | for_scheme
 
@@ -147,10 +146,10 @@ def _environment_settings(
 def _judge(
     uri: Uri, variable: str, own: Mapping[str, Option], common: Mapping[str, Option]
 ) -> None:
-    """Raise UriError for an unknown variable that looks like a misspelling of a known one. Log a
-    warning, once, about any other: platforms make variables, such as Kubernetes for a service of
-    the name holdfast."""
-    import difflib  # only here: most have no such variable
+    """Raise UriError if an unknown variable looks like a misspelling of a known one. Otherwise log
+    a warning, once: platforms set variables too, such as Kubernetes for a service named
+    holdfast."""
+    import difflib  # imported here because most users have no such variable
 
     prefix = _as_variable(uri.scheme)
     known = [*common, *_OTHERS, *(f"{prefix}{name}" for name in (*own, *common))]

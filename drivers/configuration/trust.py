@@ -1,8 +1,7 @@
-"""Which configuration file of a user is to be trusted: where it is, whose it is, and who may write
-to it.
+"""Location of the user's configuration file, and whether it can be trusted.
 
-What stands in it decides where credentials and checkpoints go. So it is trusted if only the user
-and root can have written it: the file, the folder it is in, and the folder above that.
+The file decides where credentials and checkpoints go. So it is trusted only if nobody except the
+user and root can have written the file, its folder, or the folder above.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ FILE_NAME = "holdfast.toml"
 
 
 def file_of_user() -> Path | None:
-    """Where the user's file would be: ``holdfast/holdfast.toml`` in XDG_CONFIG_HOME, or else in
-    ``~/.config``; None for a user without a home. Relative paths in the environment are ignored:
-    they would name places in the working directory."""
+    """Return the path of the user's file: ``holdfast/holdfast.toml`` in XDG_CONFIG_HOME, else in
+    ``~/.config``; None for a user without a home. Ignores relative paths in the environment, which
+    would point into the working directory."""
     folder = os.environ.get("XDG_CONFIG_HOME", "")
     if not os.path.isabs(folder):
         home = _home()
@@ -38,7 +37,7 @@ def _home() -> str | None:
     if not os.path.isabs(home):
         try:
             home = pwd.getpwuid(os.geteuid()).pw_dir
-        except KeyError:  # a container may run as any number
+        except KeyError:  # containers may run as a UID without an account
             return None
     if os.path.isabs(home):
         return home
@@ -46,8 +45,8 @@ def _home() -> str | None:
 
 
 def check_trusted(file: Path, status: os.stat_result) -> None:
-    """Raise UsageError unless only this user and root can have written ``file``, whose
-    ``status`` is that of what was opened; OSError where a folder cannot be looked at."""
+    """Raise UsageError unless only this user and root can have written ``file``. ``status`` is that
+    of the opened file. Raises OSError if a folder cannot be inspected."""
     folder = file.parent
     _check(file, status, "file")
     for above in dict.fromkeys((folder, folder.parent, Path(os.path.realpath(file)).parent)):
@@ -79,8 +78,8 @@ def _others_may_write(status: os.stat_result) -> bool:
 
 
 def _is_private_group(gid: int) -> bool:
-    """Whether it is the group of root or of this user alone, by the convention that it has the
-    user's name: many systems create files that such a group may write to."""
+    """Return whether the group is root's or this user's alone, by the convention that such a group
+    has the user's name. Many systems create files that this group may write to."""
     if gid == 0:
         return True
     try:

@@ -1,4 +1,4 @@
-"""``tuned.toml``: profiles that ``holdfast bench URI --tune`` has measured, by scheme and place.
+"""``tuned.toml``: profiles measured by ``holdfast bench URI --tune``, by scheme and place.
 
 ::
 
@@ -6,17 +6,18 @@
 
     [[profile]]
     uri = "s3://bucket"               # the place: a mount point, a bucket, a name node
-    machine = "64 × AMD EPYC 7763"    # the kind of machine that it was measured on
-    tuned_s = 1.9e9                   # when, in seconds since the epoch
-    gain = 1.31                       # how many times as fast as the defaults, and its
-    gain_low = 1.22                   # confidence interval of 95 %
+    machine = "64 × AMD EPYC 7763"    # the kind of machine it was measured on
+    tuned_s = 1.9e9                   # time of measurement, in seconds since the epoch
+    gain = 1.31                       # speed relative to the defaults, and its
+    gain_low = 1.22                   # 95 % confidence interval
     gain_high = 1.40
     where = { endpoint = "http://store:9000" }
     options = { part_size = "32MiB", concurrency = "32" }
 
-The file lies beside the user's ``holdfast.toml``, which wins over it, and passes the same checks
-(:mod:`.trust`). It is not read where HOLDFAST_CONFIG is set, which names all that is read. A
-profile can set no option but those of :data:`TUNABLE`: none of them says where anything goes.
+The file is next to the user's ``holdfast.toml``, which takes precedence, and passes the same checks
+(:mod:`.trust`). It is not read if HOLDFAST_CONFIG is set, because that variable names the only file
+to read. A profile can only set the options in :data:`TUNABLE`, none of which affects where data
+goes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ __all__ = [
 
 TUNED_FILE_NAME = "tuned.toml"
 TUNABLE = ("part_size", "concurrency", "threads", "streams", "direct", "max_concurrency")
-"""Options that change how fast a storage is used, and nothing else."""
+"""Options that affect only the speed of a storage."""
 VERSION = 1
 _FILE_NBYTES_MAX = 1 << 20
 _ADVICE = "Delete the file, and tune again: holdfast bench URI --tune."
@@ -61,19 +62,20 @@ _NAMES_PLACE: Mapping[str, tuple[str, ...]] = {
     "account": ("AZURE_STORAGE_ACCOUNT_NAME",),
     "namenodes": (),
 }
-"""Options that say which storage a URI means, and the variables that say it where they do not."""
+"""Options that determine which storage a URI refers to, each with the variables that set it
+otherwise."""
 
 
 class MountLike(Protocol):
-    """What is known of the mount that holds a path."""
+    """The mount that holds a path."""
 
     @property
     def fs_type(self) -> str:
-        """The type of the file system."""
+        """The file system type."""
 
     @property
     def point(self) -> str:
-        """Where it is mounted; "" if unknown."""
+        """The mount point; "" if unknown."""
 
 
 MountOf = Callable[[str], MountLike]
@@ -81,8 +83,8 @@ MountOf = Callable[[str], MountLike]
 
 @dataclass(frozen=True)
 class Place:
-    """A storage, as a profile names it. ``uri``: that of its mount point, bucket or name node;
-    ``where``: what else tells it from others of the same URI."""
+    """A storage, as identified by a profile. ``uri`` is its mount point, bucket or name node;
+    ``where`` distinguishes storages with the same URI."""
 
     uri: str
     where: Mapping[str, str] = field(default_factory=dict)
@@ -90,10 +92,11 @@ class Place:
 
 @dataclass(frozen=True)
 class TunedProfile:
-    """One profile: ``options``, as text, for ``place`` on machines of the kind ``machine``.
+    """Tuned ``options``, as text, for ``place`` on machines of the kind ``machine``.
 
-    ``tuned_s``: when it was measured, in seconds since the epoch. ``gain``: how many times as fast
-    as the defaults, and its confidence interval of 95 %."""
+    ``tuned_s`` is the time of measurement, in seconds since the epoch. ``gain`` is the speed
+    relative to the defaults, followed by its 95 % confidence interval.
+    """
 
     place: Place
     machine: str
@@ -104,13 +107,13 @@ class TunedProfile:
     gain_high: float
 
     def replaces(self, other: TunedProfile) -> bool:
-        """Whether both are for the same place and kind of machine."""
+        """Return whether both profiles are for the same place and kind of machine."""
         return self.place == other.place and self.machine == other.machine
 
 
 def tuned_file(environment: Mapping[str, str]) -> Path | None:
-    """Where profiles are kept, whether or not there are any; None where none is read: with
-    HOLDFAST_CONFIG, and for a user without a home."""
+    """Return the path of the profiles, whether or not it exists. None if profiles are not read:
+    with HOLDFAST_CONFIG set, and for a user without a home."""
     if CONFIG_VARIABLE in environment:
         return None
     beside = file_of_user()
@@ -126,8 +129,8 @@ def place_of(
     known: Sequence[str],
     mount_of: MountOf,
 ) -> Place:
-    """The place that ``uri`` is in. ``settings``: the options that are set, as text; ``known``: the
-    names of those that the scheme has."""
+    """Return the place of ``uri``. ``settings`` are the options that are set, as text; ``known``
+    are the option names of the scheme."""
     scheme = scheme_of(uri.scheme)
     if scheme is not None and scheme.is_path:
         mount = mount_of(uri.location)
@@ -151,8 +154,8 @@ def _first_set(*texts: str | None) -> str:
 
 @lru_cache(maxsize=1)
 def machine_kind() -> str:
-    """The number and the model of the processors. Machines that are bought together have the same;
-    host names and serial numbers would keep a cluster from sharing what one of its nodes found."""
+    """Return the number and model of the processors. Nodes of a cluster that were bought together
+    share this, unlike host names or serial numbers, so they share profiles."""
     return f"{os.cpu_count()} × {_processor()}"
 
 
@@ -175,10 +178,11 @@ def tuned_settings(
     known: Sequence[str],
     mount_of: MountOf,
 ) -> dict[str, Setting]:
-    """What a profile says about ``uri``, by option; nothing where there is none for its place and
-    this kind of machine. ``settings``: what was set elsewhere, which tells the place.
+    """Return the settings of the profile for ``uri``, by option; empty if there is none for its
+    place and this kind of machine. ``settings`` from other sources help to identify the place.
 
-    Raises UsageError for a file that cannot be used, or that others may write to."""
+    Raises UsageError for a file that is unusable, or that others may write to.
+    """
     file = tuned_file(environment)
     if file is None or not os.path.isfile(file):
         return {}
@@ -191,15 +195,15 @@ def tuned_settings(
 
 
 def profile_for(profiles: Sequence[TunedProfile], place: Place) -> TunedProfile | None:
-    """The one for ``place`` and machines of this kind."""
+    """Return the profile for ``place`` and this kind of machine, if any."""
     machine = machine_kind()
     return next((p for p in profiles if p.place == place and p.machine == machine), None)
 
 
 def read_profiles(file: Path) -> list[TunedProfile]:
-    """All profiles of a file; none where there is no file. Raises UsageError for one that cannot
-    be used, or that others may write to."""
-    import tomllib  # only here: most have no file
+    """Return all profiles of a file; empty if it does not exist. Raises UsageError if it is
+    unusable, or if others may write to it."""
+    import tomllib  # imported here because most users have no such file
 
     try:
         with file.open("rb") as opened:

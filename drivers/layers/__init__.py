@@ -1,20 +1,21 @@
-"""Layers: drivers around drivers. Each does one thing to every operation on its way to storage, and
-knows no other.
+"""Layers: drivers that wrap a driver. Each changes one aspect of every operation, and none depends
+on another.
 
-From the caller to the storage, and why in this order::
+From the caller to the storage, with the reasons for this order::
 
-    hedge       above retry: a read that is stuck in pauses and further tries is overtaken like any other slow one
-    retry       above throttle and limit: each try waits for its turn anew, its bytes count, and no slot is held in a pause
-    throttle    above limit: what waits for bytes holds no slot, so small operations pass by
-    limit       next to the storage: what it counts is what the storage has to do at a time
-    metrics     below all of these: every request is seen, also what a retry hides; waiting for a turn is not
-    faults      lowest: all others meet them as they would meet those of the storage
+    hedge       above retry: a read that is stuck in retries and pauses is hedged like any other slow read
+    retry       above throttle and limit: each attempt queues and counts again, and no slot is held during a pause
+    throttle    above limit: an operation waiting for bandwidth holds no slot, so small operations can pass
+    limit       next to the storage: it counts the operations that the storage handles concurrently
+    metrics     below all of these: it sees every request, even retried ones, but not the time spent queuing
+    faults      lowest: all other layers see injected faults as if they came from the storage
     driver
 
-The deadline of an operation is the retry layer's. Its clock stands still while throttle and limit
-let the operation wait (:func:`.turn.waiting_for_a_turn`): that is not the storage's doing.
+The retry layer enforces the deadline of an operation. The deadline is paused while throttle or
+limit make the operation wait (:func:`.turn.waiting_for_a_turn`), because that is not the storage's
+fault.
 
-:func:`.stack.stacked` builds this, and leaves out every layer that would do nothing: a ``file://``
-without options is the bare driver. The time of all layers is that of the event loop, so tests run
-them in a loop whose time is virtual.
+:func:`.stack.stacked` builds this stack and omits layers that would do nothing: ``file://`` without
+options is the bare driver. All layers use the event loop's clock, so tests can run them on virtual
+time.
 """

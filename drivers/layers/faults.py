@@ -1,17 +1,17 @@
-"""Faults on purpose, from a seed: for tests, and for drills with the real job on the real storage.
+"""Injected faults, reproducible by seed: for tests, and for drills with a real job on real storage.
 
-| | what happens | and must be survived by |
+| | fault | survived by |
 |---|---|---|
-| ``error`` | an operation fails, temporarily, before it begins | retry |
-| ``unsure`` | likewise, but after it was done: the caller cannot know | retry; a commit fails, and the save with it |
-| ``busy`` | the storage asks to be left alone, for a second | retry |
-| ``delay`` | an operation takes ``delay_s`` longer | hedge; else patience |
-| ``short`` | a read is cut in the middle: half the buffer is filled, or half the pieces are taken, and it fails temporarily | retry |
-| ``lost`` | a write says it is done, and zeros are stored | no layer: checksums turn it into DamagedError |
-| ``flip`` | a read, or a get, gives one wrong bit | no layer: likewise |
+| ``error`` | an operation fails temporarily before it starts | retry |
+| ``unsure`` | an operation fails temporarily after it was done, so the caller cannot know | retry; a commit fails, and the save with it |
+| ``busy`` | the storage asks the client to back off for a second | retry |
+| ``delay`` | an operation takes ``delay_s`` longer | hedge; otherwise waiting |
+| ``short`` | a read fails temporarily halfway, with half the buffer filled or half the pieces taken | retry |
+| ``lost`` | a write reports success, but zeros are stored | no layer: checksums turn it into DamagedError |
+| ``flip`` | a read or get returns one flipped bit | no layer: likewise |
 
-Never: a value that is wrong and says nothing. A drill on storage that matters writes damage with
-``lost``; the others leave what is stored alone.
+No fault may ever lead to a silently wrong value. In a drill on real storage, ``lost`` writes
+damaged data; the others do not change stored data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """How often each happens: a part of the operations that it can befall, 0 to 1."""
+    """Probability of each fault, from 0 to 1, per operation that it can affect."""
 
     seed: int = 0
     error: float = 0.0
@@ -50,7 +50,7 @@ class FaultPlan:
 
 
 def fault_plan(text: str) -> FaultPlan:
-    """The plan that ``seed:7,error:0.01,delay:0.05,delay_s:2`` means. Raises ValueError for
+    """Parse a plan such as ``seed:7,error:0.01,delay:0.05,delay_s:2``. Raises ValueError for
     anything else."""
     names = [field.name for field in fields(FaultPlan)]
     given: dict[str, float] = {}
@@ -71,8 +71,8 @@ def fault_plan(text: str) -> FaultPlan:
 
 
 class FaultsLayer(Layer):
-    """Lets ``plan`` happen. The same seed and the same operations in the same order give the same
-    faults."""
+    """Injects the faults of ``plan``. The same seed and the same sequence of operations give the
+    same faults."""
 
     def __init__(self, inner: Driver, plan: FaultPlan) -> None:
         super().__init__(inner)
@@ -80,7 +80,7 @@ class FaultsLayer(Layer):
         self._random = random.Random(plan.seed)
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """See :meth:`Layer.around`. An abort always succeeds: its caller cannot use an error."""
+        """See :meth:`Layer.around`. Aborts never fail: their callers cannot handle an error."""
         if operation.name == "abort":
             return await call()
         late = self.happens("delay")
@@ -94,8 +94,7 @@ class FaultsLayer(Layer):
         if self.happens("error"):
             raise self._error("the operation was not begun", operation.key)
         result = await call()
-        # If writes were held back before they begin, parts would overtake each other, which a
-        # driver may not allow.
+        # Delay writes afterwards. A delay before could reorder parts, which some drivers forbid.
         if late and is_write:
             await asyncio.sleep(self._plan.delay_s)
         if self.happens("unsure"):
@@ -103,37 +102,37 @@ class FaultsLayer(Layer):
         return result
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        """See :meth:`Driver.read`, ``short`` and ``flip``."""
+        """See :meth:`Driver.read`. Injects ``short`` and ``flip``."""
         await self.around(Operation("read", key, len(into)), partial(self._read, key, start, into))
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
-        """See :meth:`Driver.fetch`, ``short`` and ``flip``."""
+        """See :meth:`Driver.fetch`. Injects ``short`` and ``flip``."""
         return await self.around(
             Operation("read", key, nbytes), partial(self._fetch, key, start, nbytes)
         )
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
-        """See :meth:`Driver.read_pieces`, ``short`` and ``flip``."""
+        """See :meth:`Driver.read_pieces`. Injects ``short`` and ``flip``."""
         await self.around(
             Operation("read", key, nbytes), partial(self._read_pieces, key, start, nbytes, take)
         )
 
     async def get(self, key: str) -> bytes:
-        """See :meth:`Driver.get` and ``flip``."""
+        """See :meth:`Driver.get`. Injects ``flip``."""
         data = bytearray(await super().get(key))
         self._flip(memoryview(data))
         return bytes(data)
 
     async def create(self, key: str, nbytes: int) -> Upload:
-        """See :meth:`Driver.create` and ``lost``."""
+        """See :meth:`Driver.create`. Injects ``lost``."""
         upload = await self.around(
             Operation("create", key), partial(self.inner.create, key, nbytes)
         )
         return LayeredUpload(self, key, _LosingUpload(self, upload))
 
     def happens(self, name: str) -> bool:
-        """Whether a fault happens now. Drawn also where it is not planned: two plans of one seed
-        differ in nothing else."""
+        """Return whether to inject this fault now. Draws a random number even if the fault is not
+        planned, so that plans with the same seed stay in step."""
         likely: float = getattr(self._plan, name)
         return self._random.random() < likely
 
@@ -156,13 +155,13 @@ class FaultsLayer(Layer):
         data = await self.inner.fetch(key, start, nbytes)
         if not (nbytes and self.happens("flip")):
             return data
-        own = memoryview(bytearray(data))  # memory that a driver handed over is read-only
+        own = memoryview(bytearray(data))  # copy: memory handed over by a driver is read-only
         self._flip_bit(own)
         return own.toreadonly()
 
     async def _read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
         if self.happens("short"):
-            # Whatever breaks, only whole pieces are taken.
+            # Even a failed read passes only whole pieces to take.
             ends = piece_ends(start, nbytes, self.traits.piece_nbytes)
             taken = max(end for end in ends if end <= start + nbytes // 2) - start
             await self.inner.read_pieces(key, start, taken, take)
@@ -180,7 +179,7 @@ class FaultsLayer(Layer):
 
 
 def _flipping(take: TakePiece, position: int, bit: int) -> TakePiece:
-    """Passes pieces on to ``take``; with one bit flipped in the byte at ``position`` of the read."""
+    """Wrap ``take`` so that one bit of the byte at ``position`` of the read is flipped."""
     reached = 0
 
     def take_flipped(piece: Buffer) -> None:

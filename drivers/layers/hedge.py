@@ -1,5 +1,5 @@
-"""A second read where the first is among the slowest few in a hundred: whichever ends first is
-used."""
+"""Hedged reads: a read that is among the slowest few percent gets a second attempt, and the first
+to finish wins."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SAMPLES = 256
 SAMPLES_MIN = 32
 CREDIT_MAX = 4.0
 RENEW = 8
-"""After so many reads what is slow is looked at anew."""
+"""Number of reads after which the threshold is recomputed."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Size:
-    """The last reads of about one size."""
+    """Statistics of recent reads of similar size."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     reads: int = 0
@@ -35,12 +35,11 @@ class _Size:
 
 
 class Slowness:
-    """Which reads are slow: slower than all but ``percent`` in a hundred of the last ones of about
-    the same size.
+    """Decides which reads are slow: slower than all but ``percent`` of the recent reads of similar
+    size.
 
-    It also keeps the account: not more than ``percent`` in a hundred reads get a second one. When
-    storage as a whole turns slow, every read is slower than those before, and hedging them all
-    would double its load.
+    Also limits hedging to ``percent`` of all reads. If the storage as a whole slows down, every
+    read exceeds the threshold, and hedging them all would double the load.
     """
 
     def __init__(self, percent: int) -> None:
@@ -49,20 +48,20 @@ class Slowness:
         self._sizes: defaultdict[int, _Size] = defaultdict(_Size)
 
     def threshold_s(self, nbytes: int) -> float | None:
-        """A read of so many bytes is slow after this time; None while too few were seen. Counts the
-        read."""
+        """Return the time after which a read of this size is slow; None until enough reads were
+        seen. Counts the read towards the hedging budget."""
         self._credit = min(CREDIT_MAX, self._credit + self._part)
         return self._sizes[nbytes.bit_length()].threshold_s
 
     def may_hedge(self) -> bool:
-        """Whether one more second read is within the account, which is then charged."""
+        """Return whether the budget allows another hedge, and charge it."""
         if self._credit < 1:
             return False
         self._credit -= 1
         return True
 
     def saw(self, nbytes: int, seconds: float) -> None:
-        """A read has taken so long."""
+        """Record the duration of a read."""
         size = self._sizes[nbytes.bit_length()]
         size.seconds.append(seconds)
         size.reads += 1
@@ -72,9 +71,11 @@ class Slowness:
 
 
 class HedgeLayer(Layer):
-    """Only ``read`` and ``fetch`` are hedged; the traits advise against reading in pieces. The
-    second one has memory of its own, so the two never write to the same place; when it wins, the
-    first is cancelled, and waited for until it has let go of the caller's buffer."""
+    """Hedges ``read`` and ``fetch``; the traits advise against reading in pieces.
+
+    The second attempt has its own buffer, so the two never write to the same memory. If it wins,
+    the first is cancelled and awaited until it no longer uses the caller's buffer.
+    """
 
     def __init__(self, inner: Driver, percent: int) -> None:
         super().__init__(inner)
@@ -82,7 +83,7 @@ class HedgeLayer(Layer):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Those of the driver below, without ``piece_nbytes``."""
+        """Traits of the driver below, without ``piece_nbytes``."""
         return replace(self.inner.traits, piece_nbytes=0)
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
@@ -105,7 +106,8 @@ class HedgeLayer(Layer):
     async def _hedged(
         self, nbytes: int, first: Callable[[], Awaitable[T]], second: Callable[[], Awaitable[T]]
     ) -> T:
-        """What ``first`` gives; or ``second``, which is only begun where the first is slow."""
+        """Return the result of ``first``, or of ``second``, which starts only if the first is
+        slow."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         threshold_s = self._slowness.threshold_s(nbytes)
@@ -132,7 +134,7 @@ class HedgeLayer(Layer):
 
 
 async def _first_success(reads: list[asyncio.Future[T]]) -> asyncio.Future[T]:
-    """The first that succeeds; where none does, raise the error of the first of them."""
+    """Return the first read to succeed. If none does, raise the error of the first attempt."""
     running: set[asyncio.Future[T]] = set(reads)
     while running:
         ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -144,7 +146,7 @@ async def _first_success(reads: list[asyncio.Future[T]]) -> asyncio.Future[T]:
 
 
 async def _cancel_and_wait(reads: Iterable[asyncio.Future[T]]) -> None:
-    """Cancel what still runs, and wait until it has ended, also when cancelled meanwhile: it writes
+    """Cancel unfinished reads and wait for them, even if cancelled meanwhile: they may still write
     to a buffer."""
     running = [read for read in reads if not read.done()]
     for read in running:

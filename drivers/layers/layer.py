@@ -1,4 +1,4 @@
-"""The base of all layers: a driver that passes everything on to the one below it."""
+"""Base class of all layers: a driver that forwards everything to the one below."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..contract import Buffer, Driver, ObjectInfo, TakePiece, Traits, Upload
 __all__ = ["Layer", "LayeredUpload", "Operation", "bottom", "end", "find", "next_batch"]
 
 LIST_BATCH = 1000
-"""Entries of a listing that are one operation: a request's worth, with most storages."""
+"""Entries of a listing that count as one operation: one request on most storages."""
 
 T = TypeVar("T")
 L = TypeVar("L", bound="Layer")
@@ -20,8 +20,8 @@ L = TypeVar("L", bound="Layer")
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call on its way down. ``name``: of the method. ``nbytes``: of data that it carries; 0
-    where not known yet."""
+    """One call on its way down. ``name`` is the method; ``nbytes`` is the amount of data, 0 if not
+    yet known."""
 
     name: str
     key: str
@@ -34,24 +34,24 @@ class Operation:
 
 
 class Layer(Driver):
-    """Forwards every method of Driver, and those of the uploads that it begins. A layer overrides
-    :meth:`around`, which all of them pass through, or single methods."""
+    """Forwards every method of a driver and of its uploads. Layers override :meth:`around`, through
+    which they all pass, or single methods."""
 
     def __init__(self, inner: Driver) -> None:
         self.inner = inner
         self.uri = inner.uri
-        # Of this driver, not of the class.
+        # Instance attributes that shadow the class variables.
         self.deviations = inner.deviations  # type: ignore[misc]
         self.remote = inner.remote  # type: ignore[misc]
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Those of the driver below."""
+        """Traits of the driver below."""
         return self.inner.traits
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """Perform one operation: ``call`` does, once for each time that it is called; except
-        ``list``, whose call goes on from where the one before it ended."""
+        """Perform one operation. Each ``call`` performs it again, except for ``list``, where it
+        continues after the previous batch."""
         return await call()
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
@@ -60,14 +60,14 @@ class Layer(Driver):
         )
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
-        """See :meth:`Driver.fetch`. To the layers it is a read."""
+        """See :meth:`Driver.fetch`. Counts as a read."""
         return await self.around(
             Operation("read", key, nbytes), partial(self.inner.fetch, key, start, nbytes)
         )
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
-        """See :meth:`Driver.read_pieces`. To the layers it is a read; where one tries it again, it
-        goes on after the bytes that were taken."""
+        """See :meth:`Driver.read_pieces`. Counts as a read. If a layer retries it, it resumes after
+        the bytes already taken."""
         taken_nbytes = 0
 
         def take_and_count(piece: Buffer) -> None:
@@ -118,12 +118,12 @@ class Layer(Driver):
         await self.around(Operation("sweep", prefix), partial(self.inner.sweep, prefix))
 
     async def close(self) -> None:
-        """See :meth:`Driver.close`. Not an operation: nothing may stand in its way."""
+        """See :meth:`Driver.close`. Bypasses :meth:`around`, so nothing can delay it."""
         await self.inner.close()
 
 
 class LayeredUpload(Upload):
-    """An upload whose methods pass through the layer's :meth:`Layer.around`."""
+    """An upload whose methods pass through :meth:`Layer.around`."""
 
     def __init__(self, layer: Layer, key: str, inner: Upload) -> None:
         self._layer = layer
@@ -144,14 +144,14 @@ class LayeredUpload(Upload):
 
 
 def bottom(driver: Driver) -> Driver:
-    """The driver below all layers."""
+    """Return the driver below all layers."""
     while isinstance(driver, Layer):
         driver = driver.inner
     return driver
 
 
 def find(driver: Driver, kind: type[L]) -> L | None:
-    """The layer of this kind around a driver, if it has one."""
+    """Return the driver's layer of this kind, if it has one."""
     while isinstance(driver, Layer):
         if isinstance(driver, kind):
             return driver
@@ -162,7 +162,7 @@ def find(driver: Driver, kind: type[L]) -> L | None:
 async def next_batch(
     entries: AsyncIterator[ObjectInfo], shown: Container[str] = ()
 ) -> list[ObjectInfo]:
-    """The next entries of a listing whose keys were not ``shown`` before; none at its end."""
+    """Return the next entries of a listing, skipping keys in ``shown``; empty at the end."""
     batch: list[ObjectInfo] = []
     async for info in entries:
         if info.key not in shown:
@@ -173,6 +173,6 @@ async def next_batch(
 
 
 async def end(entries: AsyncIterator[ObjectInfo]) -> None:
-    """Let a listing that has been abandoned clean up."""
+    """Let an abandoned listing clean up."""
     if isinstance(entries, AsyncGenerator):
         await entries.aclose()

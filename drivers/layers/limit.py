@@ -1,4 +1,4 @@
-"""At most so many operations at a time, whatever the callers do."""
+"""A limit on concurrent operations."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class LimitLayer(Layer):
-    """Of all operations of this driver, ``concurrency`` run; the others wait, first come, first
-    served.
+    """Runs at most ``concurrency`` operations of this driver at a time; the others wait in FIFO
+    order.
 
-    Its traits say so too: a scheduler that reads them does not even begin more. Aborting an upload
-    never waits: it frees what others may be waiting for.
+    The traits report the limit, so a scheduler does not start more. Aborts never wait, because they
+    release resources that others may be waiting for.
     """
 
     def __init__(self, inner: Driver, concurrency: int) -> None:
@@ -31,7 +31,7 @@ class LimitLayer(Layer):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Those of the driver below, with no more concurrency than is allowed."""
+        """Traits of the driver below, with ``concurrency`` capped."""
         traits = self.inner.traits
         return replace(traits, concurrency=min(traits.concurrency, self._concurrency))
 

@@ -1,5 +1,4 @@
-"""What was asked of a storage, and how it answered: operations, bytes, errors by kind,
-latencies."""
+"""Metrics per storage: operations, bytes, latencies, and errors by type."""
 
 from __future__ import annotations
 
@@ -22,38 +21,38 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OperationMetrics:
-    """One kind of operation. ``histogram[i]`` counts those that took up to ``2**i`` microseconds
-    (of 2⁻²⁰ s each)."""
+    """Metrics of one kind of operation. ``histogram[i]`` counts operations that took up to ``2**i``
+    microseconds (each 2⁻²⁰ s)."""
 
     count: int
     nbytes: int
-    """Of those that succeeded."""
+    """Bytes moved by successful operations."""
     seconds: float
-    """Of all of them together."""
+    """Total duration."""
     errors: Mapping[str, int]
-    """By the name of the error, ``CancelledError`` included."""
+    """Number of errors by class name, including ``CancelledError``."""
     histogram: tuple[int, ...]
 
     def quantile_s(self, part: float) -> float:
-        """So long took ``part`` (0 to 1) of them, or less: the end of its bucket, so at most twice
-        too much; 0 if none."""
+        """Return the latency quantile ``part`` (0 to 1), rounded up to its bucket's end: at most
+        twice too high; 0 if there were no operations."""
         return quantile_s(self.histogram, part)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What was counted up to now, by the name of the operation."""
+    """Metrics at one moment, by operation name."""
 
     operations: Mapping[str, OperationMetrics]
 
     @property
     def count(self) -> int:
-        """Operations of all kinds."""
+        """Total number of operations."""
         return sum(seen.count for seen in self.operations.values())
 
     @property
     def errors(self) -> Mapping[str, int]:
-        """Of all operations, by the name of the error."""
+        """Number of errors of all operations, by class name."""
         return sum((Counter(seen.errors) for seen in self.operations.values()), Counter())
 
 
@@ -67,13 +66,13 @@ class _Counts:
 
 
 class Meter:
-    """Counts. Used from one thread; a snapshot may be taken from any."""
+    """Counters. Updated from one thread; snapshots may be taken from any thread."""
 
     def __init__(self) -> None:
         self._counts: dict[str, _Counts] = {}
 
     def count(self, name: str, nbytes: int, seconds: float, error: str | None) -> None:
-        """One operation has ended, well (``error`` is None) or not."""
+        """Record the end of an operation. ``error`` is None on success."""
         counts = self._counts.get(name) or self._counts.setdefault(name, _Counts())
         counts.count += 1
         counts.seconds += seconds
@@ -84,7 +83,7 @@ class Meter:
             counts.errors[error] += 1
 
     def snapshot(self) -> Snapshot:
-        """What was counted, now."""
+        """Return the current counts."""
         return Snapshot(
             MappingProxyType(
                 {
@@ -102,8 +101,8 @@ class Meter:
 
 
 class MetricsLayer(Layer):
-    """Counts every operation that reaches the driver below, into ``meter``. A listing counts once
-    per batch of entries."""
+    """Counts every operation that reaches the driver below in ``meter``. A listing counts once per
+    batch of entries."""
 
     def __init__(self, inner: Driver, meter: Meter) -> None:
         super().__init__(inner)
@@ -130,13 +129,13 @@ _meters: dict[str, Meter] = {}
 
 
 def meter_of(store: str) -> Meter:
-    """The meter of this process for a store, such as ``s3://bucket``. It outlives the drivers: each
-    save opens its own."""
+    """Return this process's meter for a store such as ``s3://bucket``. It outlives drivers, because
+    each save opens a new one."""
     return _meters.setdefault(store, Meter())
 
 
 def snapshots() -> dict[str, Snapshot]:
-    """By store, what this process has counted where the option ``metrics`` was on."""
+    """Return the metrics of this process by store, for stores with the option ``metrics`` on."""
     return {store: meter.snapshot() for store, meter in tuple(_meters.items())}
 
 

@@ -1,18 +1,18 @@
-"""Trying again what failed for a while, and a deadline for every operation.
+"""Retries of temporary failures, and a deadline for every operation.
 
-Only the mark ``temporary`` of an error decides. What is tried again, and why that is safe:
+Only an error's ``temporary`` flag decides. Which operations are retried, and why that is safe:
 
-- read, get, stat, list, delete, delete_all, sweep: whatever became of the first try, another
-  changes nothing more.
-- put: likewise; an exclusive one may find its own earlier try, and looks (see
-  :meth:`RetryLayer.put`).
-- create: what a failed one left is invisible, disturbs no other, and is swept.
-- write: never. Object stores' clients repeat the request of a part that was cut; where one part of
-  a file is half there, only the driver could know how to go on.
-- commit: never. A failed fsync that is tried again succeeds, and the bytes are lost all the same.
+- read, get, stat, list, delete, delete_all, sweep: a repetition has no further effect, whatever
+  became of the first attempt.
+- put: likewise. An exclusive put may find the object of its own earlier attempt, and checks for
+  that (:meth:`RetryLayer.put`).
+- create: the remains of a failed attempt are invisible, harmless, and swept later.
+- write: never. Clients of object stores retry the request of a failed part themselves; for a
+  half-written part of a file, only the driver could know where to continue.
+- commit: never. A repeated fsync can succeed although the first one lost the data.
 
-Storage behind the operating system (``remote`` is false) changes nothing twice: an I/O error of a
-device is no hiccup. There only what reads is tried again, and only if asked for.
+On storage behind the operating system (``remote`` is false), changing operations are never retried,
+because an I/O error of a device is not transient. Reading operations are retried only on request.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _READING = {"read", "get", "stat", "list"}
 MANY_FOLD = 10
-"""So many times as long may an operation take that is as many requests as there are objects."""
+"""Factor by which deadlines are longer for operations that take one request per object."""
 _OF_MANY = {"delete_all", "sweep"}
 _CHANGING = {"put", "create", "delete", "delete_all", "sweep"}
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often, and for how long."""
+    """Number of retries and time limit."""
 
     retries: int
-    """Further tries after the first; 0: none."""
+    """Attempts after the first; 0 for none."""
     op_timeout_s: float | None
-    """From the beginning of an operation to its end, tries and pauses together; None: for ever. Ten
-    times that for what is many requests: delete_all and sweep."""
+    """Time limit of an operation, including retries and pauses; None for no limit. Ten times as
+    long for delete_all and sweep, which take many requests."""
     first_pause_s: float = 0.1
-    """The longest first pause. Each is twice as long as the one before, at most ``pause_max_s``;
-    the actual pause is a random part of that, so that clients that failed together do not try
-    again together."""
+    """Maximum of the first pause. The maximum doubles with every retry, up to ``pause_max_s``. The
+    actual pause is a random fraction of it, so that clients that failed together do not retry
+    together."""
     pause_max_s: float = 15.0
 
 
 def pause_s(
     policy: RetryPolicy, tries: int, error: HoldfastError, chance: Callable[[], float]
 ) -> float:
-    """How long to wait after ``tries`` tries, the last of which failed with ``error``. At least as
-    long as it asks for.
+    """Return the pause after ``tries`` attempts, the last of which failed with ``error``; at least
+    as long as the error asks for.
 
     ``chance`` returns a random number in [0, 1).
     """
@@ -75,12 +75,12 @@ def pause_s(
 
 
 class RetryLayer(Layer):
-    """Tries temporary failures again, with exponential back-off and full jitter; ends every
-    operation in time.
+    """Retries temporary failures with exponential back-off and full jitter, and enforces a
+    deadline.
 
-    Raises what the last try raised, or, when the time is up, StorageDownError that says what it
-    waited for. A try that is under way then is cancelled; the driver gives the caller's buffer back
-    before that.
+    Raises the error of the last attempt, or StorageDownError at the deadline, naming the operation
+    it waited for. At the deadline the running attempt is cancelled, and the driver stops using the
+    caller's buffer before the error is raised.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class RetryLayer(Layer):
         return await self._tried(operation, call)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. An exclusive one that failed may have stored its object all the
-        same. If a later try finds the key taken, with these very bytes, they are taken for ours:
-        success. Put bytes there that no other process would put."""
+        """See :meth:`Driver.put`. A failed exclusive put may have stored its object anyway. If a
+        retry finds the key taken with identical bytes, it assumes they are its own and succeeds. So
+        put bytes that no other process would put."""
         failed = False
 
         async def once() -> None:
@@ -117,8 +117,8 @@ class RetryLayer(Layer):
         await self._tried(Operation("put", key, len(data)), once)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """See :meth:`Driver.list`. One that broke begins anew, and leaves out what was shown: for
-        that, keys are kept."""
+        """See :meth:`Driver.list`. A failed listing restarts and skips the entries already yielded,
+        so their keys are kept in memory."""
         shown: set[str] = set()
         entries = self.inner.list(prefix)
 
@@ -126,7 +126,8 @@ class RetryLayer(Layer):
             nonlocal entries
             try:
                 return await next_batch(entries, shown)
-            except BaseException:  # it is over; going on with it would look like its end
+            # the generator is finished; reading on would look like the end of the listing
+            except BaseException:
                 entries = self.inner.list(prefix)
                 raise
 
@@ -170,8 +171,8 @@ class RetryLayer(Layer):
     async def _pause(
         self, operation: Operation, tries: int, last: HoldfastError, running: asyncio.Timeout
     ) -> None:
-        """Raises the error of an operation that is late where there is no time left for the
-        pause."""
+        """Sleep before the next attempt. Raises the deadline's error if the pause would exceed
+        it."""
         wait_s = pause_s(self._policy, tries, last, self._chance)
         when_s = running.when()
         late = when_s is not None and asyncio.get_running_loop().time() + wait_s >= when_s
@@ -221,7 +222,7 @@ class RetryLayer(Layer):
         )
 
     async def _abort(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """An abort does not raise."""
+        """Abort the upload without raising."""
         try:
             async with deadline(self._policy.op_timeout_s) as timeout:
                 return await call()
@@ -237,7 +238,7 @@ class RetryLayer(Layer):
 
 
 def _counted(error: HoldfastError, tries: int, began_s: float) -> HoldfastError:
-    """The error, saying how often it was tried, if more than once."""
+    """Return the error, with the number of attempts appended if there were several."""
     if tries > 1:
         seconds = asyncio.get_running_loop().time() - began_s
         error.message += f" ({_times(tries)} in {seconds:.1f} s)"

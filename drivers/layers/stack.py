@@ -1,5 +1,5 @@
-"""The options that every scheme has, and the function that puts layers around a driver. A layer is
-imported when used."""
+"""Options common to all schemes, and the function that wraps a driver in layers. Layers are
+imported on first use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..options import Option, duration, integer, or_off, size, switch
 __all__ = ["OP_TIMEOUT_S", "RETRIES", "common_options", "stacked"]
 
 RETRIES = 10
-"""Of storage behind a network. With the pauses between them, about half a minute: a server that
-restarts is waited for."""
+"""Default for remote storage. With the pauses, about half a minute: long enough for a server to
+restart."""
 OP_TIMEOUT_S = 120.0
-"""Of storage behind a network."""
+"""Default for remote storage."""
 
 
 def _fault_plan(text: str) -> Any:
@@ -25,8 +25,7 @@ def _fault_plan(text: str) -> Any:
 
 
 def common_options(*, remote: bool) -> Mapping[str, Option]:
-    """The options of every scheme, with the defaults for storage that is, or is not, behind a
-    network."""
+    """Return the options of every scheme, with defaults for remote or local storage."""
     return {
         "retries": Option(
             integer(0, 1000),
@@ -62,11 +61,11 @@ def common_options(*, remote: bool) -> Mapping[str, Option]:
 
 
 def stacked(driver: Driver, values: Mapping[str, Any], *, store: str) -> Driver:
-    """``driver`` with the layers that ``values``, one for each common option, ask for; itself if
-    they ask for none.
+    """Return ``driver`` wrapped in the layers that ``values`` ask for; the driver itself if there
+    are none.
 
-    The order, from the bottom up, is that of the package docstring, with its reasons. ``store`` is
-    under what name metrics count.
+    ``values`` has one entry per common option. The package docstring explains the order. ``store``
+    is the name under which metrics are counted.
     """
     if values["faults"] is not None:
         from .faults import FaultsLayer

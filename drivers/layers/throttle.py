@@ -1,5 +1,4 @@
-"""At most so many bytes a second, so that a checkpoint leaves the network and the disks to
-training."""
+"""A limit on bytes per second, so that checkpoints leave bandwidth to training."""
 
 from __future__ import annotations
 
@@ -16,43 +15,43 @@ from .turn import waiting_for_a_turn
 __all__ = ["BURST_S", "ThrottleLayer", "TokenBucket", "shared_bucket"]
 
 BURST_S = 0.1
-"""How much of a second's bytes may pass at once after a rest. An operation is never divided: a
-larger one passes whole, and those after it wait for it."""
+"""Seconds' worth of bytes that may pass at once after idle time. Operations are never split: a
+larger one passes as a whole, and later ones wait for it."""
 
 T = TypeVar("T")
 
 
 class TokenBucket:
-    """First come, first served; an operation begins when all bytes before it have had their time.
+    """Token bucket in FIFO order: an operation starts when the time of all earlier bytes has
+    passed.
 
-    In any T seconds at most ``bytes_per_s * (T + BURST_S)`` bytes begin, and one operation more.
-    Arithmetic alone: the caller has the clock, and sleeps. Threads may share it.
+    In any T seconds, at most ``bytes_per_s * (T + BURST_S)`` bytes and one more operation start.
+    Does arithmetic only: the caller reads the clock and sleeps. Thread-safe.
     """
 
     def __init__(self, bytes_per_s: int) -> None:
         self._bytes_per_s = bytes_per_s
         self._free_s = float("-inf")
-        """When all that was let in will have had its time."""
+        """Time at which all admitted bytes will have passed."""
         self._lock = new_lock()
 
     def take(self, nbytes: int, now_s: float) -> float:
-        """Let ``nbytes`` in; return how many seconds from now they may begin."""
+        """Admit ``nbytes`` and return the delay in seconds until they may start."""
         with self._lock:
             free_s = max(self._free_s, now_s - BURST_S)
             self._free_s = free_s + nbytes / self._bytes_per_s
             return max(0.0, free_s - now_s)
 
     def give_back(self, nbytes: int) -> None:
-        """Bytes that were let in do not come after all."""
+        """Return admitted bytes that will not be sent."""
         with self._lock:
             self._free_s -= nbytes / self._bytes_per_s
 
 
 class ThrottleLayer(Layer):
-    """Lets operations that carry bytes, in either direction, begin at the rate of ``bucket``.
+    """Starts operations that carry bytes, in either direction, at the rate of ``bucket``.
 
-    The bytes of ``get`` are known, and counted, when they are there: the next operation waits for
-    them.
+    The size of a ``get`` is known only at its end, so the next operation waits for its bytes.
     """
 
     def __init__(self, inner: Driver, bucket: TokenBucket) -> None:
@@ -85,8 +84,8 @@ _buckets: dict[int, TokenBucket] = {}
 
 
 def shared_bucket(bytes_per_s: int) -> TokenBucket:
-    """The one bucket of this process for this rate: saves in flight share it, whatever they write
-    to."""
+    """Return this process's bucket for this rate. All saves in flight share it, whatever their
+    destination."""
     return _buckets.setdefault(bytes_per_s, TokenBucket(bytes_per_s))
 
 

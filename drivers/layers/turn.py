@@ -1,4 +1,4 @@
-"""The deadline of one operation, and waiting that does not count against it."""
+"""The deadline of an operation, and waits that do not count against it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _running: ContextVar[asyncio.Timeout | None] = ContextVar("holdfast-deadline", d
 
 
 class deadline:
-    """Cancel the body of an ``async with`` after ``timeout_s`` seconds, those in
-    :func:`waiting_for_a_turn` not counted; then raise TimeoutError, and the timeout's ``expired()``
-    is true. None: never."""
+    """Async context manager that cancels its body after ``timeout_s`` seconds (None: never), not
+    counting time in :func:`waiting_for_a_turn`. It then raises TimeoutError, and the timeout's
+    ``expired()`` is true."""
 
     __slots__ = ("_timeout", "_token")
 
@@ -35,7 +35,7 @@ class deadline:
 
 @contextmanager
 def waiting_for_a_turn() -> Iterator[None]:
-    """The clock of the deadline that this task runs under, if any, stands still in the body."""
+    """Pause the deadline of this task, if it has one, during the body."""
     timeout = _running.get()
     if timeout is not None:
         when_s = timeout.when()

@@ -1,1 +1,1 @@
-"""``lustre://``: the local driver, with layouts."""
+"""``lustre://``: the local driver with file layouts."""

@@ -1,10 +1,9 @@
-"""``lustre:///folder``: a folder on Lustre. The local driver, and files that are spread over the
-storage targets.
+"""``lustre:///folder``: a folder on Lustre. The local driver, with files striped over storage
+targets.
 
-A ``file://`` folder that lies on a Lustre mount is served by this driver too. What makes it Lustre
-is next door: ``layout`` chooses a layout, ``files`` gives it to new files. The rest
-(O_DIRECT, temporary names, fsync, rename) is the local driver's. Other hosts see the files, so
-leftovers are swept once they were quiet for an hour.
+It also serves ``file://`` folders on a Lustre mount. ``layout`` chooses a layout, and ``files``
+applies it to new files. Everything else (O_DIRECT, temporary names, fsync, rename) is the local
+driver's. Other hosts see the files, so leftovers are swept only after an hour without changes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _stripe_size(text: str) -> int:
 
 
 class LustreDriver(LocalDriver):
-    """Objects are files below a folder on Lustre."""
+    """Objects stored as files below a folder on Lustre."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **LocalDriver.OPTIONS,
@@ -72,7 +71,7 @@ class LustreDriver(LocalDriver):
         ost_count: int | None = None,
         **local: Any,
     ) -> None:
-        """``stripe_size`` is in bytes. ``local``: the local driver's."""
+        """Take the striping options (``stripe_size`` in bytes) and those of the local driver."""
         uri = Uri(scheme, os.fspath(root))
         striper = Striper(
             uri.redacted,
@@ -84,20 +83,20 @@ class LustreDriver(LocalDriver):
         super().__init__(
             root, scheme=scheme, fs_type=lambda path: "lustre", create=striper.create, **local
         )
-        # Parts of whole stripes: no two writes share one, so none waits for another's lock.
+        # Parts are whole stripes: no two writes share one, so none waits for another's lock.
         stripe_nbytes = stripe_size or STRIPE_NBYTES
         part_nbytes = round_up(self.traits.part_nbytes, stripe_nbytes)
         self.traits = dataclasses.replace(self.traits, part_nbytes=part_nbytes)
 
     @classmethod
     def open(cls, uri: Uri) -> LustreDriver:
-        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not
-        know."""
+        """Return the driver for ``uri``. Raises UriError for an unknown option or an invalid
+        value."""
         driver = cls(uri.location, scheme=uri.scheme, **option_values(cls.OPTIONS, uri))
         return driver._closed_when_collected()
 
     async def layout(self, key: str) -> Layout | None:
-        """How an object is spread; None where the file system does not say. Raises
+        """Return an object's layout; None if the file system does not report it. Raises
         NotFoundError."""
         return await self._threads.operate("read layout", self._checked(key), self._layout, key)
 

@@ -1,4 +1,4 @@
-"""Files with a Lustre layout, given before their first byte, and read back. All functions block."""
+"""Creating files with a Lustre layout, and reading layouts back. All functions block."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .layout import ALL_OSTS, STRIPE_NBYTES, Layout, choose, decode, encode
 __all__ = ["STRIPED_MIN_NBYTES", "Facts", "Striper", "count_osts", "facts_of", "layout_of"]
 
 STRIPED_MIN_NBYTES = 1 << 20
-"""Smaller files keep the folder's default: one stripe is enough, and it may lie with the metadata.
-"""
+"""Smaller files keep the folder's default: one stripe is enough, and it may be stored with the
+metadata."""
 OST_COUNT_UNKNOWN = 4
-"""Assumed where the number of targets cannot be found out."""
+"""Assumed number of OSTs if it cannot be determined."""
 
 _LOV = "lustre.lov"
-# O_LOV_DELAY_CREATE is spelled O_NOCTTY | O_ASYNC: create no objects until the layout is known, or
-# the first byte comes.
+# O_LOV_DELAY_CREATE is encoded as O_NOCTTY | O_ASYNC: create no objects until the layout is set or
+# the first byte is written.
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_NOCTTY | os.O_ASYNC
 _NO_LAYOUTS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EPERM, errno.EACCES)
 _LFS_TIMEOUT_S = 30.0
@@ -39,19 +39,19 @@ _log = logging.getLogger(__name__)
 
 
 class Facts(NamedTuple):
-    """What is the same for all of a file system: its number of OSTs, and the layout of folders that
-    have none."""
+    """Properties of a whole file system: the number of OSTs, and the layout of folders without
+    their own."""
 
     ost_count: int
     default: Layout = Layout()
 
 
 class Striper:
-    """Creates the files of one root, each with its layout. Thread-safe.
+    """Creates the files of one root with a layout. Thread-safe.
 
-    ``stripe_count`` and ``stripe_nbytes`` are what was asked for, None where it is left to us. If
-    both are, and a folder has a composite default, its files are made as that says. A layout that
-    we chose and did not get is logged, once; one that was asked for and is refused is an error.
+    ``stripe_count`` and ``stripe_nbytes`` are the requested values, or None to choose. If both are
+    None and a folder has a composite default, its files keep that. A chosen layout that does not
+    take effect is logged once; a requested layout that is refused is an error.
     """
 
     def __init__(
@@ -63,8 +63,7 @@ class Striper:
         writers: int | None,
         facts: Callable[[], Facts],
     ) -> None:
-        """``uri`` is redacted, for messages. ``facts`` is called once, when they are first
-        needed."""
+        """Take a redacted ``uri`` for messages. ``facts`` is called once, on first use."""
         self._uri = uri
         self._writers = writers
         self._find_facts = facts
@@ -76,8 +75,8 @@ class Striper:
         self._logged: set[str] = set()
 
     def create(self, folder: int, name: str, nbytes: int) -> int:
-        """A :data:`CreateFile`. Raises OSError; StorageError where a layout that was asked for is
-        refused."""
+        """Create a file, as a :data:`CreateFile`. Raises OSError; raises StorageError if a
+        requested layout is refused."""
         if nbytes >= STRIPED_MIN_NBYTES:
             wanted = self._wanted(folder, nbytes)
         else:
@@ -96,7 +95,7 @@ class Striper:
         return fd
 
     def _wanted(self, folder: int, nbytes: int) -> Layout | None:
-        """The layout for a file of ``nbytes``; None where the folder's default is to be kept."""
+        """Return the layout for a file of ``nbytes``; None to keep the folder's default."""
         facts = self._found_facts()
         default = layout_of(folder) or facts.default
         if default.composite and not self._asked:
@@ -132,9 +131,9 @@ class Striper:
                 )
 
     def _check(self, found: Layout | None, wanted: Layout) -> None:
-        """Lustre ignores a layout that comes too late, and says nothing."""
+        """Compare layouts, because Lustre silently ignores one that is set too late."""
         if found is None:
-            return  # what could not be set, has been told; or it cannot be read
+            return  # already reported by _set, or unreadable
         if wanted.stripe_count == ALL_OSTS:
             count = found.stripe_count
         else:
@@ -155,7 +154,7 @@ class Striper:
 
 
 def layout_of(fd: int) -> Layout | None:
-    """The layout of a file, or the default of a folder; None where there is none, or it cannot be
+    """Return the layout of a file or the default of a folder; None if there is none or it cannot be
     read."""
     try:
         return decode(os.getxattr(fd, _LOV))
@@ -166,7 +165,8 @@ def layout_of(fd: int) -> Layout | None:
 
 
 def facts_of(path: str, ost_count: int | None = None) -> Facts:
-    """Of the file system that holds ``path``. With ``ost_count``, targets are not counted."""
+    """Return the facts of the file system that holds ``path``. With ``ost_count``, does not count
+    targets."""
     fd = os.open(mount_of(path).point or "/", os.O_RDONLY | os.O_DIRECTORY)
     try:
         default = layout_of(fd) or Layout()
@@ -176,8 +176,8 @@ def facts_of(path: str, ost_count: int | None = None) -> Facts:
 
 
 def count_osts(path: str, parameters: Sequence[Path] = _PARAMETERS) -> int:
-    """How many OSTs the file system that holds ``path`` has: from the kernel, else from `lfs df`,
-    else a guess."""
+    """Return the number of OSTs of the file system that holds ``path``: from the kernel, else `lfs
+    df`, else a guess."""
     fs_name = mount_of(path).source.rpartition("/")[2]
     for folder in parameters:
         for file in folder.glob(f"lov/{fs_name or '*'}-clilov-*/activeobd"):
@@ -188,7 +188,7 @@ def count_osts(path: str, parameters: Sequence[Path] = _PARAMETERS) -> int:
 
 
 def _set_by_lfs(folder: int, name: str, wanted: Layout) -> bool:
-    """Whether `lfs` is here, and has given a file that has no objects yet its layout."""
+    """Set the layout of a file without objects using `lfs`. Return whether that succeeded."""
     if wanted.pool:
         pool = ["--pool", wanted.pool]
     else:
@@ -202,7 +202,7 @@ def _set_by_lfs(folder: int, name: str, wanted: Layout) -> bool:
 
 
 def _lfs(*arguments: str) -> str | None:
-    """What `lfs` prints; None where there is none, or it fails."""
+    """Run `lfs` and return its output; None if it is missing or fails."""
     lfs = shutil.which("lfs")
     if lfs is None:
         return None

@@ -1,9 +1,9 @@
-"""How a file is spread over a Lustre file system's object storage targets (OSTs): as bytes, and
-chosen. Pure functions.
+"""Layouts of files over Lustre's object storage targets (OSTs): encoding, decoding and choosing
+them. Pure functions.
 
-A file is dealt out to ``stripe_count`` objects, each on an OST of its own, ``stripe_nbytes`` at a
-time. The layout is the extended attribute ``lustre.lov``; it is given before the first byte is
-written, and never changes afterwards.
+A file is striped over ``stripe_count`` objects, each on its own OST, ``stripe_nbytes`` at a time.
+The layout is stored in the extended attribute ``lustre.lov``. It is set before the first byte is
+written and never changes afterwards.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = [
 ]
 
 STRIPE_NBYTES = 16 << 20
-"""The chunk of an image: so each write goes to one object."""
+"""Default stripe size, equal to the chunk of an image, so that each write goes to one object."""
 STRIPE_UNIT_NBYTES = 64 << 10
-"""Lustre takes multiples of this."""
+"""Granularity of stripe sizes in Lustre."""
 STRIPE_COUNT_MAX = 2000
 ALL_OSTS = -1
 
@@ -39,15 +39,18 @@ _ALONE_COUNT_MAX = 32
 _V1 = struct.Struct("<IIQQIHH")
 _MAGIC_V1 = 0x0BD10BD0
 _MAGIC_V3 = 0x0BD30BD0
-_POOL_NBYTES = 16  # version 3 has the name of a pool of OSTs behind it
+_POOL_NBYTES = 16  # version 3 appends the name of an OST pool
 _ANY_OST = 0xFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``stripe_count``: objects, :data:`ALL_OSTS`, or 0 for the file system's default;
-    ``stripe_nbytes``: 0 for the default; ``pool``: OSTs to choose from. ``composite``: several
-    layouts by range of the file (PFL); the rest is then unknown."""
+    """Layout of a file.
+
+    ``stripe_count`` is the number of objects, :data:`ALL_OSTS`, or 0 for the file system's default.
+    ``stripe_nbytes`` is 0 for the default. ``pool`` is the OST pool. ``composite`` means several
+    layouts by file range (PFL); the other fields are then unknown.
+    """
 
     stripe_count: int = 0
     stripe_nbytes: int = 0
@@ -71,7 +74,7 @@ class Layout:
 
 
 def encode(layout: Layout) -> bytes:
-    """The value of ``lustre.lov`` that asks for ``layout``, which is not composite."""
+    """Encode ``layout``, which is not composite, as a value of ``lustre.lov``."""
     if layout.pool:
         magic = _MAGIC_V3
     else:
@@ -81,8 +84,8 @@ def encode(layout: Layout) -> bytes:
 
 
 def decode(value: bytes) -> Layout:
-    """The layout that ``lustre.lov`` says. What is neither version 1 nor 3 is composite, or newer
-    than we are."""
+    """Decode a value of ``lustre.lov``. Anything other than version 1 or 3 is composite, or newer
+    than this code."""
     if len(value) < _V1.size:
         return Layout(composite=True)
     magic, _, _, _, stripe_nbytes, count, _ = _V1.unpack_from(value)
@@ -97,13 +100,14 @@ def decode(value: bytes) -> Layout:
 
 
 def choose(nbytes: int, *, ost_count: int, writers: int | None, shared_file: bool = False) -> int:
-    """The number of stripes for a file of ``nbytes``.
+    """Return the number of stripes for a file of ``nbytes``.
 
-    ``writers`` is how many processes write at the same time, each a file of its own, or, with
-    ``shared_file``, all this one; None: unknown, and taken for many. Many files fill all OSTs by
-    their number: one stripe each, which also keeps the objects and locks few; a few for very large
-    ones, so that no OST holds a whole one. Few files get a share of the OSTs each, as far as their
-    size makes use of it. One shared file gets an OST per writer.
+    ``writers`` is the number of processes that write concurrently: each its own file, or all to
+    this one with ``shared_file``. None means unknown, and is treated as many.
+
+    Many files fill all OSTs by their number, so each gets one stripe, which also keeps objects and
+    locks few. Very large files get a few stripes, so that no OST stores a whole one. Few files each
+    get a share of the OSTs, as far as their size can use it. A shared file gets one OST per writer.
     """
     if shared_file:
         return max(1, min(ost_count, writers or ost_count, STRIPE_COUNT_MAX))

@@ -1,1 +1,1 @@
-"""Memory of keepers on other hosts, over HTTP, for reading only."""
+"""``peer://``: read-only access over HTTP to the memory of keepers on other hosts."""

@@ -1,6 +1,6 @@
-"""Connections to one keeper: kept for the next request, and cut off where nobody waits any more.
+"""HTTP connections to one keeper: reused between requests, and cut when the caller stops waiting.
 
-All of this blocks, and is called from threads.
+Everything here blocks, and is called from threads.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from ...core.forks.renewal import new_lock
 __all__ = ["Connections", "Request"]
 
 CONNECT_S = 10.0
-"""A host that is up answers sooner."""
+"""Timeout of connecting: a live host answers sooner."""
 
 _PIECE_NBYTES = 1 << 20
-"""So much is received between two looks whether the caller still waits."""
+"""Bytes received between two checks of whether the caller is still waiting."""
 _REFUSAL_NBYTES_MAX = 64 << 10
-"""A longer explanation is not received; its connection is closed instead."""
+"""Longest error body that is read in order to reuse the connection; with a longer one, it is
+closed."""
 
 
 class Request:
-    """One request, which its caller may cut off from another thread."""
+    """One request, which its caller may cut from another thread."""
 
     def __init__(self) -> None:
         self._lock = new_lock()
@@ -33,30 +34,30 @@ class Request:
         self.is_cut = False
 
     def cut(self) -> None:
-        """End it: whatever waits for an answer fails at once."""
+        """Abort the request: pending socket calls fail at once."""
         with self._lock:
             self.is_cut = True
             if self._socket is not None:
                 _shut(self._socket)
 
     def check(self) -> None:
-        """Raise ConnectionAbortedError where it was cut off."""
+        """Raise ConnectionAbortedError if the request was cut."""
         if self.is_cut:
             raise ConnectionAbortedError("the caller no longer waits")
 
     def begin(self, sock: socket.socket) -> None:
-        """From now on it uses ``sock``."""
+        """Attach the request to ``sock``."""
         with self._lock:
             self._socket = sock
         self.check()
 
     def end(self) -> None:
-        """Its socket may serve another request."""
+        """Detach the socket, so that another request can use it."""
         with self._lock:
             self._socket = None
 
     def fill(self, response: http.client.HTTPResponse, into: memoryview) -> None:
-        """Receive into all of ``into``. Raises IncompleteRead where less comes."""
+        """Receive into all of ``into``. Raises IncompleteRead if the response is shorter."""
         filled = 0
         while filled < len(into):
             self.check()
@@ -68,14 +69,14 @@ class Request:
 
 def _shut(sock: socket.socket) -> None:
     try:
-        # Not SSLSocket.shutdown, which pulls the session away under the thread that reads.
+        # Not SSLSocket.shutdown: it removes the session that the reading thread is using.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
-    except OSError:  # it has ended by itself
+    except OSError:  # already closed
         pass
 
 
 class Connections:
-    """To one address: those that no request uses now are kept for the next. Thread-safe."""
+    """Pool of connections to one address; idle ones are reused. Thread-safe."""
 
     def __init__(
         self,
@@ -86,7 +87,8 @@ class Connections:
         tls: ssl.SSLContext | None,
         headers: Mapping[str, str],
     ) -> None:
-        """``timeout_s``: for how long nothing may come. ``headers``: of every request."""
+        """Set up the pool without connecting. ``timeout_s`` limits each wait for data; ``headers``
+        are sent with every request."""
         self._host = host
         self._port = port
         self._timeout_s = timeout_s
@@ -100,8 +102,8 @@ class Connections:
     def answer(
         self, request: Request, method: str, target: str, headers: Mapping[str, str]
     ) -> Iterator[http.client.HTTPResponse]:
-        """The head of an answer, of whatever status. A connection whose answer has not been
-        received as a whole by the end of the body is closed. Raises OSError and HTTPException."""
+        """Yield the head of a response, whatever its status. If the response was not fully received
+        by the end of the body, its connection is closed. Raises OSError and HTTPException."""
         connection, response = self._asked(request, method, target, {**self._headers, **headers})
         try:
             yield response
@@ -120,8 +122,7 @@ class Connections:
             connection.close()
 
     def close(self) -> None:
-        """Close all that are kept; others are closed when their requests end. Safe to call
-        twice."""
+        """Close idle connections; others close when their requests end. Safe to call twice."""
         with self._lock:
             self._is_closed = True
             idle = self._idle
@@ -132,8 +133,8 @@ class Connections:
     def _asked(
         self, request: Request, method: str, target: str, headers: Mapping[str, str]
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Over a connection that is kept; if the keeper has closed that one meanwhile, over a new
-        one. Nothing is asked for that could not be asked for twice."""
+        """Send the request on an idle connection, or on a new one if the keeper has closed the idle
+        one meanwhile. Safe because every request is idempotent."""
         kept = self._kept()
         if kept is not None:
             try:
@@ -182,7 +183,7 @@ def _exchange(
     target: str,
     headers: Mapping[str, str],
 ) -> http.client.HTTPResponse:
-    """Where it fails, the connection is closed."""
+    """Send the request and return the response head. Closes the connection on failure."""
     try:
         request.begin(connection.sock)
         connection.request(method, target, headers=dict(headers))
@@ -194,7 +195,7 @@ def _exchange(
 
 
 def _finish(response: http.client.HTTPResponse) -> None:
-    """Receive what is left, if it is little."""
+    """Read the rest of the response if it is short."""
     if response.isclosed():
         return
     if response.length is not None and response.length <= _REFUSAL_NBYTES_MAX:

@@ -1,9 +1,9 @@
-"""``peer://host:port/run/step-00000500``: what the keeper of another host has in memory, for
-reading only.
+"""``peer://host:port/run/step-00000500``: read-only access to the memory of a keeper on another
+host.
 
-Answers are received into the caller's memory, by blocking threads: ranges of images are large, and
-Python's own client costs the least processor time for them. A request that is cancelled is cut off
-at its socket, so that it does not wait for a host that is gone.
+Blocking threads receive responses directly into the caller's memory: image ranges are large, and
+Python's own client uses the least CPU for them. A cancelled request is cut at its socket, so it
+never waits for a dead host.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["PeerDriver"]
 
 MODIFIED_HEADER = "X-Holdfast-Modified"
 LIST_NBYTES_MAX = 256 << 20
-"""The longest list that is received: that of about a million objects."""
+"""Longest listing accepted: about a million objects."""
 CLOSE_TIMEOUT_S = 60.0
 
 _PIECE_NBYTES = 1 << 20
@@ -49,14 +49,15 @@ T = TypeVar("T")
 
 
 def token(text: str) -> str:
-    """A parser of what a keeper knows its run by. Raises ValueError, which does not repeat it."""
+    """Parse the token that authenticates requests for a run. Raises ValueError, which does not
+    repeat the token."""
     if text and not _TOKEN.fullmatch(text):
         raise ValueError("is up to 256 letters, digits and signs of -._~+/=")
     return text
 
 
 class PeerDriver(ReadOnly, Driver):
-    """What lies below one key of a keeper. Everything that would change it raises StorageError."""
+    """Objects below one key of a keeper. Every writing method raises StorageError."""
 
     reading_only: ClassVar[str] = "peer:// is for reading only"
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -70,7 +71,7 @@ class PeerDriver(ReadOnly, Driver):
     }
 
     def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
-        """``values``: one for each of OPTIONS. Raises UriError where they name no keeper."""
+        """Take one value for each of OPTIONS. Raises UriError if the URI names no keeper."""
         self.uri = uri.root
         authority, _, path = uri.location.partition("/")
         host, port = _address(authority, uri)
@@ -101,8 +102,8 @@ class PeerDriver(ReadOnly, Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> PeerDriver:
-        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not
-        know."""
+        """Return the driver for ``uri``. Raises UriError for an unknown option or an invalid
+        value."""
         return cls(uri, option_values(cls.OPTIONS, uri))
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
@@ -118,8 +119,7 @@ class PeerDriver(ReadOnly, Driver):
         await self._run("read", key, read)
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
-        """See :meth:`Driver.read_pieces`. Each piece is taken while the processor's cache holds
-        it."""
+        """See :meth:`Driver.read_pieces`. Each piece is taken while it is in the CPU cache."""
         target = self._target(key)
 
         def read(request: Request) -> None:
@@ -186,8 +186,8 @@ class PeerDriver(ReadOnly, Driver):
             self._connections.close()
 
     async def _run(self, doing: str, key: str, call: Callable[[Request], T]) -> T:
-        """``call`` in a thread. Where the caller is cancelled its request is cut off, and the
-        thread waited for, which uses the caller's memory."""
+        """Run ``call`` in a thread. On cancellation, cut the request and wait for the thread, which
+        uses the caller's memory."""
         request = Request()
         task = asyncio.ensure_future(self._threads.operate(doing, key, call, request))
 
@@ -212,8 +212,8 @@ class PeerDriver(ReadOnly, Driver):
         target: str,
         **headers: str,
     ) -> Iterator[HTTPResponse]:
-        """The head of an answer that is what was asked for. Blocks. Raises StorageError for any
-        other, besides what connections raise."""
+        """Yield the head of a successful response. Blocks. Raises StorageError for any other
+        response, in addition to connection errors."""
         wanted = 206 if "Range" in headers else 200
         refused: HoldfastError | None = None
         with self._connections.answer(request, method, target, headers) as response:
@@ -221,7 +221,7 @@ class PeerDriver(ReadOnly, Driver):
                 yield response
             else:
                 refused = self._refused(response, doing, key)
-        # Here, where the connection has been kept for the next request.
+        # Outside the block, so that the connection is kept for reuse.
         if refused is not None:
             raise refused
 
@@ -236,7 +236,7 @@ class PeerDriver(ReadOnly, Driver):
     def _range(
         self, request: Request, key: str, target: str, start: int, nbytes: int
     ) -> Iterator[HTTPResponse]:
-        """An answer that holds these bytes, at least one, and no others."""
+        """Yield a response with exactly these bytes; there must be at least one."""
         if start < 0:
             raise self._short(None, key)
         asked = f"bytes={start}-{start + nbytes - 1}"
@@ -253,7 +253,7 @@ class PeerDriver(ReadOnly, Driver):
             yield response
 
     async def _check_end(self, key: str, start: int) -> None:
-        """Raise DamagedError where the object ends before ``start``."""
+        """Raise DamagedError if the object ends before ``start``."""
         nbytes = (await self.stat(key)).nbytes
         if not 0 <= start <= nbytes:
             raise self._short(nbytes, key)
@@ -265,8 +265,8 @@ class PeerDriver(ReadOnly, Driver):
         return int(text)
 
     def _info(self, line: bytearray) -> ObjectInfo:
-        """A line of a list. Raises StorageError where it is none, or of something that is not below
-        the root."""
+        """Parse one line of a listing. Raises StorageError if it is malformed or not below the
+        root."""
         try:
             said = json.loads(line)
             whole, nbytes, modified_s = said["key"], said["nbytes"], said["modified_s"]
@@ -293,7 +293,7 @@ class PeerDriver(ReadOnly, Driver):
         return f"/v1/object/{self._quoted(key)}"
 
     def _quoted(self, key: str) -> str:
-        """What the keeper calls ``key``, for a request. Raises UriError."""
+        """Return the keeper's name of ``key``, percent-encoded. Raises UriError."""
         if key:
             check_key(key, uri=self.uri)
         whole = "/".join(filter(None, (self._prefix, key)))
@@ -319,7 +319,7 @@ class PeerDriver(ReadOnly, Driver):
 
 
 def _address(authority: str, uri: Uri) -> tuple[str, int]:
-    """Host and port. Raises UriError."""
+    """Return host and port. Raises UriError."""
     advice = "Write peer://host:port/run/step; an IPv6 address stands in brackets."
     if "@" in authority:
         raise UriError("a keeper knows no users", uri=uri.redacted, advice=advice)
@@ -335,7 +335,7 @@ def _address(authority: str, uri: Uri) -> tuple[str, int]:
 
 
 def _seconds(text: str | None) -> float:
-    """Since the epoch, as a keeper says it; 0 where it does not."""
+    """Parse the keeper's modification time, in seconds since the epoch; 0 if missing or invalid."""
     try:
         seconds = float(text or 0)
     except ValueError:

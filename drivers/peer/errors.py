@@ -1,5 +1,4 @@
-"""From what a keeper answers, and what becomes of connections to it, to the error that a handler
-can act on."""
+"""Translation of a keeper's responses and of connection failures into Holdfast's errors."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ _ANOTHER = "Does a keeper listen there? With TLS it takes ?tls=on, without it ?t
 
 @contextmanager
 def failures(doing: str, uri: str, key: str) -> Iterator[None]:
-    """Raise a StorageError in place of what connections raise."""
+    """Translate connection errors into a StorageError."""
     try:
         yield
     except StorageError:
@@ -56,7 +55,7 @@ def failures(doing: str, uri: str, key: str) -> Iterator[None]:
 
 
 def refusal(status: int, retry_after: str | None, doing: str, uri: str, key: str) -> StorageError:
-    """The error for an answer that is not what was asked for."""
+    """Return the error for an unsuccessful response."""
     message = f"{doing}: the keeper answers {status}"
     if status in (401, 403):
         return AccessError(message, uri=uri, key=key, advice=_TOKEN)
