@@ -1,5 +1,5 @@
-"""What both workloads of a driver alone have in common: a folder that is cleared at the end, and
-what is said of the machine."""
+"""The steps shared by both workloads of a driver alone: a temporary folder and a description of the
+machine."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def measured_at(
     *,
     least_s: float = LEAST_S,
 ) -> DriverMeasurement:
-    """Have ``work`` measure in a folder of its own below the URI, which is deleted again, also
-    when it is interrupted.
+    """Run ``work`` in a new folder below the URI, and delete that folder afterwards, also on
+    interruption.
 
-    ``work`` returns what it found by point, and of those that read from a file system of this host
-    the smallest part that came from the device. ``least_s``: shorter rounds are too short to
-    be believed. Raises what the driver raises.
+    ``work`` returns its results by point and, for points that read from a local file system, the
+    smallest share of bytes that came from the device. Rounds shorter than ``least_s`` are marked
+    invalid. Raises the driver's errors.
     """
     busy_before = busy_part()
     place = plan.new_place()

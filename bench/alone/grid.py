@@ -1,7 +1,7 @@
 """The points at which a driver is measured: part size × concurrency, within the driver's limits.
 
-A driver that declares an option for the size of its parts, or for how much it does at a time, is
-opened with it: a thread pool of eight would make sixteen at a time the same as eight.
+If a driver has an option for its part size or its concurrency, it is opened with the point's value.
+Otherwise a thread pool of eight would make a concurrency of 16 the same as 8.
 
 Scope: pure.
 """
@@ -22,12 +22,13 @@ __all__ = ["CONCURRENCY_OPTIONS", "PART_OPTION", "Point", "grid"]
 PART_OPTION = "part_size"
 CONCURRENCY_OPTIONS = ("concurrency", "threads")
 _PARTS = (4 << 20, 8 << 20, 64 << 20)
-"""The first two of these that a driver takes, and the size that it prefers, are the default."""
+"""Candidates for the default part sizes: the driver's preferred size, and the first and last of
+these that it takes."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """``options`` are the keywords with which the driver is opened."""
+    """A point of the grid. ``options`` are keywords for opening the driver."""
 
     part_nbytes: int
     concurrency: int
@@ -35,11 +36,11 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Such as ``16MiB × 8``."""
+        """Return the name, such as ``16MiB × 8``."""
         return f"{exact_size_text(self.part_nbytes)} × {self.concurrency}"
 
     def shape(self, *, random: bool) -> Shape:
-        """The same as the way in which an object is moved."""
+        """Return the shape of a transfer at this point."""
         return Shape(self.part_nbytes, self.concurrency, random)
 
 
@@ -51,10 +52,11 @@ def grid(
     concurrencies: Sequence[int] | None,
     given: Collection[str] = (),
 ) -> list[Point]:
-    """All part sizes by all concurrencies. None: chosen around what the driver prefers.
+    """Return all combinations of part sizes and concurrencies. None picks values around the
+    driver's preferences.
 
-    ``options``: those that the driver declares; ``given``: names of those that the URI sets, and
-    which a grid therefore cannot vary. Raises UsageError for a point that the driver does not take.
+    ``options`` are those that the driver declares. ``given`` names those that the URI sets, which a
+    grid cannot vary. Raises UsageError for a point that the driver does not take.
     """
     part_sizes = sorted(set(part_sizes or _default_parts(options, traits, given)))
     concurrencies = sorted(set(concurrencies or _default_concurrencies(options, traits, given)))
@@ -96,7 +98,7 @@ def _default_concurrencies(
 
 
 def _concurrency_option(options: Mapping[str, Option]) -> str:
-    """The name of the option that says how much is done at a time; "" where there is none."""
+    """Return the name of the driver's concurrency option; "" if it has none."""
     return next((name for name in CONCURRENCY_OPTIONS if name in options), "")
 
 
@@ -107,7 +109,8 @@ def _options(
     part_nbytes: int,
     concurrency: int,
 ) -> dict[str, str]:
-    """What the driver is opened with for a point. Raises UsageError where it would refuse that."""
+    """Return the keywords for opening the driver at a point. Raises UsageError if it would refuse
+    them."""
     if part_nbytes < traits.part_min_nbytes:
         raise UsageError(
             f"--part-sizes {exact_size_text(part_nbytes)} is less than this storage takes",

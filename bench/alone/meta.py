@@ -1,4 +1,4 @@
-"""Measures what a driver does with many small objects: create, create exclusively, stat, list, get,
+"""Measures a driver with many small objects: create, create exclusively, stat, list, get,
 delete."""
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ __all__ = ["META_OPERATIONS", "measured_meta"]
 META_OPERATIONS = ("create", "create exclusively", "stat", "list", "get", "delete")
 _EXCLUSIVE = "exclusive"
 _LEAST_S = 0.001
-"""Nothing surrounds these operations, so even a short round of them says something."""
+"""Shortest valid round. These operations run without any setup, so even short rounds are
+meaningful."""
 
 Call = Callable[[], Coroutine[Any, Any, object]]
 
 
 def measured_meta(plan: MetaPlan, say: Say = lambda line: None) -> DriverMeasurement:
-    """Measure ``plan.objects`` objects of ``plan.nbytes``, one at a time and as many at a time as
-    the driver says are useful; ``say`` is told of each round. Raises what the driver raises."""
+    """Measure ``plan.objects`` objects of ``plan.nbytes``, one at a time and with the driver's
+    preferred concurrency. Call ``say`` for each round. Raises the driver's errors."""
     widths = sorted({1, traits_of(plan.parsed).concurrency})
     config = {
         "nbytes": plan.nbytes,
@@ -48,7 +49,7 @@ def measured_meta(plan: MetaPlan, say: Say = lambda line: None) -> DriverMeasure
 
 
 class _Timed:
-    """One operation at one concurrency, of all rounds."""
+    """Timings of one operation at one concurrency, over all rounds."""
 
     def __init__(self, operation: str, concurrency: int) -> None:
         self.operation = operation
@@ -57,7 +58,7 @@ class _Timed:
         self.latencies_s: list[float] = []
 
     async def run(self, calls: Sequence[Call]) -> None:
-        """Time all calls, and each of them."""
+        """Time each call, and all of them together."""
 
         async def timed(call: Call) -> None:
             began_s = time.perf_counter()
@@ -69,7 +70,7 @@ class _Timed:
         self.seconds.append(time.perf_counter() - began_s)
 
     def result(self, plan: MetaPlan) -> PointResult:
-        """What was found."""
+        """Return the result."""
         return PointResult(
             operation=self.operation,
             part_nbytes=plan.nbytes,
@@ -104,8 +105,8 @@ async def _all(
 
 
 async def _round(driver: Driver, folder: str, plan: MetaPlan, timed: Mapping[str, _Timed]) -> None:
-    """Every operation once for each object, in new folders: names that were used before may be
-    known to a cache."""
+    """Run every operation once per object, in new folders, because caches may know names from
+    earlier rounds."""
     data = np.random.default_rng(0).bytes(plan.nbytes)
     keys = [f"{folder}/{number:08d}" for number in range(plan.objects)]
     exclusive = [f"{_EXCLUSIVE}/{key}" for key in keys]

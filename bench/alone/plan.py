@@ -1,5 +1,4 @@
-"""What is to be measured of a driver alone, and whether it can be: asked before anything is
-written."""
+"""Plans for measuring a driver alone, checked before anything is written."""
 
 from __future__ import annotations
 
@@ -33,34 +32,34 @@ __all__ = [
 ]
 
 _COPIES_STORED = 3
-"""An object that is read, one that is being replaced, and its replacement."""
+"""Stored copies at most: an object to read, an object being replaced, and its replacement."""
 _LEAST_NBYTES = 1 << 20
 _OBJECTS_MAX = 10_000_000
 
 
 @dataclass(frozen=True)
 class RawPlan(Plan):
-    """``nbytes``: of the object. ``part_sizes`` in bytes and ``concurrencies``: None for some
-    around what the driver prefers."""
+    """Plan of ``raw``. ``nbytes`` is the size of the object. Part sizes (in bytes) and
+    concurrencies default to values around the driver's preferences."""
 
     part_sizes: Sequence[int] | None = None
     concurrencies: Sequence[int] | None = None
 
     @property
     def object_nbytes(self) -> int:
-        """The size of the object, which is a multiple of 4096."""
+        """Size of the object, a multiple of 4096."""
         return round_up(self.nbytes, ALIGN_NBYTES)
 
 
 @dataclass(frozen=True)
 class MetaPlan(Plan):
-    """``objects``: so many, of ``nbytes`` each."""
+    """Plan of ``meta``: ``objects`` objects of ``nbytes`` each."""
 
     objects: int = 1000
 
 
 def grid_of(plan: RawPlan) -> list[Point]:
-    """The points of a plan. Raises UsageError for one that the driver does not take."""
+    """Return the points of a plan. Raises UsageError for a point that the driver does not take."""
     uri = plan.parsed
     options = driver_class(serving(uri)).OPTIONS
     return grid(
@@ -73,9 +72,12 @@ def grid_of(plan: RawPlan) -> list[Point]:
 
 
 def check_raw(plan: RawPlan, free: Callable[[str], int] = free_nbytes) -> list[Point]:
-    """The points. Raises UsageError where size, rounds or a point cannot be, or there is too little
-    memory or room, and what the storage raises where nothing can be written. ``free``: how many
-    bytes there is room for in a folder of this host."""
+    """Return the points of a valid plan.
+
+    Raises UsageError for an invalid size, number of rounds or point, and if memory or storage space
+    is too small. Raises the storage's error if it cannot be written. ``free`` returns the free
+    bytes of a local folder.
+    """
     if plan.nbytes < _LEAST_NBYTES:
         raise UsageError(
             f"{size_text(plan.nbytes)} are too few to measure", advice="Give 1 MiB or more."
@@ -100,20 +102,20 @@ def check_raw(plan: RawPlan, free: Callable[[str], int] = free_nbytes) -> list[P
 
 
 def memory_nbytes(plan: RawPlan, points: Sequence[Point]) -> int:
-    """The most memory that the parts in flight of a point take."""
+    """Return the most memory that the parts in flight of any point take."""
     most = max(point.shape(random=False).memory_nbytes for point in points)
     return min(most, plan.object_nbytes)
 
 
 def check_meta(plan: MetaPlan, free: Callable[[str], int] = free_nbytes) -> None:
-    """Raises as :func:`check_raw` does."""
+    """Check a plan. Raises the same errors as :func:`check_raw`."""
     _check_runs(plan.runs)
     if not 1 <= plan.objects <= _OBJECTS_MAX:
         raise UsageError(
             f"--objects {plan.objects} cannot be measured",
             advice=f"Give a number from 1 to {_OBJECTS_MAX:,}.",
         )
-    # Each takes a block of its own on a file system, and half of them are there twice.
+    # On a file system each object takes at least one block. Half of them exist twice.
     _check_storage(plan.parsed, 2 * plan.objects * round_up(plan.nbytes, ALIGN_NBYTES), free)
 
 

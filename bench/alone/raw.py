@@ -1,5 +1,5 @@
-"""Measures a driver alone over a grid of part size × concurrency: writes and reads, in order and at
-random."""
+"""Measures a driver alone over a grid of part size × concurrency: sequential and random writes and
+reads."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = ["measured_raw"]
 
 _WRITTEN = "written"
 _STORED = "stored"
-"""Objects below the place: one that is replaced by each write, and one that is read."""
+"""Objects below the place: one that each write replaces, and one to read."""
 
 
 def measured_raw(
     plan: RawPlan, points: Sequence[Point], say: Say = lambda line: None
 ) -> DriverMeasurement:
-    """Measure at the points that :func:`.plan.check_raw` has found for ``plan``; ``say`` is told of
+    """Measure ``points``, which :func:`.plan.check_raw` returned for ``plan``, and call ``say`` for
     each round.
 
-    Every point has its turn in every round, in the reverse order in every second one: what the
-    machine does meanwhile hits all of them alike. Raises what the driver raises.
+    Each point takes its turn in every round, in reverse order in every other round, so that
+    disturbances affect all points alike. Raises the driver's errors.
     """
     config = {
         "nbytes": plan.object_nbytes,
@@ -53,8 +53,8 @@ def measured_raw(
 
 
 def _with_too_few_parts(found: DriverMeasurement) -> dict[str, tuple[str, ...]]:
-    """What speaks against figures, and against those of points at which so much is never done at a
-    time."""
+    """Return the reasons why figures are invalid, including points with fewer parts than their
+    concurrency."""
     invalid = dict(found.invalid)
     for name, point in found.points.items():
         count = ceil_div(point.amount, point.part_nbytes)
@@ -78,8 +78,8 @@ class _Entry:
 
 
 class _Run:
-    """``cold_shares``: by the name of a point that reads, the smallest part that came from the
-    device in any round; only where that can be told."""
+    """Measurement of all points. ``cold_shares`` maps reading points to the smallest share of bytes
+    that came from the device in any round, where that is known."""
 
     def __init__(self, place: Uri, plan: RawPlan, points: Sequence[Point], say: Say) -> None:
         self.cold_shares: dict[str, float] = {}
@@ -92,10 +92,10 @@ class _Run:
         self._traits = traits_of(place)
 
     def all(self) -> dict[str, PointResult]:
-        """What was found, by the name of the point."""
+        """Measure everything, and return the results by point name."""
         writing = list(self._entries(OPERATIONS[:2], _WRITTEN))
         reading = list(self._entries(OPERATIONS[2:], _STORED))
-        # First, so that no point pays for memory that is touched for the first time.
+        # Touch the memory first, so that no point pays for page faults.
         Transfer(self._place, _STORED, self._plan.object_nbytes, memory=self._memory).write()
         found = self._contest(writing, [Contestant(e.name, e.transfer.write) for e in writing])
         return found | self._contest(reading, [self._cold(entry) for entry in reading])
@@ -116,7 +116,8 @@ class _Run:
                 yield _Entry(operation, point, transfer)
 
     def _cold(self, entry: _Entry) -> Contestant:
-        """Reads from the device, where this host can see to that; how far it did is noted."""
+        """Return a contestant that reads from the device, if this host can drop its caches, and
+        records the share that did."""
         folder = self._folder
         if folder is None:
             return Contestant(entry.name, entry.transfer.read)
@@ -151,5 +152,6 @@ class _Run:
 
 
 def _possible(operation: str, traits: Traits) -> bool:
-    """Whether a driver can do this: most uploads take their parts in order only."""
+    """Return whether a driver supports an operation. Most uploads take their parts in order
+    only."""
     return operation != "random write" or traits.part_order == "any"

@@ -1,4 +1,4 @@
-"""What the measurement of a driver alone found, and the same as JSON (``docs/reference/bench.md``).
+"""Results for a driver alone, and their JSON (``docs/reference/bench.md``).
 
 Scope: pure.
 """
@@ -37,13 +37,13 @@ RAW = "raw"
 META = "meta"
 WORKLOADS = (RAW, META)
 OPERATIONS = ("write", "random write", "read", "random read")
-"""What is done at each point of ``raw``, in this order."""
+"""Operations at each point of ``raw``, in this order."""
 
 
 @dataclass(frozen=True)
 class Latency:
-    """How long single operations took, of all rounds: percentiles, the longest, and how many there
-    were in each bucket of :mod:`holdfast.core.histogram`."""
+    """Latency of single operations over all rounds: percentiles, the maximum, and a histogram in
+    the buckets of :mod:`holdfast.core.histogram`."""
 
     p50_s: float
     p90_s: float
@@ -53,13 +53,13 @@ class Latency:
 
     @property
     def count(self) -> int:
-        """Operations."""
+        """Number of operations."""
         return sum(self.histogram)
 
 
 def latency_of(seconds: Sequence[float]) -> Latency:
-    """Of operations that took so long; there is at least one. Percentiles are those of the nearest
-    rank: each is the time of some operation."""
+    """Return the latency of at least one operation. Percentiles are nearest-rank: each is the
+    latency of some operation."""
     p50_s, p90_s, p99_s = np.quantile(seconds, (0.5, 0.9, 0.99), method="inverted_cdf").tolist()
     histogram = [0] * BUCKETS
     for each_s in seconds:
@@ -69,9 +69,11 @@ def latency_of(seconds: Sequence[float]) -> Latency:
 
 @dataclass(frozen=True)
 class PointResult:
-    """One operation at one point. ``amount``: bytes of a round of ``raw``, operations of one of
-    ``meta``. ``part_nbytes``: of ``raw``, the size of a part; of ``meta``, of an object.
-    ``seconds``: of each round, in order."""
+    """Result of one operation at one point.
+
+    ``amount`` is the bytes per round (``raw``) or operations per round (``meta``). ``part_nbytes``
+    is the size of a part or of an object. ``seconds`` holds the time of each round, in order.
+    """
 
     operation: str
     part_nbytes: int
@@ -82,19 +84,21 @@ class PointResult:
 
     @property
     def median_s(self) -> float:
-        """Of the rounds."""
+        """Median of the rounds."""
         return median(self.seconds)
 
     @property
     def rate(self) -> float:
-        """Bytes, or operations, per second of all rounds together."""
+        """Bytes or operations per second over all rounds."""
         return self.amount * len(self.seconds) / sum(self.seconds)
 
 
 @dataclass(frozen=True)
 class DriverMeasurement:
-    """``uri`` without secrets. ``config``: what was asked for; ``machine``: what it ran on;
-    ``invalid``: why figures are not to be believed, by the name of a point, or of all under ``""``.
+    """Result of a measurement. ``uri`` has no secrets.
+
+    ``config`` holds the settings and ``machine`` describes the host. ``invalid`` gives the reasons
+    why figures are invalid, by point name, or under ``""`` for all.
     """
 
     workload: str
@@ -107,18 +111,17 @@ class DriverMeasurement:
 
     @property
     def config_hash(self) -> str:
-        """Equal for measurements of the same: of the URI and what was asked for."""
+        """Hash of the workload, URI and settings. Results are comparable if it is equal."""
         text = json.dumps([self.workload, self.uri, self.config], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def phases(self) -> list[Phase]:
-        """A phase for each point, so that they are judged and compared as those of checkpoints
-        are."""
+        """A phase for each point, so that the checks and comparisons of checkpoint phases apply."""
         return [Phase(name, point.amount, point.seconds) for name, point in self.points.items()]
 
     def as_measurement(self) -> Measurement:
-        """The same as a measurement of checkpoints, to be held against another."""
+        """Return the result as a measurement of checkpoints, for comparisons."""
         return Measurement(
             self.uri,
             self.created_s,
@@ -130,7 +133,7 @@ class DriverMeasurement:
 
 
 def encoded(found: DriverMeasurement) -> str:
-    """As JSON."""
+    """Return a result as JSON."""
     fields = asdict(found)
     for name, point in found.points.items():
         fields["points"][name]["rate"] = point.rate
@@ -139,8 +142,8 @@ def encoded(found: DriverMeasurement) -> str:
 
 
 def workload_of(text: str) -> str | None:
-    """The workload of a document; None where it names none, as those of checkpoints do, or is no
-    document at all."""
+    """Return the workload named in a document. None if the text is no such document; those of
+    checkpoints name none."""
     try:
         fields = json.loads(text)
     except ValueError:
@@ -154,7 +157,7 @@ def workload_of(text: str) -> str | None:
 
 
 def decoded(text: str, name: str) -> DriverMeasurement:
-    """The inverse of :func:`encoded`. Raises UsageError, which names ``name``, for anything
+    """Decode the JSON of :func:`encoded`. Raises UsageError, which names ``name``, for anything
     else."""
     try:
         fields = json.loads(text)

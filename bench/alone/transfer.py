@@ -1,7 +1,7 @@
-"""One object, written and read by a driver alone: in parts of some size, so many at a time.
+"""Writes and reads one object through a driver alone, in parts of a given size and concurrency.
 
-Scope: the one loop that moves bytes without a format, a checksum or a tensor. What it is used for
-is the matter of others.
+Scope: the one loop that moves bytes without a format, a checksum or a tensor. The callers decide
+what to measure with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["ALIGN_NBYTES", "Memory", "Shape", "Transfer", "parts", "preferred"]
 
 ALIGN_NBYTES = 4096
 PART_NBYTES_MAX = 64 << 20
-"""Larger parts than this are not preferred here, whatever the driver prefers: memory is finite."""
+"""Limit of the preferred part size, because memory is finite."""
 _FILL_NBYTES = 16 << 20
 
 
@@ -34,8 +34,8 @@ _FILL_NBYTES = 16 << 20
 class Shape:
     """How an object is moved: in parts of ``part_nbytes``, ``concurrency`` at a time.
 
-    ``random``: in an order without a pattern, the same in every run. Otherwise in ascending order;
-    an upload that is fastest in several streams gets all of them at the same time.
+    ``random`` moves the parts in an arbitrary order that is the same in every run. Otherwise the
+    order is ascending; an upload that prefers several streams gets them all at the same time.
     """
 
     part_nbytes: int
@@ -44,18 +44,18 @@ class Shape:
 
     @property
     def memory_nbytes(self) -> int:
-        """How much memory the parts in flight take."""
+        """Memory of the parts in flight."""
         return self.concurrency * round_up(self.part_nbytes, ALIGN_NBYTES)
 
 
 def preferred(traits: Traits) -> Shape:
-    """The settings that a driver itself prefers."""
+    """Return the driver's preferred shape."""
     part_nbytes = min(max(traits.part_nbytes, traits.part_min_nbytes), PART_NBYTES_MAX)
     return Shape(part_nbytes, traits.concurrency)
 
 
 def parts(nbytes: int, shape: Shape, traits: Traits, *, writing: bool) -> list[tuple[int, int]]:
-    """Start and size of each part of an object, in the order in which they are moved."""
+    """Return the start and size of each part of an object, in transfer order."""
     if writing and not shape.random:
         lanes = [_cut(start, stop, shape.part_nbytes) for start, stop in segments(nbytes, traits)]
     else:
@@ -72,15 +72,15 @@ def _cut(start: int, stop: int, part_nbytes: int) -> list[tuple[int, int]]:
 
 
 class Memory:
-    """Random bytes in pages of their own, which parts are written from and read into. Allocated
-    when it is used first, and shared by all transfers of a measurement."""
+    """Page-aligned random bytes, the source and target of parts. Allocated on first use, and shared
+    by all transfers of a measurement."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = round_up(max(nbytes, ALIGN_NBYTES), ALIGN_NBYTES)
         self._view: memoryview | None = None
 
     def slot(self, number: int, nbytes: int) -> memoryview:
-        """Memory for the part ``number``. A later part may get the same memory."""
+        """Return memory for the part ``number``. A later part may get the same memory."""
         view = self._filled()
         step = round_up(nbytes, ALIGN_NBYTES)
         slots = max(1, len(view) // step)
@@ -101,9 +101,9 @@ class Memory:
 class Transfer:
     """Writes and reads the object ``key`` of ``nbytes`` below ``place``.
 
-    ``shape``: None for what the driver prefers. ``options`` are given to the driver as keywords.
-    ``memory``: None for some of its own. ``latencies_s`` collects how long each part took, of all
-    runs, from the moment at which it was passed to the driver.
+    ``shape`` defaults to the driver's preference, and ``memory`` to new memory. ``options`` are
+    keywords for opening the driver. ``latencies_s`` collects the latency of each part over all
+    runs.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Transfer:
         self._memory = memory
 
     def prepare(self) -> None:
-        """Fill the memory that parts come from and go to, which otherwise the first run does."""
+        """Fill the memory, so that the first run does not have to."""
 
         async def fill(driver: Driver, shape: Shape) -> None:
             self._slot(0, shape)
@@ -133,15 +133,16 @@ class Transfer:
         asyncio.run(self._with_driver(fill))
 
     def write(self) -> None:
-        """Write it anew, durably. Raises what the driver raises; then nothing is left of it."""
+        """Replace the object, durably. Raises the driver's errors, and leaves nothing behind
+        then."""
         asyncio.run(self._with_driver(self._write))
 
     def read(self) -> None:
-        """Read all of it, into memory that is there. Raises what the driver raises."""
+        """Read the whole object into existing memory. Raises the driver's errors."""
         asyncio.run(self._with_driver(self._read))
 
     def remove(self) -> None:
-        """Delete it. Nothing there is no error. Raises what the driver raises."""
+        """Delete the object. It need not exist. Raises the driver's errors."""
 
         async def delete(driver: Driver, shape: Shape) -> None:
             await driver.delete(self._key)
@@ -202,4 +203,4 @@ class Transfer:
 
 
 def _drop(piece: memoryview) -> None:
-    """What was read is of no interest."""
+    """Ignore the bytes that were read."""

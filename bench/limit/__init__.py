@@ -1,7 +1,7 @@
-"""What a storage gives a client that is not ours: the limit that every result is held against.
+"""The limit of a storage, measured with clients other than ours: the baseline of every result.
 
-``of`` finds the limit of a URI; ``client`` says what such a client does, and ``sweep`` finds its
-fastest setting; ``raw_file``, ``objects``, ``streams`` and ``fsspec_files`` are the clients;
-``alone`` is our own driver without the engine, which is the limit where nothing else speaks to a
-storage; ``fio`` is another client of file systems, to compare with.
+``of`` finds the limit of a URI. ``client`` is the interface of such clients, and ``sweep`` finds
+the fastest setting of one. ``raw_file``, ``objects``, ``streams`` and ``fsspec_files`` are the
+clients. ``alone`` is our driver without the engine: the limit where no other client exists. ``fio``
+measures file systems for comparison.
 """

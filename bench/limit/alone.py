@@ -1,8 +1,8 @@
-"""What our driver does without the engine: as many bytes in parts of its preferred size, as many at
-a time as it says are useful. No format, no checksum, no tensor.
+"""Our driver without the engine: no format, no checksum, no tensor.
 
-Beside the limit it says whether the driver or the engine costs; where no other client speaks to a
-storage, it is the limit.
+Moves the same bytes in parts of the driver's preferred size and concurrency. Next to the limit it
+shows whether the driver or the engine is slow. It is the limit itself if no other client speaks to
+the storage.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ class Alone(Transfer):
 
     @property
     def name(self) -> str:
-        """Says that it is ours."""
+        """Name, which says that the driver is ours."""
         return f"our driver of {self._scheme}:// alone"

@@ -1,7 +1,7 @@
-"""A driver without its layers, for what it knows: where its storage is, and how to connect to it.
+"""A driver without its layers, which tells other clients how to connect to its storage.
 
-A bare client that finds its own way would talk to another endpoint, with other credentials, or sign
-otherwise, and would then be the limit of something else.
+A client that finds its own way might use another endpoint, other credentials or another signature.
+It would then measure the limit of something else.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ __all__ = ["bare_driver"]
 
 
 def bare_driver(uri: Uri) -> Any:
-    """The driver that serves ``uri``, with the options that it would have in a save. It touches
-    nothing, and its operations are not used: only what it is connected by. Raises what
-    :func:`...drivers.registry.open_driver` raises."""
+    """Return the driver that serves ``uri``, with the options that it would have in a save.
+
+    Only its connection settings are used, not its operations. It performs no I/O. Raises what
+    :func:`...drivers.registry.open_driver` raises.
+    """
     cls = driver_class(serving(uri))
     own = {
         name: found.text

@@ -1,4 +1,4 @@
-"""What is asked of a client that measures a storage, whatever it speaks to."""
+"""The interface of clients that measure the limit of a storage."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ class Client(Protocol):
 
     @property
     def name(self) -> str:
-        """Which client, and how it is set: "O_DIRECT, 8 threads"."""
+        """The client and its setting, such as "O_DIRECT, 8 threads"."""
 
     @property
     def nbytes(self) -> int:
-        """How much it writes and reads."""
+        """Bytes that it writes and reads."""
 
     def write(self) -> None:
-        """Write it anew, as durably as a save is on this storage. Raises what the client raises."""
+        """Replace the data, as durably as a save does on this storage. Raises the client's
+        errors."""
 
     def read(self) -> None:
-        """Read all that was written. Raises what the client raises, and where a part is missing."""
+        """Read everything that was written. Raises the client's errors, also if a part is
+        missing."""
 
     def remove(self) -> None:
-        """Delete what was written. Nothing there is no error."""
+        """Delete the data, which need not exist."""
 
 
 class Setting(Client, Protocol):
-    """A client with one of several settings, of which :mod:`.sweep` finds the fastest."""
+    """A client with one of several settings. :mod:`.sweep` finds the fastest."""
 
     @property
     def stored(self) -> object:
-        """Settings for which this is equal read what any of them has written."""
+        """Key of the stored form. Settings with equal keys can read each other's data."""
 
     def at_size(self, nbytes: int) -> Self:
-        """The same for another number of bytes."""
+        """Return the same setting for another number of bytes."""

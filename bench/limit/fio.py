@@ -1,4 +1,4 @@
-"""Runs fio next to the limit of a file system, with the same threads, and about the same bytes and
+"""Runs fio next to the limit of a file system, with the same threads and about the same size and
 block size."""
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ _TRIAL_NBYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Fio:
-    """fio on the file of ``setting``, with its threads. Methods raise OSError where fio fails, and
-    return the seconds that fio says it took: starting it is no part of them."""
+    """fio on the file of ``setting``, with its threads.
+
+    Methods return the seconds that fio reports, which exclude its start, and raise OSError if fio
+    fails.
+    """
 
     setting: RawFile
 
     @property
     def name(self) -> str:
-        """Such as "fio, 8 threads, blocks of 16.0 MiB"."""
+        """Name, such as "fio, 8 threads, blocks of 16.0 MiB"."""
         return f"fio, {self.setting.threads} threads, blocks of {size_text(self._block_nbytes)}"
 
     @property
@@ -36,7 +39,7 @@ class Fio:
         return self._block_nbytes * self._blocks * self.setting.threads
 
     def try_out(self) -> None:
-        """Write and read a little."""
+        """Write and read a small file, to see whether fio works here."""
         small = Fio(self.setting.at_size(_TRIAL_NBYTES))
         try:
             small.write()
@@ -52,11 +55,11 @@ class Fio:
         return seconds
 
     def read(self) -> float:
-        """Read all of it."""
+        """Read the whole file."""
         return self._run("read")
 
     def remove(self) -> None:
-        """Delete the file. Nothing there is no error."""
+        """Delete the file, which need not exist."""
         self.setting.remove()
 
     @property
@@ -77,7 +80,7 @@ class Fio:
             [
                 "fio",
                 f"--name={kind}",
-                f"--filename={path.name}",  # in a path, fio would take a colon for a separator
+                f"--filename={path.name}",  # fio splits paths at colons
                 f"--rw={kind}",
                 f"--bs={self._block_nbytes}",
                 f"--size={share}",
@@ -104,10 +107,10 @@ class Fio:
 
 
 def fio_seconds(text: str, kind: Literal["write", "read"], nbytes: int) -> float:
-    """Return how long fio says, in JSON, that its only group of jobs took to move ``nbytes``.
-    Raises OSError where it moved another number of bytes, or says something else."""
+    """Return the seconds that fio reports, as JSON, for moving ``nbytes`` in its only group of
+    jobs. Raises OSError if it moved another number of bytes, or if the report is unreadable."""
     try:
-        (job,) = json.loads(text[text.index("{") :])["jobs"]  # warnings come before it
+        (job,) = json.loads(text[text.index("{") :])["jobs"]  # warnings may precede it
         moved, error, milliseconds = job[kind]["io_bytes"], job["error"], int(job[kind]["runtime"])
     except (ValueError, KeyError, TypeError) as wrong:
         raise OSError(f"fio's report cannot be read: {wrong!r}") from wrong

@@ -1,4 +1,4 @@
-"""The limit of a file system of fsspec: fsspec alone, one file or many."""
+"""The limit of an fsspec file system: fsspec alone, with one file or many."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ __all__ = ["FsspecFiles", "settings"]
 
 PART_NBYTES = 16 << 20
 BATCH = 8
-"""Parts that are sent, or in memory after they were received, at a time."""
+"""Parts to send or receive at a time."""
 _LOCAL = ("fsspec+file", "fsspec+local")
 
 
 @dataclass(frozen=True)
 class FsspecFiles:
-    """One file, opened and written in parts; or, ``piped``, a file for each part, some at a time.
-    Either is read by ``cat_ranges``. Connected anew for each run, as a save and a load are."""
+    """One file, opened and written in parts; or, with ``piped``, a file per part, several at a
+    time.
+
+    Both are read by ``cat_ranges``. Each run connects anew, as saves and loads do.
+    """
 
     uri: Uri
     nbytes: int
@@ -34,7 +37,7 @@ class FsspecFiles:
 
     @property
     def name(self) -> str:
-        """Such as "fsspec's s3, one file"."""
+        """Name, such as "fsspec's s3, one file"."""
         protocol = self.uri.scheme.removeprefix("fsspec+")
         if self.piped:
             return f"fsspec's {protocol}, {BATCH} files of {PART_NBYTES >> 20} MiB at a time"
@@ -50,7 +53,7 @@ class FsspecFiles:
         return replace(self, nbytes=nbytes)
 
     def write(self) -> None:
-        """Write the file, or the files; on a disk of this host, durably."""
+        """Write the file or files; on a local disk durably."""
         data = np.random.default_rng(0).bytes(min(PART_NBYTES, self.nbytes))
         with self._connected() as (fs, path):
             fs.makedirs(path, exist_ok=True)
@@ -72,7 +75,7 @@ class FsspecFiles:
             fs.pipe({f"{path}/{number}": data[: stop - start] for number, (start, stop) in batch})
 
     def read(self) -> None:
-        """Read all of it."""
+        """Read everything."""
         with self._connected() as (fs, path):
             parts = enumerate(self._ranges())
             while batch := list(itertools.islice(parts, BATCH)):
@@ -92,7 +95,7 @@ class FsspecFiles:
             raise OSError(f"{sum(lengths)} bytes were asked for, and others came")
 
     def remove(self) -> None:
-        """Delete all of it."""
+        """Delete everything."""
         with self._connected() as (fs, path), contextlib.suppress(FileNotFoundError):
             fs.rm(path, recursive=True)
 
@@ -102,7 +105,7 @@ class FsspecFiles:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[tuple[Any, str]]:
-        """The file system, and the path of ``uri`` on it."""
+        """Yield the file system, and the path of ``uri`` on it."""
         tree = bare_driver(self.uri)._tree
         try:
             yield tree.fs, tree.path("")
@@ -111,5 +114,5 @@ class FsspecFiles:
 
 
 def settings(uri: Uri, nbytes: int) -> list[FsspecFiles]:
-    """What is tried, for writing and for reading."""
+    """Return the settings to try, for writes and reads."""
     return [FsspecFiles(uri, nbytes, piped) for piped in (False, True)]

@@ -1,4 +1,4 @@
-"""The limit of an object store: obstore alone, one object in parts."""
+"""The limit of an object store: obstore alone, with one object in parts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ CONCURRENCIES = (8, 16, 4)
 
 @dataclass(frozen=True)
 class Bare:
-    """The client alone: one object in parts, no format.
+    """One object in parts, without a format. Connected as our driver is, so both send and sign
+    alike.
 
-    ``content`` gives what it sends, and takes what it receives; anew for each run, because a save
-    and a load look their tensors up, too. Without it, it moves noise. Connected as this library
-    connects, so both send and sign alike.
+    ``content`` makes the source of the bytes to send and the sink of those received. Each run makes
+    a new one, because saves and loads also look up their tensors. Without it, random bytes are
+    moved.
     """
 
     uri: Uri
@@ -36,7 +37,7 @@ class Bare:
 
     @property
     def name(self) -> str:
-        """Such as "obstore, 16 MiB × 8"."""
+        """Name, such as "obstore, 16 MiB × 8"."""
         return f"obstore, {self.part_nbytes >> 20} MiB × {self.concurrency}"
 
     @property
@@ -64,7 +65,7 @@ class Bare:
         await obstore.put_async(store, path, parts(), use_multipart=True, **how)  # type: ignore[arg-type]
 
     def read(self) -> None:
-        """Get all of it, in ranges."""
+        """Get the whole object, in ranges."""
         asyncio.run(self._read(self._content()))
 
     async def _read(self, content: Content) -> None:
@@ -102,13 +103,13 @@ class Bare:
             yield start, min(start + self.part_nbytes, self.nbytes)
 
     def _connected(self) -> tuple[Any, str]:
-        """obstore's store, and the object's name in it."""
+        """Return obstore's store, and the object's name in it."""
         driver = bare_driver(self.uri)
         return driver._connect(Requests.SENDING), driver._root
 
 
 def settings(uri: Uri, nbytes: int) -> list[Bare]:
-    """What is tried, for writing and for reading."""
+    """Return the settings to try, for writes and reads."""
     return [
         Bare(uri, nbytes, part_nbytes, concurrency)
         for part_nbytes, concurrency in itertools.product(PARTS_NBYTES, CONCURRENCIES)

@@ -1,5 +1,4 @@
-"""Finds the limit of a URI: which client it is measured by, and the settings that are fastest
-there."""
+"""Finds the limit of a URI: the client to measure with, and its fastest settings."""
 
 from __future__ import annotations
 
@@ -19,16 +18,15 @@ from .sweep import fastest_reader, fastest_writer
 __all__ = ["Limit", "limit_of"]
 
 KEY = "limit"
-"""What is written and read lies there, below the place."""
+"""Key of the data, below the place."""
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A client with the setting that writes fastest, and the same with that which reads fastest.
+    """A client with its fastest setting for writes, and another with the fastest for reads.
 
-    What is written is not what is read: :meth:`prepare` stores that, in the way in which it is read
-    fastest.
+    The two may store different data: :meth:`prepare` stores what :meth:`read` reads.
     """
 
     writing: Client
@@ -36,22 +34,22 @@ class Limit:
 
     @property
     def name(self) -> str:
-        """Which client it is, and how it is set."""
+        """The client and its setting."""
         if self.writing.name == self.reading.name:
             return self.writing.name
         return f"{self.writing.name}; reads: {self.reading.name}"
 
     @property
     def nbytes(self) -> int:
-        """How much each write and each read moves."""
+        """Bytes that each write and each read moves."""
         return self.writing.nbytes
 
     def write(self) -> None:
-        """Write it, as durably as a save is on this storage."""
+        """Write the data, as durably as a save does on this storage."""
         self.writing.write()
 
     def prepare(self) -> None:
-        """Store what :meth:`read` reads."""
+        """Store the data that :meth:`read` reads."""
         self.reading.write()
 
     def read(self) -> None:
@@ -59,7 +57,7 @@ class Limit:
         self.reading.read()
 
     def remove(self) -> None:
-        """Delete what was written. Nothing there is no error."""
+        """Delete the data, which need not exist."""
         self.writing.remove()
         if self.reading is not self.writing:
             self.reading.remove()
@@ -68,12 +66,11 @@ class Limit:
 def limit_of(
     place: Uri, nbytes: int, *, say: Say, slowest: Callable[[float], float] = float
 ) -> Limit:
-    """The limit of what lies below ``place``, for ``nbytes``; ``say`` is told of each trial. Where
-    several ranks call this, each for a place of its own, ``slowest`` gives the seconds of the one
-    that was slowest: then all choose the same setting.
+    """Return the limit below ``place`` for ``nbytes``, and call ``say`` for each trial.
 
-    A storage for which no client but our driver is known has that for its limit, and the name says
-    so. Raises what the client raises where it cannot write or read.
+    If several ranks call this at the same time, each with its own place, ``slowest`` returns the
+    slowest rank's seconds, so that all choose the same setting. If no client but our driver speaks
+    to the storage, the driver is the limit, and the name says so. Raises the client's errors.
     """
     found = _settings(place, nbytes)
     if found is None:
@@ -90,8 +87,8 @@ _Settings = tuple[Sequence[Setting], Sequence[Setting], Callable[[], None]]
 
 
 def _settings(place: Uri, nbytes: int) -> _Settings | None:
-    """What is tried for writing and for reading, and what makes reads cold; None where there is no
-    client."""
+    """Return the settings to try for writes and for reads, and a function that makes reads cold;
+    None if there is no client."""
     scheme = serving(place)
     uri = join(place, KEY)
     if scheme in ("file", "lustre"):

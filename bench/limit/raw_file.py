@@ -1,7 +1,7 @@
-"""The limit of a file system: one file, written and read past the page cache by some threads.
+"""The limit of a file system: several threads write and read one file past the page cache.
 
-No format, no checksum, no metadata: threads that write (or read) chunks of 16 MiB at their places,
-then fsync of file and folder.
+No format, no checksum, no metadata. Threads write or read chunks of 16 MiB at their offsets; a
+write ends with an fsync of file and folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SOURCES = 16
 
 @dataclass(frozen=True)
 class RawFile:
-    """A file of ``nbytes`` (rounded up to 4096), written and read as fast as the storage goes."""
+    """A file of ``nbytes``, rounded up to 4096, written and read as fast as the storage allows."""
 
     path: Path
     nbytes: int
@@ -40,7 +40,7 @@ class RawFile:
 
     @property
     def name(self) -> str:
-        """Such as "O_DIRECT, 8 threads"."""
+        """Name, such as "O_DIRECT, 8 threads"."""
         way = "O_DIRECT" if takes_direct(self.path.parent) else "page cache"
         threads = f"{way}, {self.threads} threads"
         if self.preallocate:
@@ -57,7 +57,7 @@ class RawFile:
         return replace(self, nbytes=nbytes)
 
     def write(self) -> None:
-        """Write it anew, durably."""
+        """Replace the file, durably."""
         fd = self.open(os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             nbytes = round_up(self.nbytes, _ALIGN_NBYTES)
@@ -72,7 +72,7 @@ class RawFile:
         sync_tree(self.path)
 
     def read(self) -> None:
-        """Read all of it into memory that is already there."""
+        """Read the whole file into existing memory."""
         fd = self.open(os.O_RDONLY)
         try:
             self._all(lambda buffer, start: os.preadv(fd, [buffer], start))
@@ -84,14 +84,14 @@ class RawFile:
         self.path.unlink(missing_ok=True)
 
     def open(self, flags: int) -> int:
-        """A descriptor of it, past the page cache where that can be."""
+        """Return a descriptor of the file, with O_DIRECT if possible."""
         try:
             return os.open(self.path, flags | os.O_DIRECT, 0o666)
-        except OSError:  # refused here (tmpfs, overlay): the page cache is all there is
+        except OSError:  # refused here (tmpfs, overlay): use the page cache
             return os.open(self.path, flags, 0o666)
 
     def _ranges(self) -> list[tuple[int, int]]:
-        """Start and length of each chunk."""
+        """Return the start and length of each chunk."""
         return [
             (start, min(CHUNK_NBYTES, round_up(self.nbytes - start, _ALIGN_NBYTES)))
             for start in range(0, self.nbytes, CHUNK_NBYTES)
@@ -111,8 +111,8 @@ class RawFile:
 
 
 def writing_settings(path: Path, nbytes: int) -> list[RawFile]:
-    """What is tried for writing. The bytes that are written are made here, before any time is
-    taken."""
+    """Return the settings to try for writes. Generate the bytes to write as well, before any
+    timing."""
     _random_chunks(min(_SOURCES, ceil_div(nbytes, CHUNK_NBYTES)))
     return [
         RawFile(path, nbytes, threads, preallocate)
@@ -121,12 +121,12 @@ def writing_settings(path: Path, nbytes: int) -> list[RawFile]:
 
 
 def reading_settings(path: Path, nbytes: int) -> list[RawFile]:
-    """What is tried for reading a file that lies in few pieces."""
+    """Return the settings to try for reads of a file with few extents."""
     return [RawFile(path, nbytes, threads, preallocate=True) for threads in THREADS]
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether files in ``folder`` can be opened past the page cache."""
+    """Return whether files in ``folder`` can be opened with O_DIRECT."""
     probe = folder / f".direct-{os.getpid()}"
     try:
         fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o666)
@@ -142,8 +142,8 @@ def takes_direct(folder: Path) -> bool:
 
 @functools.cache
 def _random_chunks(count: int) -> list[memoryview]:
-    """Page-aligned chunks of random normals, as many as threads at most: each thread has its own to
-    read into."""
+    """Return page-aligned chunks of random normals, at most one per thread, so that each thread has
+    its own to read into."""
     return [_random_chunk(number) for number in range(count)]
 
 

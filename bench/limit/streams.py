@@ -1,4 +1,4 @@
-"""The limit of HDFS: hdfs-native alone, some files that are written and read side by side."""
+"""The limit of HDFS: hdfs-native alone, with several files written and read in parallel."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ PIECE_NBYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Streams:
-    """``streams`` files in ``folder``, each written and read by a thread: no format, no joining.
+    """``streams`` files in ``folder``, each written and read by a thread: no format, no
+    concatenation.
 
-    ``content`` gives what is sent, and takes what is received; anew for each run, because a save
-    and a load look their tensors up, too. hdfs-native verifies HDFS's own checksums here, too.
+    ``content`` makes the source of the bytes to send and the sink of those received. Each run makes
+    a new one, because saves and loads also look up their tensors. hdfs-native verifies HDFS's own
+    checksums here as well.
     """
 
     client: Client
@@ -39,7 +41,7 @@ class Streams:
 
     @property
     def name(self) -> str:
-        """Such as "hdfs-native, 4 streams"."""
+        """Name, such as "hdfs-native, 4 streams"."""
         return f"hdfs-native, {self.streams} streams"
 
     @property
@@ -52,11 +54,11 @@ class Streams:
         return replace(self, nbytes=nbytes)
 
     def write(self) -> None:
-        """Write the files, side by side."""
+        """Write the files in parallel."""
         self._each(self._write)
 
     def read(self) -> None:
-        """Read the files, side by side."""
+        """Read the files in parallel."""
         self._each(self._read)
 
     def remove(self) -> None:
@@ -80,7 +82,7 @@ class Streams:
             for begin in range(start, stop, PIECE_NBYTES):
                 data = content.take(begin, min(begin + PIECE_NBYTES, stop))
                 if not isinstance(data, bytes):
-                    data = bytes(data)  # another buffer would be read byte by byte
+                    data = bytes(data)  # hdfs-native reads other buffers byte by byte
                 file.write(data)
 
     def _read(self, content: Content, number: int, start: int, stop: int) -> None:
@@ -94,8 +96,8 @@ class Streams:
 
 
 def connected_streams(uri: Uri, nbytes: int) -> Streams:
-    """Four streams into the folder ``uri``, connected as this library connects, and with its block
-    size and replication."""
+    """Return four streams into the folder ``uri``, with our driver's connection, block size and
+    replication."""
     from hdfs_native import WriteOptions
 
     driver = bare_driver(uri)
@@ -110,6 +112,6 @@ def connected_streams(uri: Uri, nbytes: int) -> Streams:
 
 
 def settings(uri: Uri, nbytes: int) -> list[Streams]:
-    """What is tried, for writing and for reading."""
+    """Return the settings to try, for writes and reads."""
     connected = connected_streams(uri, nbytes)
     return [replace(connected, streams=streams) for streams in STREAMS]

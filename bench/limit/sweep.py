@@ -1,5 +1,5 @@
-"""Which setting of a client is the fastest on this storage: each is tried once, on no more bytes
-than a bounded time allows."""
+"""Finds a client's fastest setting on a storage: tries each once, on as many bytes as a time limit
+allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Say = Callable[[str], None]
 Slowest = Callable[[float], float]
 
 SWEEP_S = 20.0
-"""About how long the trials of one sweep may take together, beside one warm-up."""
+"""Approximate time for all trials of a sweep, without the warm-up."""
 WARM_UP_NBYTES = 16 << 20
 TRIAL_NBYTES_MAX = 256 << 20
 
@@ -25,8 +25,8 @@ TRIAL_NBYTES_MAX = 256 << 20
 def fastest_writer(
     settings: Sequence[S], *, settle_s: float, say: Say, slowest: Slowest = float
 ) -> S:
-    """The setting that writes fastest. Nothing stays. ``slowest``: the seconds of the slowest of
-    those who sweep at the same time, of whom each has been told its own."""
+    """Return the setting that writes fastest, and leave nothing behind. ``slowest`` maps this
+    rank's seconds to those of the slowest rank that sweeps at the same time."""
     tried: list[tuple[float, S]] = []
     for setting in _trials(settings, slowest):
         _rest(settle_s)
@@ -46,8 +46,8 @@ def fastest_reader(
     say: Say,
     slowest: Slowest = float,
 ) -> S:
-    """The setting that reads fastest. ``make_cold`` is called before each trial. Nothing stays.
-    ``slowest`` as for :func:`fastest_writer`."""
+    """Return the setting that reads fastest, and leave nothing behind. ``make_cold`` is called
+    before each trial; ``slowest`` is as for :func:`fastest_writer`."""
     tried: list[tuple[float, S]] = []
     for setting in _trials(settings, slowest):
         if not tried or tried[-1][1].stored != setting.stored:
@@ -64,8 +64,8 @@ def fastest_reader(
 
 
 def _trials(settings: Sequence[S], slowest: Slowest) -> list[S]:
-    """The settings at the size of a trial: as many bytes as a first write says there is time for.
-    That write also imports and connects, so that the first trial is like the others."""
+    """Return the settings at trial size, which follows from the speed of a first write. That write
+    also imports and connects, so that the first trial is like the others."""
     first = settings[0]
     warm_up = first.at_size(min(first.nbytes, WARM_UP_NBYTES))
     rate = warm_up.nbytes / slowest(_timed(warm_up.write))
@@ -76,7 +76,7 @@ def _trials(settings: Sequence[S], slowest: Slowest) -> list[S]:
 
 
 def _rest(settle_s: float) -> None:
-    """What one trial has left behind must not slow the next one."""
+    """Flush and wait, so that one trial does not slow the next."""
     flush()
     time.sleep(settle_s)
 
@@ -86,7 +86,7 @@ def _is_enough(tried: Sequence[tuple[float, Client]]) -> bool:
 
 
 def _chosen(tried: Sequence[tuple[float, S]], settings: Sequence[S]) -> S:
-    """The fastest one, at its full size."""
+    """Return the fastest setting at full size."""
     best = min(tried, key=lambda each: each[0])[1]
     return best.at_size(settings[0].nbytes)
 

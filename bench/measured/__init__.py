@@ -1,6 +1,6 @@
-"""``holdfast bench URI``: what a storage gives checkpoints, beside what it gives its driver alone.
+"""``holdfast bench URI``: measures checkpoints on a storage, next to what its driver alone reaches.
 
-``plan`` says what is measured, and refuses before any I/O what cannot be; ``run`` measures;
-``alone`` is the limit; ``result`` is what was found, as JSON; ``validity`` says whether it may be
-believed; ``comparison`` holds one result against another.
+``plan`` describes a measurement, and refuses an impossible one before any I/O. ``run`` measures.
+``beside`` adds the limit and the peers. ``result`` holds the results and their JSON. ``validity``
+judges whether they are valid, and ``comparison`` compares two of them.
 """

@@ -1,5 +1,5 @@
-"""What is measured beside our own phases, in the same contest: the limit of the storage, our driver
-alone and fio where they are asked for, and peers."""
+"""The baselines in the same contest as our own phases: the storage's limit, our driver alone, fio
+and peers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Say = Callable[[str], None]
 
 
 class Beside:
-    """``limits``: what each limit is, in words; ``nbytes``: what phases move that do not move the
+    """``limits`` describes each limit. ``nbytes`` gives the bytes of phases that do not move the
     state, by name."""
 
     def __init__(
         self, plan: Plan, place: Uri, state: State, nbytes: int, ranks: Ranks, say: Say
     ) -> None:
-        """Sweep the settings of the client, on all ranks at once, and have fio and each peer save
-        and load something small. ``nbytes``: what this rank holds of the state."""
+        """Sweep the client's settings on all ranks at once, and try fio and each peer with
+        something small. ``nbytes`` is this rank's share of the state."""
         own = join(place, f"rank-{ranks.rank}")
         folder = local_folder(own)
         if folder is not None:
@@ -52,13 +52,13 @@ class Beside:
             self.nbytes |= dict.fromkeys((WRITE_ALONE, READ_ALONE), self._alone.nbytes)
         self._fio: dict[str, Fio] = {}
         self.invalid = self._peers.invalid
-        """Why figures of fio and of peers are not to be believed, by phase."""
+        """Reasons why figures of fio and peers are invalid, by phase."""
         if asks_for_fio(plan.peers, plan.parsed):
             self._try_fio(say)
 
     def _try_fio(self, say: Say) -> None:
         for name, client in ((FIO_WRITE, self._limit.writing), (FIO_READ, self._limit.reading)):
-            assert isinstance(client, RawFile)  # so it is on a file system
+            assert isinstance(client, RawFile)  # so it is a file system
             fio = Fio(replace(client, path=client.path.with_name(name.replace(" ", "-"))))
             try:
                 fio.try_out()
@@ -71,7 +71,7 @@ class Beside:
                 self.nbytes[name] = fio.nbytes
 
     def writing(self, ours: Sequence[Contestant]) -> list[Contestant]:
-        """Our phases that write, with all that is held against them."""
+        """Return our phases that write, with their baselines."""
         limit = Contestant(WRITE_LIMIT, self._limit.write, after=self._limit.writing.remove)
         alone = []
         if self._alone is not None:
@@ -81,8 +81,7 @@ class Beside:
         return [limit, *also, *alone, *ours, *self._peers.saving()]
 
     def reading(self, ours: Sequence[Contestant]) -> list[Contestant]:
-        """Our phases that read, with all that is held against them, whose objects are written
-        here."""
+        """Return our phases that read, with their baselines. Writes the baselines' objects."""
         self._limit.prepare()
         limit = Contestant(READ_LIMIT, self._limit.read)
         alone = []
@@ -99,4 +98,4 @@ class Beside:
 
 
 def _say_nothing(line: str) -> None:
-    """Rank 0 speaks for all."""
+    """Say nothing: rank 0 speaks for all."""

@@ -1,4 +1,4 @@
-"""Where a measurement of a checkpoint of MLPerf Storage departs from its rules."""
+"""Departures of a measurement from the rules of MLPerf Storage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["mlperf_notes"]
 
 
 def mlperf_notes(plan: Plan, host_processes: tuple[int, ...] = (1,)) -> tuple[str, ...]:
-    """In words; nothing for other workloads.
+    """Return the departures in words; none for other workloads.
 
-    Saves are durable when they return, all rounds write before the first reads, and reads of a file
-    system of this host come after its pages were dropped: so much is as the rules want it.
+    Three rules always hold: saves are durable on return, all writes precede the first read, and
+    reads of a local file system follow a drop of its cached pages.
     """
     if not isinstance(plan.saved, Mlperf):
         return ()

@@ -1,4 +1,4 @@
-"""One result of ``holdfast bench`` held against another.
+"""Compares two results of ``holdfast bench``.
 
 Scope: pure.
 """
@@ -15,8 +15,11 @@ __all__ = ["Compared", "compare"]
 
 @dataclass(frozen=True)
 class Compared:
-    """``ratio``: how many times as fast B is as A, by medians; ``low`` and ``high``: its confidence
-    interval of 95 %, by the percentile bootstrap (Efron 1979)."""
+    """One phase of two results.
+
+    ``ratio`` is how many times as fast B is as A, by medians. ``low`` and ``high`` bound its 95 %
+    confidence interval, by the percentile bootstrap (Efron 1979).
+    """
 
     name: str
     a: Phase
@@ -26,12 +29,12 @@ class Compared:
     high: float
 
     def is_slower(self, part: float) -> bool:
-        """Whether B is slower by more than ``part``, with confidence."""
+        """Return whether B is slower by more than ``part``, with confidence."""
         return self.high < 1 - part
 
     @property
     def verdict(self) -> str:
-        """In a word."""
+        """The verdict in a few words."""
         if self.low > 1:
             return "faster"
         if self.high < 1:
@@ -40,8 +43,8 @@ class Compared:
 
 
 def compare(a: Measurement, b: Measurement) -> list[Compared]:
-    """The phases that both have, in the order of ``a``. Resampling is seeded: the same files give
-    the same figures."""
+    """Compare the phases that both results have, in the order of ``a``. Resampling is seeded, so
+    the same files give the same figures."""
     return [
         _compared(phase, b.by_name[phase.name]) for phase in a.phases if phase.name in b.by_name
     ]

@@ -1,5 +1,8 @@
-"""The course of a measurement: contestants in turn, round after round, on all ranks at the same
-time; and what the ranks saw, joined to phases."""
+"""The course of a measurement: contestants take turns, round after round, on all ranks at the same
+time.
+
+The ranks' observations are joined into phases.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ Say = Callable[[str], None]
 
 @dataclass
 class Noted:
-    """What the phases of this rank have noted beside their times, in all rounds. ``stall_s``: by
-    round, how long training would have stood still."""
+    """Observations of a phase on this rank, over all rounds. ``stall_s`` holds the stall of
+    training by round."""
 
     retries: int = 0
     stall_s: list[float] = field(default_factory=list)
@@ -31,7 +34,7 @@ class Noted:
 
 
 class Course:
-    """Runs contestants as the plan says. ``noted``: by phase."""
+    """Runs contestants according to the plan. ``noted`` holds this rank's observations by phase."""
 
     def __init__(self, plan: Plan, ranks: Ranks, say: Say) -> None:
         self.noted: dict[str, Noted] = {}
@@ -41,14 +44,14 @@ class Course:
         self._began_s = time.monotonic()
 
     def note(self, name: str) -> Noted:
-        """Of a phase."""
+        """Return the observations of a phase."""
         return self.noted.setdefault(name, Noted())
 
     def run(
         self, contestants: Sequence[Contestant], nbytes_of: Callable[[str], int]
     ) -> list[Phase]:
-        """The phases that came of them. ``nbytes_of``: what all ranks together move in a phase, by
-        its name."""
+        """Run the contestants and return their phases. ``nbytes_of`` maps a phase's name to the
+        bytes that all ranks together move."""
         if self._plan.warm_ups:
             self._contest(contestants, self._plan.warm_ups)
             for name in (each.name for each in contestants):
@@ -57,7 +60,7 @@ class Course:
         return [self._phase(series, nbytes_of(series.name)) for series in found]
 
     def once(self, name: str, nbytes: int, run: Callable[[], None]) -> Phase:
-        """A phase that can be had once: rank 0 runs it."""
+        """Measure a phase that can only run once, on rank 0."""
         if self._ranks.rank:
             contestants = [Contestant(name, lambda: None)]
         else:
@@ -86,7 +89,7 @@ class Course:
         return bool(self._ranks.agree(time.monotonic() - self._began_s < limit_s))
 
     def _counted(self, contestant: Contestant) -> Contestant:
-        """The same, which also counts what it asks of the storage."""
+        """Return the contestant with its storage operations counted."""
 
         def run() -> float | None:
             before = count_now()
@@ -112,7 +115,7 @@ class Course:
 
 
 def _joined(name: str, nbytes: int, told: Sequence[Mapping[str, Any]]) -> Phase:
-    """A round has ended when the last rank has."""
+    """Join the ranks' observations. A round ends when the last rank is done."""
     by_round = list(zip(*(rank["seconds"] for rank in told), strict=True))
     return Phase(
         name=name,

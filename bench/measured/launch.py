@@ -1,5 +1,7 @@
-"""Starts the ranks of a measurement on this host, as a launcher does: processes of their own, which
-meet through a store that this process holds."""
+"""Starts the ranks of a measurement on this host, as a launcher would.
+
+The ranks are separate processes that meet through a store in this process.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,13 @@ Say = Callable[[str], None]
 def launched(
     module: str, order: Mapping[str, Any], place: Uri, ranks: int, say: Say
 ) -> Measurement:
-    """Measure by ``ranks`` processes of this host, each of which runs ``module`` with one argument:
-    ``order`` as JSON, to which are added the ``place`` to write to and the ``folder`` in which it
-    leaves ``result``, if it is rank 0, or ``error-`` and its rank.
+    """Measure with ``ranks`` processes of this host.
 
-    However it ends, none of them is left, and nothing that they wrote. Raises RankFailedError with
-    the message of the first that failed."""
+    Each process runs ``module`` with one argument: ``order`` as JSON, extended by the ``place`` to
+    write to and the ``folder`` for its result. There rank 0 leaves ``result``, and a failed rank
+    ``error-RANK``. At the end all processes and all their data are gone, also after an error.
+    Raises RankFailedError with the message of the first rank that failed.
+    """
     try:
         with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
             text = json.dumps({**order, "place": str(place), "folder": folder})
@@ -51,8 +54,8 @@ def launched(
 def _workers(
     command: Sequence[str], ranks: int, folder: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """They get a signal of their own where this process is interrupted, some seconds to clean up,
-    and are then killed."""
+    """Start the workers. On exit, interrupt them, let them clean up for some seconds, and kill the
+    rest."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -74,7 +77,7 @@ def _workers(
                         stdin=subprocess.DEVNULL,
                         stdout=said,
                         stderr=log,
-                        start_new_session=True,  # a Ctrl-C is passed on once, by this process
+                        start_new_session=True,  # this process passes a Ctrl-C on, once
                     )
                 )
         yield workers
@@ -88,8 +91,8 @@ def _file(folder: Path, name: str, rank: int) -> BinaryIO:
 
 
 def _await(workers: Sequence[subprocess.Popen[bytes]], folder: Path, say: Say) -> None:
-    """Wait for all of them, and say what rank 0 says meanwhile. Raises RankFailedError, also where
-    a rank hangs: the others wait for it up to :data:`.ranks.MEET_S`, and then fail."""
+    """Wait for all workers, and pass on what rank 0 prints. Raises RankFailedError if one fails. If
+    a rank hangs, the others fail after waiting :data:`.ranks.MEET_S` for it."""
     with open(folder / "said-0", encoding="utf-8", errors="replace") as said:
         while True:
             ended = [worker.poll() for worker in workers]
@@ -106,7 +109,8 @@ def _await(workers: Sequence[subprocess.Popen[bytes]], folder: Path, say: Say) -
 def _failure(
     failed: Sequence[int], workers: Sequence[subprocess.Popen[bytes]], folder: Path
 ) -> RankFailedError:
-    """Those that only tell that another has gone come after it: they are no cause."""
+    """Return the error of the first cause. Ranks that only report the loss of another one leave no
+    error file."""
     deadline_s = time.monotonic() + LEAVE_S
     while time.monotonic() < deadline_s and any(worker.poll() is None for worker in workers):
         time.sleep(_POLL_S)

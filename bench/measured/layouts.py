@@ -11,8 +11,9 @@ __all__ = ["in_another_layout", "local_nbytes"]
 
 
 def in_another_layout(state: State) -> State:
-    """Tensors that ranks hold by rows, held by columns, where that divides them evenly; the rest as
-    it is. They share the memory of ``state``, whose values are then those of either."""
+    """Return the state with row-sharded tensors sharded by columns, where the ranks divide them
+    evenly. The result shares the memory of ``state``, so only one of the two holds meaningful
+    values."""
     return {key: _other(value) for key, value in state.items()}
 
 
@@ -39,7 +40,7 @@ def _divides(tensor: DTensor) -> bool:
 
 
 def local_nbytes(state: State) -> int:
-    """Bytes that this rank holds."""
+    """Return the bytes that this rank holds."""
     return sum(map(_nbytes, state.values()))
 
 

@@ -1,4 +1,4 @@
-"""What was asked of the storage in a phase, as the layer of metrics has counted it."""
+"""Storage operations of a phase, as counted by the metrics layer."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from ...drivers.layers.metrics import snapshots
 __all__ = ["Counts", "Operations", "count_now", "operations_of", "since"]
 
 Counts = dict[str, tuple[int, int, list[int]]]
-"""By operation of a driver: how many, their bytes, and a histogram of how long they took."""
+"""Count, bytes and latency histogram of each driver operation, by name."""
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of one kind, of all ranks and rounds: such as parts that were written.
-    ``histogram[i]`` counts those that took up to ``2**i`` microseconds (of 2⁻²⁰ s each)."""
+    """Operations of one kind over all ranks and rounds, such as writes of parts.
+
+    ``histogram[i]`` counts those that took up to ``2**i`` units of 2⁻²⁰ s, about a microsecond.
+    """
 
     count: int
     nbytes: int
     histogram: tuple[int, ...]
 
     def quantile_s(self, part: float) -> float:
-        """So long took ``part`` (0 to 1) of them, or less: the end of its bucket, so at most twice
-        too much."""
+        """Return a latency quantile, ``part`` from 0 to 1. It is the end of a bucket, so it may be
+        too high by up to a factor of 2."""
         return quantile_s(self.histogram, part)
 
 
 def count_now() -> Counts:
-    """What this process has counted so far, of all storages whose option ``metrics`` is on."""
+    """Return the counts of this process so far, over all storages with the option ``metrics``."""
     found: Counts = {}
     for snapshot in snapshots().values():
         for name, seen in snapshot.operations.items():
@@ -47,7 +49,7 @@ def _sum(
 
 
 def since(before: Counts, now: Counts) -> Counts:
-    """What was counted in between."""
+    """Return the counts between two snapshots."""
     nothing = (0, 0, [0] * BUCKETS)
     found: Counts = {}
     for name, (count, nbytes, histogram) in now.items():
@@ -59,7 +61,7 @@ def since(before: Counts, now: Counts) -> Counts:
 
 
 def operations_of(counts: Iterable[Counts]) -> Mapping[str, Operations]:
-    """All of them together, by operation."""
+    """Add up counts, by operation."""
     together: Counts = {}
     for each in counts:
         for name, (count, nbytes, histogram) in each.items():

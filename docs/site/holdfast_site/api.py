@@ -1,4 +1,4 @@
-"""The page of the public names, which Sphinx fills with their signatures and docstrings."""
+"""The API page, which Sphinx fills with signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TRAINING = ("Checkpointer", "Counters", "Keep", "Keeper", "Resumed")
 
 
 def api_page() -> str:
-    """Every name in ``holdfast.__all__``, as Markdown with directives of autodoc."""
+    """Return a page with an autodoc directive for every name in ``holdfast.__all__``."""
     lines = [
         "# Every public name",
         "",

@@ -1,4 +1,4 @@
-"""The page of commands, from what parses the command line."""
+"""The page of commands, generated from the command-line parser."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["commands_page", "subcommands"]
 
 
 def commands_page() -> str:
-    """Each command's help, and its arguments as tables, as Markdown."""
+    """Return a page with each command's help and its arguments as tables."""
     lines = ["# Commands and their options", "", "Made from what parses the command line."]
     with patch.dict("os.environ", {"COLUMNS": str(WIDTH)}):
         for name, parser in subcommands(command_parser()).items():
@@ -24,7 +24,7 @@ def commands_page() -> str:
 
 
 def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command, by its name; of one below another, by both names."""
+    """Return the parser of each command by name; nested commands have both names."""
     found = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

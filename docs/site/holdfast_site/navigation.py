@@ -1,7 +1,7 @@
-"""The navigation: what ``docs/README.md`` links to, in its order, under its own headings.
+"""The navigation: the links of ``docs/README.md``, in order, under its own headings.
 
-So there is one list of the pages, which readers of the repository and of the site share. A page
-that it leaves out is in no table of contents, which Sphinx warns of.
+So readers of the repository and of the site share one list of pages. A page missing from it is in
+no table of contents, and Sphinx warns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HEADING = re.compile(r"^\*\*(.+)\*\*$", re.MULTILINE)
 
 
 def sections_of(text: str) -> dict[str, list[str]]:
-    """The pages under each line ``**Heading**`` of a document, in their order, each once."""
+    """Return the pages under each line ``**Heading**`` of a document, in order, each once."""
     _, *parts = _HEADING.split(text)
     found: dict[str, list[str]] = {}
     seen: set[str] = set()
@@ -29,12 +29,12 @@ def sections_of(text: str) -> dict[str, list[str]]:
 
 
 def contents_of(text: str) -> list[str]:
-    """The pages that a document links to, in their order, each once."""
+    """Return the pages to which a document links, in order, each once."""
     return list(dict.fromkeys(_pages_of(text)))
 
 
 def table_of_contents(caption: str, pages: Iterable[str]) -> str:
-    """A table of contents for the navigation, which is not shown on its page."""
+    """Return a table of contents for the navigation, hidden on its page."""
     options = [":hidden:", *([f":caption: {caption}"] if caption else [])]
     return "\n".join(["", "```{toctree}", *options, "", *pages, "```", ""])
 

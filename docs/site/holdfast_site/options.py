@@ -1,4 +1,4 @@
-"""The page of options of URIs, from what each driver declares."""
+"""The page of URI options, generated from the drivers' declarations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["options_page"]
 
 
 def options_page() -> str:
-    """The options of each scheme, and those that all have, as Markdown."""
+    """Return a page with the options of each scheme, and those that all schemes share."""
     lines = [
         "# Options by scheme",
         "",

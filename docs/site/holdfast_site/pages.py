@@ -1,9 +1,9 @@
-"""Where each document of the repository lies on the site, and where its links lead there.
+"""The place of each document on the site, and its links rewritten for that place.
 
-The documents link to each other as files of the repository, which is what code hosts follow. The
-site has the folder ``docs`` at its root, and the documents beside it in ``project``. A link to
-another file of the repository leads to a copy of that file, and one to a folder to the folder's
-README, or nowhere.
+Documents link to each other as files of the repository, which is what code hosts follow. On the
+site the folder ``docs`` is the root, and documents outside it are in ``project``. A link to any
+other file leads to a copy of it. A link to a folder leads to its README, or is dropped if there is
+none.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 __all__ = ["LINK", "PROJECT_PAGES", "find_pages", "links_in", "on_site", "shown_markers"]
 
 PROJECT_PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
-"""Documents outside ``docs`` that are pages, too."""
+"""Documents outside ``docs`` that are pages as well."""
 
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(<?([^)\s>]+)>?\)")
-"""``[text](target)``; the text may go on in the next line."""
+"""``[text](target)``; the text may span lines."""
 
 _CODE = re.compile(
     r"^(?P<fence>```|~~~).*?^(?P=fence)[ \t]*$|(?P<ticks>`+)(?:[^`]|(?!(?P=ticks))`)+(?P=ticks)",
@@ -30,7 +30,7 @@ _MARKER = re.compile(r"^<!-- not run: (.+?) -->$", re.MULTILINE)
 
 
 def find_pages(root: Path) -> dict[Path, Path]:
-    """Every document that is a page: from its path in the repository ``root`` to its path on the
+    """Return every document that is a page: its path in the repository, mapped to its path on the
     site."""
     documents = sorted(path.relative_to(root) for path in (root / "docs").rglob("*.md"))
     found = {path: path.relative_to("docs") for path in documents}
@@ -40,7 +40,7 @@ def find_pages(root: Path) -> dict[Path, Path]:
 
 
 def links_in(text: str) -> Iterator[str]:
-    """The targets of the links of a document, in their order; what is code has none."""
+    """Yield the link targets of a document, in order, without those in code."""
     bare = _CODE.sub(lambda code: "`" * len(code[0]), text)
     yield from (match[2] for match in LINK.finditer(bare))
 
@@ -48,10 +48,10 @@ def links_in(text: str) -> Iterator[str]:
 def on_site(
     text: str, document: Path, root: Path, pages: Mapping[Path, Path]
 ) -> tuple[str, set[Path]]:
-    """A document with its links as the site needs them, and the other files of the repository that
-    it links to, which the site needs copies of.
+    """Return a document with its links rewritten for the site, and the other repository files to
+    which it links; the site needs copies of these.
 
-    Raises ValueError where a link leads to nothing.
+    Raises ValueError for a broken link.
     """
     copies: set[Path] = set()
     here = pages[document].parent
@@ -77,7 +77,8 @@ def on_site(
 
 
 def shown_markers(text: str) -> str:
-    """A document that says beside each block that the tests do not run why they do not."""
+    """Return a document with a note beside each block that the tests do not run, giving the
+    reason."""
 
     def show(match: re.Match[str]) -> str:
         reason = html.escape(match[1])
@@ -87,9 +88,10 @@ def shown_markers(text: str) -> str:
 
 
 def _outside_code(text: str, change: Callable[[str], str]) -> str:
-    """``text`` with ``change`` applied to what is not code.
+    """Apply ``change`` to ``text`` without its code.
 
-    Code within the text of a link is put aside first, so that the link is seen as a whole."""
+    Code is replaced by placeholders meanwhile, so that links with code in their text stay whole.
+    """
     kept: list[str] = []
 
     def put_aside(match: re.Match[str]) -> str:

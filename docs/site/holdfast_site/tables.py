@@ -1,4 +1,4 @@
-"""Tables of Markdown."""
+"""Markdown tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_{}[
 
 
 def cell(text: str, *, code: bool = False) -> str:
-    """A text as a cell has it: on one line, and with no character that means something."""
+    """Return a text as a table cell: on one line, with special characters escaped."""
     line = " ".join(text.split())
     if code:
         return "`" + line.replace("|", "\\|") + "`" if line else ""
@@ -18,7 +18,7 @@ def cell(text: str, *, code: bool = False) -> str:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table."""
+    """Yield the lines of a table."""
     yield "| " + " | ".join(titles) + " |"
     yield "|" + "---|" * len(titles)
     for row in rows:
