@@ -1,5 +1,7 @@
-"""The peers of this library in the same contest: each saves and loads the same state in turn with
-us, and what it gives back is held against what was saved."""
+"""Peers in the same contest: each saves and loads the same state in turn with us.
+
+The tensors that a peer loads are compared with those it saved.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ Say = Callable[[str], None]
 
 
 class PeerContest:
-    """``invalid``: by phase, what was found to be wrong with a peer."""
+    """Contestants for the peers. ``invalid`` gives the problems found with a peer, by phase."""
 
     def __init__(self, peers: Sequence[Peer], place: Uri, state: State, say: Say) -> None:
         self.invalid: dict[str, tuple[str, ...]] = {}
@@ -33,18 +35,18 @@ class PeerContest:
         self._able = [peer for peer in peers if self._warm_up(peer, say)]
 
     def saving(self) -> list[Contestant]:
-        """A contestant for each peer that saves: durable at the end of its time."""
+        """Return a contestant for each peer that saves. Its time ends when the data is durable."""
         return [self._saver(peer) for peer in self._able if peer.saves]
 
     def prepare(self) -> None:
-        """Save what will be loaded. The state must still be what it was when it was made."""
+        """Save the data for the loads. The state must still have its original values."""
         if self._loading:
             self._expected = digests(self._state)
         for peer in self._loading:
             _save(peer, self._at(peer), self._state)
 
     def loading(self) -> list[Contestant]:
-        """A contestant for each peer that loads, into the zeroed tensors of the state."""
+        """Return a contestant for each peer that loads, into the zeroed tensors of the state."""
         return [self._loader(peer) for peer in self._loading]
 
     @property
@@ -76,8 +78,8 @@ class PeerContest:
         )
 
     def _warm_up(self, peer: Peer, say: Say) -> bool:
-        """Whether a peer saves and loads a small state at all. It imports what it needs, and starts
-        its threads, outside of the time that is measured; why it fails is said, and kept."""
+        """Return whether a peer can save and load a small state, and report its failure otherwise.
+        This also imports the peer and starts its threads before any timing."""
         uri = self._at(peer, "warm-up")
         small = build(TINY_GIB)
         try:
@@ -103,7 +105,7 @@ class PeerContest:
 
 
 def _save(peer: Peer, uri: Uri, state: State) -> None:
-    """Save, durably: what a peer leaves in the page cache is fsynced."""
+    """Save durably: sync what a peer leaves in the page cache."""
     peer.save(uri, state)
     folder = local_folder(uri)
     if folder is not None and not peer.durable:
@@ -111,7 +113,7 @@ def _save(peer: Peer, uri: Uri, state: State) -> None:
 
 
 def _remove(uri: Uri) -> None:
-    """Delete what a peer has saved, also what has names that no driver of ours gives."""
+    """Delete a peer's data, including files with names that our drivers do not know."""
     folder = local_folder(uri)
     if folder is None:
         clear(uri)

@@ -1,4 +1,4 @@
-"""The phases of checkpoints: what each does, on each rank."""
+"""The phases of checkpoints, as each rank runs them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ RUN = "run"
 STORED = f"{RUN}/first"
 SAVED = f"{RUN}/second"
 STEP = 1
-"""Checkpoints below the place: one that is replaced and read, and one that comes and goes."""
+"""Checkpoints below the place: one that is replaced and read, and one that is saved and deleted
+again."""
 
 
 class Phases:
-    """Those of one rank, which holds ``nbytes`` of ``state``. ``cold_shares``: of phases that read
-    from a file system of this host, the smallest part that came from the device in any round."""
+    """Phases of one rank, which holds ``nbytes`` of ``state``. ``cold_shares`` maps phases that
+    read from a local file system to the smallest share that came from the device in any round."""
 
     def __init__(
         self, place: Uri, state: State, nbytes: int, plan: Plan, ranks: Ranks, course: Course
@@ -47,25 +48,25 @@ class Phases:
         self._folder = local_folder(place)
 
     def prepare(self) -> None:
-        """Save a checkpoint for the phases that replace and read it; what is imported and started
-        once is no part of any phase, then."""
+        """Save the checkpoint that later phases replace and read. This also moves imports and
+        start-up costs out of the phases."""
         self._save(STORED)
 
     def writing(self) -> Iterator[Contestant]:
-        """The phases that write."""
+        """Yield the phases that write."""
         yield Contestant("save", lambda: self._saving("save", SAVED), after=self._clear_saved)
         yield Contestant("async save", self._save_in_background, after=self._clear_saved)
         yield Contestant("overwrite", lambda: self._saving("overwrite", STORED))
 
     def reading(self) -> Iterator[Contestant]:
-        """The phases that read what those have written."""
+        """Yield the phases that read."""
         yield self._loading("load", self._state)
         if self._ranks.world > 1:
             yield self._loading("reshard", in_another_layout(self._state))
         yield Contestant("verify", self._verify)
 
     def save_another(self) -> None:
-        """Save a later step beside the checkpoint, for which that may be pruned."""
+        """Save a later step, so that the first one can be pruned."""
         self._save(SAVED, STEP + 1)
 
     def prune(self) -> None:
@@ -98,7 +99,8 @@ class Phases:
         try:
             noted.stall_s.append(time.perf_counter() - began_s)
             handle.wait()
-        except KeyboardInterrupt:  # the folder will be deleted: a save there would fail, and say so
+        except KeyboardInterrupt:
+            # The folder is about to be deleted, and a save still running would report an error.
             with contextlib.suppress(HoldfastError):
                 handle.wait(LEAVE_S)
             raise
@@ -106,7 +108,7 @@ class Phases:
         _count(noted, handle.report)
 
     def _clear_saved(self) -> None:
-        self._ranks.meet()  # no rank may be at it still
+        self._ranks.meet()  # no rank may still be saving
         if self._ranks.rank == 0:
             clear(join(self._place, SAVED))
 
@@ -121,15 +123,15 @@ class Phases:
 
     def _verify(self) -> None:
         if self._ranks.rank:
-            return  # one process verifies all of it
+            return  # one process verifies everything
         with holdfast.open(self._uri(STORED)) as checkpoint:
             found = checkpoint.verify()
         if not found.ok:
             raise AssertionError(f"{self._uri(STORED)} is damaged: {found.damages}")
 
     def cold(self, contestant: Contestant) -> Contestant:
-        """The same, which reads from the device, where this host can see to that; how far it did is
-        noted."""
+        """Return a contestant that reads from the device, if this host can drop its caches, and
+        records the share that did."""
         folder = self._folder
         if folder is None:
             return contestant

@@ -1,4 +1,4 @@
-"""What is to be measured, and whether it can be: asked before anything is written."""
+"""Plans of measurements, checked before anything is written."""
 
 from __future__ import annotations
 
@@ -36,28 +36,35 @@ __all__ = [
 ]
 
 COPIES_HELD = 2.5
-"""How many times a state is in memory: itself, what a phase needs beside it, and some room."""
+"""Copies of the state in memory: the state itself, what a phase needs in addition, and a
+reserve."""
 COPIES_STORED = 5
-"""How many times it is in storage at most: a checkpoint for loads, one that is being replaced and
-its replacement, one that comes and goes, and what its limit reads."""
+"""Copies of the state in storage at most: a checkpoint to load, one being replaced and its
+replacement, one that is saved and deleted, and the data that the limit reads."""
 RANKS_MAX = 256
-"""Of one host."""
+"""Limit for one host."""
 ANSWER_S = 5.0
-"""How long the first small object may take, unless the URI says otherwise."""
+"""Time limit of the first small object, unless the URI sets one."""
 SETTLE_S = 1.0
 SETTLE_NBYTES = 64 << 20
-"""The storage rests so long before each phase, if the state is so large."""
+"""The storage rests this long before each phase if the state has at least this size."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``uri``: below which a folder of its own is measured in, and deleted again. ``nbytes``: about
-    the size of the state, of all ranks together. ``runs``: rounds; no more are begun once
-    ``limit_s`` have passed. ``workload``: the state; None: one of that size in the proportions of a
-    Llama. ``content``: its bytes. ``warm_ups``: rounds before that do not count. ``compression``:
-    of saves, as :func:`holdfast.save` takes it. ``peers``: whom else to measure, as
-    :func:`..peers.choice.chosen` takes them. ``driver_alone``: whether to measure our driver
-    without the engine, too. ``prices``: of requests."""
+    """Settings of a measurement.
+
+    - ``uri``: the place below which a temporary folder is made
+    - ``nbytes``: approximate size of the state, over all ranks
+    - ``runs``: rounds; none starts once ``limit_s`` have passed
+    - ``workload``: the state; None for one of ``nbytes`` in a Llama's proportions
+    - ``content``: the bytes of its tensors
+    - ``warm_ups``: rounds before these that do not count
+    - ``compression``: of saves, as in :func:`holdfast.save`
+    - ``peers``: other libraries to measure, as in :func:`..peers.choice.chosen`
+    - ``driver_alone``: whether to measure our driver without the engine as well
+    - ``prices``: prices of requests
+    """
 
     uri: str
     nbytes: int
@@ -73,25 +80,25 @@ class Plan:
 
     @property
     def saved(self) -> Workload:
-        """The state."""
+        """The state to save."""
         return self.workload or Sized(self.nbytes)
 
     @property
     def memory_nbytes(self) -> int:
-        """About the host memory that all ranks need together."""
+        """Approximate host memory that all ranks need together."""
         return int(COPIES_HELD * self.nbytes)
 
     @property
     def stored_nbytes(self) -> int:
-        """About the most that is in storage at a time: our own, a file each for fio and for our
-        driver alone, and a checkpoint of each peer."""
+        """Approximate storage space needed at most: our own checkpoints, a file each for fio and
+        our driver alone, and a checkpoint of each peer."""
         others = len(chosen(self.peers, self.parsed)) + asks_for_fio(self.peers, self.parsed)
         return (COPIES_STORED + self.driver_alone + others) * self.nbytes
 
     @property
     def settle_s(self) -> float:
-        """How long the storage rests before each phase: as long as MLPerf's rules want it to for
-        a checkpoint of theirs; after a few bytes it needs no rest."""
+        """Rest of the storage before each phase: MLPerf's value for its checkpoints, and none after
+        small states."""
         if isinstance(self.workload, Mlperf):
             return RULES.rest_s
         if self.nbytes < SETTLE_NBYTES:
@@ -100,16 +107,16 @@ class Plan:
 
     @property
     def parsed(self) -> Uri:
-        """The URI."""
+        """The parsed URI."""
         return parse(self.uri)
 
     def new_place(self) -> Uri:
-        """A folder of its own below the URI."""
+        """Return a new folder below the URI."""
         return join(self.parsed, f"holdfast-bench-{uuid.uuid4().hex[:12]}")
 
 
 def free_nbytes(folder: str) -> int:
-    """How many bytes there is room for in a folder of this host, which need not exist yet."""
+    """Return the free bytes of a local folder, which need not exist yet."""
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     return shutil.disk_usage(folder).free
@@ -118,10 +125,12 @@ def free_nbytes(folder: str) -> int:
 def check(
     plan: Plan, ranks: int = 1, hosts: int = 1, free: Callable[[str], int] = free_nbytes
 ) -> None:
-    """Raises UsageError where the size or the number of rounds cannot be, or there is too little
-    room for it, or a peer cannot be measured, and what the storage raises where nothing can be
-    written. ``ranks``, on so many ``hosts``, hold the state together. ``free``: how many bytes
-    there is room for in a folder of this host."""
+    """Check a plan for ``ranks`` that hold the state together, on ``hosts``.
+
+    Raises UsageError for an invalid size or number of rounds, for too little space or memory, and
+    for a peer that cannot be measured. Raises the storage's error if it cannot be written. ``free``
+    returns the free bytes of a local folder.
+    """
     check_here(plan, ranks, hosts)
     asyncio.run(write_something(plan.parsed))
     folder = local_folder(plan.parsed)
@@ -130,7 +139,7 @@ def check(
 
 
 def check_here(plan: Plan, ranks: int = 1, hosts: int = 1) -> None:
-    """What :func:`check` can find without the storage. Raises UsageError."""
+    """Run the checks that do not need the storage. Raises UsageError."""
     if plan.nbytes < 1 << 20:
         raise UsageError(
             f"{size_text(plan.nbytes)} are too few to measure", advice="Give 1 MiB or more."
@@ -155,7 +164,7 @@ def check_here(plan: Plan, ranks: int = 1, hosts: int = 1) -> None:
 
 
 def local_folder(uri: Uri) -> str | None:
-    """The folder that a URI names, if it is one of this host."""
+    """Return the folder that a URI names if it is local, else None."""
     if uri.scheme in ("file", "lustre"):
         return uri.location
     return None
@@ -172,7 +181,7 @@ def check_memory(what: str, needed: int, *, advice: str) -> None:
 
 
 def check_room(folder: str, needed: int, free: int) -> None:
-    """Raise UsageError if more would be stored in a folder of this host than there is room for."""
+    """Raise UsageError if a local folder has too little space."""
     if needed > free:
         raise UsageError(
             f"{size_text(needed)} would be stored at a time in {folder}, and {size_text(free)} "
@@ -182,16 +191,15 @@ def check_room(folder: str, needed: int, free: int) -> None:
 
 
 async def write_something(uri: Uri) -> None:
-    """Put a small object, and delete it, so that a measurement of storage that takes no writes
-    fails before anything is prepared.
+    """Put and delete a small object, so that a storage without write access fails before anything
+    is prepared.
 
-    Nothing is tried again: a server that restarts is not to be measured. A server that does not
-    answer is waited for no longer than a few seconds, unless the URI says otherwise. Drivers may
-    wait for a request that was cut, so their own timeouts are short, too. Raises the storage's
-    errors.
+    Nothing is retried: a server that is restarting should not be measured. Unless the URI says
+    otherwise, a server that does not answer fails after a few seconds. Drivers may wait for a
+    cancelled request, so their own timeouts are shortened as well. Raises the storage's errors.
     """
     known = driver_class(serving(uri)).OPTIONS
-    answer_s = f"{ANSWER_S:g}"  # to some drivers, timeouts are whole numbers
+    answer_s = f"{ANSWER_S:g}"  # some drivers take whole numbers only
     impatient: dict[str, Any] = {"deadline": 0, "timeout": answer_s, "read_timeout": answer_s}
     driver = open_driver(
         uri,

@@ -1,7 +1,7 @@
 """The processes that measure together: this one alone, or the ranks of a job.
 
-They meet before each run, so that all of them load the storage at the same time, and tell each
-other what they found, as JSON, through the store of the job.
+They meet before each run, so that all load the storage at the same time. They exchange findings as
+JSON through the store of the job.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ...errors import CoordinationError, RankFailedError, UsageError
 __all__ = ["Ranks", "job_of", "joined"]
 
 JOIN_S = 60.0
-"""So long may the other ranks take to come."""
+"""Time limit for the other ranks to join."""
 MEET_S = 1800.0
-"""So long may a rank wait for one that is slower in a run."""
+"""Time that a rank waits for slower ones after a run."""
 LEAVE_S = 10.0
-"""So long are ranks waited for that should stop writing before all is deleted."""
+"""Time that ranks get to stop writing before everything is deleted."""
 _KEYS = "holdfast/bench"
 
-# Open MPI and what follows MPICH say so who a process is; torchrun and most launchers as torch
-# wants it.
+# Open MPI and MPICH's descendants name a process's rank in their own variables; torchrun and most
+# launchers use torch's.
 _VARIABLES = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -37,33 +37,33 @@ _VARIABLES = (
 
 
 class Ranks:
-    """This process alone. ``host_ranks``: how many ranks each host has."""
+    """This process alone. ``host_ranks`` holds the number of ranks of each host."""
 
     rank = 0
     world = 1
     host_ranks: tuple[int, ...] = (1,)
 
     def meet(self) -> None:
-        """Wait until all ranks are here. Raises CoordinationError where one has gone."""
+        """Wait until all ranks are here. Raises CoordinationError if one is gone."""
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gave, by rank, on all of them. A value is what JSON can say. Raises as
+        """Return the JSON values of all ranks, by rank. Every rank calls it. Raises as
         :meth:`meet`."""
         return [value]
 
     def agree(self, value: Any) -> Any:
-        """What rank 0 gave, on all ranks."""
+        """Return rank 0's value, on all ranks."""
         return self.gather(value)[0]
 
     def all_or_none(self, error: Exception | None) -> None:
-        """Raise ``error`` where there is one; on the other ranks a RankFailedError with its
+        """Raise ``error`` if there is one. The other ranks raise a RankFailedError with its
         message."""
         if error is not None:
             raise error
 
     def leave(self) -> None:
-        """Called when a rank has stopped writing, for whatever reason. Rank 0 waits until all have,
-        or for some seconds."""
+        """Report that this rank has stopped writing, for whatever reason. Rank 0 waits a limited
+        time for the others."""
 
 
 class _Job(Ranks):
@@ -107,7 +107,7 @@ class _Job(Ranks):
                 raise RankFailedError(message, rank=rank)
 
     def leave(self) -> None:
-        # The store may have gone with the rank that held it: then there is nobody to tell.
+        # The store may be gone with the rank that held it; then nobody is left to notify.
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "")
             if self.rank == 0:
@@ -116,8 +116,8 @@ class _Job(Ranks):
 
 
 def job_of(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """The rank that this process has in a job, and how many ranks there are; (0, 1) outside of
-    one. Raises UsageError where the variables make no sense, or do not say where rank 0 is."""
+    """Return this process's rank and the number of ranks; (0, 1) outside a job. Raises UsageError
+    if the variables are inconsistent, or do not give rank 0's address."""
     for rank_name, world_name in _VARIABLES:
         if rank_name in environment and world_name in environment:
             rank = _number(environment, rank_name)
@@ -150,8 +150,8 @@ def _check_address(environment: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks that measure together, as the environment says. Raises UsageError as
-    :func:`job_of`, and CoordinationError where the others do not come."""
+    """Join the ranks that the environment describes, and yield them. Raises UsageError as
+    :func:`job_of`, and CoordinationError if the others do not join in time."""
     rank, world = job_of()
     if world == 1:
         yield Ranks()

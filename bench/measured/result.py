@@ -1,4 +1,4 @@
-"""What a measurement found, and the same as JSON (``docs/reference/bench.md``).
+"""Results of measurements, and their JSON (``docs/reference/bench.md``).
 
 Scope: pure.
 """
@@ -39,13 +39,13 @@ __all__ = [
 VERSION = 1
 WRITE_LIMIT = "write limit"
 READ_LIMIT = "read limit"
-"""What a client that is not ours does."""
+"""Phases of a client other than ours."""
 WRITE_ALONE = "write alone"
 READ_ALONE = "read alone"
-"""What our driver does without the engine."""
+"""Phases of our driver without the engine."""
 FIO_WRITE = "fio write"
 FIO_READ = "fio read"
-"""What fio does, where it is asked for."""
+"""Phases of fio, if requested."""
 LIMITS = {
     "save": WRITE_LIMIT,
     "async save": WRITE_LIMIT,
@@ -54,7 +54,7 @@ LIMITS = {
     "reshard": READ_LIMIT,
     "verify": READ_LIMIT,
 }
-"""The phases of checkpoints, and what each is held against."""
+"""The phases of checkpoints, and the limit of each."""
 PHASES = (
     WRITE_LIMIT,
     "save",
@@ -67,13 +67,13 @@ PHASES = (
     "prune",
     "delete",
 )
-"""Those of every measurement; that reshard only with several ranks."""
+"""Phases of every measurement. "reshard" needs several ranks."""
 PERCENTS = (50, 90, 99)
-"""The quantiles of how long operations took that are said."""
+"""Quantiles of latencies to report."""
 BY_ONE_RANK = ("verify", "prune", "delete")
 """Phases that rank 0 runs for all."""
 DELETING = ("prune", "delete")
-"""Phases that move no bytes, and are measured once: their times are all that they have."""
+"""Phases that move no bytes and run once. They have times only."""
 _GETS = ("read", "get", "stat")
 _OF_OTHERS = {
     WRITE_ALONE: WRITE_LIMIT,
@@ -84,20 +84,26 @@ _OF_OTHERS = {
 
 
 def limit_of_phase(name: str) -> str | None:
-    """The phase that ``name`` is held against: also that of a peer, as "save: DCP", of fio, and
-    of our driver alone. None where there is none."""
+    """Return the limit of a phase, which may be a peer's, such as "save: DCP", fio's or our
+    driver's; None if it has none."""
     verb = name.partition(": ")[0]
     return LIMITS.get(verb) or _OF_OTHERS.get(name)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase, in which all ranks together move ``nbytes`` each time.
+    """One phase, in which all ranks together move ``nbytes`` per round.
 
-    By round, in order: ``seconds``, until the last rank was done; ``ranks_s``, of each rank;
-    ``cpu_s``, processor time of all ranks; ``peak_nbytes``, how far the memory of a rank rose, of
-    the one where it rose most; ``stall_s``, how long training would have stood still, of the rank
-    where that was longest. ``operations``: what was asked of the storage, in all rounds."""
+    Tuples have an entry per round, in order:
+
+    - ``seconds``: until the last rank was done
+    - ``ranks_s``: until each rank was done
+    - ``cpu_s``: processor time of all ranks
+    - ``peak_nbytes``: growth of memory, on the rank where it grew most
+    - ``stall_s``: stall of training, on the rank where it was longest
+
+    ``operations`` counts the storage operations of all rounds.
+    """
 
     name: str
     nbytes: int
@@ -111,21 +117,22 @@ class Phase:
 
     @property
     def first_s(self) -> float:
-        """Until the first rank was done that had something to do: the median of the rounds."""
+        """Median over rounds of the time of the first rank to finish, among those that took
+        part."""
         if self.name in BY_ONE_RANK:
             return self.median_s
         return median(min(ranks) for ranks in self.ranks_s or [(s,) for s in self.seconds])
 
     @property
     def data_operations(self) -> Operations | None:
-        """Those that moved most of the bytes: writes of parts, or reads of ranges."""
+        """The operations that moved most of the bytes: writes of parts, or reads of ranges."""
         moved = (self.operations.get("write"), self.operations.get("read"))
         return max(filter(None, moved), key=lambda operations: operations.nbytes, default=None)
 
     @property
     def requests(self) -> Requests:
-        """What was asked of the storage in all rounds, as stores charge for it: lists as puts, and
-        deletes not at all."""
+        """Requests of all rounds, as stores charge for them: lists count as puts, deletes are
+        free."""
 
         def count(*names: str) -> int:
             return sum(self.operations[name].count for name in names if name in self.operations)
@@ -134,7 +141,7 @@ class Phase:
 
     @property
     def read_amplification(self) -> float | None:
-        """How many bytes were read for each that was wanted; None where nothing was read."""
+        """Bytes read for each byte wanted; None if nothing was read."""
         read = self.operations.get("read")
         if read is None:
             return None
@@ -142,23 +149,23 @@ class Phase:
 
     @property
     def median_s(self) -> float:
-        """Of the rounds."""
+        """Median of the rounds."""
         return median(self.seconds)
 
     @property
     def rate(self) -> float:
-        """Bytes per second of all rounds together: what they moved in the time that they took."""
+        """Bytes per second over all rounds."""
         return self.nbytes * len(self.seconds) / sum(self.seconds)
 
     @property
     def mean_rate(self) -> float:
-        """The arithmetic mean of the rates of single rounds, as MLPerf Storage reports it. It is
-        never less than :attr:`rate`, and more the further the rounds are apart."""
+        """Arithmetic mean of the rounds' rates, as MLPerf Storage reports it. It is never below
+        :attr:`rate`, and exceeds it more the more the rounds differ."""
         return mean(self.nbytes / seconds for seconds in self.seconds)
 
     @property
     def cpu_s_per_gib(self) -> float | None:
-        """Processor time of this process per GiB; None where it was not measured."""
+        """Processor time of all ranks per GiB; None if it was not measured."""
         if not self.cpu_s:
             return None
         return median(self.cpu_s) / (self.nbytes / (1 << 30))
@@ -166,10 +173,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Measurement:
-    """``uri`` without secrets. ``config``: what was asked for; ``machine``: what it ran on;
-    ``limits``: which client each limit was measured by, and how it was set, by phase;
-    ``invalid``: why the figures are not to be believed, by phase, or of all under ``""``.
-    ``notes``: what they are not to be compared with, and why."""
+    """Result of a measurement. ``uri`` has no secrets.
+
+    ``config`` holds the settings, ``machine`` describes the host, and ``limits`` names the client
+    and setting of each limit. ``invalid`` gives the reasons why figures are invalid, by phase, or
+    under ``""`` for all. ``notes`` lists limits of comparison.
+    """
 
     uri: str
     created_s: float
@@ -182,26 +191,26 @@ class Measurement:
 
     @property
     def by_name(self) -> dict[str, Phase]:
-        """Its phases."""
+        """The phases by name."""
         return {phase.name: phase for phase in self.phases}
 
     @property
     def config_hash(self) -> str:
-        """Equal for measurements of the same: of the URI and what was asked for."""
+        """Hash of the URI and settings. Results are comparable if it is equal."""
         text = json.dumps([self.uri, self.config], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def cost_usd(self, phase: Phase) -> float | None:
-        """What the requests of a round cost; None where no prices were given, or where requests
-        were not counted."""
+        """Return the cost of a round's requests; None if no prices are given, or requests were not
+        counted."""
         prices = self.config.get("prices")
         if prices is None or not phase.operations:
             return None
         return Prices(**prices).cost_usd(phase.requests) / len(phase.seconds)
 
     def share(self, name: str) -> float | None:
-        """The rate of a phase, as a share of that of its limit: the median of the ratios within
-        each round. None where it has no limit, or that was not measured."""
+        """Return the rate of a phase as a share of its limit: the median of the ratios within each
+        round. None if it has no limit, or that was not measured."""
         limit = self.by_name.get(limit_of_phase(name) or "")
         if limit is None:
             return None
@@ -210,7 +219,7 @@ class Measurement:
 
 
 def encoded(found: Measurement) -> str:
-    """As JSON."""
+    """Return a result as JSON."""
     fields = asdict(found)
     for phase, made in zip(fields["phases"], found.phases, strict=True):
         phase["rate"] = made.rate
@@ -227,7 +236,8 @@ def encoded(found: Measurement) -> str:
 
 
 def decoded(text: str, name: str) -> Measurement:
-    """The inverse. Raises UsageError, which names ``name``, for anything else."""
+    """Decode the JSON of :func:`encoded`. Raises UsageError, which names ``name``, for anything
+    else."""
     try:
         fields = json.loads(text)
         if fields["version"] != VERSION:

@@ -1,4 +1,5 @@
-"""Measures: phases in turn, round after round, each beside its limit, on all ranks at once."""
+"""Measures a storage: phases take turns with their limits, round after round, on all ranks at
+once."""
 
 from __future__ import annotations
 
@@ -32,11 +33,12 @@ Say = Callable[[str], None]
 def measured(
     plan: Plan, say: Say = lambda line: None, ranks: Ranks | None = None, place: Uri | None = None
 ) -> Measurement:
-    """Measure a storage, for which :func:`.plan.check` has found nothing against it, by ``ranks``,
-    each of which calls this; ``say`` is told of each round, on rank 0.
+    """Measure according to a plan that :func:`.plan.check` has accepted. Every rank calls this;
+    rank 0 calls ``say`` for each round.
 
-    All is written to ``place``, a folder of its own below the URI, which is deleted again, also
-    when it is interrupted. Raises what saves and loads raise."""
+    Everything is written to ``place``, by default a new folder below the URI, which is deleted
+    afterwards, also on interruption. Raises the errors of saves and loads.
+    """
     if ranks is None:
         ranks = Ranks()
     if place is None:
@@ -85,7 +87,7 @@ def _run(own: Phases, beside: Beside, course: Course, ranks: Ranks) -> list[Phas
 
 
 def _nbytes_of_phases(ranks: Ranks, own: Phases, beside: Beside) -> Callable[[str], int]:
-    """What all ranks together move in a phase, by its name."""
+    """Return a function that maps a phase's name to the bytes that all ranks together move."""
     told = ranks.gather([own.nbytes, dict(beside.nbytes)])
     state_nbytes = sum(nbytes for nbytes, _ in told)
 
@@ -96,7 +98,7 @@ def _nbytes_of_phases(ranks: Ranks, own: Phases, beside: Beside) -> Callable[[st
 
 
 def _counting(place: Uri) -> Uri:
-    """With the layer that counts what is asked of the storage."""
+    """Return the place with the layer that counts storage operations."""
     return replace(place, options={**place.options, "metrics": "true"})
 
 

@@ -1,4 +1,4 @@
-"""Whether figures may be believed.
+"""Judges whether figures are valid.
 
 Scope: pure.
 """
@@ -13,15 +13,15 @@ from .result import DELETING, Phase
 __all__ = ["LEAST_S", "joined", "reasons_against"]
 
 LEAST_S = 0.1
-"""Shorter rounds measure what surrounds the storage."""
+"""Shortest valid round. Shorter ones measure overhead, not the storage."""
 SPREAD = 1.5
-"""So many times as long as the shortest may the longest round of a phase take."""
+"""Greatest valid ratio of the longest round to the shortest."""
 DRIFT = 1.25
-"""So many times as long may the second half of the rounds take, or the first."""
+"""Greatest valid ratio between the two halves of the rounds."""
 BUSY = 0.2
-"""Such a part of its processors may a machine be busy with before."""
+"""Greatest valid share of busy processors before the measurement."""
 COLD = 0.9
-"""Such a part of what a load reads has to come from the device."""
+"""Smallest valid share of a load's bytes that come from the device."""
 
 
 def reasons_against(
@@ -31,11 +31,11 @@ def reasons_against(
     cold_shares: Mapping[str, float],
     least_s: float = LEAST_S,
 ) -> dict[str, tuple[str, ...]]:
-    """By phase, why its figures are not to be believed; of all of them under ``""``.
+    """Return the reasons why figures are invalid, by phase, or under ``""`` for all.
 
-    ``busy_before``: the part of all processors that were busy before it began. ``cold_shares``: of
-    phases that read, the smallest part that came from the device in a round, where that is known.
-    ``least_s``: shorter rounds than this are too short.
+    ``busy_before`` is the share of processors that were busy before the measurement.
+    ``cold_shares`` maps reading phases to the smallest share that came from the device in a round,
+    where that is known. Rounds shorter than ``least_s`` are too short.
     """
     found = {
         phase.name: tuple(_of_phase(phase, least_s))
@@ -51,7 +51,7 @@ def reasons_against(
 
 
 def joined(*found: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """The reasons of several examinations, by phase."""
+    """Join the reasons of several checks, by phase."""
     names = dict.fromkeys(name for each in found for name in each)
     return {name: tuple(why for each in found for why in each.get(name, ())) for name in names}
 

@@ -1,5 +1,5 @@
-"""Whom this library is compared with: every peer once, for all benchmarks.
+"""The libraries that all benchmarks compare this one with.
 
-``peer`` is what a peer is; ``on_files`` and ``through_dcp`` are the peers, each as its
-documentation says it is used; ``choice`` says which of them are installed and can do a storage.
+``peer`` defines a peer. ``on_files`` and ``through_dcp`` hold the peers, each used as its
+documentation says. ``choice`` selects those that are installed and support a storage.
 """

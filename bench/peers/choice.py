@@ -1,7 +1,6 @@
-"""Which peers are measured: those that are asked for, or all that are installed and can do a
-storage.
+"""Selects the peers to measure: named ones, or all that are installed and support a storage.
 
-Scope: imports none of them, nor torch, so that what cannot be is said at once.
+Scope: imports neither the peers nor torch, so that bad requests fail at once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["ALL", "FIO", "OURS", "PEERS", "asks_for_fio", "beside_ours", "chosen
 
 ALL = "all"
 FIO = "fio"
-"""Chosen like a peer, but moves no state: it runs next to the limit."""
+"""Named like a peer, but it moves no state: it runs next to the limit."""
 PEERS = (*THROUGH_DCP, *ON_FILES)
 
 
@@ -37,7 +36,7 @@ OURS = Peer("holdfast", "holdfast", _save, _load, durable=True)
 
 
 def beside_ours(uri: Uri, *, alone: bool = False) -> list[Peer]:
-    """This library, then, unless it is to be ``alone``, the peers that are installed and can do
+    """Return this library and, unless ``alone`` is set, the installed peers that support
     ``uri``."""
     if alone:
         return [OURS]
@@ -45,16 +44,17 @@ def beside_ours(uri: Uri, *, alone: bool = False) -> list[Peer]:
 
 
 def through_dcp() -> list[Peer]:
-    """This library, the same as the storage of DCP, and DCP with storage of its own."""
+    """Return this library, this library as the storage of DCP, and DCP with its own storage."""
     return [OURS, HOLDFAST_THROUGH_DCP, THROUGH_DCP[0]]
 
 
 def chosen(text: str, uri: Uri) -> list[Peer]:
-    """The peers that a list of names, separated by commas, stands for on the storage of ``uri``, or
-    all that can be if it is "all". Empty for an empty text. :data:`FIO` is none of them.
+    """Return the peers in a comma-separated list of names, or all possible ones for "all". An empty
+    text selects none; :data:`FIO` is skipped.
 
-    Raises UsageError for a name that is not known, and for a peer that is not installed or cannot
-    do this storage: it says which can."""
+    Raises UsageError for an unknown name, and for a peer that is not installed or does not support
+    the storage of ``uri``. The advice names the possible ones.
+    """
     names = _names(text)
     if names == [ALL]:
         found = _able(uri)
@@ -65,8 +65,8 @@ def chosen(text: str, uri: Uri) -> list[Peer]:
 
 
 def asks_for_fio(text: str, uri: Uri) -> bool:
-    """Return whether a list of names, as :func:`chosen` takes it, names fio, or all and fio can be
-    measured. Raises UsageError where fio is named, and cannot be measured on ``uri``."""
+    """Return whether a list of names, as in :func:`chosen`, names fio, or "all" while fio can run
+    here. Raises UsageError if fio is named and cannot be measured on ``uri``."""
     names = _names(text)
     able = uri.scheme in ("file", "lustre")
     installed = shutil.which(FIO) is not None
@@ -111,7 +111,7 @@ def _able(uri: Uri) -> list[Peer]:
 
 
 def _advice(uri: Uri) -> str:
-    """What can be asked for."""
+    """Return advice that names the possible peers."""
     able = _keys(_able(uri))
     if able:
         return f"What can be measured here: {able}."

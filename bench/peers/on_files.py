@@ -1,8 +1,7 @@
-"""Peers that save to a path: torch.save, safetensors and what loads its files, tensorizer and
-torchsnapshot.
+"""Peers that save to a path: torch.save, safetensors and its loaders, tensorizer and torchsnapshot.
 
-All are called through their public names, and all write to a path of their own. Those that only
-build new tensors are followed by a copy into those of the state, as a user of theirs would do.
+All are called through their public names and write to their own path. Peers that build new tensors
+are followed by a copy into the state's tensors, as their users would do.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ def _flat(state: State) -> dict[str, torch.Tensor]:
 
 
 def _fill(state: State, loaded: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy each tensor to where it belongs. Raises KeyError for one that was not saved, and
-    AssertionError where one did not come."""
+    """Copy loaded tensors into the state. Raises KeyError for a tensor that the state lacks, and
+    AssertionError if one is missing."""
     missing = _flat(state)
     for name, tensor in loaded:
         missing.pop(name).copy_(tensor)
@@ -102,7 +101,8 @@ def _load_torchsnapshot(uri: Uri, state: State) -> None:
 
 @contextmanager
 def _torchsnapshot(state: State) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The module, and the state as it wants it. It warns of what torch has changed since."""
+    """Yield the module, and the state in its form. Suppress its warnings about newer versions of
+    torch."""
     module: Any = importlib.import_module("torchsnapshot")
     with warnings.catch_warnings(action="ignore"):
         yield module, {"state": module.StateDict(**state)}

@@ -1,4 +1,4 @@
-"""What a peer is: how it saves and loads a state, and where it can."""
+"""The definition of a peer: how it saves and loads a state, and on which storage."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """``save(uri, state)`` writes a new checkpoint; ``load(uri, state)`` fills the tensors of
-    ``state`` in place. Either raises what the peer raises."""
+    """A library to compare with.
+
+    ``save(uri, state)`` writes a new checkpoint, and ``load(uri, state)`` fills the tensors of
+    ``state`` in place. Both raise the peer's errors.
+    """
 
     key: str
-    """What ``--peer`` calls it. Peers that do the same on other storages share it."""
+    """Name for ``--peer``. Variants of a peer for different storages share it."""
     name: str
     save: Callable[[Uri, State], None]
     load: Callable[[Uri, State], None]
     durable: bool = False
-    """Whether what ``save`` wrote is durable when it returns. If not, the benchmark adds the
-    fsyncs."""
+    """Whether data is durable when ``save`` returns. If not, the benchmark adds the fsyncs."""
     saves: bool = True
-    """Whether saving is its own. A peer that only loads reads what another one, whose ``save`` it
-    has, wrote."""
+    """Whether to measure its saves. A peer that only loads uses another peer's ``save``."""
     loads: bool = True
-    """Whether its loading differs from that of the peers before it."""
+    """Whether to measure its loads. False if they equal those of an earlier peer."""
     schemes: tuple[str, ...] = ("file", "lustre")
-    """Of the URIs that it takes; "fsspec+" stands for all that begin so."""
+    """Schemes that it supports. "fsspec+" stands for all schemes with that prefix."""
     modules: tuple[str, ...] = ()
-    """What has to be installed."""
+    """Modules that it needs."""
     packages: str = ""
-    """Which packages bring that, for pip."""
+    """Packages with these modules, for pip."""
 
     def serves(self, uri: Uri) -> bool:
-        """Whether it can save to ``uri``, and load from it."""
+        """Return whether it can save to ``uri`` and load from it."""
         return any(
             uri.scheme == scheme or (scheme.endswith("+") and uri.scheme.startswith(scheme))
             for scheme in self.schemes
@@ -48,5 +49,5 @@ class Peer:
 
     @property
     def is_installed(self) -> bool:
-        """Whether all that it needs is."""
+        """Whether all its modules are installed."""
         return all(importlib.util.find_spec(module) is not None for module in self.modules)

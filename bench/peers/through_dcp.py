@@ -1,5 +1,5 @@
-"""Torch's distributed checkpoint (DCP), with the storage of its own, with fsspec's, with that of
-s3torchconnector, and with ours."""
+"""Torch's distributed checkpoint (DCP) on its own storage, fsspec's, s3torchconnector's and
+ours."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _fsspec_reader(uri: Uri) -> Any:
 
 
 def _of_fsspec(uri: Uri) -> tuple[str, dict[str, Any]]:
-    """A URI as fsspec takes it, and the arguments of its file system."""
+    """Return a URI in fsspec's form, and the arguments of its file system."""
     if uri.scheme == "s3":
         return f"s3://{uri.location}", {"endpoint_url": _endpoint(uri)}
     from ..limit.bare_drivers import bare_driver
@@ -92,7 +92,8 @@ def _connector_reader(uri: Uri) -> Any:
 
 
 def _connector_files(dcp: Any, uri: Uri) -> Any:
-    """Its file system, at the endpoint of ``uri``: its public arguments have none."""
+    """Return the connector's file system at the endpoint of ``uri``, which its public arguments
+    cannot set."""
     client: Any = importlib.import_module("s3torchconnector._s3client")
     config = client.S3ClientConfig(force_path_style=True)
     made = client.S3Client(REGION, endpoint=_endpoint(uri), s3client_config=config)

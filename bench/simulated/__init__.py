@@ -1,7 +1,7 @@
-"""``holdfast bench --simulate`` and ``--dry-run``: what a job would save, and what that would take,
-without a byte of it.
+"""``holdfast bench --simulate`` and ``--dry-run``: forecasts of a job's saves and loads, without
+any data.
 
-``fleet`` plans for every rank by the engine's own functions, with ``flat`` in place of tensors and
-``fragments`` for what ranks tell the leader; ``requests`` and ``rates`` turn bytes into requests,
-money and time; ``forecast`` has all of that, and ``dry_run`` says what a measurement would do.
+``fleet`` plans for every rank with the engine's own functions. ``flat`` replaces the tensors, and
+``fragments`` builds the ranks' reports to the leader. ``requests`` and ``rates`` turn bytes into
+requests, money and time. ``forecast`` combines them, and ``dry_run`` describes a measurement.
 """

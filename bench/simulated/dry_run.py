@@ -1,5 +1,5 @@
-"""What a measurement would do: the phases that it would run, and what they would write, read and
-take, with nothing of it done."""
+"""Dry runs: the phases of a measurement with their bytes, requests and times, without running
+any."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ MOVES = {
     "prune": "neither",
     "delete": "neither",
 }
-"""What each phase of a measurement by one process does with the bytes of the state."""
+"""How each phase of a single-process measurement moves the bytes of the state."""
 
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """A phase that is run ``times``, and moves ``nbytes`` each time. ``seconds``: of all times,
-    None where no rate is known."""
+    """A phase that runs ``times`` times and moves ``nbytes`` each time. ``seconds`` covers all
+    times; None if no rate is known."""
 
     name: str
     times: int
@@ -53,9 +53,12 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class DryRun:
-    """``refusal``: why this host would refuse to measure it, or None. ``memory_nbytes``: host
-    memory that it needs; ``stored_nbytes``: room that it needs at a time. ``rest_s``: how long the
-    storage rests in all."""
+    """A planned measurement.
+
+    ``refusal`` is the reason why this host would refuse it, or None. ``memory_nbytes`` is the host
+    memory that it needs, ``stored_nbytes`` the greatest storage space, and ``rest_s`` the total
+    rest of the storage.
+    """
 
     uri: str
     workload: str
@@ -72,22 +75,22 @@ class DryRun:
 
     @property
     def written_nbytes(self) -> int:
-        """In all."""
+        """Total bytes written."""
         return sum(phase.written_nbytes for phase in self.phases)
 
     @property
     def read_nbytes(self) -> int:
-        """In all."""
+        """Total bytes read."""
         return sum(phase.read_nbytes for phase in self.phases)
 
     @property
     def requests(self) -> Requests:
-        """In all."""
+        """Total requests."""
         return sum((phase.requests for phase in self.phases), Requests(0, 0))
 
     @property
     def seconds(self) -> float | None:
-        """Of all phases and rests, the state's making left out; None where no rate is known."""
+        """Total time of phases and rests, without building the state; None if no rate is known."""
         known = [phase.seconds for phase in self.phases if phase.seconds is not None]
         if not known:
             return None
@@ -95,8 +98,8 @@ class DryRun:
 
 
 def dry_run(plan: Plan, rates: Rates, prices: Prices | None) -> DryRun:
-    """What measuring ``plan`` would do. Its storage is not touched. Raises UriError, and UsageError
-    where there is nothing to save, or no round."""
+    """Describe the measurement of ``plan`` without touching its storage. Raises UriError, and
+    UsageError if there is no state or no round."""
     if plan.runs < 1:
         raise UsageError(f"{plan.runs} rounds measure nothing", advice="Give --runs 5.")
     uri = plan.parsed
@@ -130,8 +133,8 @@ def _refusal(plan: Plan) -> str | None:
 
 
 def _phases(runs: int, moves: _Moves) -> Iterator[PhasePlan]:
-    """The save that loads are going to read, then the phases in order; before what is pruned, a
-    later step is saved."""
+    """Yield the first save, whose checkpoint the loads read, and then the phases in order. A later
+    step is saved before the prune."""
     yield replace(moves.phase("save", 1), name="first save")
     for name, move in MOVES.items():
         if name == "prune":
@@ -141,7 +144,7 @@ def _phases(runs: int, moves: _Moves) -> Iterator[PhasePlan]:
 
 @dataclass(frozen=True)
 class _Moves:
-    """What one round of a phase takes."""
+    """Costs of one round of a phase."""
 
     rank: RankPlan
     traits: Traits
@@ -149,7 +152,7 @@ class _Moves:
     rates: Rates
 
     def phase(self, name: str, times: int) -> PhasePlan:
-        """So many rounds."""
+        """Return the plan of a phase that runs ``times`` times."""
         move = MOVES[name]
         nbytes = self.rank.image_nbytes
         seconds = None
@@ -168,12 +171,12 @@ class _Moves:
         )
 
     def _requests(self, name: str) -> Requests:
-        """Of one round. Those that delete are free wherever requests are paid for. The client that
-        is the limit is taken to move parts as large as the driver's."""
+        """Return the requests of one round. Deletes are free wherever requests cost money. The
+        client of the limit is assumed to use the driver's part size."""
         image_nbytes = self.rank.image_nbytes
         alone_nbytes = round_up(self.rank.state_nbytes, PAGE_NBYTES)
         if name == WRITE_LIMIT:
-            # There is no leader that looks at what it is about to commit.
+            # No leader checks the size before a commit.
             looks = max(0, self.shape.looks(alone_nbytes) - 1)
             return Requests(self.shape.puts(alone_nbytes), looks)
         if name == READ_LIMIT:
@@ -186,7 +189,7 @@ class _Moves:
 
 
 def encoded(found: DryRun) -> str:
-    """As JSON (``docs/reference/bench.md``)."""
+    """Return a dry run as JSON (``docs/reference/bench.md``)."""
     fields = asdict(found)
     totals = {
         "written_nbytes": found.written_nbytes,

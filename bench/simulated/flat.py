@@ -1,6 +1,6 @@
-"""Flat states of specs: what flattening a rank's tensors would give, without the tensors.
+"""Flat states built from specs: the result of flattening a rank's state, without its tensors.
 
-Planning looks at names, shapes, dtypes and layouts alone. So jobs of any size are planned in a
+Planning needs names, shapes, dtypes and layouts only. So jobs of any size can be planned in a
 process that could not hold, or even address, their tensors.
 """
 
@@ -27,8 +27,8 @@ class FlatStates:
         self._like = FlatState()
 
     def of(self, specs: Sequence[Spec], rank: int) -> tuple[FlatState, Agreed | None, bool]:
-        """What ``rank`` has flattened, what it has agreed on with the others (None where it is
-        alone), and whether it has the same tensors as the rank that was asked for before."""
+        """Return a rank's flat state, its agreement with the others (None if it is alone), and
+        whether it has the same tensors as the rank of the previous call."""
         is_alike = specs == self._specs
         if not is_alike:
             self._specs = specs
@@ -48,12 +48,12 @@ class FlatStates:
     def _agreed(self, specs: Sequence[Spec], rank: int) -> Agreed | None:
         if self._world == 1:
             return None
-        # Nobody else has a tensor of that name: the leader finds a group of one rank.
+        # No other rank has a tensor of that name: the leader would find a group of one rank.
         own = {row: (rank,) for row, spec in enumerate(specs) if not spec.sharded}
         return Agreed(own, {})
 
     def _layouts(self, specs: Sequence[Spec], rank: int) -> list[Layout]:
-        made: dict[tuple[int, ...], Layout] = {}  # layers repeat: there are few shapes
+        made: dict[tuple[int, ...], Layout] = {}  # layers repeat, so there are few shapes
         layouts: list[Layout] = []
         for spec in specs:
             if not spec.sharded or self._world == 1:

@@ -1,5 +1,4 @@
-"""Plans a save for every rank of a job, one after the other, and commits it: by the engine's own
-functions, up to where bytes would be needed."""
+"""Plans a save for every rank of a job and merges the manifest, with the engine's own functions."""
 
 from __future__ import annotations
 
@@ -19,14 +18,18 @@ from .fragments import by_host, fragment_told
 __all__ = ["Fleet", "RankPlan", "planned_fleet"]
 
 SHARDS_MAX = 8_000_000
-"""More are not planned in one process: their manifest takes gigabytes of memory to merge."""
+"""Limit of shards to plan in one process. Merging the manifest of more takes gigabytes of
+memory."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank writes. ``state_nbytes``: of its tensors; ``image_nbytes``: of its file, with
-    header and digests; 0 where it writes none. ``reads``: of a load of all of it: one for each
-    chunk with data, and one for digests where chunks are not verified whole."""
+    """Plan of one rank's image.
+
+    ``state_nbytes`` counts its tensors. ``image_nbytes`` counts its file with header and digests; 0
+    if it writes none. ``reads`` counts the reads of a full load: one for each chunk with data, and
+    one for the digests if chunks are not verified whole.
+    """
 
     state_nbytes: int
     image_nbytes: int
@@ -37,8 +40,8 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Fleet:
-    """All ranks, in order, and the manifest that their leader commits. ``tensors``: of the job, a
-    sharded one counted once."""
+    """All ranks in order, and the manifest that their leader commits. ``tensors`` counts a sharded
+    tensor once."""
 
     ranks: tuple[RankPlan, ...]
     tensors: int
@@ -46,24 +49,27 @@ class Fleet:
 
     @property
     def shards(self) -> int:
-        """Of all ranks."""
+        """Shards of all ranks."""
         return sum(rank.shards for rank in self.ranks)
 
     @property
     def chunks(self) -> int:
-        """Of all images."""
+        """Chunks of all images."""
         return sum(rank.chunks for rank in self.ranks)
 
     @property
     def reads(self) -> int:
-        """Of a load into the same layout."""
+        """Reads of a load into the same layout."""
         return sum(rank.reads for rank in self.ranks)
 
 
 def planned_fleet(workload: Workload, world: int, host_ranks: int, piece_nbytes: int = 0) -> Fleet:
-    """Plan for all ``world`` ranks, ``host_ranks`` on each host, on a storage whose driver has the
-    trait ``piece_nbytes``. Raises UsageError where the workload is not defined for so many, where
-    no rank has anything to save, and where there are more shards than this process is to plan."""
+    """Plan for all ``world`` ranks, with ``host_ranks`` on each host. ``piece_nbytes`` is the trait
+    of the storage's driver.
+
+    Raises UsageError if the workload is not defined for that many ranks, if no rank has anything to
+    save, and if there are too many shards.
+    """
     first = workload.specs(0, world)
     if len(first) * world > SHARDS_MAX:
         raise UsageError(
@@ -80,14 +86,14 @@ def planned_fleet(workload: Workload, world: int, host_ranks: int, piece_nbytes:
 def _fragments(
     workload: Workload, world: int, piece_nbytes: int, ranks: list[RankPlan]
 ) -> Iterator[Fragment]:
-    """What the ranks tell, in order; ``ranks`` is given what each writes."""
+    """Yield the ranks' reports in order, and append the plan of each to ``ranks``."""
     states = FlatStates(world)
     reported: StateLayout | None = None
     for rank in range(world):
         flat, agreed, is_alike = states.of(workload.specs(rank, world), rank)
         plan = plan_image(flat, rank, agreed)
         if is_alike and reported is not None:
-            plan = replace(plan, reported=reported)  # which is then encoded once
+            plan = replace(plan, reported=reported)  # the reported layout is then encoded once
         reported = plan.reported
         ranks.append(_rank_plan(plan, piece_nbytes))
         yield fragment_told(plan, rank, flat)
@@ -105,7 +111,8 @@ def _rank_plan(plan: ImagePlan, piece_nbytes: int) -> RankPlan:
 
 
 def _reads(layout: ImageLayout, piece_nbytes: int) -> int:
-    """What arrives in pieces is verified piece by piece, so its digests are read first."""
+    """Return the reads of an image. Data that arrives in pieces is verified by piece, so its
+    digests are read first."""
     skipped_chunks, rest_nbytes = divmod(len(layout.header), layout.chunk_nbytes)
     in_pieces = 0 < piece_nbytes < layout.hashed_end
     needs_digests = in_pieces or rest_nbytes >= layout.block_nbytes

@@ -1,4 +1,4 @@
-"""What a save and a load of a whole job are and take: bytes, balance, requests, memory, time and
+"""Forecasts of a save and a load of a whole job: bytes, balance, requests, memory, time and
 money."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Spread:
-    """Of a figure of all ranks."""
+    """Distribution of a figure over all ranks."""
 
     least: int
     median: float
@@ -40,18 +40,21 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[int]) -> Spread:
-        """Of these, at least one."""
+        """Return the distribution of at least one value."""
         return cls(min(values), median(values), max(values), sum(values))
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """``uri`` without secrets. ``balance``: the bytes of the rank that has most, by the mean; 1
-    where all have the same. ``save_memory_nbytes``: host memory of the rank that needs most, beside
-    its state, in ``holdfast.save``; ``capture_memory_nbytes``: in an ``async_save`` that copies the
-    state at once. ``save_s`` and ``load_s`` are None where no rate is known, costs where no price
-    is. Of a storage without requests, they count writes and reads.
-    ``notes``: what it is not to be compared with."""
+    """Forecast for a job. ``uri`` has no secrets.
+
+    ``balance`` is the bytes of the largest rank divided by the mean; 1 is perfect.
+    ``save_memory_nbytes`` is the host memory of ``holdfast.save`` on the rank that needs most, in
+    addition to its state; ``capture_memory_nbytes`` is that of an ``async_save`` that copies the
+    state at once. ``save_s`` and ``load_s`` are None if no rate is known, and costs are None if no
+    prices are. On a storage without requests, these count writes and reads. ``notes`` lists limits
+    of comparison.
+    """
 
     uri: str
     workload: str
@@ -78,8 +81,8 @@ class Forecast:
 def forecast(
     workload: Workload, uri: Uri, world: int, host_ranks: int, rates: Rates, prices: Prices | None
 ) -> Forecast:
-    """Plan all of it; nothing is read or written at ``uri``, whose driver alone is asked what it is
-    good at. Raises UsageError as :func:`.fleet.planned_fleet` does, and for no ranks; UriError."""
+    """Forecast a save and a load. Nothing at ``uri`` is read or written; only its driver's traits
+    matter. Raises UriError, and UsageError for no ranks and as :func:`.fleet.planned_fleet`."""
     if world < 1 or host_ranks < 1:
         raise UsageError(f"{world} ranks, {host_ranks} on each host", advice="Give 1 or more.")
     traits = traits_of(uri)
@@ -113,7 +116,7 @@ def forecast(
 
 
 def _notes(workload: Workload, world: int) -> tuple[str, ...]:
-    """What the job is not to be compared with."""
+    """Return the limits of comparison of a job."""
     if not isinstance(workload, Mlperf):
         return ()
     subset = subset_note(workload, world)
@@ -122,12 +125,12 @@ def _notes(workload: Workload, world: int) -> tuple[str, ...]:
 
 def _save_requests(fleet: Fleet, shape: UploadShape) -> Requests:
     sizes = [rank.image_nbytes for rank in fleet.ranks]
-    puts = sum(map(shape.puts, sizes)) + 1  # the manifest is put whole
+    puts = sum(map(shape.puts, sizes)) + 1  # the manifest takes one put
     return Requests(puts, sum(map(shape.looks, sizes)))
 
 
 def _load_requests(fleet: Fleet, host_ranks: int) -> Requests:
-    """Of a load into the same layout; the manifest is read once per host."""
+    """Return the requests of a load into the same layout. Each host reads the manifest once."""
     hosts = ceil_div(len(fleet.ranks), host_ranks)
     return Requests(0, fleet.reads + hosts)
 
@@ -139,5 +142,5 @@ def _memory_nbytes(ranks: Sequence[RankPlan], traits: Traits, budget_nbytes: int
 
 
 def encoded(found: Forecast) -> str:
-    """As JSON (``docs/reference/bench.md``)."""
+    """Return a forecast as JSON (``docs/reference/bench.md``)."""
     return json.dumps({"version": VERSION, **asdict(found)}, indent=1)

@@ -1,5 +1,5 @@
-"""What the ranks of a job tell the committing one, but for the digests of data that is
-not there."""
+"""The ranks' reports to the committing leader, without digests of the data, which does not
+exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOST_RANKS = 8
 
 
 def fragment_told(plan: ImagePlan, rank: int, flat: FlatState) -> Fragment:
-    """What ``rank`` tells at commit, but for data."""
+    """Return the report of ``rank`` at commit, with empty digests."""
     images = int(len(plan.shards) > 0)  # a rank without bytes of its own writes no image
     digests = np.zeros((images * plan.layout.chunks, DIGEST_NBYTES), np.uint8)
     hashed = np.full(images, plan.layout.hashed_end, np.int64)
@@ -30,6 +30,6 @@ def fragment_told(plan: ImagePlan, rank: int, flat: FlatState) -> Fragment:
 
 
 def by_host(fragments: Iterator[Fragment], host_ranks: int = HOST_RANKS) -> Iterator[Fragment]:
-    """Those of each host's ranks as one."""
+    """Yield the reports joined by host."""
     while host := list(itertools.islice(fragments, host_ranks)):
         yield join(host)

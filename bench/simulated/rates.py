@@ -1,4 +1,4 @@
-"""How long a save and a load take at given rates of ranks, hosts and the storage.
+"""Durations of saves and loads at given rates of ranks, hosts and the storage.
 
 Scope: pure.
 """
@@ -17,8 +17,8 @@ __all__ = ["Limits", "Rates", "measured_rates", "parse_rate"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes per second: of one rank, of all ranks of a host together, and of the whole job; None:
-    no limit is known."""
+    """Bytes per second of one rank, of a host's ranks together and of the whole job. None: no known
+    limit."""
 
     rank: float | None = None
     host: float | None = None
@@ -26,12 +26,12 @@ class Limits:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is any."""
+        """Whether any limit is known."""
         return (self.rank, self.host, self.total) != (None, None, None)
 
     def seconds(self, rank_nbytes: Sequence[int], host_ranks: int) -> float | None:
-        """What moving so many bytes of each rank takes, of which ``host_ranks`` are on each host:
-        the slowest of its ranks, its hosts and the storage. None where no limit is known."""
+        """Return the time for moving these bytes of each rank, with ``host_ranks`` on each host.
+        The slowest rank, host or storage decides. None if no limit is known."""
         hosts = [
             sum(rank_nbytes[first : first + host_ranks])
             for first in range(0, len(rank_nbytes), host_ranks)
@@ -46,20 +46,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of saves and of loads."""
+    """Limits of saves and of loads."""
 
     save: Limits
     load: Limits
 
     @classmethod
     def alike(cls, limits: Limits) -> Rates:
-        """The same of both."""
+        """Return rates with the same limits for saves and loads."""
         return cls(limits, limits)
 
 
 def parse_rate(option: str, text: str) -> float:
-    """The bytes per second that ``2GB/s``, ``2500MiB/s`` or ``2GB`` mean. Raises UsageError, which
-    names ``option``."""
+    """Return the bytes per second of a text such as ``2GB/s``, ``2500MiB/s`` or ``2GB``. Raises
+    UsageError, which names ``option``."""
     try:
         rate = float(parse_size(text.strip().removesuffix("/s")))
     except ValueError:
@@ -70,8 +70,8 @@ def parse_rate(option: str, text: str) -> float:
 
 
 def measured_rates(found: Measurement, name: str) -> Rates:
-    """What one rank reached in a result of ``holdfast bench``, which ``name`` names. Raises
-    UsageError where it has no saves or no loads."""
+    """Return the rates of one rank in a result of ``holdfast bench``. Raises UsageError, which
+    names ``name``, if it has no saves or no loads."""
     limits = {}
     for phase in ("save", "load"):
         if phase not in found.by_name:

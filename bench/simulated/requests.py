@@ -1,8 +1,7 @@
-"""How a storage is asked for what is saved and loaded, in requests, and what they cost.
+"""Storage requests of saves and loads.
 
-Object stores charge for requests, and limit them. Counted are those of images and manifests; the
-protocol around them takes some twenty more in a save, whatever its size. No storage
-is touched.
+Object stores charge for requests and limit their rate. This counts requests for images and
+manifests. The save protocol adds about twenty, whatever the size. No storage is touched.
 """
 
 from __future__ import annotations
@@ -22,15 +21,17 @@ __all__ = ["UploadShape", "upload_shape"]
 
 @dataclass(frozen=True)
 class UploadShape:
-    """How a driver sends one object. ``part_nbytes``: of the parts of an object store's upload; an
-    object that is no larger takes one request. 0 for a storage without such requests, which is
-    written to chunk by chunk."""
+    """How a driver sends an object.
+
+    ``part_nbytes`` is the part size of an object store's uploads; smaller objects take one request.
+    It is 0 for a storage without such requests, which is written chunk by chunk.
+    """
 
     part_nbytes: int = 0
 
     def puts(self, nbytes: int) -> int:
-        """Requests that write an object of ``nbytes``: one, or those of its parts, one that begins
-        the upload and one that ends it. Of a storage without parts, writes."""
+        """Return the requests that write an object of ``nbytes``: one, or its parts plus the start
+        and the end of the upload. For a storage without parts, return the writes."""
         if not nbytes:
             return 0
         if not self.part_nbytes:
@@ -40,15 +41,15 @@ class UploadShape:
         return ceil_div(nbytes, part_nbytes_for(nbytes, self.part_nbytes)) + 2
 
     def looks(self, nbytes: int) -> int:
-        """Requests that ask an object store for the size of such an image: the leader, before it
-        commits, and after an upload in parts whoever has sent it."""
+        """Return the requests for the size of an image in an object store: one by the leader before
+        it commits, and one by the sender after a multipart upload."""
         if not nbytes or not self.part_nbytes:
             return 0
         return 2 if nbytes > self.part_nbytes else 1
 
 
 def upload_shape(uri: Uri, traits: Traits) -> UploadShape:
-    """How the driver for ``uri``, which has these traits, sends objects."""
+    """Return how the driver of ``uri``, with these traits, sends objects."""
     cls: object = driver_class(serving(uri))
     if isinstance(cls, type) and issubclass(cls, ObjectDriver):
         return UploadShape(traits.part_nbytes)

@@ -1,6 +1,6 @@
-"""``holdfast bench URI --tune``: the options with which saves and loads are fastest.
+"""``holdfast bench URI --tune``: finds the options with which saves and loads are fastest.
 
-``space`` says which options are tried; ``halving`` is the search, a pure state machine; ``trial``
-measures one choice by the real engine; ``gain`` says how sure a difference is; ``tuning`` puts them
-together.
+``space`` lists the options to try. ``halving`` is the search, a pure state machine. ``trial``
+measures one candidate with the real engine. ``gain`` computes how certain a difference is.
+``tuning`` combines them.
 """

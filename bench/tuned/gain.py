@@ -1,4 +1,4 @@
-"""How much faster one choice is than another, and how sure that is.
+"""The speed-up of one candidate over another, with its confidence.
 
 Scope: pure.
 """
@@ -13,13 +13,13 @@ __all__ = ["PAIRS_MIN", "Gain", "gain_of"]
 
 CONFIDENCE = 0.95
 PAIRS_MIN = 6
-"""Fewer pairs cannot show anything with a confidence of 95 %, whatever they are."""
+"""Fewer pairs cannot show anything with a confidence of 95 %, whatever their values."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """``ratio``: so many times as fast; ``low`` and ``high``: its confidence interval, from 0 to
-    infinity where there are too few pairs for one."""
+    """A speed-up ``ratio``. ``low`` and ``high`` bound its confidence interval, from 0 to infinity
+    if there are too few pairs."""
 
     ratio: float
     low: float
@@ -33,12 +33,13 @@ class Gain:
 
 
 def gain_of(pairs: Sequence[tuple[float, float]]) -> Gain:
-    """Of (seconds before, seconds after), one pair for each round; there is at least one.
+    """Return the speed-up from at least one pair of (seconds before, seconds after), one for each
+    round.
 
-    The estimate of Hodges and Lehmann (1963) for the logarithms of the ratios, with the interval
-    that the signed-rank test of Wilcoxon (1945) gives. It is exact for few pairs, and assumes no
-    distribution but a symmetric one, which alternating who comes first sees to. A pair in which
-    the machine was busy elsewhere counts like any other, however extreme it is.
+    It is the estimate of Hodges and Lehmann (1963) for the logarithms of the ratios, with the
+    interval of Wilcoxon's signed-rank test (1945). The interval is exact for few pairs and assumes
+    only a symmetric distribution, which alternating the order ensures. One pair that was disturbed
+    by other load counts like any other, however extreme it is.
     """
     logs = [math.log(before / after) for before, after in pairs]
     walsh = sorted((a + b) / 2 for i, a in enumerate(logs) for b in logs[i:])
@@ -57,8 +58,11 @@ def _middle(ordered: Sequence[float]) -> float:
 
 
 def _rank(count: int) -> int | None:
-    """The number of Walsh averages below the interval: the largest k for which the sum of the
-    positive ranks is at most k with a probability of at most 2.5 %; None where there is none."""
+    """Return the number of Walsh averages below the interval, or None if there is none.
+
+    It is the largest k such that the sum of the positive ranks is at most k with a probability of
+    at most 2.5 %.
+    """
     ways = [1]
     for rank in range(1, count + 1):
         longer = ways + [0] * rank

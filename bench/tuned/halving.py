@@ -1,12 +1,13 @@
-"""The search: successive halving, as a pure state machine. It says what to measure next, and is
-told how long that took.
+"""The search for the best candidate: successive halving, as a pure state machine.
 
 Successive halving (Jamieson and Talwalkar, "Non-stochastic best arm identification and
 hyperparameter optimization", AISTATS 2016) gives every candidate a small budget, keeps the best
-part of them, and gives those a larger one, until one is left. Here a budget is the size of what is
-moved, and the number of rounds. What differs from the paper: a machine is noisy, so all candidates
-of a rung take turns, and each is judged by how long it took relative to the others in the same
-round; and the defaults are never eliminated, since they are what the best is held against.
+share of them, and gives those a larger one, until one is left. Here a budget is the size of the
+state and the number of rounds.
+
+Two things differ from the paper. Machines are noisy, so all candidates of a rung take turns, and
+each is judged by its time relative to the others in the same round. And the defaults are never
+eliminated, because they are the baseline of the best candidate.
 
 Scope: no I/O, no clock.
 """
@@ -22,15 +23,19 @@ from statistics import fmean, median
 __all__ = ["KEPT", "Halving", "Rung", "ladder"]
 
 KEPT = 3
-"""One in so many candidates is kept after a rung."""
+"""A rung keeps one in this many candidates."""
 ROUNDS_MAX = 5
-"""Of a rung: more rounds than that are better spent on the comparison with the defaults."""
+"""Limit of rounds in a rung. Further rounds are better spent on the comparison with the
+defaults."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """``candidates``: how many are measured, the defaults among them; ``nbytes``: how much each of
-    them moves in a round; ``rounds``: how often; ``seconds``: how long that may take."""
+    """One rung of the search.
+
+    ``candidates`` includes the defaults. Each of them moves ``nbytes`` in each of ``rounds``. All
+    of it may take ``seconds``.
+    """
 
     candidates: int
     nbytes: int
@@ -41,12 +46,11 @@ class Rung:
 def ladder(
     candidates: int, *, budget_s: float, bytes_per_s: float, least_nbytes: int, most_nbytes: int
 ) -> list[Rung]:
-    """The rungs of a search among so many candidates, which take ``budget_s`` if all candidates
-    move ``bytes_per_s``.
+    """Return the rungs of a search. They take ``budget_s`` if all candidates move ``bytes_per_s``.
 
-    Each takes an equal part of the time, but enough to measure all its candidates once, if that can
-    be. A rung moves more bytes than the one before, from ``least_nbytes`` to ``most_nbytes``; what
-    is left of its time becomes more rounds.
+    Each rung takes an equal share of the time, but if possible enough to measure all its candidates
+    once. The bytes grow from rung to rung, from ``least_nbytes`` to ``most_nbytes``. The rest of a
+    rung's time goes into more rounds.
     """
     counts = [candidates]
     while counts[-1] > KEPT:
@@ -64,10 +68,10 @@ def ladder(
 
 
 class Halving:
-    """A search among ``rungs[0].candidates`` candidates, which are numbered from 0.
+    """A search among ``rungs[0].candidates`` candidates, numbered from 0.
 
-    Ask :meth:`next` what to measure, at the size of :attr:`rung`, and :meth:`tell` how long it
-    took; until :meth:`next` returns None. Candidate ``default`` is kept in every rung.
+    Call :meth:`next` for the candidate to measure at the size of :attr:`rung`, and :meth:`tell`
+    with its time, until :meth:`next` returns None. Candidate ``default`` stays in every rung.
     """
 
     def __init__(self, rungs: Sequence[Rung], *, default: int = 0, seed: int = 0) -> None:
@@ -85,28 +89,28 @@ class Halving:
 
     @property
     def rung(self) -> Rung:
-        """The one that is climbed now, or was last."""
+        """The current rung, or the last one."""
         return self._rungs[min(self._number, len(self._rungs) - 1)]
 
     @property
     def number(self) -> int:
-        """Of that rung, from 0."""
+        """Number of that rung, from 0."""
         return min(self._number, len(self._rungs) - 1)
 
     @property
     def ranking(self) -> list[int]:
-        """The candidates that were not eliminated, the best first."""
+        """The remaining candidates, best first."""
         return sorted(self._alive, key=self._score)
 
     def next(self) -> int | None:
-        """The candidate to be measured now; None where the search has ended."""
+        """Return the candidate to measure now; None at the end of the search."""
         if self._ended:
             return None
         self._asked = self._turns[0]
         return self._asked
 
     def tell(self, seconds: float) -> None:
-        """How long the candidate took that :meth:`next` named."""
+        """Record the time of the candidate that :meth:`next` named."""
         assert self._asked is not None
         self._turns.pop(0)
         self._logs.setdefault(self._asked, []).append(math.log(seconds))
@@ -115,9 +119,11 @@ class Halving:
             self._begin_round()
 
     def hurry(self) -> None:
-        """End the rung now, for its time is over. A round that not all have finished does not
-        count; but of the first one those count that have had a turn, and the others are eliminated.
-        Without a whole round, what the rung before has found stands."""
+        """End the current rung because its time is over.
+
+        An incomplete round does not count, except the first one, which eliminates the candidates
+        that had no turn. Without a complete round, the results of the previous rung stand.
+        """
         if self._ended:
             return
         whole = min(len(self._logs.get(candidate, ())) for candidate in self._alive)
@@ -142,12 +148,12 @@ class Halving:
         self._turns = list(self._alive)
         self._random.shuffle(self._turns)
         if self._rounds == 1:
-            # Whatever happens, the defaults have had their turn.
+            # Let the defaults go first, so that they are measured in any case.
             self._turns.remove(self._default)
             self._turns.insert(0, self._default)
 
     def _climb(self) -> None:
-        """Keep the best, and go on with them; or end."""
+        """Keep the best and start the next rung, or end the search."""
         if self._number + 1 == len(self._rungs) or len(self._alive) < 2:
             self._ended = True
             return
@@ -161,7 +167,7 @@ class Halving:
         self._begin()
 
     def _score(self, candidate: int) -> float:
-        """How long a candidate took relative to the others, as a logarithm: the median over
+        """Return the time of a candidate relative to the others, as a logarithm: the median over
         rounds."""
         logs = self._logs.get(candidate)
         if not logs:

@@ -1,4 +1,4 @@
-"""What is to be tuned for, and whether it can be: asked before anything is written."""
+"""Plans of tuning, checked before anything is written."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ from .space import Space, space_of
 __all__ = ["TuningPlan", "check_tuning"]
 
 LEAST_NBYTES = 64 << 20
-"""Below this a save measures what surrounds the storage, and large parts have no chance."""
+"""Smallest useful state. Below this, saves measure overhead, and large parts have no chance."""
 _LEAST_LIMIT_S = 1.0
 _COPIES_STORED = 2
 
 
 @dataclass(frozen=True)
 class TuningPlan(Plan):
-    """``nbytes``: of the largest state that is saved and loaded. ``time_limit_s``: about how long
-    it may take. ``pairs_max``: so often the best is compared with the defaults at most."""
+    """Settings of tuning. ``nbytes`` is the size of the largest state, ``time_limit_s`` the
+    approximate total time, and ``pairs_max`` the limit of comparisons with the defaults."""
 
     time_limit_s: float = 60.0
     pairs_max: int = 20
 
     @property
     def least_nbytes(self) -> int:
-        """The smallest state that is saved and loaded."""
+        """Size of the smallest state that is saved and loaded."""
         return min(LEAST_NBYTES, self.nbytes)
 
 
 def check_tuning(plan: TuningPlan, free: Callable[[str], int] = free_nbytes) -> Space:
-    """What can be tried. Raises UsageError where that is nothing, where size or time cannot be, or
-    where there is too little memory or room, and what the storage raises where nothing can be
-    written. ``free``: how many bytes there is room for in a folder of this host."""
+    """Return the candidates to try.
+
+    Raises UsageError if there are none, for an invalid size or time, and for too little memory or
+    space. Raises the storage's error if it cannot be written. ``free`` returns the free bytes of a
+    local folder.
+    """
     if plan.nbytes < 1 << 20:
         raise UsageError(
             f"{size_text(plan.nbytes)} are too few to measure", advice="Give 1 MiB or more."

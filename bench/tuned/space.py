@@ -1,8 +1,8 @@
-"""Which options of a driver are tried, and with which values.
+"""The options and values to try for a driver.
 
-Options are known by their names: a driver of a third party that calls the size of its parts
-``part_size`` is tuned like one of ours. Only options that change how fast a storage is used are
-tried, none that changes what is stored or how safe it is (a block size, a number of replicas).
+Options are recognised by name, so a third-party driver with an option ``part_size`` is tuned like
+ours. Only options that affect speed are tried, none that change what is stored or how safe it is,
+such as a block size or a number of replicas.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
     "direct": ("auto", "off"),
     "max_concurrency": ("off", "4", "2", "1"),
 }
-"""``max_concurrency`` can only lower what a driver does at a time, so it is tried where the driver
-has no option of its own for that."""
+"""``max_concurrency`` can only lower a driver's concurrency, so it is tried only for drivers
+without such an option of their own."""
 _AT_A_TIME = ("concurrency", "threads")
 
 
 @dataclass(frozen=True)
 class Space:
-    """``candidates``: values of the same options each, the defaults first. ``fixed``: the options
-    that were not tried because the user has set them, with who says so."""
+    """``candidates`` hold values of the same options, the defaults first. ``fixed`` maps the
+    options that the user has set, and that are therefore not tried, to their sources."""
 
     candidates: tuple[Mapping[str, str], ...]
     fixed: Mapping[str, str]
 
     @property
     def default(self) -> Mapping[str, str]:
-        """What applies without a profile."""
+        """The values without a profile."""
         return self.candidates[0]
 
 
 def space_of(uri: Uri) -> Space:
-    """What can be tried for ``uri``. The storage is not touched. Raises UsageError where that is
-    nothing, and as open_driver does."""
+    """Return the candidates for ``uri`` without touching the storage. Raises UsageError if there is
+    nothing to tune, and as open_driver does."""
     cls = driver_class(serving(uri))
     profiles = tuned_file(os.environ)
     fixed = {
@@ -72,8 +72,8 @@ def space_of(uri: Uri) -> Space:
 def choices(
     own: Mapping[str, Option], common: Mapping[str, Option], fixed: Mapping[str, str]
 ) -> Space:
-    """The values of the driver's ``own`` options, and of those that are ``common`` to all schemes,
-    in all combinations; but not of those in ``fixed``."""
+    """Return all combinations of values of the driver's ``own`` options and the ``common`` ones,
+    without those in ``fixed``."""
     known = {**common, **own}
     tunable = [
         name
@@ -89,6 +89,6 @@ def choices(
 
 
 def _values(name: str, option: Option) -> list[str]:
-    """The default first; then those that the option takes."""
+    """Return the default, and the other values that the option accepts."""
     default = "off" if option.default is None else option.text(option.default)
     return [default, *(text for text in _VALUES[name] if text != default and option.takes(text))]

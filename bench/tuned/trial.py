@@ -1,9 +1,9 @@
-"""One choice of options, measured by the real engine: a durable save, and a load.
+"""Measures one candidate with the real engine: a durable save and a load.
 
-It is measured by saves and loads rather than by the driver alone, because they are what is to get
-faster. The driver alone would prefer other settings: it has no checksum to compute, no tensor to
-copy, and all of the memory and the processors, and it is given any size of parts, while the engine
-writes chunks of one size.
+Trials use saves and loads rather than the driver alone, because these are what tuning should speed
+up. The driver alone would prefer other settings: it computes no checksums, copies no tensors and
+has all memory and processors to itself; and it accepts any part size, while the engine writes
+chunks of one size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = "tuned"
 
 @dataclass(frozen=True)
 class Taken:
-    """How long a save and a load took, of ``nbytes``."""
+    """Times of a save and a load of ``nbytes``."""
 
     save_s: float
     load_s: float
@@ -36,13 +36,13 @@ class Taken:
 
     @property
     def seconds(self) -> float:
-        """Of both: an option applies to both, and both count alike."""
+        """Total of both. An option applies to both, and both count equally."""
         return self.save_s + self.load_s
 
 
 class Trials:
-    """Saves and loads below ``place``, of states of up to about ``most_nbytes``, of which the
-    largest is made at once."""
+    """Saves and loads below ``place``. The largest state, of about ``most_nbytes``, is built at
+    once."""
 
     def __init__(self, place: Uri, most_nbytes: int) -> None:
         self._place = place
@@ -51,15 +51,15 @@ class Trials:
         self._whole_nbytes = nbytes_of(self._whole)
 
     def run(self, options: Mapping[str, str], nbytes: int) -> Taken:
-        """Save and load about ``nbytes`` with these options. The load is verified, and cold on a
-        file system of this host. Raises what saves and loads raise."""
+        """Save and load about ``nbytes`` with these options. The load is verified and, on a local
+        file system, cold. Raises the errors of saves and loads."""
         state = self._part(nbytes)
         uri = str(join(self._place, _NAME))
         began_s = time.perf_counter()
         holdfast.save(uri, state, storage_options=options)
         save_s = time.perf_counter() - began_s
         if self._folder is not None:
-            evict(Path(self._folder))  # enough, since a save is durable: no page of it is dirty
+            evict(Path(self._folder))  # enough after a durable save, which leaves no dirty pages
         began_s = time.perf_counter()
         holdfast.load(uri, into=state, storage_options=options)
         load_s = time.perf_counter() - began_s
@@ -67,7 +67,7 @@ class Trials:
         return Taken(save_s, load_s, nbytes_of(state))
 
     def _part(self, nbytes: int) -> State:
-        """The first rows of all tensors: as many as make ``nbytes``."""
+        """Return the first rows of all tensors: as many as make ``nbytes``."""
         part = nbytes / self._whole_nbytes
         if part >= 1:
             return self._whole
