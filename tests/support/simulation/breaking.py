@@ -23,6 +23,8 @@ class Broken:
     storages: str = ""
     seed: int | None = None
     """One that shows it; None where that takes hundreds."""
+    first: int = 0
+    """The seed to begin with, where it takes hundreds from 0 on."""
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[None]:
@@ -57,14 +59,14 @@ def broken(
 
 def listed_in(
     engines: list[Broken],
-) -> Callable[[str], Callable[[Callable[[], Iterator[Patch]]], Callable[[], Iterator[Patch]]]]:
-    """A decorator that takes a name, and puts what is broken by that name on a list."""
+) -> Callable[..., Callable[[Callable[[], Iterator[Patch]]], Callable[[], Iterator[Patch]]]]:
+    """Return a decorator that takes a name and a first seed, and adds the broken engine to a list."""
 
     def named(
-        name: str,
+        name: str, first: int = 0
     ) -> Callable[[Callable[[], Iterator[Patch]]], Callable[[], Iterator[Patch]]]:
         def listed(patches: Callable[[], Iterator[Patch]]) -> Callable[[], Iterator[Patch]]:
-            engines.append(Broken(name, patches))
+            engines.append(Broken(name, patches, first=first))
             return patches
 
         return listed
@@ -75,12 +77,12 @@ def listed_in(
 def seeds_until_violation(
     run_seed: Callable[[int], object], engine: Broken, most: int
 ) -> tuple[int, str]:
-    """How many seeds it takes to catch it, and what is seen then; "" where none of ``most``
-    does."""
+    """Return the last seed tried, and its violation; "" if none of ``most`` seeds shows one."""
+    seed = engine.first
     with engine.engine():
-        for seed in range(most):
+        for seed in range(engine.first, engine.first + most):
             try:
                 run_seed(seed)
             except Exception as error:  # some break off at once
-                return seed + 1, f"{type(error).__name__}: {error}"
-    return most, ""
+                return seed, f"{type(error).__name__}: {error}"
+    return seed, ""

@@ -71,7 +71,7 @@ def _images_go() -> Iterator[Patch]:
     yield Generations, "guarding", lambda self, ids: None
 
 
-@broken("parity is given up for that of the next step before all have made that")
+@broken("parity is given up for that of the next step before all have made that", first=30)
 def _parity_goes() -> Iterator[Patch]:
     real = Guards.keep
     yield Guards, "keep", lambda self, ids: real(self, ())
@@ -101,7 +101,7 @@ def _told_nothing() -> Iterator[Patch]:
     yield Agreement, "report", report
 
 
-@broken("a keeper tells the next lead keeper nothing of what waits for it")
+@broken("a keeper tells the next lead keeper nothing of what waits for it", first=40)
 def _waits_in_silence() -> Iterator[Patch]:
     real = Agreement.report
     yield Agreement, "report", lambda self: replace(real(self), wanted=())
@@ -158,7 +158,7 @@ def _any_step() -> Iterator[Patch]:
     yield keeper_peers.Peers, "pieces", pieces
 
 
-@broken("a restart goes on from what is not agreed on")
+@broken("a restart goes on from what is not agreed on", first=175)
 def _not_agreed() -> Iterator[Patch]:
     real = HostKeeper.inventory
 
@@ -170,7 +170,7 @@ def _not_agreed() -> Iterator[Patch]:
     yield HostKeeper, "inventory", inventory
 
 
-@broken("a restart goes on from a step that a later one has dropped")
+@broken("a restart goes on from a step that a later one has dropped", first=50)
 def _dropped() -> Iterator[Patch]:
     yield Epochs, "has_left", lambda self, generation: False
     yield Generations, "_drop_later", lambda self, chosen: None
@@ -184,13 +184,13 @@ def _no_parity() -> Iterator[Patch]:
     yield choice, "_rebuilt", rebuilt
 
 
-@broken("what a restart may choose is given up while it chooses")
+@broken("what a restart may choose is given up while it chooses", first=35)
 def _not_offered() -> Iterator[Patch]:
     yield Generations, "offer", lambda self, client: None
     yield Guards, "offer", lambda self, client, ids: None
 
 
-@broken("a restart goes by what a keeper offered before the others did")
+@broken("a restart goes by what a keeper offered before the others did", first=95)
 def _early_look() -> Iterator[Patch]:
     def survey(self: Hosts, job: HostJob) -> Any:
         stocks = yield from self.look(job)
@@ -223,12 +223,12 @@ def _nobody_waits() -> Iterator[Patch]:
     yield flush_together, "_written", written
 
 
-@broken("the next epoch is counted from what storage knows alone")
+@broken("the next epoch is counted from what storage knows alone", first=18)
 def _epochs_anew() -> Iterator[Patch]:
     yield Epochs, "newest", property(lambda self: -1)
 
 
-@broken("a struck image counts as held")
+@broken("a struck image counts as held", first=50)
 def _struck_holder() -> Iterator[Patch]:
     real = memory_survey.kept_in_memory
 
@@ -239,7 +239,7 @@ def _struck_holder() -> Iterator[Patch]:
     yield memory_survey, "kept_in_memory", kept
 
 
-@broken("a keeper that holds a struck image says that it has rebuilt it")
+@broken("a keeper that holds a struck image says that it has rebuilt it", first=50)
 def _struck_is_whole() -> Iterator[Patch]:
     real = choice.choices
 
