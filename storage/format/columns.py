@@ -118,7 +118,7 @@ def parse_columns(data: bytes | memoryview, what: str) -> tuple[dict[str, Column
         raise DamagedError(f"{what} has no metadata")
     texts = {name: text for name, text in metadata.items() if isinstance(text, str)}
     if len(texts) < len(metadata):
-        raise DamagedError(f"{what} has metadata that is no text")
+        raise DamagedError(f"{what} has metadata that is not text")
     columns = {
         name: _column(body, entry, f"column {name!r} of {what}") for name, entry in header.items()
     }
@@ -133,7 +133,7 @@ def _header_length(data: bytes | memoryview, what: str) -> int:
     except ValueError:
         length = HEADER_NBYTES_MAX + 1
     if length > HEADER_NBYTES_MAX:
-        raise DamagedError(f"{what} does not begin as a safetensors file does")
+        raise DamagedError(f"{what} does not begin like a safetensors file")
     return length
 
 

@@ -35,8 +35,8 @@ def damaged(
 
 def _belong_to(names: list[str]) -> str:
     if not names:
-        return "They are of no tensor."
+        return "They belong to no tensor."
     shown = ", ".join(map(repr, names[:_NAMES_MAX]))
     if len(names) > _NAMES_MAX:
         shown += f" and {len(names) - _NAMES_MAX} more"
-    return f"They are of tensor {shown}."
+    return f"They belong to tensor {shown}."

@@ -139,7 +139,7 @@ _Places = Mapping[tuple[str, tuple[int, ...] | None], FilePart]
 def _places(storage_data: Value) -> _Places:
     """Return the location of each part, by name and offset."""
     if not isinstance(storage_data, dict):
-        raise ValueError("it does not say where its items lie")
+        raise ValueError("it does not locate its items")
     places = {}
     for index, info in storage_data.items():
         key = _fields(index, _METADATA + "MetadataIndex")
@@ -155,10 +155,10 @@ def _places(storage_data: Value) -> _Places:
 
 def _file_part(name: str, info: Mapping[Value, Value]) -> FilePart:
     if info.get("transform_descriptors"):
-        raise ValueError(f"{name!r} is written through an extension, which is not known")
+        raise ValueError(f"{name!r} is written through an unknown extension")
     file = info.get("relative_path")
     if not isinstance(file, str) or _FILE_NAME.fullmatch(file) is None:
-        raise ValueError(f"{name!r} is in {file!r:.200}, which is no file of its folder")
+        raise ValueError(f"{name!r} is in {file!r:.200}, which is not a file in its folder")
     start, nbytes = _counts((info.get("offset"), info.get("length")))
     return FilePart(file, start, nbytes)
 
@@ -183,17 +183,17 @@ def _dtype(name: str, properties: Value) -> str:
     Raises ValueError unless the other properties describe a plain tensor.
     """
     if not isinstance(properties, tuple) or len(properties) != 5:
-        raise ValueError(f"{name!r} has properties that are not known")
+        raise ValueError(f"{name!r} has unknown properties")
     dtype, layout, requires_grad, memory_format, pin_memory = properties
     text = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
     if text not in NEW_DTYPES:
-        raise ValueError(f"{name!r} is of no known dtype")
+        raise ValueError(f"{name!r} has an unknown dtype")
     if _argument(layout, _LAYOUT) != "torch.strided":
         raise ValueError(f"{name!r} has the layout {_argument(layout, _LAYOUT)!r:.100}")
     if _argument(memory_format, _MEMORY_FORMAT) not in _MEMORY_FORMATS:
-        raise ValueError(f"{name!r} has a memory format that is not known")
+        raise ValueError(f"{name!r} has an unknown memory format")
     if type(requires_grad) is not bool or type(pin_memory) is not bool:
-        raise ValueError(f"{name!r} has properties that are not known")
+        raise ValueError(f"{name!r} has unknown properties")
     return text
 
 
@@ -211,14 +211,14 @@ def _box(name: str, chunk: Value, shape: tuple[int, ...]) -> Box:
     if not len(offsets) == len(lengths) == len(shape) or any(
         offset + length > size for offset, length, size in zip(offsets, lengths, shape, strict=True)
     ):
-        raise ValueError(f"a part of {name!r} is not within it")
+        raise ValueError(f"a part of {name!r} lies outside it")
     return Box(offsets, lengths)
 
 
 def _place_of(places: _Places, name: str, offset: tuple[int, ...] | None) -> FilePart:
     place = places.get((name, offset))
     if place is None:
-        raise ValueError(f"it does not say where a part of {name!r} lies")
+        raise ValueError(f"it does not locate a part of {name!r} lies")
     return place
 
 
@@ -240,7 +240,7 @@ def _state(value: Value, name: str) -> Value:
     if value.name != name:
         raise ValueError(f"it has a {value.name} in the place of a {name}")
     if value.arguments:
-        raise ValueError(f"a {name} is made of arguments")
+        raise ValueError(f"a {name} has constructor arguments")
     return value.state
 
 
@@ -265,8 +265,8 @@ def _dict(value: Value) -> Mapping[Value, Value]:
 
 def _counts(value: Value) -> tuple[int, ...]:
     if not isinstance(value, tuple) or len(value) > _DIMS_MAX:
-        raise ValueError("a shape or a place is none")
+        raise ValueError("a shape or an offset is invalid")
     for number in value:
         if type(number) is not int or not 0 <= number < _NBYTES_MAX:
-            raise ValueError("a shape or a place is none")
+            raise ValueError("a shape or an offset is invalid")
     return tuple(value)

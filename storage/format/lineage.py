@@ -92,7 +92,7 @@ class Lineage:
     @classmethod
     def _checked(cls, record: Json) -> Lineage:
         if not isinstance(record, dict) or record["version"] != _VERSION:
-            raise ValueError("it is no record of version 1")
+            raise ValueError("it is not a record of version 1")
         parents: dict[str, tuple[str, int]] = {}
         for name, content in object_in(record["branches"], "branches").items():
             if not is_branch(name) or name == ROOT:

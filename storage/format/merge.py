@@ -145,8 +145,7 @@ class _Merged:
             name = t.names[int(np.flatnonzero(differs)[0])]
             rank = int(placed.group.ranks[0])
             raise SaveError(
-                f"tensor {name!r} has another shape or dtype on rank {rank} than on the ranks "
-                f"before it",
+                f"tensor {name!r} has another shape or dtype on rank {rank} than on earlier ranks",
                 rank=rank,
             )
 

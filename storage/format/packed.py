@@ -219,5 +219,5 @@ class Index:
         digests = digests.reshape(-1, DIGEST_NBYTES)
         whole = np.minimum(block_nbytes, hashed_nbytes - block_nbytes * np.arange(blocks))
         if not ((sizes > 0) & (sizes <= whole)).all():
-            raise ValueError("a block takes more bytes than it has, or none")
+            raise ValueError("a block has an impossible size")
         return cls(hashed_nbytes, chunk_nbytes, block_nbytes, sizes, digests)

@@ -168,7 +168,7 @@ def decode_telemetry(data: bytes) -> SaveTelemetry:
         return _telemetry(head, sorted(ranks, key=lambda record: record.rank))
     except (ValueError, KeyError, IndexError, TypeError, RecursionError, zlib.error) as error:
         raise TelemetryError(
-            f"what was recorded of this save cannot be read: {error!r}",
+            f"the telemetry of this save cannot be read: {error!r}",
             advice="The checkpoint itself does not depend on it; `holdfast verify` checks that.",
         ) from error
 
@@ -238,7 +238,7 @@ def _members(data: bytes) -> Iterator[bytes]:
         while not unpacker.eof:
             piece = view[position : position + _PIECE_NBYTES]
             if not piece:
-                raise ValueError("it is cut short")
+                raise ValueError("it is truncated")
             text = unpacker.decompress(piece, room)
             room -= len(text)
             if room <= 0:

@@ -84,7 +84,7 @@ def check_readable(tensors: TensorTable, tree: Tree) -> None:
         raise SaveError(f"a tensor has more than {NDIM_MAX} dimensions")
     if tree.paths_too_long:
         raise SaveError(
-            "the paths of the state's containers are too long, all together",
+            "the paths of the state's containers are too long in total",
             advice="Use shorter keys, or nest less deeply.",
         )
 

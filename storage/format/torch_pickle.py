@@ -185,7 +185,7 @@ class _Machine:
     def _take(self, nbytes: int) -> bytes:
         taken = self._data[self._at : self._at + nbytes]
         if len(taken) != nbytes:
-            raise ValueError("the pickle ends in the middle")
+            raise ValueError("the pickle is truncated")
         self._at += nbytes
         return taken
 
@@ -306,7 +306,7 @@ class _Machine:
         arguments = self._stack.pop()
         function = self._stack.pop()
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
-            raise ValueError("the pickle calls what is no function")
+            raise ValueError("the pickle calls something that is not a function")
         maker = _MAKERS.get(function.text)
         if maker is not None:
             self._push(maker(*arguments))
@@ -318,7 +318,7 @@ class _Machine:
         arguments = self._stack.pop()
         kind = self._stack.pop()
         if not isinstance(kind, Name) or not isinstance(arguments, tuple):
-            raise ValueError("the pickle makes an object of what is no class")
+            raise ValueError("the pickle makes an object of something that is not a class")
         self._push(self._record(kind, arguments))
 
     def _record(self, name: Name, arguments: Values) -> Record:
@@ -334,7 +334,7 @@ class _Machine:
         if isinstance(item, Record):
             item.state = state
         elif not isinstance(item, OrderedDict) or not isinstance(state, dict):
-            raise ValueError("the pickle sets attributes of what is no dict")
+            raise ValueError("the pickle sets attributes of something that is not a dict")
         elif others := state.keys() - {"_metadata"}:
             raise ValueError(f"a dict has an attribute {min(map(str, others))!r:.100}")
 
@@ -379,7 +379,7 @@ _OPCODES: dict[bytes, _Handler] = {
 
 def _refusal(code: bytes) -> _Handler:
     def refuse(machine: _Machine) -> None:
-        raise ValueError(f"the pickle has the opcode {code!r}, which files of tensors have not")
+        raise ValueError(f"the pickle has the opcode {code!r}, which files of tensors do not use")
 
     return refuse
 
@@ -401,7 +401,7 @@ def _list_of(value: Value) -> list[Value]:
     if isinstance(value, Record):
         return []  # the items of an object are dropped
     if not isinstance(value, list):
-        raise ValueError("the pickle appends to what is no list")
+        raise ValueError("the pickle appends to something that is not a list")
     return value
 
 
@@ -409,7 +409,7 @@ def _set_items(container: Value, items: list[Value]) -> None:
     if isinstance(container, Record):
         return  # the items of an object are dropped
     if not isinstance(container, dict) or len(items) % 2:
-        raise ValueError("the pickle sets items of what is no dict")
+        raise ValueError("the pickle sets items of something that is not a dict")
     for key in items[::2]:
         if not isinstance(key, _KEYS):
             raise ValueError(f"a dict has a key of type {type(key).__name__}")
@@ -439,7 +439,7 @@ def _tensor(
     *metadata: Value,
 ) -> StoredTensor:
     if not isinstance(storage, _Storage) or storage.dtype is None:
-        raise ValueError("a tensor has a storage of no known dtype")
+        raise ValueError("a tensor has a storage of unknown dtype")
     _check_no_autograd(requires_grad, hooks)
     return _made(storage, storage.dtype, (offset, shape, strides), _bits(*metadata))
 
@@ -456,7 +456,7 @@ def _tensor_of_dtype(
 ) -> StoredTensor:
     name = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
     if not isinstance(storage, _Storage) or name not in NEW_DTYPES:
-        raise ValueError("a tensor is of no known dtype")
+        raise ValueError("a tensor has an unknown dtype")
     _check_no_autograd(requires_grad, hooks)
     return _made(storage, (name, NEW_DTYPES[name]), (offset, shape, strides), _bits(*metadata))
 
@@ -480,7 +480,7 @@ def _made(
     shape = _counts(form[1])
     strides = _counts(form[2])
     if len(shape) != len(strides) or len(shape) > _DEPTH_MAX:
-        raise ValueError("a tensor has a shape that is none")
+        raise ValueError("a tensor has an invalid shape")
     return StoredTensor(storage.key, *dtype, first, shape, strides, bits)
 
 
@@ -489,7 +489,7 @@ def _bits(metadata: Value = None) -> tuple[str, ...]:
     if metadata is None:
         return ()
     if not isinstance(metadata, dict):
-        raise ValueError("the metadata of a tensor is no dict")
+        raise ValueError("the metadata of a tensor is not a dict")
     for key, is_set in metadata.items():
         if key not in _BITS or type(is_set) is not bool:
             raise ValueError(f"a tensor has the metadata {key!r:.100}: {is_set!r:.100}")
@@ -498,16 +498,16 @@ def _bits(metadata: Value = None) -> tuple[str, ...]:
 
 def _counts(value: Value) -> tuple[int, ...]:
     if not isinstance(value, tuple):
-        raise ValueError("a tensor has a shape that is none")
+        raise ValueError("a tensor has an invalid shape")
     for number in value:
         if type(number) is not int or not 0 <= number < 1 << 62:
-            raise ValueError("a tensor has a shape that is none")
+            raise ValueError("a tensor has an invalid shape")
     return tuple(value)
 
 
 def _parameter(data: Value, requires_grad: Value, hooks: Value) -> Value:
     if not isinstance(data, StoredTensor):
-        raise ValueError("a parameter is no tensor")
+        raise ValueError("a parameter is not a tensor")
     _check_no_autograd(requires_grad, hooks)
     return data
 
@@ -527,7 +527,7 @@ def _with_attributes(function: Value, kind: Value, arguments: Value, state: Valu
 
 def _dict(*arguments: Value) -> dict[Value, Value]:
     if arguments:
-        raise ValueError("a dict is made of arguments")
+        raise ValueError("a dict has constructor arguments")
     return OrderedDict()
 
 

@@ -75,7 +75,7 @@ def directory(tail: bytes, tail_start: int) -> tuple[dict[str, ZipRecord], int]:
             raise EarlierError(start)
         return _entries(tail, tail_start, start, stop), start
     except struct.error as error:
-        raise ZipError(f"its directory ends in the middle: {error}") from error
+        raise ZipError(f"its directory is truncated: {error}") from error
 
 
 def content_start(header: bytes | memoryview, record: ZipRecord) -> int:
@@ -98,7 +98,7 @@ def _extent(tail: bytes, tail_start: int) -> tuple[int, int]:
     if end64 >= 0 and tail.startswith(b"PK\x06\x07", end - _LOCATOR64.size):
         magic, nbytes, start = _END64.unpack_from(tail, end64)
         if magic != b"PK\x06\x06":
-            raise ZipError("the end of its directory is none")
+            raise ZipError("the end of its directory is malformed")
         end = end64
     if start + nbytes > tail_start + end:
         raise ZipError("its directory is not in it")
@@ -116,12 +116,12 @@ def _entries(tail: bytes, tail_start: int, start: int, stop: int) -> dict[str, Z
             _CENTRAL.unpack_from(tail, at)
         )
         if magic != b"PK\x01\x02":
-            raise ZipError("its directory has an entry that is none")
+            raise ZipError("its directory has a malformed entry")
         name_end = at + _CENTRAL.size + name_nbytes
         name = tail[at + _CENTRAL.size : name_end]
         at = name_end + extra_nbytes + comment_nbytes
         if at > end:
-            raise ZipError("its directory ends in the middle")
+            raise ZipError("its directory is truncated")
         if _FULL in (nbytes, packed, begin):
             extra = tail[name_end : name_end + extra_nbytes]
             nbytes, packed, begin = _in_64_bits(extra, (nbytes, packed, begin))
@@ -147,4 +147,4 @@ def _in_64_bits(extra: bytes, numbers: tuple[int, ...]) -> list[int]:
             large = iter(struct.unpack_from(f"<{count}Q", extra, at))
             return [next(large) if number == _FULL else number for number in numbers]
         at += nbytes
-    raise ZipError("its directory has a number that is not there")
+    raise ZipError("its directory lacks a number")

@@ -254,7 +254,7 @@ def _check(tree: Tree) -> None:
     if not all(_conditions(tree)):
         raise DamagedError("the manifest's tree contradicts itself")
     if tree.paths_too_long:
-        raise DamagedError("the manifest's tree has paths beyond all measure")
+        raise DamagedError("the manifest's tree has paths that are far too long")
 
 
 def _conditions(tree: Tree) -> Iterator[bool]:

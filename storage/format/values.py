@@ -74,7 +74,7 @@ def decode_value(encoded: object) -> object:
         RecursionError,
     ) as error:
         raise DamagedError(
-            f"a stored value is not of a known form: {reprlib.repr(encoded)}"
+            f"a stored value has an unknown form: {reprlib.repr(encoded)}"
         ) from error
 
 

@@ -68,7 +68,7 @@ class _Archive:
     def refused(self, what: str) -> UnsupportedFormatError:
         """Build the error for unsupported content."""
         return UnsupportedFormatError(
-            f"this file of torch.save is not read: {what}",
+            f"this torch.save file cannot be imported: {what}",
             uri=self._uri,
             key=self._where.key,
             advice="Load it with torch, and save a dict of its tensors, each "
@@ -147,7 +147,7 @@ class ArchiveReader(_Archive):
                 order = await self._record_bytes(_ORDER, 16)
             value = await offload(_value_in, pickle, is_record)
         except ZipError as error:
-            raise self.damaged(f"it is no whole zip file: {error}") from error
+            raise self.damaged(f"it is not a complete zip file: {error}") from error
         except ValueError as error:
             raise self.refused(str(error)) from error
         self._check_order(order)
@@ -281,7 +281,7 @@ class WholeArchive(_Archive):
             except EarlierError:
                 found = directory(bytes(content), 0)
         except ZipError as error:
-            raise self.damaged(f"it is no whole zip file: {error}") from error
+            raise self.damaged(f"it is not a complete zip file: {error}") from error
         self._records, self._directory_start = found
 
     def value(self, known: dict[bytes, Value]) -> Value:

@@ -201,7 +201,7 @@ async def _copy_lineages(source: Place, target: Place, folders: Collection[str])
                 continue
             if not there.parents.items() <= lineage.parents.items():
                 _log.warning(
-                    "which checkpoints are abandoned is not copied to %s: another run is there",
+                    "the lineage is not copied to %s, which has the lineage of another run",
                     ours.uri,
                 )
                 continue
@@ -320,7 +320,7 @@ async def _same(ours: Driver, identity: str, orders: Orders) -> Manifest | None:
     if orders.overwrite:
         return None
     raise ExistsError(
-        "another checkpoint is there" if there else "a damaged checkpoint is there",
+        "another checkpoint already exists" if there else "a damaged checkpoint already exists",
         uri=ours.uri,
         key=MANIFEST_KEY,
         advice="Copy to another URI, or replace it (overwrite).",

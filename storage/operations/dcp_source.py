@@ -75,7 +75,7 @@ async def read_contents(driver: Driver) -> FolderContents:
         return await offload(_contents_in, await driver.get(DCP_METADATA_KEY))
     except ValueError as error:
         raise UnsupportedFormatError(
-            f"this folder of torch's distributed checkpoint is not read: {error}",
+            f"this folder of torch's distributed checkpoint cannot be imported: {error}",
             uri=driver.uri,
             key=DCP_METADATA_KEY,
             advice="Load it with torch.distributed.checkpoint, and save the state with holdfast.",
@@ -115,7 +115,7 @@ def no_plain_value(driver: Driver, key: str, name: str, error: Exception) -> Uns
     """Build the error for a value in file ``key`` that :func:`check_plain` refuses."""
     reason = error.args[0] if error.args else error
     return UnsupportedFormatError(
-        f"{name!r} is no plain value: {reason}",
+        f"{name!r} is not a plain value: {reason}",
         uri=driver.uri,
         key=key,
         advice=f"Leave it out: --skip {name!r}, or skip=[{name!r}].",
@@ -126,7 +126,7 @@ def check_plain(value: Value) -> None:
     """Raise ValueError unless a value consists of containers and small values only."""
     for path, leaf in leaves(value):
         if isinstance(leaf, StoredTensor):
-            raise ValueError(f"it holds a tensor at {path or 'its place'}")
+            raise ValueError(f"it contains a tensor at {path or 'its place'}")
         if isinstance(leaf, Name):
             raise ValueError(f"it holds {leaf.text}")
         if isinstance(leaf, Record):
@@ -181,7 +181,7 @@ class _SmallItems:
         where = _stretch(place)
         if nbytes > where.nbytes:
             raise DamagedError(
-                f"what is stored for {name!r} is smaller than .metadata says",
+                f"the data of {name!r} is smaller than .metadata says",
                 uri=self._uri,
                 key=place.key,
             )
@@ -204,7 +204,7 @@ def _checked(
     archive: ArchiveReader | WholeArchive, item: Value, name: str, dtype: str, box: Box
 ) -> StoredTensor:
     if not isinstance(item, StoredTensor) or (item.dtype, item.shape) != (dtype, box.lengths):
-        raise archive.damaged(f"what is stored for {name!r} is not what .metadata says")
+        raise archive.damaged(f"the data of {name!r} contradicts .metadata")
     return item
 
 

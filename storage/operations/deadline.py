@@ -30,7 +30,7 @@ class Deadline:
         if not timeout_s > 0:
             raise UsageError(
                 f"timeout_s is {timeout_s!r}",
-                advice="Give seconds, more than none, or None for no limit.",
+                advice="Give a positive number of seconds, or None for no limit.",
             )
         return cls(timeout_s, time.monotonic() + timeout_s)
 
@@ -47,5 +47,5 @@ class Deadline:
                 f"the save was not committed within {self.timeout_s:g} s",
                 uri=uri,
                 rank=rank,
-                advice="Look at the storage and the way to it, or allow more: timeout_s.",
+                advice="Check the storage and the network, or allow more time: timeout_s.",
             ) from error

@@ -48,7 +48,9 @@ async def deepspeed_folder(driver: Driver, keys: Sequence[str]) -> str | None:
     tag = bytes(await driver.get(LATEST_KEY)).decode("utf-8", "replace").strip()
     if _TAG.fullmatch(tag) is None:
         raise DamagedError(
-            f"it names {tag!r:.200}, which is no folder beside it", uri=driver.uri, key=LATEST_KEY
+            f"it names {tag!r:.200}, which is not a folder next to it",
+            uri=driver.uri,
+            key=LATEST_KEY,
         )
     return tag
 
@@ -85,13 +87,13 @@ async def read_deepspeed_model(driver: Driver, folder: str) -> Model:
         zero = _Zero([files[key] for key in optim_keys], [files[key] for key in model_keys])
         return zero.model(stamps)
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        what = f"its files are not as ZeRO writes them: {error}"
+        what = f"its files do not follow ZeRO's format: {error}"
         raise _unsupported(driver, folder, what) from error
 
 
 def _unsupported(driver: Driver, folder: str, what: str) -> UnsupportedFormatError:
     return UnsupportedFormatError(
-        f"this DeepSpeed checkpoint is not read: {what}",
+        f"this DeepSpeed checkpoint cannot be imported: {what}",
         uri=driver.uri,
         key=folder,
         advice="Load it with DeepSpeed, and save the state with holdfast.save.",

@@ -113,7 +113,7 @@ class DifferenceCheck:
             listed += f"\n  and {len(refused) - SHOWN:,} more"
         what = f"the state and the checkpoint differ in {counted(len(refused), 'place')}"
         if nothing:
-            what = f"nothing of the state is in the checkpoint: {what}"
+            what = f"the checkpoint has nothing of the state: {what}"
         hint = ""
         if renaming is not None:
             text = str(renaming)
@@ -169,7 +169,7 @@ class DifferenceCheck:
         paths = m.tree.paths()
         names = dict.fromkeys(m.tensors.names[row] for row in np.flatnonzero(~tensors).tolist())
         out = [
-            (name, f"tensor {name!r} of the checkpoint: no place for it in the state")
+            (name, f"tensor {name!r} of the checkpoint: the state has no place for it")
             for name in names
         ]
         for i in np.flatnonzero(~values).tolist():
@@ -178,7 +178,7 @@ class DifferenceCheck:
             out.append(
                 (
                     dotted(path),
-                    f"value {format_path(path)} of the checkpoint: no place for it in the state",
+                    f"value {format_path(path)} of the checkpoint: the state has no place for it",
                 )
             )
         if self._part is None:
@@ -190,7 +190,7 @@ def _advice(strict: Strict, found: set[str], renaming: Renaming | None, *, nothi
     """Return the next step, mentioning only remedies for the differences that were ``found``."""
     if "left" in found:
         return (
-            "The state is not to be used as it is: make it anew, or load a checkpoint that has "
+            "Do not use the state as it is: create it again, or load a checkpoint that has "
             "all of these names."
         )
     advice = ["Nothing was loaded."]
@@ -208,7 +208,7 @@ def _advice(strict: Strict, found: set[str], renaming: Renaming | None, *, nothi
         )
     if "shared" in found and strict is True:
         advice.append(
-            'With strict="state" or False, memory that is shared gets the values of the last name.'
+            'With strict="state" or False, shared memory gets the values of the last name.'
         )
     return " ".join(advice)
 

@@ -118,7 +118,7 @@ def export(
     """
     began_s = time.perf_counter()
     if format not in get_args(Format):
-        raise UsageError(f"{format!r} is no format", advice="Known are hf, torch and dcp.")
+        raise UsageError(f"{format!r} is not a format", advice="Use hf, torch or dcp.")
     if file_nbytes < 1:
         raise UsageError(f"files of {file_nbytes} bytes hold nothing")
     request = _Request(format, only, rename or {}, _dtype_of(dtype), file_nbytes, overwrite)
@@ -191,7 +191,7 @@ def _dtype_of(name: str | None) -> str | None:
     dtype = _DTYPES.get(name, name)
     if dtype not in _FLOATS:
         raise UsageError(
-            f"tensors are not converted to {name!r}", advice=f"Known are {', '.join(_FLOATS)}."
+            f"tensors cannot be converted to {name!r}", advice=f"Use one of {', '.join(_FLOATS)}."
         )
     return dtype
 
@@ -274,10 +274,10 @@ async def _check_free(driver: Driver, key: str, overwrite: bool) -> None:
     with contextlib.suppress(NotFoundError):
         await driver.stat(key)
         raise ExistsError(
-            "a file is there",
+            "the file already exists",
             uri=driver.uri,
             key=key,
-            advice="Export to another one, or replace it (overwrite).",
+            advice="Export to another file, or replace it (overwrite).",
         )
 
 
@@ -314,7 +314,7 @@ async def _empty_folder(driver: Driver, folder: _Folder, overwrite: bool) -> Non
     foreign = [key for key in there if key != folder.last and not folder.files.fullmatch(key)]
     if there and (foreign or not overwrite):
         raise ExistsError(
-            "a model or a checkpoint is there",
+            "the folder already has a model or a checkpoint",
             uri=driver.uri,
             key=(foreign or there)[0],
             advice="Export to an empty folder, or replace an earlier export (overwrite).",

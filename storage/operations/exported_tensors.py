@@ -103,7 +103,7 @@ class ExportedTensors:
                 )
         if dtype not in self._known:
             raise UsageError(
-                f"tensor {name!r} is of dtype {dtype}, which such files do not have",
+                f"tensor {name!r} is of dtype {dtype}, which this format cannot hold",
                 advice="Leave it out (only).",
             )
         if dtype == stored_dtype:
@@ -115,6 +115,6 @@ def _refuse_own(tensors: TensorTable, rows: Ints) -> None:
     """Raise UsageError if ranks have different tensors under one name."""
     for row in rows[tensors.owner[rows] >= 0].tolist():
         raise UsageError(
-            f"tensor {tensors.names[row]!r} is another one on each rank",
+            f"tensor {tensors.names[row]!r} differs from rank to rank",
             advice="Leave it out (only), or read it with Checkpoint.read.",
         )

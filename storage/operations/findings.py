@@ -175,18 +175,18 @@ def _cause(telemetry: SaveTelemetry, record: RankTelemetry, name: str) -> tuple[
     stage = record.stages[name]
     excess_s = stage.busy_s - _typical_of(telemetry, name, _busy_s)
     if stage.throttled_s > excess_s / 2:
-        return Cause.THROTTLED, f"requests were held back for {stage.throttled_s:.2f} s in all"
+        return Cause.THROTTLED, f"requests were throttled for {stage.throttled_s:.2f} s in total"
     if stage.retries > _typical_of(telemetry, name, lambda other: other.retries):
-        return Cause.RETRIES, f"{stage.retries} requests were made again"
+        return Cause.RETRIES, f"{stage.retries} requests were retried"
     typical_nbytes = _typical_of(telemetry, name, lambda other: other.nbytes)
     if typical_nbytes and stage.nbytes > _MORE_BYTES * typical_nbytes:
         times = stage.nbytes / typical_nbytes
-        return Cause.MORE_BYTES, f"it had {times:.1f} times the bytes of others"
+        return Cause.MORE_BYTES, f"it wrote {times:.1f} times as many bytes as others"
     cause = _OF_STAGE.get(name, Cause.PROCESSOR)
     if cause is Cause.SLOW_STORAGE and stage.count > 1 and stage.histogram:
         return _of_requests(telemetry, name, stage)
     if cause in _COMPUTING and name != "device_copy" and record.cpu_s < excess_s * _HALF:
-        return Cause.NOT_RUNNING, f"its process had the processor for {record.cpu_s:.2f} s in all"
+        return Cause.NOT_RUNNING, f"its process ran for {record.cpu_s:.2f} s in total"
     return cause, _slowest_words(record, name)
 
 

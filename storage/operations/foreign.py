@@ -167,7 +167,7 @@ def _of_folder(place: Place, names: Sequence[str]) -> Finding | None:
         )
     if any(_UNFINISHED.match(name) for name in names):
         return Finding(
-            "a save of Holdfast is under way, or was interrupted before it was complete",
+            "a save of Holdfast is in progress, or was interrupted",
             "Load another checkpoint of the run; `holdfast ls` on the folder above lists them.",
         )
     for kind in _FOLDERS:
@@ -178,7 +178,7 @@ def _of_folder(place: Place, names: Sequence[str]) -> Finding | None:
 
 def _advice(reader: str, is_imported: bool = False) -> str:
     if is_imported:
-        return "`holdfast import SRC DEST`, or holdfast.import_, makes a checkpoint of it."
+        return "`holdfast import SRC DEST`, or holdfast.import_, converts it to a checkpoint."
     return (
         f"Holdfast does not read that. Load it with {reader}, and save the state with "
         f"holdfast.save."
@@ -233,9 +233,7 @@ def _of_head(head: bytes, name: str) -> Finding:
             )
         return Finding("it is a file of torch.save", _advice("torch.load", True))
     if head[:1] == b"\x80" and head[1:2] in _PICKLES:
-        return Finding(
-            "it is a pickle, as older versions of torch.save write it", _advice("torch.load")
-        )
+        return Finding("it is a pickle of an older version of torch.save", _advice("torch.load"))
     if head[8:10] == b'{"':
         return Finding("it is a safetensors file", _advice("safetensors", True))
     return Finding("it is a file", "The URI of a checkpoint is that of a folder.")

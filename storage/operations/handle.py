@@ -67,7 +67,7 @@ class StageHandle:
             failure = self._future.exception(timeout)
         except FutureTimeoutError as error:
             raise DeadlineError(
-                f"the save was not {self._name} within {timeout:g} s; it goes on"
+                f"the save was not {self._name} within {timeout:g} s; it continues"
             ) from error
         if failure is not None:
             raise _copy_of(failure)
@@ -125,9 +125,9 @@ def _copy_of(error: BaseException) -> BaseException:
     return copied.with_traceback(error.__traceback__)
 
 
-_NO_KEEPER = "it does not go by way of a keeper"
-_NOT_LOCAL = "no keeper writes it to storage of the host"
-_UNGUARDED = "no keepers of several hosts guard each other"
+_NO_KEEPER = "it does not use a keeper"
+_NOT_LOCAL = "no keeper writes it to the host's storage"
+_UNGUARDED = "no keepers on several hosts protect each other"
 
 
 @dataclass(repr=False)

@@ -198,7 +198,7 @@ async def _check_free(ours: Driver, overwrite: bool) -> None:
         there = "damaged"
     if there is not None:
         raise ExistsError(
-            "a checkpoint is there",
+            "a checkpoint already exists",
             uri=ours.uri,
             key=MANIFEST_KEY,
             advice="Import to another URI, or replace it (overwrite).",

@@ -48,7 +48,7 @@ class Storage:
             options = json.dumps(dict(self.options))
         except (TypeError, ValueError) as error:
             raise SaveError(
-                "storage_options that a keeper is to use have to be numbers, texts or booleans"
+                "storage_options for a keeper must be numbers, strings or booleans"
             ) from error
         environment = {
             name: value for name, value in os.environ.items() if _CONFIGURES_DRIVERS.fullmatch(name)
@@ -130,7 +130,7 @@ class Keeping:
     def _is_agreed(self, event: Agreed) -> None:
         self._stages.agreed()
         if not event.local:
-            text = "this step is not one of those that are written to storage of the host"
+            text = "this step is not written to the host's storage"
             self._is_local(UsageError(text))
         if self.storage is None and not self.ended.done():
             self.ended.set_result(None)
@@ -161,7 +161,7 @@ class Keeping:
             self._awaits_protection = False
             self._stages.protected(None)
         else:
-            text = f"a later step, {generation.step}, is protected in the place of this one"
+            text = f"a later step, {generation.step}, is protected instead of this one"
             self._unprotected(SaveError(text))
 
     def _unprotected(self, error: SaveError) -> None:

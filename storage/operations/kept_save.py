@@ -44,14 +44,14 @@ async def run_memory_step(rank: int, world: int, job: SaveJob) -> None:
         global_plan = job.plans.get((job.flat.layout_id, rank, world))
         if job.flat.layout_id is None or global_plan is None:
             raise SaveError(
-                "the ranks have no plan for a state that is laid out like this",
+                "the ranks have no agreed plan for a state of this layout",
                 rank=rank,
                 advice="The next save to storage makes one.",
             )
     plan = await planned(job, rank, global_plan)
     slot = await job.keeping.arena.fill(job.step, plan.layout.nbytes)
     if slot is None:
-        raise SaveError(f"there is no memory to keep it in: {job.keeping.arena.problem}", rank=rank)
+        raise SaveError(f"there is no memory for it: {job.keeping.arena.problem}", rank=rank)
     await _capture(job, slot, plan, rank, global_plan)
 
 
@@ -112,7 +112,7 @@ async def keep(team: Team, job: SaveJob, global_plan: GlobalPlan | None) -> bool
     if keeping.flushes:
         request = keeping.storage.request(job.step, verdict.branch)
         if not await keeping.arena.flush(request):
-            raise CoordinationError(f"the keeper does not write it: {keeping.arena.problem}")
+            raise CoordinationError(f"the keeper did not accept the flush: {keeping.arena.problem}")
     return True
 
 
@@ -160,7 +160,9 @@ async def _capture(
         equal=equal,
     )
     if not await keeping.arena.captured(slot, job.step, capture, keeping.tell):
-        raise CoordinationError(f"the keeper does not take it: {keeping.arena.problem}", rank=rank)
+        raise CoordinationError(
+            f"the keeper did not accept the image: {keeping.arena.problem}", rank=rank
+        )
 
 
 async def _equal(job: SaveJob, global_plan: GlobalPlan | None) -> Mapping[str, str]:

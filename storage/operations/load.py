@@ -398,7 +398,7 @@ def _matched(
     found.filled.update(found.wanted.names.values())
     for name in sorted(job.touched - found.filled):
         found.left[name] = (
-            f"{name!r} has values of a load that failed, and this checkpoint has none for it"
+            f"{name!r} still has values of a failed load, and this checkpoint has none for it"
         )
     return found, built
 

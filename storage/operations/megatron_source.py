@@ -48,7 +48,9 @@ async def read_megatron_model(
     names = [*contents.tensors, *contents.values, *common.items]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise common.archive.refused(f"{twice[0]!r} is in {MEGATRON_COMMON_KEY} and beside it")
+        raise common.archive.refused(
+            f"{twice[0]!r} is in {MEGATRON_COMMON_KEY} and elsewhere in the folder"
+        )
     picked = choose(names)
     model = await read_items(driver, contents, picked)
     tensors, values = await common.picked(driver, picked)
@@ -109,11 +111,11 @@ def _by_name(value: Value) -> Mapping[str, tuple[Path, Value]]:
     for _ in leaves(value):  # raises ValueError for a cycle
         pass
     if not _is_named(value):
-        raise ValueError("it is no dict of names")
+        raise ValueError("it is not a dict of names")
     found = list(_items_in((), _with_optimizer(value)))
     by_name = {".".join(path): (path, item) for path, item in found}
     if len(by_name) < len(found):
-        raise ValueError("two of its values have one path, if keys are joined by dots")
+        raise ValueError("two of its values have the same dotted path")
     return by_name
 
 

@@ -150,7 +150,7 @@ async def find_files(driver: Driver, keys: Sequence[str]) -> Files:
     if len(choices) > 1:
         kind = "" if indexes else " without an index"
         raise UnsupportedFormatError(
-            f"there are several models, or files of one{kind}: {', '.join(choices[:_NAMED_MAX])}",
+            f"there are several models or model files{kind}: {', '.join(choices[:_NAMED_MAX])}",
             uri=driver.uri,
             advice="Give one of them, by its own URI.",
         )
@@ -186,10 +186,9 @@ def _no_model(driver: Driver, keys: Sequence[str]) -> NotFoundError | Unsupporte
     of_torch = [key for key in keys if _TORCH_INDEX.fullmatch(key)]
     if of_torch:
         return UnsupportedFormatError(
-            f"{of_torch[0]} is an index of files of torch.save, which is not read",
+            f"{of_torch[0]} is an index of torch.save files, which is not supported",
             uri=driver.uri,
-            advice="Import the files that it names, each by itself; or save the model with "
-            "safetensors.",
+            advice="Import the files that it names one by one, or save the model with safetensors.",
         )
     return NotFoundError(
         "there is no safetensors file",
@@ -211,7 +210,7 @@ async def _read_index(driver: Driver, key: str) -> dict[str, str]:
     for name, file in names.items():
         if not isinstance(file, str) or _FILE_NAME.fullmatch(file) is None:
             raise DamagedError(
-                f"the index says that tensor {name!r} is in {file!r}, which is no file of its "
+                f"the index says that tensor {name!r} is in {file!r}, which is not a file in its "
                 f"folder",
                 uri=driver.uri,
                 key=key,
@@ -252,7 +251,7 @@ def _united(driver: Driver, said: Mapping[str, Mapping[str, str]]) -> dict[str, 
         for name, text in metadata.items():
             if united.setdefault(name, text) != text:
                 logger.warning(
-                    "%s: the file %s says %r of %r in its metadata, and one before it %r, which is "
+                    "%s: the metadata of file %s says %r for %r, an earlier file says %r, which is "
                     "kept",
                     driver.uri,
                     key,
@@ -310,7 +309,7 @@ async def _read_header(
             header = safetensors.parsed(bytes(text), file_nbytes - data_start)
     except ValueError as error:
         raise DamagedError(
-            f"the file is not what its header says: {error}",
+            f"the file contradicts its header: {error}",
             uri=driver.uri,
             key=key,
             advice="Get the file again.",

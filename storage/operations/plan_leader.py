@@ -194,7 +194,7 @@ def _refuse_different_parts(findings: Sequence[Findings], different: Set[str]) -
     ranks = [rank for rank, found in enumerate(findings) if texts[text] in found.parts]
     raise SaveError(
         f"ranks {ranks} hold different values of {text!r}, which is one part of a tensor",
-        advice="Give the tensors names of their own, or make them equal.",
+        advice="Give the tensors different names, or make them equal.",
     )
 
 

@@ -76,7 +76,7 @@ class Renaming:
         if not self.ours:
             return f"the stored names have {theirs!r} {where}"
         if not self.theirs:
-            return f"the names of the state have {ours!r} {where}, the stored ones have not"
+            return f"the names of the state have {ours!r} {where}, the stored ones do not"
         return (
             f"the stored names have {head + theirs!r} where those of the state have {head + ours!r}"
         )

@@ -62,5 +62,5 @@ async def _read(root: Place, checkpoint: ListedCheckpoint) -> RecordedSave:
         except TelemetryError as error:
             return RecordedSave(checkpoint, None, str(error))
     if telemetry is None:
-        return RecordedSave(checkpoint, None, "nothing was recorded of its save")
+        return RecordedSave(checkpoint, None, "its save recorded no telemetry")
     return RecordedSave(checkpoint, telemetry)

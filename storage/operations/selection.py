@@ -88,7 +88,7 @@ def refuse_values(names: Iterable[str], only: Sequence[str]) -> None:
     if len(found) > _NAMES_SHOWN:
         shown += f" and {len(found) - _NAMES_SHOWN:,} more"
     raise UsageError(
-        f"tensors alone are exported and imported, and these are none: {shown}",
+        f"only tensors can be exported and imported, and these are not tensors: {shown}",
         advice="Choose tensors by their names, such as only=['model.*'].",
     )
 
@@ -100,7 +100,7 @@ def rules_of(texts: Iterable[str]) -> dict[str, str]:
         old, equals, new = text.partition("=")
         if not equals or not old or not new:
             raise UsageError(
-                f"{text!r} is no rule", advice="A rule is OLD=NEW, such as 'model.*=*'."
+                f"{text!r} is not a rule", advice="A rule is OLD=NEW, such as 'model.*=*'."
             )
         if old in rules:
             raise UsageError(f"two rules are for {old!r}")

@@ -41,13 +41,13 @@ def shares_of(
 ) -> list[Share]:
     """Return the share of ``rank`` in each tensor. Raises UsageError."""
     if not 0 <= rank < world:
-        raise UsageError(f"rank {rank} is none of {world}")
+        raise UsageError(f"rank {rank} is not one of {world}")
     found = []
     for name in chosen(tensors.rows, only):
         rows = tensors.rows[name]
         if tensors.owner[rows[0]] >= 0:
             raise UsageError(
-                f"tensor {name!r} is another one on each rank that saved it",
+                f"tensor {name!r} differs between the ranks that saved it",
                 advice="Leave it out (only), or read it with Checkpoint.read.",
             )
         row = tensors.stored_row(rows[0])

@@ -429,7 +429,7 @@ async def _agreed(keeping: Keeping, rank: int) -> Durable | None:
             return await asyncio.wrap_future(keeping.ended)
     except TimeoutError as error:
         raise DeadlineError(
-            f"the step is in memory here, and not on all ranks within {AGREED_S:g} s", rank=rank
+            f"the step is in memory here, but not on all ranks within {AGREED_S:g} s", rank=rank
         ) from error
 
 
@@ -500,7 +500,7 @@ def _forget(uri: str, future: Future[None]) -> None:
 
 def _checked_step(step: object) -> int:
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
-        raise UsageError(f"step is {step!r}, which is no whole number")
+        raise UsageError(f"step is {step!r}, which is not a whole number")
     return operator.index(step)
 
 

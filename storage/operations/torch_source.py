@@ -42,5 +42,5 @@ def _by_path(value: Value) -> dict[str, Value]:
     found = list(leaves(value))
     by_path = dict(found)
     if len(by_path) < len(found):
-        raise ValueError("two of its values have one path, if keys are joined by dots")
+        raise ValueError("two of its values have the same dotted path")
     return by_path

@@ -177,7 +177,7 @@ class Unpacked(Layer):
         try:
             index = await offload(Index.decode, data, hashed_nbytes, m.chunk_nbytes, m.block_nbytes)
             if index.chunk_start[-1] != self._pages_start(image):
-                raise ValueError("chunks do not take what the file has for them")
+                raise ValueError("the sizes of chunks do not add up to those of the file")
         except ValueError as error:
             raise self._damaged(
                 image, f"cannot be found: the file's index is not what was written: {error}"

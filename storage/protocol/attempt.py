@@ -192,7 +192,8 @@ async def lost(driver: Driver, attempt: Attempt) -> HoldfastError:
             if not info.key.startswith(f"{attempt.prefix}/"):
                 return superseded(driver)
         return SupersededError(
-            "the files of this save were deleted while it was under way, and no other save is here",
+            "the files of this save were deleted while it was in progress, and there is no other "
+            "save here",
             uri=driver.uri,
             advice="Did somebody remove the folder, or did a pruning take the save for dead?",
         )

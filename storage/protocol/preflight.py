@@ -46,7 +46,7 @@ async def refuses_taken(driver: Driver, key: str) -> bool:
         except NotFoundError:  # the folder is being deleted, too
             return False
     raise StorageError(
-        "the storage stores an object although its key is taken, and was to refuse that: "
+        "the storage stores an object although its key is taken, instead of refusing it: "
         "saves to one URI could destroy each other's data",
         uri=driver.uri,
         key=key,
@@ -85,14 +85,14 @@ async def check_range_reads(driver: Driver, key: str, data: bytes) -> None:
                 raise
             raise _unreadable(driver, key, start, stop, error.message) from error
         if into != data[start:stop]:
-            raise _unreadable(driver, key, start, stop, "other bytes came")
+            raise _unreadable(driver, key, start, stop, "other bytes were returned")
 
     await side_by_side(read(0, len(data)), read(1, len(data) - 1))
 
 
 def _unreadable(driver: Driver, key: str, start: int, stop: int, why: str) -> StorageError:
     return StorageError(
-        f"what was stored cannot be read back as bytes {start} to {stop}, so no checkpoint could "
+        f"stored data cannot be read back as bytes {start} to {stop}, so no checkpoint could "
         f"be loaded: {why}",
         uri=driver.uri,
         key=key,

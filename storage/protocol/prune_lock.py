@@ -88,8 +88,8 @@ async def wait_for_prunings(driver: Driver, now_s: Callable[[], Awaitable[float]
             return  # the pruning has died
         if loop.time() > deadline_s:
             raise StorageDownError(
-                f"somebody has been deleting the checkpoint that was here for {patience_s:g} s, "
-                f"or died doing it",
+                f"another process has been deleting the checkpoint that was here for "
+                f"{patience_s:g} s, or died doing it",
                 uri=driver.uri,
                 key=PRUNING_KEY,
                 advice="Save to another URI, or to this one an hour after that began. "

@@ -46,7 +46,7 @@ async def get_telemetry(driver: Driver, attempt: str) -> bytes | None:
         nbytes = (await driver.stat(key)).nbytes
         if nbytes > TELEMETRY_NBYTES_MAX:
             raise TelemetryError(
-                f"what was recorded of this save has {nbytes:,} bytes", uri=driver.uri, key=key
+                f"the telemetry of this save has {nbytes:,} bytes", uri=driver.uri, key=key
             )
         return await driver.get(key)
     except NotFoundError:

@@ -113,7 +113,7 @@ def test_cp_tells_programs_the_same(root: str) -> None:
 def test_cp_replaces_nothing_unasked(root: str) -> None:
     """Status 2, and what to do; with --overwrite it does."""
     _, err = run("cp", f"{root}/step-1", f"{root}/step-2", status=2)
-    assert "another checkpoint is there" in err
+    assert "another checkpoint already exists" in err
     assert "overwrite" in err
     run("cp", "--overwrite", f"{root}/step-1", f"{root}/step-2")
     assert holdfast.load(f"{root}/step-2")["step"] == 1

@@ -89,7 +89,7 @@ def test_a_run_is_shown_save_by_save(tmp_path: Path, capsys: pytest.CaptureFixtu
     path.write_bytes(b"foreign")
     assert app.run(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "nothing was recorded of its save" in out
+    assert "its save recorded no telemetry" in out
     assert "cannot be read" in out
     assert "rank 2, write: slow device or network" in out
     assert "rank 2: slow device or network, 5.00 s lost in 1 of 2 saves" in out
@@ -113,7 +113,7 @@ def test_where_nothing_is_known_the_answer_is_no(
     assert app.run(["report", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert ("cannot be read" if damaged else "nothing was recorded") in captured.err
+    assert ("cannot be read" if damaged else "recorded no telemetry") in captured.err
 
 
 def test_where_there_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def test_numbers_of_64_bits() -> None:
         directory(entry + end, 0)
     records, _ = directory(entry + end, 3 << 30)
     assert records == {"a": ZipRecord(6 << 30, size, is_stored=True)}
-    with pytest.raises(ZipError, match="a number that is not there"):
+    with pytest.raises(ZipError, match="lacks a number"):
         directory(
             entry.replace(struct.pack("<HH", 1, 24), struct.pack("<HH", 2, 24)) + end, 3 << 30
         )

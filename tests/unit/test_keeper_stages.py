@@ -51,7 +51,7 @@ def test_a_step_that_is_not_written_there_says_so_when_it_is_agreed_on() -> None
     save = Told()
     assert not save.hear(Sealed(1, ID), Agreed(ID))
     assert isinstance(save.ended["local"], UsageError)
-    assert "is not one of those" in str(save.ended["local"])
+    assert "is not written to the host's storage" in str(save.ended["local"])
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_a_checkpointer_whose_keeper_writes_to_storage_of_the_host_says_when(
         second.wait(30)
         second.local.wait(30)
         assert "local reached" in repr(second)
-        with pytest.raises(UsageError, match="is not one of those"):
+        with pytest.raises(UsageError, match="is not written to the host's storage"):
             first.local.wait(30)
         assert not first.local.done() or first.local.status == "failed"
         (kept,) = (tmp_path / "nvme").iterdir()
         assert [path.name for path in kept.iterdir()] == ["0-2"]
     handle = holdfast.async_save(tmp_path / "c", state)
-    with pytest.raises(UsageError, match="storage of the host"):
+    with pytest.raises(UsageError, match="the host's storage"):
         handle.local.wait()
     handle.wait()

@@ -75,7 +75,7 @@ def test_another_checkpoint_is_replaced_only_if_asked_for() -> None:
     async def count(operation: str, key: str) -> None:
         seen[operation] += 1
 
-    with pytest.raises(holdfast.ExistsError, match="another checkpoint is there"):
+    with pytest.raises(holdfast.ExistsError, match="another checkpoint already exists"):
         copied(HookedDriver(theirs, before=count), HookedDriver(ours, before=count))
     assert seen == {"get": 2}
     assert run(contents(ours)) == before
@@ -134,7 +134,7 @@ def test_a_damaged_block_is_named_with_its_tensor(tmp_path: Path) -> None:
         file.seek((4 << 20) + (2 << 20))
         file.write(b"\xff")
     with pytest.raises(
-        holdfast.DamagedError, match=r"bytes 6,291,456 to 6,356,992 are not .* of tensor 'b'"
+        holdfast.DamagedError, match=r"bytes 6,291,456 to 6,356,992 are not .* to tensor 'b'"
     ):
         holdfast.copy(tmp_path, fresh_uri())
 

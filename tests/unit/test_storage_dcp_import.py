@@ -203,7 +203,7 @@ def test_one_of_many_items_that_are_alike_is_damaged(tmp_path: Path) -> None:
     ("value", "message"),
     [
         (argparse.Namespace(lr=1), "names argparse.Namespace"),
-        ((torch.ones(1), 2), "holds a tensor at 0"),
+        ((torch.ones(1), 2), "contains a tensor at 0"),
         (np.ones(3), "numpy"),
         (torch.float16, "holds torch.float16"),
     ],
@@ -304,17 +304,17 @@ def of_a_wider_head(metadata: Metadata) -> None:
     ("change", "message"),
     [
         (sparse, "'w' has the layout 'torch.sparse_coo'"),
-        (no_gradient, "'w' has properties that are not known"),
-        (unpinned, "'w' has properties that are not known"),
+        (no_gradient, "'w' has unknown properties"),
+        (unpinned, "'w' has unknown properties"),
         (of_more_fields, "has the field 'scale', which is not known"),
         (of_a_wider_head, "has the field 'zipped', which is not known"),
         (no_list, "no list of parts"),
-        (box_outside, "not within it"),
-        (no_place, "does not say where"),
+        (box_outside, "lies outside it"),
+        (no_place, "does not locate"),
         (beyond_all_measure, "larger than any tensor"),
         (item_of_no_kind, "has a int in the place"),
         (through_an_extension, "extension"),
-        (no_number, "is none"),
+        (no_number, "is invalid"),
     ],
 )
 def test_metadata_that_cannot_be_is_refused(
@@ -358,7 +358,7 @@ def test_metadata_that_leads_elsewhere_is_refused_before_anything_is_read(
             keys.add(key)
             await super().read(key, start, into)
 
-    with pytest.raises(holdfast.UnsupportedFormatError, match="no file of its folder"):
+    with pytest.raises(holdfast.UnsupportedFormatError, match="not a file in its folder"):
         imported(serve(lambda _: Noting(folder)))
     assert keys <= {".metadata"}
 
@@ -403,7 +403,7 @@ def laughs() -> bytes:
 def test_metadata_that_is_none_is_refused(tmp_path: Path, data: bytes) -> None:
     """Whatever is in it."""
     (tmp_path / ".metadata").write_bytes(data)
-    with pytest.raises(holdfast.UnsupportedFormatError, match="is not read"):
+    with pytest.raises(holdfast.UnsupportedFormatError, match="cannot be imported"):
         imported(tmp_path)
 
 

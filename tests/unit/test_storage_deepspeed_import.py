@@ -126,7 +126,7 @@ def test_what_is_not_plain_zero_is_refused(tmp_path: Path) -> None:
     ):
         holdfast.import_(folder, fresh_uri())
     (folder / "latest").write_text("../missing/global_step7")
-    with pytest.raises(holdfast.DamagedError, match="no folder beside it"):
+    with pytest.raises(holdfast.DamagedError, match="not a folder next to it"):
         holdfast.import_(folder, fresh_uri())
     (folder / "latest").write_text("global_step8")
     with pytest.raises(holdfast.NotFoundError, match="no ZeRO checkpoint"):

@@ -48,7 +48,9 @@ def test_a_folder_of_torchs_distributed_checkpoint(tmp_path: Path) -> None:
     for call in (holdfast.load, holdfast.open, lambda uri: holdfast.copy(uri, tmp_path / "d")):
         text = said(tmp_path / "c", call)
         assert "it looks like a checkpoint of torch.distributed.checkpoint" in text
-        assert "`holdfast import SRC DEST`, or holdfast.import_, makes a checkpoint of it" in text
+        assert (
+            "`holdfast import SRC DEST`, or holdfast.import_, converts it to a checkpoint" in text
+        )
 
 
 def test_files_of_torch_save(tmp_path: Path) -> None:
@@ -57,7 +59,7 @@ def test_files_of_torch_save(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     torch.save({"state_dict": {}}, tmp_path / "epoch=1.ckpt")
     assert "it is a file of torch.save (in" in said(tmp_path / "new.pt")
-    assert "it is a pickle, as older versions of torch.save" in said(
+    assert "it is a pickle of an older version of torch.save" in said(
         tmp_path / "old.bin", holdfast.open
     )
     assert "as Lightning's Trainer writes it" in said(tmp_path / "epoch=1.ckpt")
@@ -159,7 +161,7 @@ def test_a_save_that_was_interrupted_is_no_foreign_folder(tmp_path: Path) -> Non
     """Its images have the format of others, too."""
     holdfast.save(tmp_path / "c", {"w": torch.ones(3)})
     (tmp_path / "c" / "manifest.safetensors").unlink()
-    assert "a save of Holdfast is under way, or was interrupted" in said(tmp_path / "c")
+    assert "a save of Holdfast is in progress, or was interrupted" in said(tmp_path / "c")
 
 
 def test_the_manifest_is_not_the_checkpoint(tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ def test_a_stored_parameter_that_the_optimizer_has_not_is_not_read() -> None:
     other, into = grouped([(["a.weight"], {}), (["a.bias"], {})])
     with pytest.raises(
         holdfast.MismatchError,
-        match=r"tensor 'optim\.state\.b\.weight\.exp_avg' of the checkpoint: no place",
+        match=r"tensor 'optim\.state\.b\.weight\.exp_avg' of the checkpoint: the state has no place",
     ):
         holdfast.load(uri, into={"net": other, "optim": into})
     reports: list[holdfast.LoadReport] = []

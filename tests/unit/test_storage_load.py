@@ -72,9 +72,9 @@ def test_every_difference_is_listed_at_once(uri: str) -> None:
             "state[\"new\"]: no tensor 'new' in the checkpoint",
             'state["value"]: no such value in the checkpoint',
             'state["list"][3]: no such value in the checkpoint',
-            "tensor 'extra' of the checkpoint: no place for it in the state",
-            'value state["name"] of the checkpoint: no place for it in the state',
-            'value state["more"]["x"] of the checkpoint: no place for it in the state',
+            "tensor 'extra' of the checkpoint: the state has no place for it",
+            'value state["name"] of the checkpoint: the state has no place for it',
+            'value state["more"]["x"] of the checkpoint: the state has no place for it',
         ]
     )
     assert all(text in str(caught.value) for text in caught.value.differences)

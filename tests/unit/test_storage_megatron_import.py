@@ -158,7 +158,7 @@ def test_a_file_that_asks_for_anything_is_refused(tmp_path: Path, place: str) ->
     }
     folder = written(tmp_path / "folder", common[place])
     uri = fresh_uri()
-    with pytest.raises(holdfast.UnsupportedFormatError, match=r"posix\.system|no dict of names"):
+    with pytest.raises(holdfast.UnsupportedFormatError, match=r"posix\.system|not a dict of names"):
         holdfast.import_(folder, uri)
     assert not trace.exists()
     assert not MemoryDriver(uri.removeprefix("memory://")).objects
@@ -177,10 +177,10 @@ def cyclic() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("common", "message"),
     [
-        ([1], "no dict of names"),
+        ([1], "not a dict of names"),
         (cyclic(), "contains itself"),
-        ({"a.b": 1, "a": {"b": 2}}, "have one path"),
-        ({WEIGHT: 1}, "is in common.pt and beside it"),
+        ({"a.b": 1, "a": {"b": 2}}, "have the same dotted path"),
+        ({WEIGHT: 1}, "is in common.pt and elsewhere in the folder"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused(tmp_path: Path, common: object, message: str) -> None:

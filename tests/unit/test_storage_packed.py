@@ -372,13 +372,13 @@ def move(nbytes: int) -> Rewrite:
 @pytest.mark.parametrize(
     ("rewrite", "says"),
     [
-        (set_to(0), "or none"),
-        (set_to((1 << 32) - 1), "more bytes than it has"),
-        (set_to(4097), "more bytes than it has"),
+        (set_to(0), "impossible size"),
+        (set_to((1 << 32) - 1), "impossible size"),
+        (set_to(4097), "impossible size"),
         (set_to(4096), "not what was written"),  # random bytes, as they are
-        (lambda sizes: sizes.__setitem__(slice(None), 1), "the file has for them"),
+        (lambda sizes: sizes.__setitem__(slice(None), 1), "add up to those of the file"),
         (move(1), "cannot be unpacked"),
-        (move(-1), "more bytes than it has"),
+        (move(-1), "impossible size"),
     ],
 )
 def test_an_index_that_lies_is_refused(rewrite: Rewrite, says: str) -> None:

@@ -251,7 +251,7 @@ def test_a_save_whose_folder_is_removed_says_so(tmp_path: Path, moment: str) -> 
             removed.append(key)
             shutil.rmtree(folder)
 
-    with pytest.raises(holdfast.SaveError, match="deleted while it was under way"):
+    with pytest.raises(holdfast.SaveError, match="deleted while it was in progress"):
         run(save(HookedDriver(LocalDriver(str(folder)), before=remove), state(1)))
     assert removed
 

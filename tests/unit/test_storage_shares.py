@@ -67,7 +67,7 @@ def test_shares_are_those_of_torch_chunk(world: int) -> None:
 def test_what_cannot_be_is_refused_at_once() -> None:
     """Before anything is read."""
     with holdfast.open(saved(state())) as c:
-        with pytest.raises(holdfast.UsageError, match="rank 2 is none of 2"):
+        with pytest.raises(holdfast.UsageError, match="rank 2 is not one of 2"):
             c.read_shares(rank=2, world=2)
         with pytest.raises(
             holdfast.UsageError, match=r"'model\.scale' of shape \[\] has no dimension 0"

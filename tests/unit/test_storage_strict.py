@@ -135,7 +135,7 @@ def test_a_state_of_which_nothing_is_stored_is_an_error(
 ) -> None:
     """A misspelled name loads nothing, and no mode takes that for a load."""
     text = refused(run[0], {key: net()}, strict)
-    assert "nothing of the state is in the checkpoint" in text
+    assert "the checkpoint has nothing of the state" in text
     assert f"the stored names have 'model.' where those of the state have '{key}.'" in text.replace(
         "The", "the"
     )
@@ -146,7 +146,7 @@ def test_a_state_of_which_nothing_is_stored_is_an_error(
 @pytest.mark.parametrize("into", [{}, {"model": {}}, [], {"list": ()}], ids=repr)
 def test_a_state_of_nothing_is_an_error(run: tuple[str, nn.Module], strict: Any, into: Any) -> None:
     """As is one that holds nothing at all: a filter has probably taken all out."""
-    assert "nothing of the state is in the checkpoint" in refused(run[0], into, strict)
+    assert "the checkpoint has nothing of the state" in refused(run[0], into, strict)
 
 
 def test_nothing_into_nothing_is_fine() -> None:
@@ -234,7 +234,7 @@ def test_words_in_names_of_the_state_are_said() -> None:
     uri = fresh_uri()
     holdfast.save(uri, {"model": net()})
     text = refused(uri, {"model": Wrapped(net())})
-    assert "The names of the state have 'net.' after 'model.', the stored ones have not" in text
+    assert "The names of the state have 'net.' after 'model.', the stored ones do not" in text
 
 
 def test_a_state_that_is_nested_as_is_advised_fits() -> None:

@@ -72,7 +72,7 @@ def test_every_protocol_is_read(tmp_path: Path, protocol: int) -> None:
     }
     torch.save(state, tmp_path / "a.pth", pickle_protocol=protocol)
     assert difference({"w": torch.ones(3)}, imported(tmp_path / "a.pth", only=["w"])) is None
-    with pytest.raises(holdfast.UsageError, match=r"these are none: 'v\.0', 'v\.1'"):
+    with pytest.raises(holdfast.UsageError, match=r"these are not tensors: 'v\.0', 'v\.1'"):
         imported(tmp_path / "a.pth")
 
 
@@ -154,13 +154,13 @@ def hostile_pickles(trace: Path) -> dict[str, bytes]:
         "torch.load": b"\x80\x02ctorch\nload\n" + short + b"\x85R.",
         "of a class of its own": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(NNNNtR.",
         "made in an unknown way": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(Nctorch\nTensor\nNNtR.",
-        "no function": b"\x80\x02" + short + short + b"\x85R.",
+        "not a function": b"\x80\x02" + short + short + b"\x85R.",
         "names torch._utils": b"\x80\x02ctorch._utils\n_rebuild_sparse_tensor\n.",
         "in an unknown way": b"\x80\x02" + short + b"Q.",
-        "no dict": b"\x80\x02ctorch\nFloatStorage\n}b.",
+        "not a dict": b"\x80\x02ctorch\nFloatStorage\n}b.",
         "contains itself": b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.",
         "far too much": laughs + b".",
-        "in the middle": b"\x80\x02X\xff\xff\xff\xff.",
+        "truncated": b"\x80\x02X\xff\xff\xff\xff.",
         "no mark": b"\x80\x02t.",
         "key of type tuple": b"\x80\x02})K\x01s.",
     }
@@ -191,7 +191,7 @@ def test_the_traces_would_be_seen(tmp_path: Path) -> None:
         (torch.nn.Linear(2, 2), "names torch.nn.modules.linear.Linear"),
         (torch.eye(3).to_sparse(), "_rebuild_sparse_tensor"),
         ({"t": torch.ones(2, 3).t()}, "tensor 't' is not contiguous"),
-        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "one path"),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "the same dotted path"),
         ({(1, 2): torch.ones(1)}, "a key of type tuple"),
         ({"m": torch.empty(2, device="meta")}, "_rebuild_meta_tensor_no_storage"),
         ({"c": torch.ones(2, dtype=torch.complex64).conj()}, "tensor 'c' .* conjugate bit"),
@@ -274,25 +274,25 @@ def test_arguments_that_change_no_value_are_understood(
 @pytest.mark.parametrize(
     ("value", "storage", "message"),
     [
-        (changed(V2, 1, None), STORAGE, "no known dtype"),
-        (changed(V2, 2, -1), STORAGE, "shape that is none"),
-        (changed(V2, 3, [3]), STORAGE, "shape that is none"),
-        (changed(V2, 4, (1, 1)), STORAGE, "shape that is none"),
+        (changed(V2, 1, None), STORAGE, "unknown dtype"),
+        (changed(V2, 2, -1), STORAGE, "invalid shape"),
+        (changed(V2, 3, [3]), STORAGE, "invalid shape"),
+        (changed(V2, 4, (1, 1)), STORAGE, "invalid shape"),
         (changed(V2, 5, 1), STORAGE, "requires_grad of a tensor is 1"),
         (changed(V2, 6, HOOKS), STORAGE, "backward hooks"),
         (changed(V2, 6, 0), STORAGE, "backward hooks"),
         (Call(*V2, {"wired": True}), STORAGE, "the metadata 'wired'"),
         (Call(*V2, {"wired": False}), STORAGE, "the metadata 'wired'"),
         (Call(*V2, {"conj": 1}), STORAGE, "the metadata 'conj'"),
-        (Call(*V2, True), STORAGE, "metadata of a tensor is no dict"),
+        (Call(*V2, True), STORAGE, "metadata of a tensor is not a dict"),
         (Call(*V2, None, None), STORAGE, "malformed"),
-        (Call(*V2), BYTES, "no known dtype"),
-        (Call(*V3[:-1], 7), BYTES, "no known dtype"),
+        (Call(*V2), BYTES, "unknown dtype"),
+        (Call(*V3[:-1], 7), BYTES, "unknown dtype"),
         (changed(V3, 5, None), BYTES, "requires_grad of a tensor is None"),
         (changed(V3, 6, HOOKS), BYTES, "backward hooks"),
         (Call(*V3, {"wired": True}), BYTES, "the metadata 'wired'"),
         (Call(*V3, {}, None), BYTES, "malformed"),
-        (Call(PARAMETER, 7, True, None), STORAGE, "a parameter is no tensor"),
+        (Call(PARAMETER, 7, True, None), STORAGE, "a parameter is not a tensor"),
         (Call(PARAMETER, Call(*V2), 7, None), STORAGE, "requires_grad of a tensor is 7"),
         (Call(PARAMETER, Call(*V2), True, HOOKS), STORAGE, "backward hooks"),
         (Call(PARAMETER, Call(*V2), True, None, {}), STORAGE, "malformed"),
@@ -303,8 +303,8 @@ def test_arguments_that_change_no_value_are_understood(
         (Call(FROM_TYPE, V2[0], torch.nn.Parameter, V2[1:], {}), STORAGE, "names torch.nn.param"),
         (Call(FROM_TYPE, V2[0], torch.Tensor, V2[1:], ({}, {"a": 1})), STORAGE, "in slots"),
         (Call(FROM_TYPE, OrderedDict, torch.Tensor, (), {}), STORAGE, "made by collections.Ord"),
-        (Call(OrderedDict, [("a", 1)]), STORAGE, "a dict is made of arguments"),
-        (Call(torch.Size, (-1,)), STORAGE, "shape that is none"),
+        (Call(OrderedDict, [("a", 1)]), STORAGE, "a dict has constructor arguments"),
+        (Call(torch.Size, (-1,)), STORAGE, "invalid shape"),
         (Call(V2[0]), ("view", *STORAGE[1:]), "malformed"),
         (..., ("view", *STORAGE[1:]), "a storage in an unknown way"),
         (..., (*STORAGE, None), "a storage in an unknown way"),
@@ -312,7 +312,7 @@ def test_arguments_that_change_no_value_are_understood(
         (..., ("storage", torch.Tensor, *STORAGE[2:]), "a storage is a torch.Tensor"),
         (..., (*STORAGE[:2], 0, "cpu", 3), "a storage in an unknown way"),
         (..., (*STORAGE[:3], None, 3), "a storage in an unknown way"),
-        (..., (*STORAGE[:4], -3), "shape that is none"),
+        (..., (*STORAGE[:4], -3), "invalid shape"),
     ],
 )  # fmt: skip
 def test_an_argument_that_is_not_understood_is_refused(
@@ -350,7 +350,7 @@ def test_a_file_that_was_cut_is_damage(tmp_path: Path) -> None:
     data = (tmp_path / "a.pt").read_bytes()
     for nbytes in (5, 1000, len(data) - 1):
         (tmp_path / "a.pt").write_bytes(data[:nbytes])
-        with pytest.raises(holdfast.DamagedError, match="no whole zip file"):
+        with pytest.raises(holdfast.DamagedError, match="not a complete zip file"):
             holdfast.import_(tmp_path / "a.pt", fresh_uri())
 
 
