@@ -1,13 +1,12 @@
-"""The lineage of a run: which of its checkpoints lead to where training is, after it went back to
-an earlier one.
+"""The lineage of a run: which checkpoints lead to the current state of training.
 
 A run is a tree of *branches*. It begins on the root branch. Each time training goes back to a step,
-a new branch leaves the one that it was on, at that step. A checkpoint's manifest records the branch
-on which it was saved. The run's folder holds one small JSON object, ``lineage.json``: where each
-branch left its parent, and which branch is current.
+a new branch forks from the current one at that step. A checkpoint's manifest records its branch.
+The run's folder holds one small JSON object, ``lineage.json``: where each branch forked from its
+parent, and which branch is current.
 
-A checkpoint is *live* if it is on the current branch, or on one of its ancestors at or before the
-step at which the next branch left. Every other checkpoint is *abandoned*.
+A checkpoint is *live* if it is on the current branch, or on an ancestor at or before the step of
+the next fork. Every other checkpoint is *abandoned*.
 
 Pure: no I/O.
 """
@@ -27,7 +26,7 @@ __all__ = ["LINEAGE_KEY", "ROOT", "Lineage", "is_branch"]
 
 LINEAGE_KEY = "lineage.json"
 ROOT = ""
-"""The branch on which a run begins; checkpoints that record no branch are on it."""
+"""The branch on which a run begins, and that of checkpoints that record none."""
 
 _VERSION = 1
 _NBYTES_MAX = 4 << 20
@@ -35,22 +34,24 @@ _BRANCH = re.compile(r"[0-9a-f]{16}")
 
 
 def is_branch(text: object) -> bool:
-    """Whether ``text`` is the name of a branch."""
+    """Return whether ``text`` is the name of a branch."""
     return isinstance(text, str) and (text == ROOT or _BRANCH.fullmatch(text) is not None)
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """``parents`` maps each branch to the branch that it left, and the step at which it did; the
-    root has no parent."""
+    """The branches of a run. ``parents`` maps each branch to its parent and the step of the
+    fork; the root has no parent."""
 
     current: str = ROOT
     parents: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def is_live(self, branch: str, step: int | None) -> bool:
-        """Whether a checkpoint of ``branch`` at ``step`` leads to where training is. One without a
-        step always counts as live, and a branch that is not recorded counts as the root: such a
-        checkpoint was copied from another run."""
+        """Return whether a checkpoint of ``branch`` at ``step`` leads to the current state.
+
+        A checkpoint without a step is always live. An unrecorded branch counts as the root: its
+        checkpoint was copied from another run.
+        """
         if step is None:
             return True
         if branch not in self.parents:
@@ -65,8 +66,8 @@ class Lineage:
         return step <= limit
 
     def gone_back(self, branch: str, step: int, new: str) -> Lineage:
-        """The lineage after training went back to the checkpoint of ``branch`` at ``step``; ``new``
-        is then current."""
+        """Return the lineage after training went back to ``step`` of ``branch``; ``new`` becomes
+        current."""
         if branch in self.parents:
             parent = branch
         else:
@@ -74,7 +75,7 @@ class Lineage:
         return Lineage(new, {**self.parents, new: (parent, step)})
 
     def encode(self) -> bytes:
-        """The content of ``lineage.json``."""
+        """Return the content of ``lineage.json``."""
         branches = {
             name: {"from": parent, "step": step} for name, (parent, step) in self.parents.items()
         }
@@ -83,7 +84,7 @@ class Lineage:
 
     @classmethod
     def decode(cls, data: bytes) -> Lineage:
-        """What :meth:`encode` returned. Raises DamagedError for anything else."""
+        """Decode the output of :meth:`encode`. Raises DamagedError for anything else."""
         try:
             return cls._checked(json.loads(data) if len(data) <= _NBYTES_MAX else None)
         except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -1,5 +1,4 @@
-"""Which checkpoints are at and below a place, which of them are abandoned, and which have lost
-files."""
+"""Lists the checkpoints at and below a place, marking abandoned ones and missing images."""
 
 from __future__ import annotations
 
@@ -42,11 +41,9 @@ _OF_ATTEMPT = re.compile(rf"(?:(?P<folder>.+)/)?{ATTEMPT_KEY_PATTERN}")
 class ListedCheckpoint:
     """One line of a listing.
 
-    ``problem`` says why the checkpoint, or the folder, cannot be read; then the figures are zero,
-    and ``attempt`` empty. ``damage`` says which image is missing, or of another size than it was
-    written with.
-    ``abandoned``: training went back to an earlier step, and this checkpoint is later, on the
-    branch that was left.
+    ``problem``: why the checkpoint or folder cannot be read; the figures are then zero and
+    ``attempt`` is empty. ``damage``: which image is missing or has the wrong size. ``abandoned``:
+    training went back to an earlier step, and this later checkpoint is on the branch it left.
     """
 
     path: str
@@ -63,7 +60,7 @@ class ListedCheckpoint:
 
     @property
     def folder(self) -> str:
-        """The folder that it lies in, by path; ``""`` for the place that is listed."""
+        """Path of the folder that contains it; ``""`` for the listed place."""
         return self.path.rpartition("/")[0]
 
 
@@ -74,16 +71,15 @@ def list_checkpoints(
     last: int | None = None,
     storage_options: Mapping[str, object] | None = None,
 ) -> list[ListedCheckpoint]:
-    """List the checkpoints at and below ``uri``, by path relative to it (``""``: ``uri`` itself),
-    ordered by step and time. Lines with a problem and abandoned ones come first, so a run goes on
-    from the last one. ``last``: only so many, whose manifests are the newest by the storage's
-    clock; no other manifest is read. Folders that cannot be entered are listed besides.
+    """List the checkpoints at and below ``uri``, by relative path (``""``: ``uri`` itself).
+
+    Ordered by step and time; lines with a problem and abandoned checkpoints come first, so a run
+    resumes from the last line. ``last``: only that many, whose manifests are the newest by the
+    storage's clock; other manifests are not read. Folders that cannot be entered are always listed.
     ``storage_options`` as in :func:`open`.
 
-    Where the record of a run's branches cannot be read, that file, ``lineage.json``, is a line with
-    a problem, and no checkpoint of that run counts as abandoned.
-
-    Raises StorageError; UsageError where ``last`` is less than 1.
+    A run's ``lineage.json`` that cannot be read is a line with a problem, and no checkpoint of that
+    run counts as abandoned. Raises StorageError; UsageError if ``last`` is less than 1.
     """
     if last is not None and last < 1:
         raise UsageError(f"the last {last} checkpoints are none", advice="Give 1 or more.")
@@ -107,15 +103,15 @@ def list_checkpoints(
 
 
 async def manifest_keys(driver: Driver) -> list[str]:
-    """Where the manifests are that this driver sees, in no order."""
+    """Return the keys of the manifests that this driver lists, in no order."""
     return [info.key async for info in driver.list() if _is_manifest(info)]
 
 
 async def read_lineage(driver: Driver, folder: str = "") -> Lineage:
-    """The lineage of the run in ``folder``; where none is recorded, that of a run that never went
+    """Return the lineage of the run in ``folder``; without a record, that of a run that never went
     back.
 
-    Raises DamagedError where the record cannot be read, or something else has its name;
+    Raises DamagedError if the record cannot be read or its name is taken by something else;
     StorageError.
     """
     key = f"{folder}/{LINEAGE_KEY}".lstrip("/")
@@ -141,16 +137,20 @@ def _unknown_lineage(driver: Driver, key: str, cause: HoldfastError) -> DamagedE
 
 
 def check_lineages(uri: str, listed: Sequence[ListedCheckpoint]) -> None:
-    """Raise DamagedError if the listing of ``uri`` says that a run's lineage cannot be read, so
-    that any of its checkpoints may be abandoned."""
+    """Raise DamagedError if the listing of ``uri`` has a run whose lineage cannot be read.
+
+    Any checkpoint of that run may be abandoned.
+    """
     for c in listed:
         if c.problem is not None and c.path.rpartition("/")[2] == LINEAGE_KEY:
             raise DamagedError(c.problem, uri=uri, key=c.path)
 
 
 async def listed(driver: Driver, unlisted: list[str]) -> AsyncIterator[ObjectInfo]:
-    """Yield every object of a driver, and add the folders that it may not enter to ``unlisted``.
-    Raises StorageError."""
+    """Yield every object of a driver; add folders that it may not enter to ``unlisted``.
+
+    Raises StorageError.
+    """
     try:
         async for info in driver.list():
             yield info
@@ -161,8 +161,8 @@ async def listed(driver: Driver, unlisted: list[str]) -> AsyncIterator[ObjectInf
 
 
 class Listing:
-    """The ``files`` that a driver lists, by key, with their sizes in bytes. ``unlisted``: folders
-    that it may not enter."""
+    """The sizes of the ``files`` that a driver lists, by key. ``unlisted``: folders it may not
+    enter."""
 
     def __init__(
         self, driver: Driver, files: Mapping[str, int], unlisted: Sequence[str] = ()
@@ -171,20 +171,22 @@ class Listing:
         self._files = files
         self._unlisted = unlisted
         self.unknown: dict[str, DamagedError] = {}
-        """By folder, why the lineage of its run is not known; of those that :meth:`checkpoints` has
-        looked at."""
+        """Errors of lineages that :meth:`checkpoints` could not read, by folder."""
 
     @classmethod
     async def of(cls, driver: Driver) -> Listing:
-        """Return all that is there now."""
+        """List all files that exist now."""
         unlisted: list[str] = []
         files = {info.key: info.nbytes async for info in listed(driver, unlisted)}
         return cls(driver, files, unlisted)
 
     async def unreadable(self) -> list[ListedCheckpoint]:
-        """Return a line for each folder that may not be entered, unless it belongs to a checkpoint,
-        whose own line says so; for each whose manifest is not listed, but is there: a link, a pipe;
-        and for each lineage that :meth:`checkpoints` could not read."""
+        """Return a line for each problem besides checkpoints.
+
+        These are folders that may not be entered, unless they belong to a checkpoint, whose own
+        line says so; manifests that exist without being listed (a link, a pipe); and lineages that
+        :meth:`checkpoints` could not read.
+        """
         hidden = await self._hidden()
         folders = [*self.folders(), *(c.path for c in hidden)]
         known = tuple(f"{folder}/data".lstrip("/") for folder in folders)
@@ -199,8 +201,8 @@ class Listing:
         ]
 
     async def _hidden(self) -> list[ListedCheckpoint]:
-        """Return a line for each folder with files of an attempt whose manifest may not be looked
-        at, or is no file."""
+        """Return a line for each folder with files of an attempt whose manifest may not be read
+        or is not a file."""
         found: list[ListedCheckpoint] = []
 
         async def look(folder: str) -> None:
@@ -215,14 +217,16 @@ class Listing:
         return found
 
     def folders(self) -> list[str]:
-        """Folders in which a manifest lies."""
+        """Return the folders that contain a manifest."""
         return [
             key.rpartition("/")[0] for key in self._files if key.rpartition("/")[2] == MANIFEST_KEY
         ]
 
     async def checkpoints(self, folders: Sequence[str]) -> list[ListedCheckpoint]:
-        """Return the checkpoints in these folders, in no order. Several manifests are read at a
-        time, since each takes a round trip."""
+        """Return the checkpoints in these folders, in no order.
+
+        Reads several manifests at a time, because each takes a round trip.
+        """
         found: list[ListedCheckpoint] = []
 
         async def look(folder: str) -> None:
@@ -232,7 +236,7 @@ class Listing:
         return await self._marked(found)
 
     async def _marked(self, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
-        """Return the same, with abandoned ones marked. Runs record their branches separately."""
+        """Mark the abandoned checkpoints, by the lineages of their runs."""
         runs: dict[str, Lineage] = {}
 
         async def read(run: str) -> None:
@@ -246,11 +250,14 @@ class Listing:
         return [replace(c, abandoned=is_abandoned(c)) for c in checkpoints]
 
     async def _lineage(self, folder: str) -> Lineage:
-        """Return the lineage of the run in ``folder``; where it cannot be read, note that in
-        ``unknown``, and return that of a run that never went back."""
+        """Return the lineage of the run in ``folder``.
+
+        If it cannot be read, record the error in ``unknown`` and return that of a run that never
+        went back.
+        """
         recorded = f"{folder}/{LINEAGE_KEY}".lstrip("/") in self._files
         if self._driver.remote and not recorded:
-            return Lineage()  # only on a local file system is there what a listing leaves out
+            return Lineage()  # only local file systems have entries that a listing omits
         try:
             return await read_lineage(self._driver, folder)
         except DamagedError as error:
@@ -282,13 +289,13 @@ class Listing:
         )
 
     async def _damage(self, folder: str, m: Manifest) -> str | None:
-        """What is wrong with the files of images, by a look at their sizes."""
+        """Return the first missing image or wrong image size, or None."""
         sizes = m.images.file_nbytes(m.block_nbytes).tolist()
         for image, nbytes in enumerate(sizes):
             key = f"{folder}/{m.image_key(image)}".lstrip("/")
             if self._files.get(key) == nbytes:
                 continue
-            # The listing may be older than the manifest, which another save has put since.
+            # The listing may be older than the manifest, if another save has put it since.
             found = await _size(self._driver, key)
             rank = int(m.images.rank[image])
             if found is None:
@@ -299,7 +306,7 @@ class Listing:
 
 
 def _is_in_run(c: ListedCheckpoint) -> bool:
-    """Return whether ``c`` can be read, and lies in the folder of a run."""
+    """Return whether ``c`` can be read and lies in the folder of a run."""
     return bool(c.path) and c.problem is None
 
 
@@ -308,8 +315,10 @@ def _problem(folder: str, problem: str) -> ListedCheckpoint:
 
 
 async def unreadable(driver: Driver, key: str) -> str | None:
-    """Return why an object with that name that is not listed cannot be read; None where there is
-    nothing of that name, or it can be. Raises StorageError."""
+    """Return why an unlisted object cannot be read; None if it does not exist or can be read.
+
+    Raises StorageError.
+    """
     try:
         await driver.stat(key)
     except AccessError as error:

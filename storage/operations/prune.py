@@ -1,10 +1,10 @@
-"""Deletes checkpoints that are not to be kept, and what dead attempts have left.
+"""Deletes checkpoints that are not to be retained, and leftovers of dead attempts.
 
-The manifest is deleted first, durably, and then the data: a reader finds a whole checkpoint or
-none. A crash in between leaves an attempt that no manifest names, which the next pruning collects.
+The manifest is deleted first, durably, and then the data, so a reader finds a complete checkpoint
+or none. A crash in between leaves an attempt that no manifest names; the next pruning collects it.
 
-Unlike a save, a pruning does not take over the URI. Therefore it spares attempts that may be alive:
-those to which something was written lately.
+Unlike a save, a pruning does not take over the URI, so it spares attempts that may be live: those
+written to recently.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ __all__ = [
 ]
 
 _FOLDERS = 8
-"""Folders that are worked on at a time."""
+"""Folders processed at the same time."""
 _MANIFEST = ""
-"""The part of a folder that is the manifest; see :class:`_Survey`."""
+"""Stands for the manifest among the parts of a folder; see :class:`_Survey`."""
 _OURS = re.compile(
     r"(?:(?P<folder>.+)/)?"
     rf"(?:{re.escape(MANIFEST_KEY)}|{ATTEMPT_KEY_PATTERN}|(?P<lock>{PRUNING_KEY}))"
@@ -79,8 +79,8 @@ UriLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class PrunedCheckpoint:
-    """A committed checkpoint that is deleted; ``nbytes`` of files. ``abandoned``: training had gone
-    back to an earlier one. ``damage``: what was wrong with it."""
+    """A deleted checkpoint; ``nbytes`` counts its files. ``abandoned``: training had gone back
+    to an earlier one. ``damage``: what was wrong with it."""
 
     path: str
     step: int | None
@@ -92,7 +92,7 @@ class PrunedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Files of an attempt below ``path`` that no manifest names."""
+    """Files below ``path`` of an attempt that no manifest names."""
 
     path: str
     attempt: str
@@ -101,25 +101,24 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """What is deleted, or would be: ``done`` tells. Paths are relative to ``uri``, which is
-    redacted."""
+    """Result of a pruning: what was deleted (``done``), or would be. Paths are relative to the
+    redacted ``uri``."""
 
     uri: str
     checkpoints: tuple[PrunedCheckpoint, ...]
     leftovers: tuple[Leftover, ...]
     kept: tuple[str, ...]
-    """Paths of the other checkpoints: also of those that were to be deleted and were spared,
-    because their saver may not be done, or because another one has replaced them."""
+    """Paths of the other checkpoints, including those spared because their saver may still be
+    running or another save has replaced them."""
     done: bool = False
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """Of ``kept``, those that have lost files, or whose bytes are not what was written, and what is
-    wrong with each."""
+    """Damaged checkpoints among ``kept``, with a description."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """By the path of a folder, why something in it could not be looked at, or deleted."""
+    """Why something in a folder could not be inspected or deleted, by the folder's path."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Size of all deleted files in bytes."""
         return sum(c.nbytes for c in self.checkpoints) + sum(x.nbytes for x in self.leftovers)
 
 
@@ -135,26 +134,26 @@ def prune(
     storage_options: Mapping[str, object] | None = None,
     confirm: Callable[[PruneReport], bool] = lambda report: True,
 ) -> PruneReport:
-    """Delete the checkpoints at and below ``uri`` that are not to be kept, and what dead attempts
-    left; say what it was.
+    """Delete checkpoints at and below ``uri`` that are not retained, and leftovers of dead
+    attempts.
 
-    ``keep_last`` keeps the checkpoints of as many of the highest steps in each folder,
-    ``keep_every`` those whose step is a multiple of it; a checkpoint goes if neither keeps it, and
-    none goes if neither is given. What was saved last in its folder is always kept, and so is what
-    has no step, or cannot be opened.
+    ``keep_last`` retains the checkpoints of that many highest steps in each folder, ``keep_every``
+    those whose step is a multiple of it. A checkpoint is deleted if neither retains it; none is
+    deleted if neither is given. The latest save of each folder is always retained, and so are
+    checkpoints without a step and ones that cannot be opened.
 
-    A checkpoint counts as kept only if it is whole: all its images are there with their sizes, and,
-    with ``verify``, every byte matches its checksum. One that is damaged goes once enough others
-    are whole, and no folder loses its only whole one. Abandoned checkpoints, those that training
-    went back before, do not count either; they stay unless ``abandoned``.
+    A checkpoint counts as retained only if it is whole: all its images exist with the right sizes,
+    and, with ``verify``, every byte matches its checksum. A damaged one is deleted once enough
+    others are whole, and no folder loses its only whole one. Abandoned checkpoints, on a branch
+    that training left, do not count either; they stay unless ``abandoned``.
 
-    An attempt is dead when nothing was written to it for ``idle_s`` seconds; 0 is for when no job
-    saves. ``storage_options`` are options of the storage; those in the URI win.
+    An attempt is dead after ``idle_s`` seconds without a write; use 0 only when no job is saving.
+    ``storage_options`` are options of the storage; options in the URI take precedence.
 
-    ``confirm`` is asked once all is known, and nothing is deleted before. Whatever stops it, each
-    checkpoint is whole or gone. What cannot be deleted in one folder is logged, and reported as
-    ``failed``; the other folders are pruned. Nothing is deleted of a run whose record of branches
-    cannot be read. Raises UsageError; StorageError where the storage as a whole fails.
+    ``confirm`` is called with the complete plan before anything is deleted. However the pruning is
+    interrupted, each checkpoint is complete or gone. An error in one folder is logged and reported
+    in ``failed``, and other folders are still pruned. Nothing is deleted from a run whose lineage
+    cannot be read. Raises UsageError; StorageError if the storage as a whole fails.
     """
     root = Place.of(uri, storage_options)
     _check_at_least("keep_last", keep_last, 1)
@@ -178,8 +177,11 @@ async def prune_here(
     only: Callable[[str], bool],
     idle_s: float = limits.IDLE_S,
 ) -> PruneReport:
-    """Prune as :func:`prune` does, on the engine's loop, by another rule: of the checkpoints whose
-    path is ``only``, those that are ``chosen`` go, and what dead attempts left at such paths."""
+    """Prune like :func:`prune`, on the engine's loop, with another rule.
+
+    Of the checkpoints whose path satisfies ``only``, delete those returned by ``chosen``, and
+    leftovers of dead attempts at such paths.
+    """
 
     async def choice(listed: Sequence[ListedCheckpoint]) -> Choice:
         return Choice(chosen(listed))
@@ -189,20 +191,21 @@ async def prune_here(
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What a pruning is about to do; its report says what would be deleted."""
+    """The plan of a pruning; its report lists what would be deleted."""
 
     report: PruneReport
     folders: tuple[str, ...]
     """Every folder with files of a checkpoint or an attempt."""
     locked: frozenset[str]
-    """The folders with a prune lock: a pruning is under way there, or has died."""
+    """Folders with a prune lock: a pruning is running there, or has died."""
     errors: dict[str, HoldfastError]
-    """The first error of each folder that could not be looked at, or pruned."""
+    """The first error of each folder that could not be inspected or pruned."""
 
 
 @contextlib.contextmanager
 def _noting(errors: dict[str, HoldfastError], path: str) -> Iterator[None]:
-    """Note an error that concerns one folder, and warn. An error of the whole storage passes."""
+    """Record and log an error that concerns one folder. An error of the whole storage
+    propagates."""
     try:
         yield
     except (StorageError, DamagedError) as error:
@@ -218,8 +221,10 @@ async def plan_pruning(
     idle_s: float,
     only: Callable[[str], bool] = lambda path: True,
 ) -> PrunePlan:
-    """Look at everything that is there. Of the paths that ``only`` accepts, those checkpoints will
-    be deleted that ``chosen`` returns, and what dead attempts left."""
+    """Plan a pruning of the paths that satisfy ``only``.
+
+    It deletes the checkpoints that ``chosen`` returns, and leftovers of dead attempts.
+    """
     async with root.opened() as driver:
         survey = await _survey(driver)
         folders = {path: nbytes for path, nbytes in survey.folders.items() if only(path)}
@@ -268,15 +273,15 @@ def _messages(errors: Mapping[str, HoldfastError]) -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class _Survey:
     folders: dict[str, dict[str, int]]
-    """By folder, the bytes of each part of it: of the manifest under ``_MANIFEST``, of a prune lock
-    under its key, and of each attempt under its id."""
+    """By folder, the bytes of its parts: the manifest under ``_MANIFEST``, a prune lock under
+    its key, each attempt under its id."""
     files: dict[str, int]
-    """The size of every file that a listing of checkpoints may ask about."""
+    """Sizes of all files that a listing may ask for."""
     unlisted: list[str]
     """Folders that may not be entered."""
 
     def unreadable(self) -> set[str]:
-        """Return the folders of which some data cannot be read: nothing in them is deleted."""
+        """Return the folders with unreadable data, in which nothing is deleted."""
         return {
             path
             for path in self.folders
@@ -313,7 +318,7 @@ async def _all_leftovers(
             async with root.opened(path) as driver:
                 found.extend(await _leftovers(driver, path, current.get(path), idle_s))
 
-    # A checkpoint without leftovers, the common case, has one attempt and need not be looked at.
+    # A checkpoint without leftovers, the common case, has one attempt and needs no inspection.
     suspects = []
     for path, nbytes in folders.items():
         expected = {_MANIFEST, PRUNING_KEY}
@@ -332,8 +337,10 @@ def _by_path(leftover: Leftover) -> tuple[str, str]:
 async def _leftovers(
     driver: Driver, path: str, current: ListedCheckpoint | None, idle_s: float
 ) -> list[Leftover]:
-    """Return what :func:`collect` would delete if it ran now, by the clock of this host. Nothing,
-    where the manifest may not be read, which may name any of it."""
+    """Return what :func:`collect` would delete now, by this host's clock.
+
+    Nothing if the manifest may not be read, because it could name any attempt.
+    """
     if current is None and await unreadable(driver, MANIFEST_KEY) is not None:
         return []
     now_s = time.time()
@@ -354,7 +361,7 @@ async def _spared_s(
     current: ListedCheckpoint | None,
     idle_s: float,
 ) -> float:
-    """For how long after its last write an attempt is spared that is not the checkpoint."""
+    """Return how long after its last write an attempt that is not the checkpoint is spared."""
     spared_s = idle_s
     if not driver.traits.exclusive_is_atomic:
         spared_s = max(spared_s, limits.IDLE_S)
@@ -363,12 +370,12 @@ async def _spared_s(
     if await read_record(driver, attempt.record_key) in (None, ABORT_RECORD):
         return spared_s
     if current is not None and current.problem is not None:
-        return float("inf")  # it may be what the damaged manifest named
+        return float("inf")  # the damaged manifest may have named it
     return max(spared_s, limits.GRACE_S)
 
 
 async def carry_out(root: Place, plan: PrunePlan, idle_s: float) -> PruneReport:
-    """Delete what the plan names, and report what was deleted."""
+    """Delete what the plan names; report what was deleted."""
     deleted: list[PrunedCheckpoint] = []
     kept = set(plan.report.kept)
     for checkpoint in plan.report.checkpoints:
@@ -395,7 +402,7 @@ async def carry_out(root: Place, plan: PrunePlan, idle_s: float) -> PruneReport:
 
 
 async def _collect_all(root: Place, plan: PrunePlan, idle_s: float) -> list[Leftover]:
-    """Collect the leftovers of the plan, and sweep every folder; return those that are gone."""
+    """Collect the plan's leftovers and sweep every folder; return the leftovers that are gone."""
     collectable = {x.path for x in plan.report.leftovers} | plan.locked
     collected: list[Leftover] = []
 
@@ -416,8 +423,11 @@ async def _collect_all(root: Place, plan: PrunePlan, idle_s: float) -> list[Left
 
 
 async def delete_checkpoint(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:
-    """Delete a checkpoint, unless it was replaced since it was looked at, or its saver may put its
-    manifest again."""
+    """Delete a checkpoint unless it was replaced meanwhile, or its saver may put its manifest
+    again.
+
+    Returns whether it was deleted.
+    """
     try:
         manifest, _ = await read_manifest(driver)
     except NotACheckpointError:
@@ -427,7 +437,7 @@ async def delete_checkpoint(driver: Driver, checkpoint: PrunedCheckpoint) -> boo
     attempt = Attempt(checkpoint.attempt)
     if not await is_settled(driver, attempt, partial(storage_time_s, driver)):
         return False
-    if not await delete_manifest(driver, attempt):  # durable on return: only now may the data go
+    if not await delete_manifest(driver, attempt):  # durable: now the data may be deleted
         return False
     await driver.delete(attempt.marker_key)
     await driver.delete_all(attempt.prefix)
@@ -443,9 +453,11 @@ async def _is_checkpoint(driver: Driver) -> bool:
 
 
 async def delete_if_empty(driver: Driver, path: str) -> None:
-    """Delete the folder of a checkpoint, unless there is an object in it: of other data, or of a
-    save that has just begun. A save may also begin now, so the folder is left to the sweep, which
-    harms no live saver."""
+    """Delete a checkpoint's folder unless it contains an object.
+
+    Such an object is other data, or belongs to a save that has just begun. A save may also begin
+    now, so the sweep, which is safe for live savers, deletes the folder.
+    """
     try:
         async for _ in driver.list(path):
             return

@@ -1,5 +1,4 @@
-"""One rank's part of a save: agree on the global plan, lay out the image, write it chunk by chunk,
-and commit together."""
+"""One rank's part of a save: agree on the global plan, lay out the image, write it, commit."""
 
 from __future__ import annotations
 
@@ -50,20 +49,21 @@ from .telemetry import encoded_telemetry, rank_telemetry
 __all__ = ["run_save", "written_fragment"]
 
 COMMITTED_S = 5.0
-"""How long a rank that has lost the job's store looks for the commit."""
+"""How long a rank that lost the job's store looks for the commit."""
 COMMITTED_PAUSE_S = 0.2
 
 _log = logging.getLogger(__name__)
 
 
 async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, int] | None:
-    """Save; return the attempt, and the bytes of this rank's image and of its file. Every rank of
-    the team calls this. None: all ranks have captured into the memory of their keepers, which go
-    on (see :mod:`.keeping`).
+    """Save; return the attempt, and the sizes of this rank's image and of its file.
 
-    Raises what failed on this rank, RankFailedError or DeadlineError for another, DeadlineError
-    when its time is over. Then nothing was committed, unless the failure came between the put of
-    the manifest and word of it: what is there is a whole checkpoint in any case.
+    Every rank of the team calls this. Returns None if all ranks captured into their keepers'
+    memory; the keepers then complete the save (see :mod:`.keeping`).
+
+    Raises any error on this rank; RankFailedError or DeadlineError for another rank; DeadlineError
+    when the job's deadline passes. Then nothing was committed, unless the failure came between the
+    put of the manifest and its confirmation. In any case the storage has a complete checkpoint.
     """
     driver = with_progress(driver, team)
     leader = _Leader(driver, job)
@@ -87,7 +87,7 @@ async def _save(
         return None
     plan = await planned(job, team.rank, global_plan)
     check_image_size(driver, plan.layout.nbytes)  # before anything is put
-    # Copying does not wait for the storage to answer: trainers wait for the copies.
+    # Copying starts before the storage answers, because trainers wait for the copies.
     beginning = asyncio.ensure_future(leader.begin_for(team))
     try:
         chunks = TensorChunks(plan.layout, plan.source)
@@ -102,8 +102,8 @@ async def _save(
         await wait_out([beginning])
         has_begun = not beginning.cancelled() and beginning.exception() is None
         if has_begun and isinstance(error, NotFoundError):
-            # Another process has deleted files that were being written. If it was a later save,
-            # that is the error to raise.
+            # Another process deleted files being written. If that was a later save, raise its
+            # error.
             await check_marker(driver, Attempt(beginning.result()))
         raise
     nbytes = 0
@@ -111,12 +111,12 @@ async def _save(
         nbytes = plan.layout.nbytes
     leader.wrote = (nbytes, written.stored_nbytes)
     fragment = written_fragment(attempt, job, plan, written, team.rank)
-    if team.rank != LEADER:  # which reports once it has committed
+    if team.rank != LEADER:  # the leader reports after its commit
         fragment = replace(fragment, telemetry=_record(job, team.rank, leader.wrote))
     try:
         await _commit(team, fragment, global_plan, leader)
     except InvisibleFilesError:
-        # No other rank sees this file, so no other rank will collect it.
+        # No other rank sees this file, so no other rank can collect it.
         await _drop(driver, image_key(attempt.id, team.rank, job.compression))
         raise
     except CoordinationError as error:
@@ -128,7 +128,7 @@ async def _save(
 
 
 def _record(job: SaveJob, rank: int, wrote: tuple[int, int]) -> bytes:
-    """What this rank has recorded, for the telemetry of the save."""
+    """Return this rank's encoded record for the save's telemetry."""
     record = rank_telemetry(rank, *wrote, job.fenced_s)
     if record is None:
         return b""
@@ -138,7 +138,7 @@ def _record(job: SaveJob, rank: int, wrote: tuple[int, int]) -> bytes:
 async def _commit(
     team: Team, fragment: Fragment, global_plan: GlobalPlan | None, leader: _Leader
 ) -> None:
-    """Send the leader what was written, by way of the first rank of this host; return when it is
+    """Send the fragment to the leader, via the first rank of this host; return once it is
     committed."""
     plan = global_plan or GlobalPlan.alone(team.rank)
     codec = FragmentCodec(plan.sent_layouts, plan.received_layouts)
@@ -152,8 +152,10 @@ async def _commit(
 
 
 async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
-    """Whether the leader has committed, or does so within a while. Its process may have served the
-    job's store, and have ended right after."""
+    """Return whether the leader commits within a while.
+
+    Its process may have served the job's store, and exited right after the commit.
+    """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + COMMITTED_S
     while True:
@@ -166,8 +168,7 @@ async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
 
 
 async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
-    """Settle the attempt, which is committed. Where the save has a deadline, this takes a limited
-    time."""
+    """Settle the committed attempt, within a limited time if the save has a deadline."""
     if job.deadline.timeout_s is None:
         limit_s = None
     else:
@@ -184,9 +185,10 @@ async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
 
 
 class _Leader:
-    """The leader's part of a save: begin an attempt, commit it, and delete what is no longer
-    needed. Every rank has one; but for :meth:`begin_for`, it does nothing on ranks that are not the
-    leader."""
+    """The leader's part of a save: begin an attempt, commit it, delete obsolete data.
+
+    Every rank has one. On other ranks than the leader, only :meth:`begin_for` does anything.
+    """
 
     def __init__(self, driver: Driver, job: SaveJob) -> None:
         self._driver = driver
@@ -195,17 +197,17 @@ class _Leader:
         self._attempt: Attempt | None = None
         self._obsolete: Attempt | None = None
         self._uncommitted: Attempt | None = None
-        """The attempt, as long as it certainly is not committed."""
+        """The attempt, as long as it is certainly not committed."""
         self.wrote = (0, 0)
-        """The bytes of this rank's image, and of its file."""
+        """Bytes of this rank's image, and of its file."""
         self._head: tuple[str, int | None, float] = ("", None, 0.0)
         self._world = 0
         self._records = b""
-        """What the other ranks have recorded."""
+        """Encoded records of the other ranks."""
         self._sweeping: asyncio.Future[None] | None = None
 
     async def begin_for(self, team: Team) -> str:
-        """The attempt that rank 0 begins, on every rank. Called by all, side by side with
+        """Return the attempt that rank 0 begins. Every rank calls this, concurrently with
         copying."""
         return (await team.round(BEGIN, Nothing(), self._begin, [LEADER])).attempt
 
@@ -220,7 +222,7 @@ class _Leader:
         return Begun(self._attempt.id)
 
     async def commit(self, fragments: Sequence[Fragment]) -> Nothing:
-        """Merge ``fragments``, one from each speaker of the route, into a manifest, and commit
+        """Merge ``fragments``, one from each speaker of the route, into a manifest and commit
         it."""
         assert self._attempt is not None
         with span("merge"):
@@ -234,7 +236,7 @@ class _Leader:
         return Nothing()
 
     def _putting(self) -> None:
-        """From here on the manifest may turn out to have been stored, whatever error is raised."""
+        """Note that the manifest may be stored from here on, whatever error is raised."""
         self._uncommitted = None
 
     async def settle(self) -> None:
@@ -242,14 +244,14 @@ class _Leader:
         if self._attempt is None:
             return
         with span("settle"):
-            # Nothing waits for the telemetry, and it waits for nothing: it takes no time more.
+            # Both are independent, so storing the telemetry takes no extra time.
             await side_by_side(
                 self._end(self._attempt),
                 put_telemetry(self._driver, self._attempt.id, self._telemetry),
             )
 
     async def _end(self, attempt: Attempt) -> None:
-        """Settle the attempt, and delete the one that it has replaced."""
+        """Settle the attempt, and delete the one that it replaced."""
         if self._sweeping is not None:
             await asyncio.wait([self._sweeping])
         await settle(self._driver, attempt)
@@ -257,20 +259,20 @@ class _Leader:
             await delete_attempt(self._driver, self._obsolete)
 
     async def _telemetry(self) -> bytes | None:
-        """What was recorded of the save; None where nothing was."""
+        """Return the telemetry of the save; None if nothing was recorded."""
         mine = rank_telemetry(LEADER, *self.wrote, self._job.fenced_s)
         if mine is None:
             return None
         return await offload(encoded_telemetry, self._head, self._world, mine, self._records)
 
     async def give_up(self) -> None:
-        """Delete the attempt if it is not committed. One that may be is left for later saves to
-        collect or to keep."""
+        """Delete the attempt unless it may be committed; in that case later saves collect or
+        keep it."""
         if self._uncommitted is not None:
             await give_up(self._driver, self._uncommitted)
 
     async def aclose(self) -> None:
-        """End the sweep."""
+        """Cancel the sweep."""
         if self._sweeping is not None:
             self._sweeping.cancel()
             cancelled = await wait_out([self._sweeping])
@@ -289,7 +291,7 @@ async def _written(
     try:
         return await writer.write(key)
     except StorageError as error:
-        # A leader that has learned of a failure removes the attempt, also while other ranks are
+        # A leader that has learned of a failure removes the attempt even while other ranks are
         # still writing to it.
         first = await team.failure()
         if first is not None:
@@ -304,7 +306,7 @@ def written_fragment(
     written: WrittenImage,
     rank: int,
 ) -> Fragment:
-    """What this rank has written, for the leader."""
+    """Return the fragment of this rank's image, for the leader."""
     n = int(len(written.digests) > 0)  # a rank without bytes of its own writes no image
     stored = None
     if job.compression is not None:

@@ -1,5 +1,5 @@
-"""Writes one image to storage: captures, hashes, perhaps packs, and writes it chunk by chunk, with
-all stages at work at once."""
+"""Writes one image to storage: captures, hashes, optionally packs and writes chunks, in
+parallel."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """Callbacks of a save, all called on the engine's thread.
+    """Callbacks of a save, called on the engine's thread.
 
-    ``captured`` is called once, when all bytes are copied; ``sealed`` once, when all are hashed
-    too; ``moved`` for each chunk that is copied or hashed; ``wrote`` for each chunk that is
-    written, with the bytes of the image that have been written, and all of them.
+    ``captured``: once, when all bytes are copied; ``sealed``: once, when all are hashed too;
+    ``moved``: after each chunk is copied or hashed; ``wrote(done_nbytes, total_nbytes)``: after
+    each chunk is written.
     """
 
     captured: Callable[[], None]
@@ -47,17 +47,17 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True)
 class WrittenImage:
-    """An image in storage: the digests of its chunks (C, 16), and the size of its file."""
+    """A stored image: the digests of its chunks (C, 16), and the size of its file."""
 
     digests: npt.NDArray[np.uint8]
     stored_nbytes: int
 
 
 class ImageWriter:
-    """Writes one image, once, with the chunks that ``chunks`` hands out.
+    """Writes one image, once, from the chunks that ``chunks`` hands out.
 
-    ``budget_nbytes`` limits host memory; writing comes first then, so the storage sets the pace.
-    None: there is memory for the whole image; capturing comes first, because the trainer waits for
+    ``budget_nbytes`` limits host memory; writing then has priority, so the storage sets the pace.
+    None: there is memory for the whole image; capturing has priority, because the trainer waits for
     it.
     """
 
@@ -81,8 +81,8 @@ class ImageWriter:
         count = chunks_to_write(layout)
         fits = count * layout.chunk_nbytes <= self._memory_nbytes(count)
         self._keeps_buffers = driver.remote and self._packing is None and fits
-        """Whether buffers are kept until the image is durable, so that an upload that is lost can
-        be followed by another: where the whole image is in memory anyway. Packing changes them."""
+        """Whether to keep buffers until the image is durable, so that a lost upload can be
+        repeated. Only if the whole image fits in memory anyway. Packing modifies buffers."""
         self._pages = [b""] * count
         self._uncaptured = count
         self._unhashed = count
@@ -92,8 +92,8 @@ class ImageWriter:
     async def write(self, key: Callable[[], Awaitable[str]]) -> WrittenImage:
         """Write the image to ``key()``, which may become known while chunks are being captured.
 
-        Writes nothing where there is no shard: no digest, and no file. The image is durable on
-        return. After an error, nothing of it is visible.
+        Durable on return; after an error, nothing of it is visible. An image without shards has no
+        digests and no file.
         """
         if not self._pages:
             self._end_capture()
@@ -117,7 +117,7 @@ class ImageWriter:
         )
 
     async def _write_image(self, key: Callable[[], Awaitable[str]]) -> int:
-        """Write the image by an upload of its own; return the size of its file."""
+        """Write the image in one upload; return the size of its file."""
         opening = Opening(self._open(key))
         order = self._order()
         sizes = [len(range(*self._layout.chunk_range(chunk))) for chunk in order]
@@ -138,8 +138,8 @@ class ImageWriter:
             return await self._driver.create(self._key, nbytes)
 
     def _order(self) -> list[int]:
-        """The chunks in the order in which they are written."""
-        if self._packing:  # where a packed chunk goes is known once those before it are packed
+        """Return the order in which to write the chunks."""
+        if self._packing:  # a packed chunk's position depends on all earlier ones
             return list(range(len(self._pages)))
         layout = self._layout
         return writing_order(
@@ -204,7 +204,7 @@ class ImageWriter:
         await offload(self._packing.pack, chunk, self._bytes(chunk))
 
     async def _write(self, opening: Opening, chunk: int) -> None:
-        # Placed before anything is waited for: packed chunks must be placed in order.
+        # Placed before the first await: packed chunks must be placed in order.
         start, nbytes = self._place(chunk)
         upload = await opening.upload()
         await upload.write(start, self._buffers[chunk].view[:nbytes])
@@ -212,7 +212,7 @@ class ImageWriter:
         self._callbacks.wrote(self._written_nbytes, self._layout.hashed_end)
 
     def _place(self, chunk: int) -> tuple[int, int]:
-        """Where in the file a chunk begins, and its size there."""
+        """Return the file offset and stored size of a chunk."""
         if self._packing:
             return self._packing.place(chunk)
         start, stop = self._layout.chunk_range(chunk)
@@ -230,12 +230,14 @@ class ImageWriter:
             self._chunks.pool.give(buffer)
 
     def _end_capture(self) -> None:
-        self._chunks.close()  # first, because the trainer may free its tensors after the next line
+        self._chunks.close()  # first: the trainer may free its tensors after the next line
         self._callbacks.captured()
 
     async def _finish(self, upload: Upload) -> int:
-        """Write the pages of all chunks, and the index of a compressed image; then commit. Returns
-        the size of the file."""
+        """Write the pages of all chunks, and the index of a compressed image; then commit.
+
+        Returns the size of the file.
+        """
         trailer = b"".join(self._pages)
         if self._packing:
             start = self._packing.end
@@ -254,7 +256,7 @@ class ImageWriter:
 
 
 def check_image_size(driver: Driver, nbytes: int) -> None:
-    """Raise StorageError where the storage takes no object as large as an image of ``nbytes``."""
+    """Raise StorageError if an image of ``nbytes`` exceeds the storage's largest object."""
     limit_nbytes = driver.traits.object_max_nbytes
     if limit_nbytes is not None and nbytes > limit_nbytes:
         raise StorageError(
@@ -268,19 +270,21 @@ def check_image_size(driver: Driver, nbytes: int) -> None:
 def chunks_nbytes(
     count: int, chunk_nbytes: int, traits: Traits, budget_nbytes: int | None, reads: int = 0
 ) -> int:
-    """The host memory that ``count`` chunks of an image take while they are written within a
-    budget; None: all of it. ``reads``: how many of them are read from storage at a time. What an
-    upload holds itself comes on top (``traits.upload_nbytes``)."""
+    """Return the host memory that ``count`` chunks of an image take while being written.
+
+    ``budget_nbytes``: limit, or None for all chunks at once. ``reads``: number of chunks read from
+    storage at a time. The memory of the upload itself is additional (``traits.upload_nbytes``).
+    """
     if budget_nbytes is None:
         return count * chunk_nbytes
-    # In whole buffers: a short chunk takes one, too.
+    # In whole buffers: a short chunk takes a whole one.
     ours = max(1, (budget_nbytes - traits.upload_nbytes) // chunk_nbytes)
-    # More than keeps every lane busy gains nothing: copying is faster than any storage.
+    # Only as many as keep every lane busy: copying is faster than any storage.
     return min(ours, _writes(traits) + reads + CPU_THREADS) * chunk_nbytes
 
 
 def _writes(traits: Traits) -> int:
-    """How many writes are under way at a time."""
+    """Return the number of writes in flight."""
     if traits.part_order == "serial":
         return 1
     return traits.concurrency

@@ -100,7 +100,7 @@ async def collect_others(
 
 
 async def _collect_one(driver: Driver, attempt: Attempt, survey: Survey, silent_s: float) -> None:
-    """Delete an attempt, which is not the checkpoint, if it certainly never will be. Raises
+    """Delete an attempt that is not the checkpoint, if it can never become it. Raises
     StorageError."""
     if driver.traits.exclusive_is_atomic:
         has_record = survey.files[attempt].has_record
