@@ -38,7 +38,7 @@ class Closable(Protocol):
 
 @contextlib.contextmanager
 def announcing_errors(team: Team, opened: Closable | None = None) -> Iterator[None]:
-    """If the body raises, announce the error to the other ranks and close ``opened``."""
+    """Announce an error of the body to the other ranks, and close ``opened``."""
     try:
         yield
     except BaseException as error:

@@ -62,7 +62,7 @@ class DifferenceCheck:
     def __init__(
         self, manifest: Manifest, strict: Strict, uri: str, part: Part | None = None
     ) -> None:
-        """``part``: the part of the checkpoint to load; None for all of it."""
+        """Check against all of the checkpoint, or against the ``part`` that is loaded."""
         self._manifest = manifest
         self._strict = strict
         self._uri = uri

@@ -303,7 +303,7 @@ _FOLDERS = {
 async def _empty_folder(driver: Driver, folder: _Folder, overwrite: bool) -> None:
     """Raise ExistsError if the folder has files that readers would mix up with the export.
 
-    With ``overwrite``, delete the files of an earlier export, beginning with the one that the
+    With ``overwrite``, delete the files of an earlier export, beginning with the file that the
     others depend on.
     """
     there = [

@@ -21,7 +21,7 @@ class StageHandle:
     def __init__(
         self, name: str, seen: Callable[[], None] = lambda: None, *, absent: str = ""
     ) -> None:
-        """``seen()`` is called whenever a caller learns that the stage is reached.
+        """Create a stage. Whenever a caller learns that it is reached, ``seen()`` is called.
 
         ``absent``: why this save never reaches the stage; querying it then raises UsageError.
         """

@@ -177,7 +177,7 @@ def overlapping(wanted: Wanted) -> list[list[int]]:
 
 
 def _devices(buffers: Sequence[torch.Tensor], memory: MemoryTable, numbers: Ints) -> Ints:
-    """(numbers,): each buffer's device, as an integer code."""
+    """Return each buffer's device as an integer code, (numbers,)."""
     if memory.on_host.all():
         return np.zeros(len(numbers), np.int64)
     codes: dict[torch.device, int] = {}

@@ -80,7 +80,7 @@ UriLike = str | os.PathLike[str]
 @dataclass(frozen=True, slots=True)
 class PrunedCheckpoint:
     """A deleted checkpoint; ``nbytes`` counts its files. ``abandoned``: training had gone back
-    to an earlier one. ``damage``: what was wrong with it."""
+    to an earlier one. ``damage``: its damage, if any."""
 
     path: str
     step: int | None

@@ -83,7 +83,7 @@ class Renaming:
 
     @property
     def advice(self) -> str | None:
-        """How to nest a state so that its names match the stored ones; None if unknown."""
+        """Advice on nesting a state so that its names match the stored ones; None if unknown."""
         if self.scattered or self.ours or len(self.head) > 1:
             return None
         inner = (

@@ -49,7 +49,7 @@ from .telemetry import encoded_telemetry, rank_telemetry
 __all__ = ["run_save", "written_fragment"]
 
 COMMITTED_S = 5.0
-"""How long a rank that lost the job's store looks for the commit."""
+"""Time for which a rank that lost the job's store looks for the commit."""
 COMMITTED_PAUSE_S = 0.2
 
 _log = logging.getLogger(__name__)
@@ -251,7 +251,7 @@ class _Leader:
             )
 
     async def _end(self, attempt: Attempt) -> None:
-        """Settle the attempt, and delete the one that it replaced."""
+        """Settle the attempt, and delete its predecessor."""
         if self._sweeping is not None:
             await asyncio.wait([self._sweeping])
         await settle(self._driver, attempt)

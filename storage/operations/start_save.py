@@ -57,7 +57,7 @@ LAZY_PAUSE_S = 0.002
 the GIL held by our Python code, up to 5 ms each time."""
 
 AGREED_S = 120.0
-"""How long a step kept in memory waits for the other ranks."""
+"""Time for which a step kept in memory waits for the other ranks."""
 
 _log = logging.getLogger(__name__)
 _in_flight: dict[str, Future[None]] = {}
@@ -79,7 +79,7 @@ class Destination:
         known: str = "",
         by: ByKeeper | None = None,
     ) -> None:
-        """``below``: the key of the checkpoint below ``uri``.
+        """Open the destination, or prepare to. ``below``: the checkpoint's key below ``uri``.
 
         ``known``: the checkpoint's URI as the driver prints it, if known to be valid. Then the
         driver is opened on the engine's thread, because composing and opening a URI takes

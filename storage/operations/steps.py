@@ -69,7 +69,7 @@ async def divide(team: Team, driver: Driver, nbytes: Mapping[str, int]) -> Divis
 
 
 def _dealt_out(nbytes: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Assign each box that several ranks have to the one with the least to write so far."""
+    """Assign each box that several ranks have to the rank with the least to write so far."""
     having: defaultdict[str, list[int]] = defaultdict(list)
     for rank, of_rank in enumerate(nbytes):
         for name in of_rank:

@@ -18,10 +18,10 @@ PAGES_NBYTES = 256 << 10
 
 
 class StoredPages:
-    """Caches stored pages until the last of their chunks has asked for its page."""
+    """Caches stored pages until the last of their chunks has fetched its page."""
 
     def __init__(self, driver: Driver, m: Manifest, present_nbytes: Mapping[int, int]) -> None:
-        """``present_nbytes``: the number of existing bytes of each image."""
+        """Take the number of existing bytes of each image, ``present_nbytes``."""
         self._driver = driver
         self._m = m
         self._present_nbytes = present_nbytes

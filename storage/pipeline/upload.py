@@ -48,7 +48,7 @@ class Opening:
 
 
 def writing_order(chunks: int, chunk_nbytes: int, nbytes: int, traits: Traits) -> list[int]:
-    """Return the order in which to write the chunks of an upload: one of each segment in turn.
+    """Return the order in which to write the chunks of an upload: the segments take turns.
 
     Ascending if a segment begins within a chunk, because the next chunk then continues that
     segment.

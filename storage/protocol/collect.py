@@ -69,8 +69,8 @@ async def _current_and_grace_s(driver: Driver) -> tuple[str | None, float]:
     try:
         return await current_attempt(driver), limits.GRACE_S
     except DamagedError:
-        # Any attempt with a commit record may be the one that the manifest named, and its data may
-        # be salvageable, so all of them are kept.
+        # The manifest may have named any attempt with a commit record, and its data may be
+        # salvageable, so all of them are kept.
         return None, float("inf")
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 __all__ = ["CLEAN_UP_S", "GRACE_S", "IDLE_S", "TELEMETRY_S"]
 
 GRACE_S = 3600.0
-"""How long an attempt with a commit record is spared. Must exceed any put of a manifest."""
+"""Time for which an attempt with a commit record is spared. Must exceed any put of a manifest."""
 CLEAN_UP_S = 30.0
-"""Time limit for a failed save to remove its files, and for a new save to remove those of dead
-savers."""
+"""Time limit for a failed save to remove its files, and for a new save to remove dead savers'
+files."""
 IDLE_S = 24 * 3600.0
 """Idle time after which an attempt counts as dead on storage that offers no better criterion."""
 TELEMETRY_S = 10.0

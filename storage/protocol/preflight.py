@@ -21,8 +21,8 @@ from ...errors import CheckpointError, ExistsError, NotFoundError, StorageError
 __all__ = ["TRIAL_NBYTES", "check_range_reads", "refuses_taken"]
 
 TRIAL_NBYTES = 1
-"""Size of the objects that :func:`refuses_taken` puts. No other object with such a key has this
-size."""
+"""Size of the objects that :func:`refuses_taken` puts. Other objects with these keys have other
+sizes."""
 _TRIES = 3
 
 

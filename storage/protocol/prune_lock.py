@@ -72,7 +72,7 @@ async def locked_since_s(driver: Driver) -> float | None:
 
 
 async def wait_for_prunings(driver: Driver, now_s: Callable[[], Awaitable[float]]) -> None:
-    """Wait until no pruning is about to delete the manifest.
+    """Wait until no pruning may delete the manifest.
 
     That is, until the lock is gone or older than the grace period at ``now_s()``, the storage's
     time. Raises StorageDownError after ``CLEAN_UP_S``, and StorageError. A save calls this twice:
