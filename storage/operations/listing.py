@@ -82,7 +82,7 @@ def list_checkpoints(
     run counts as abandoned. Raises StorageError; UsageError if ``last`` is less than 1.
     """
     if last is not None and last < 1:
-        raise UsageError(f"the last {last} checkpoints are none", advice="Give 1 or more.")
+        raise UsageError(f"last={last}", advice="Give 1 or more.")
     check_may_wait()
     driver = open_driver(uri, **(storage_options or {}))
     try:
@@ -127,8 +127,8 @@ async def read_lineage(driver: Driver, folder: str = "") -> Lineage:
 
 def _unknown_lineage(driver: Driver, key: str, cause: HoldfastError) -> DamagedError:
     return DamagedError(
-        f"{LINEAGE_KEY} cannot be read, so which checkpoints of the run are abandoned is not "
-        f"known: {cause.message}",
+        f"{LINEAGE_KEY} cannot be read, so it is unknown which checkpoints of the run are "
+        f"abandoned: {cause.message}",
         uri=driver.uri,
         key=key,
         advice="Restore it; or call resume(state, step=…), which writes a new one: every "
@@ -275,7 +275,7 @@ class Listing:
         except StorageError as error:
             if error.temporary:
                 raise
-            return _problem(folder, f"an image cannot be looked at: {error.message}")
+            return _problem(folder, f"an image cannot be accessed: {error.message}")
         return ListedCheckpoint(
             folder,
             m.step,

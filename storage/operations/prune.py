@@ -168,7 +168,7 @@ def prune(
 
 def _check_at_least(name: str, value: float | None, least: int) -> None:
     if value is not None and value < least:
-        raise UsageError(f"{name} is at least {least}, not {value}")
+        raise UsageError(f"{name} must be at least {least}, not {value}")
 
 
 async def prune_here(

@@ -178,7 +178,7 @@ async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
             await leader.settle()
     except TimeoutError:
         _log.warning(
-            "what was replaced stays at %s until a later save: %g s were not enough",
+            "the replaced checkpoint stays at %s until a later save: deleting it took over %g s",
             uri,
             limits.CLEAN_UP_S,
         )

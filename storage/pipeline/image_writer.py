@@ -104,7 +104,7 @@ class ImageWriter:
         except UploadLostError as error:
             if not self._keeps_buffers:
                 raise
-            _log.warning("an image is written again: %s", error)
+            _log.warning("retrying the write of an image: %s", error)
             stored_nbytes = await self._write_image(key)
         finally:
             self._chunks.close()
