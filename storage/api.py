@@ -57,18 +57,17 @@ def save(
     ``state`` is a nested dict (or list, tuple) of tensors, DTensors, arrays, numbers, strings,
     bytes, and objects with a state: modules, optimizers, schedulers, random generators. In a
     distributed job every rank calls this with its own part. Plain tensors that are equal on all
-    ranks are stored once; all others are stored per rank. ``step`` is recorded in the checkpoint
-    (default: ``state["step"]`` if that is an int). Extra host memory stays within
-    ``budget_nbytes``. ``storage_options`` are storage options by name; options in the URI take
-    precedence.
+    ranks are stored once, others per rank. ``step`` is recorded in the checkpoint (default:
+    ``state["step"]`` if that is an int). Extra host memory stays within ``budget_nbytes``.
+    ``storage_options`` are storage options by name; options in the URI take precedence.
 
     ``timeout_s``: if the save is not committed this many seconds after the call, cancel it, delete
     the data already written if the storage still responds, and raise DeadlineError. None: every
     operation has a deadline, but the save as a whole has none.
 
     ``compression="lz4"`` compresses blocks that shrink. It pays off for compressible states
-    (trained weights are not) and for slow storage. Such a checkpoint loads like any other, provided
-    lz4 is installed (``pip install lz4``).
+    (trained weights are not) and for slow storage. Compressed checkpoints load like any other,
+    provided lz4 is installed (``pip install lz4``).
 
     A state whose tensors have no elements, or whose weights have none, raises StateError, because
     some frameworks keep the elements elsewhere. ``allow_empty=True`` saves it anyway.
@@ -140,9 +139,9 @@ def async_save(
 
     The state may change as soon as this returns. If ``budget_nbytes`` is smaller than this rank's
     image, copying runs at the speed of the storage, and this returns accordingly later. None holds
-    a buffer for the whole image and keeps it between saves (see :func:`release_memory`). The other
-    parameters are those of :func:`save`. Later failures are logged, and raised by the handle's
-    ``wait()``. If this process is already saving to ``uri``, the new save starts after that one.
+    a buffer for the whole image and keeps it between saves (see :func:`release_memory`). Other
+    parameters as in :func:`save`. Later failures are logged, and raised by the handle's ``wait()``.
+    If this process is already saving to ``uri``, the new save starts after that one.
 
     If another thread or process modifies or frees host memory while it is being copied, the save
     fails with a SaveError that names the tensor. On an accelerator the copy is ordered after
@@ -250,10 +249,10 @@ def load(
     checkpoint. ``"state"``: all names of the state; extra names in the checkpoint are skipped.
     False: none; only the common names are loaded. Skipped names are logged, and listed in the
     report. All mismatches are raised together as one MismatchError, before anything is filled:
-    missing names and, in every mode, different shapes or dtypes, objects stored as another type,
-    and a state with no name in common with the checkpoint. ``cast=True`` converts dtypes. Every
-    byte is verified before use. ``storage_options`` as in :func:`save`. ``on_report`` is called
-    with the report of this rank.
+    missing names and, in every mode, different shapes or dtypes, objects where the checkpoint has
+    something else, and a state with no name in common with the checkpoint. ``cast=True`` converts
+    dtypes. Every byte is verified before use. ``storage_options`` as in :func:`save`. ``on_report``
+    is called with the report of this rank.
 
     ``exchange``: data that several ranks need is read by one of them, which passes it on to the
     others. "auto": among ranks of one host, through shared memory, if the amount is worth it. True:

@@ -61,7 +61,7 @@ _NUMPY_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One file: ``head``, followed by ``nbytes`` of which ``read(start, stop)`` returns a range."""
+    """One file: ``head``, then ``nbytes`` of content; ``read(start, stop)`` returns a range."""
 
     head: bytes
     nbytes: int
@@ -221,9 +221,7 @@ class _OpenFile(AbstractBufferedFile):  # type: ignore[misc]
 
 
 def _files_of(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[str, _File]]:
-    """Yield the files of one tensor with their names; for a tensor that differs per rank, those of
-    each.
-    """
+    """Yield the names and files of one tensor; if it differs per rank, for each rank."""
     for owner in info.owners or (None,):
         name = quote(info.name, safe="", errors="surrogatepass")
         if owner is not None:

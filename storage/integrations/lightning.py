@@ -3,8 +3,8 @@
     Trainer(plugins=[HoldfastCheckpointIO()])
 
 If one rank holds the whole state, as under DDP, Lightning passes it to the plugin on that rank.
-Lightning's strategies that shard the state save without plugins; the ones derived from them here
-save on all ranks, through the plugin.
+Lightning's strategies that shard the state save without plugins; their subclasses here save on all
+ranks, through the plugin.
 
     Trainer(strategy=HoldfastModelParallelStrategy(), plugins=[HoldfastCheckpointIO()])
 
@@ -160,7 +160,7 @@ class HoldfastAsyncCheckpointIO(HoldfastCheckpointIO):
     """Like :class:`HoldfastCheckpointIO`, but saves asynchronously.
 
     Training continues once the checkpoint is copied to host memory; with ``lazy`` (see
-    :func:`holdfast.async_save`), even before that. A save waits for those of earlier steps, and so
+    :func:`holdfast.async_save`), even before that. A save waits for saves of earlier steps, and so
     does the end of training; both raise the error of a failed save. Deletions happen then too, and
     only if the saves before them succeeded, so there is a whole checkpoint at any moment.
     """

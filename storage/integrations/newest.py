@@ -16,8 +16,8 @@ def newest_checkpoint(
 ) -> str | None:
     """Return the checkpoint below ``uri`` with the highest step, as a path or URI.
 
-    Of several, the one saved last counts; without any, None. Damaged checkpoints and those without
-    a step do not count. Checks that all images exist and have their sizes; bytes are verified when
+    Of several, return the latest; without any, return None. Checkpoints that are damaged or have no
+    step are ignored. Checks that all images exist and have their sizes; bytes are verified when
     loaded. Raises UriError, StorageError; DamagedError if the record of a run's branches cannot be
     read.
     """

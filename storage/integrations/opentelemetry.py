@@ -25,9 +25,9 @@ _NS = 1e9
 def export_spans(provider: TracerProvider | None = None) -> Callable[[], None]:
     """Export spans of all saves and loads of this process from now on, once each has ended.
 
-    Returns a function that stops the export. ``provider``: by default that of the process. A
-    stage's span extends from the start of its first operation to the end of its last one; its busy
-    time is an attribute. Durations are in seconds, sizes in bytes.
+    Returns a function that stops the export. ``provider``: by default the process's own. A stage's
+    span extends from the start of its first operation to the end of its last one; its busy time is
+    an attribute. Durations are in seconds, sizes in bytes.
     """
     tracer = trace.get_tracer("holdfast", tracer_provider=provider)
     return listen(lambda outcome: _export(tracer, outcome))

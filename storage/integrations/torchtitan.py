@@ -6,7 +6,7 @@ It makes the same decisions as torchtitan's own manager (when to save, what to s
 but saves with Holdfast instead of DCP. ``async`` saves copy the state to host memory first;
 ``async_with_pinned_mem`` saves are lazy, and need no accelerator.
 
-Scope: torchtitan itself handles Hugging Face's format, for which it knows the models' names, and
+Scope: torchtitan itself handles Hugging Face's format, since it knows the models' names there, and
 loads checkpoints written by DCP.
 """
 
@@ -160,7 +160,7 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
         return True
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return the newest whole step of Holdfast or torchtitan; -1 if there is none."""
+        """Return the newest whole step of Holdfast or torchtitan; -1 without any."""
         folder = folder or self.folder
         steps = _steps_in(folder, self._storage_options)
         if not filesystem.is_remote(folder):

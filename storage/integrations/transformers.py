@@ -83,7 +83,7 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         """Train as Trainer does.
 
         ``resume_from_checkpoint`` is the URI of a checkpoint, or True for the newest whole one.
-        Raises NotACheckpointError if there is none.
+        Raises NotACheckpointError if none is whole.
         """
         self._saves.wait()
         if resume_from_checkpoint is True:

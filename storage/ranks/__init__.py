@@ -1,1 +1,1 @@
-"""The ranks of a job: how their calls find each other, and rounds in which they agree."""
+"""The ranks of a job: their calls, which find each other, and their rounds of agreement."""

@@ -1,4 +1,4 @@
-"""Host identity, and groups of ranks such as those of one host, encoded in a few bytes."""
+"""Host identity, and compact encoding of groups of ranks, such as the ranks of a host."""
 
 from __future__ import annotations
 

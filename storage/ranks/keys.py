@@ -30,7 +30,7 @@ _CompareSet = Callable[[str, bytes, bytes], bytes]
 class Keys:
     """The keys below ``prefix``.
 
-    Every method blocks for one or a few round trips, and raises what the store raises.
+    Every method blocks for one or a few round trips, and passes on errors of the store.
     """
 
     def __init__(self, store: StoreLike, prefix: str) -> None:

@@ -201,7 +201,7 @@ class Member:
             return self._number
 
     def settled(self, name: str) -> Settled:
-        """Return the settled failures in calls of this name, as far as this rank has seen."""
+        """Return the failures in calls of this name that this rank knows to be settled."""
         return self._settled.get(name, Settled())
 
     def settle(self, name: str, settled: Settled) -> None:
@@ -288,7 +288,7 @@ class Member:
     def _claim_leadership(self, now_s: float) -> None:
         """Let ranks find this leader.
 
-        Publish its status first: ranks read it next, and must not see that of a predecessor.
+        Publish its status first: ranks read it next, and must not see a predecessor's.
         """
         self.publish(now_s)
         self._keys.set("lead", self.nonce)

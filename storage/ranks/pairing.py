@@ -1,10 +1,10 @@
 """Pairing of failures: if two ranks failed in the same call, neither reports its failure to the
 other.
 
-Two ranks make the same sequence of calls of one name. A call in which they meet, or in which one
-sees the other's failure, *settles* all earlier failures. Later failures are paired in order, first
-with first. A failure without a partner belongs to a call that the other rank has yet to make, and
-fails that call.
+Two ranks make the same sequence of calls of one name. When they meet in a call, or one sees the
+other's failure, that *settles* all earlier failures. Later failures are paired in order, first with
+first. A failure without a partner belongs to a call that the other rank has yet to make, and fails
+that call.
 
 A rank that only timed out may have been in a call that the other rank skips. Such failures are
 dropped together.
@@ -26,9 +26,7 @@ Log = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The last call of the leader and of another rank up to which failures between them are
-    settled.
-    """
+    """The last calls of the leader and of another rank whose failures are settled between them."""
 
     leader: int = 0
     other: int = 0
@@ -48,7 +46,7 @@ class CallHistory:
     """By rank, the leader's last failed call that is settled with it."""
 
     def of(self, rank: int) -> Settled:
-        """Return the failures settled with a rank, as far as the leader has seen."""
+        """Return the failures that the leader knows to be settled with a rank."""
         return Settled(self.settled.get(rank, 0), self.taken[rank])
 
     def settle(self, rank: int, settled: Settled) -> None:

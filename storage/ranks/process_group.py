@@ -43,8 +43,8 @@ __all__ = [
 ]
 
 Group: TypeAlias = 'dist.ProcessGroup | Literal["self"] | None'
-"""The ranks that take part in a call: those of a process group; ``"self"``: this process alone,
-like MPI's COMM_SELF; None: those of the default process group.
+"""The ranks that take part in a call: a process group; ``"self"``, this process alone, like MPI's
+COMM_SELF; or None, the default process group.
 """
 
 _acting: ContextVar[Group] = ContextVar("holdfast_process_group", default=None)
@@ -129,7 +129,7 @@ def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
 
     Raises UsageError for a save in a launched process that has not joined its process group,
     because it would overwrite the saves of other ranks; and in a forked child of a rank, because
-    its call would be mistaken for that of its parent.
+    its call would be mistaken for its parent's.
     """
     group = _group()
     if group is None:
@@ -183,7 +183,7 @@ def _check_rank(what: str) -> None:
 
 
 def store_host() -> str:
-    """Return the host that serves the job's store over TCP; "" if there is none."""
+    """Return the host that serves the job's store over TCP; "" for other stores."""
     if not _in_use():
         return ""
     store = dist.distributed_c10d._get_default_store()

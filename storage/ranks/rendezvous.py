@@ -1,4 +1,4 @@
-"""Rendezvous: the first round of a call, in which its ranks find each other.
+"""Rendezvous: the ranks of a call find each other in its first round.
 
 Every rank identifies its call by a name, see ``calls.Call``. It puts its first statement under that
 name and its rank, with a number that is unique among its calls. The leader takes the statements
@@ -314,7 +314,7 @@ class LeaderRendezvous:
     async def _wait_until_left(self, waiting: dict[int, OpenCall]) -> None:
         """Wait until these ranks have left their calls, or a timeout.
 
-        This process may serve the store, and is about to end.
+        This process may serve the store, and may end right after.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + LEAVE_TIMEOUT_S

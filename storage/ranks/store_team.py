@@ -281,7 +281,7 @@ class StoreTeam(Team):
     async def _refuse(self, error: BaseException) -> None:
         """On the leader, fail the call before all ranks have arrived.
 
-        Ranks that are waiting, and those that arrive late, see the failure at once.
+        Waiting ranks, and ranks that arrive late, see the failure at once.
         """
         self._failure_announced = True
         rendezvous = self._rendezvous or LeaderRendezvous(

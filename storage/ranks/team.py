@@ -34,7 +34,7 @@ class Team(ABC):
     host: str | None
     """The host of this rank, see :func:`.hosts.host_key`."""
     job_host: str
-    """The host that serves the job's store over TCP; "" if there is none."""
+    """The host that serves the job's store over TCP; "" for other stores."""
 
     @abstractmethod
     async def round(

@@ -187,7 +187,7 @@ class Checkpointer:
     def unsaved_steps(self) -> int:
         """Return the number of steps that would be lost if the job died now.
 
-        Counted from the newest step that is durable, as far as this rank knows.
+        Counted from the newest step that this rank knows to be durable.
         """
         return max(0, self._at - self._stats.durable_step)
 
@@ -256,7 +256,7 @@ class Checkpointer:
 
         ``state`` is everything to save. ``step`` increases from call to call, and is the same on
         all ranks; to go back, call :meth:`resume` with a step. ``metric`` rates this step for
-        ``Keep(best=…)``: anything that :class:`float` accepts; only that of rank 0 counts. Raises
+        ``Keep(best=…)``: anything that :class:`float` accepts; only rank 0's counts. Raises
         UsageError for a step below the newest one, and for a metric that is not a number. With
         ``on_error="raise"``, and until the first save has succeeded, raises the error of a failed
         save.
@@ -423,7 +423,7 @@ class Checkpointer:
         return handle
 
     def _under_way(self) -> list[PendingSave]:
-        """Return the saves in flight, and forget those that are completely finished."""
+        """Return the saves in flight, and forget finished ones."""
         self._pending = [save for save in self._pending if not save.followed.done()]
         return [save for save in self._pending if not save.ended.done()]
 

@@ -1,15 +1,15 @@
 """Decisions by the leader that all ranks of a job share, made in the trainer's own thread.
 
-Ranks reach the same points of their loops at different times. At such a point the leader (rank 0)
-decides, and the others follow. That costs a call to the job's store, and a wait until the leader
-has arrived. So questions are rare: whether to skip a save that is due, and now and then whether one
-is due.
+Ranks reach the same points of their loops at different times. The leader (rank 0) decides there,
+and the others follow. That costs a call to the job's store, and a wait until the leader has
+arrived. So questions are rare: whether to skip a save that is due, and now and then whether one is
+due.
 
 A *question* is asked at step after step. All its decisions are stored under one key, by step. The
-same record says up to which step other ranks have given up on the leader: such a step is *void*. An
-atomic compare-and-swap of the value ensures that the first writer wins. So a leader that arrives
-late sees that the others have moved on, and follows them; all ranks decide together again at the
-next step.
+same record holds the last step at which other ranks gave up on the leader: steps up to that one
+without a decision are *void*. An atomic compare-and-swap of the value ensures that the first writer
+wins. So a leader that arrives late sees that the others have moved on, and follows them; all ranks
+decide together again at the next step.
 
 Scope: small decisions. Saves and loads use a :class:`Team`, with heartbeats and failures.
 """
@@ -94,7 +94,7 @@ class QuestionRecord:
 
 
 class Decisions:
-    """The shared decisions of a job's ranks, or those of a single process.
+    """The shared decisions of a job's ranks, or of a single process.
 
     ``about`` distinguishes several instances of one job, and is the same on all ranks. Joins the
     job at the first question, so it may be created before torch.distributed is initialised.
@@ -112,7 +112,7 @@ class Decisions:
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Begin a loop. Its steps may repeat those of an earlier loop, whose decisions no longer
+        """Begin a loop. Its steps may repeat steps of an earlier loop, whose decisions no longer
         count.
 
         Every rank calls this.

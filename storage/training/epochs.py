@@ -71,7 +71,7 @@ class Epochs:
 async def read_epochs(driver: Driver) -> Epochs:
     """Read the record of the run in the folder that ``driver`` is bound to.
 
-    Empty if there is none. Raises StorageError, DamagedError, UnsupportedFormatError.
+    Empty if none was written. Raises StorageError, DamagedError, UnsupportedFormatError.
     """
     try:
         data = await driver.get(EPOCHS_KEY)

@@ -37,7 +37,7 @@ class Keeper:
     long the trainer waits for a reply before it continues without a keeper. ``linger``: how long an
     unused keeper stays alive. ``starts``: whether to start a keeper if none answers.
 
-    ``local``: a folder on storage of the host, such as NVMe, to which the keeper writes its images
+    ``local``: a folder on storage of the host, such as NVMe. The keeper writes its images there
     every ``local_every`` steps. After a reboot of the host, a new keeper loads them back into
     memory.
 
@@ -53,7 +53,7 @@ class Keeper:
 
     ``max_bytes_per_s``: the limit for reads from other keepers, for parity and rebuilds, such as
     ``"1GB"``; None: no limit. ``cpus``: the processors that the keeper runs on, such as
-    ``"0-3,8"``; None: those of the process that starts it.
+    ``"0-3,8"``; None: inherited from the process that starts it.
 
     Raises UsageError for an invalid option, UriError if ``local`` is not a valid folder.
     """

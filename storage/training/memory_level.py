@@ -172,7 +172,7 @@ class MemoryLevel:
         """Load a generation into ``state`` and set :attr:`loaded`. Every rank calls this.
 
         ``hosts``: the hosts to read remote images from. Raises DamagedError if the images in memory
-        are damaged or unreachable, and whatever a load raises.
+        are damaged or unreachable, and all errors of a load.
         """
         name = f"{self._printed}{checkpoint_name(choice.generation.step)}"
         peers = Peers(choice.generation, hosts, self._option.certificate)

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A damaged or unreachable image: that of ``rank`` on the keeper ``name``."""
+    """The image of ``rank`` on the keeper ``name`` is damaged or unreachable."""
 
     generation: GenerationId
     rank: int
@@ -105,7 +105,7 @@ def stocks_of(statements: Sequence[InMemory]) -> list[Stock]:
 async def asked(stocks: Sequence[Stock], option: GuardOption) -> list[Stock]:
     """Ask keepers that others name, and that no rank owns, for their inventories.
 
-    Those that do not answer are left out.
+    Keepers that do not answer are left out.
     """
     present = {stock.host.name for stock in stocks}
     absent = {

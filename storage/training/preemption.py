@@ -1,9 +1,9 @@
 """SIGTERM handling: finish saves within a grace period, then let the process end as before.
 
 The handler only records the signal; the work happens at the next training step. A process may have
-several Checkpointers, each with its own grace period. One signal notifies all of them, regardless
-of the order in which they were created and closed. Once each of them has saved, was closed, or has
-run out of time, the previous handler runs. A second SIGTERM runs it at once.
+several Checkpointers, each with its own grace period. One signal notifies all of them, in whatever
+order they were created and closed. Once each has saved, was closed, or has run out of time, the
+previous handler runs. A second SIGTERM runs it at once.
 
 Python calls signal handlers in the main thread, between bytecode instructions. A long call into
 compiled code would delay the grace period, so a thread of ours also watches for the signal, see
@@ -253,7 +253,7 @@ class _Process:
         self._timer.start()
 
     def _insist(self) -> None:
-        """End the grace period, from another thread, whatever the main thread is doing.
+        """End the grace period from another thread, even while the main thread is blocked.
 
         Wakes up the main thread for the calls that only it may make.
         """
@@ -273,7 +273,7 @@ class _Process:
 
 
 class _Watcher:
-    """A thread that sees SIGTERM at once, whatever the main thread is doing.
+    """A thread that sees SIGTERM at once, even while the main thread is blocked.
 
     Python writes signal numbers to a wakeup pipe as they arrive. The watcher forwards them to the
     previous wakeup descriptor, if there was one.

@@ -111,9 +111,7 @@ TAKE_UP = Round.of("resume", Nothing, Nothing)
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """The checkpoint to resume: that of ``step``, the newest ``before`` a step, or the newest of
-    all.
-    """
+    """The checkpoint to resume: at ``step``, the newest ``before`` a step, or the newest."""
 
     step: int | None = None
     before: int | None = None
@@ -127,7 +125,7 @@ class Back:
 
     @property
     def asked(self) -> bool:
-        """Return whether the caller asked for a checkpoint other than the newest."""
+        """Return whether the caller requested another checkpoint than the newest."""
         return self.step is not None or self.before is not None
 
     def among(self, survey: Survey) -> list[ListedCheckpoint]:
@@ -265,7 +263,7 @@ def resumed(
 ) -> Resumed:
     """Load a checkpoint of the run into ``state``; return where it came from.
 
-    Steps in ``memory`` that are newer than storage come first, unless the caller asked for a
+    Steps in ``memory`` that are newer than storage come first, unless the caller requested a
     specific checkpoint. If a candidate is damaged on any rank, all ranks skip it with a warning,
     unless it was requested by its step. A checkpoint that does not fit is skipped too if its name
     was not given by this run's Checkpointer. Later checkpoints are abandoned.
@@ -331,7 +329,7 @@ def _load_best(
             return _Taken(candidates.epoch, step, loaded=loaded)
     chosen = _load_first(root, candidates, target, back)
     if chosen is None and target.failed:
-        # All ranks tried the same steps, so all raise, whatever each has read so far.
+        # All ranks tried the same steps, so all raise, however far each of them got.
         raise DamagedError(
             f"the steps of this run are in memory only, and none of them can be read: "
             f"{', '.join(map(str, target.failed[:_NAMED]))}. The state may be partly filled",
@@ -383,7 +381,7 @@ def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
 def _candidates(
     back: Back, root: Place, survey: Survey, tried: Sequence[ListedCheckpoint]
 ) -> Candidates:
-    """Return the candidates in storage, or the reason why there are none."""
+    """Return the candidates in storage, or the reason for their absence."""
     for c in survey.broken:
         _log.warning("the checkpoint %s cannot be opened: %s", c.path, c.problem)
     refused = advice = None
@@ -419,7 +417,7 @@ def _load_kept(
 ) -> tuple[int, LoadedBytes] | None:
     """Load the newest whole generation in memory; return its step, and the bytes by source.
 
-    None if there is none. After a failure all ranks look again: a damaged image may exist on
+    None if memory holds none. After a failure all ranks look again: a damaged image may exist on
     another host, or be rebuilt, and a keeper may have disappeared. No choice is tried twice.
     """
     choices = Choices(candidates.kept, candidates.peers)

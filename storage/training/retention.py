@@ -42,7 +42,7 @@ class Keep:
     ``best``: keep this many of the best by metric: the lowest, unless ``highest``.
 
     Checkpoints after the step that training went back to are abandoned. No rule keeps them: each is
-    deleted once the run has saved that step, or a later one, again. With ``abandoned`` they stay
+    deleted once the run has saved its step, or a later one, again. With ``abandoned`` they stay
     until ``holdfast prune --abandoned``.
     """
 
@@ -65,7 +65,7 @@ class Keep:
     def best_of(self, metrics: dict[int, float], steps: Container[int]) -> list[int] | None:
         """Return the best of ``steps`` that have a metric, later steps first among equals.
 
-        None without such a rule.
+        None without a ``best`` rule.
         """
         if self.best is None:
             return None
@@ -87,7 +87,7 @@ class Retention:
         self._metrics: dict[int, float] | None = None
 
     async def note(self, step: int, metric: float | None) -> None:
-        """Store the metric of ``step`` in the run's folder, replacing that of an earlier save.
+        """Store the metric of ``step`` in the run's folder, replacing an earlier one.
 
         Raises StorageError.
         """

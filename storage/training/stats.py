@@ -84,7 +84,7 @@ class Stats:
         )
 
     def stalled(self, seconds: float) -> None:
-        """Add time for which a call blocked training."""
+        """Add the time that a call blocked training."""
         self._add(stalled_s=seconds)
 
     def waited(self, seconds: float) -> None:

@@ -1,5 +1,6 @@
-"""Rounds in which all ranks agree on something while a run begins, above all on the outcome of an
-attempt to load. A checkpoint that one rank cannot load is used by none.
+"""Rounds of agreement while a run begins, above all on the outcome of an attempt to load.
+
+A checkpoint that one rank cannot load is used by none.
 """
 
 from __future__ import annotations

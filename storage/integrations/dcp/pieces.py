@@ -1,7 +1,7 @@
 """Conversion of the items in a DCP save plan to a flat state.
 
 An item is a box of a tensor, or a value. A rank has some of the items of a state: DCP has already
-distributed those that several ranks hold. Containers are restored from the paths that the planner
+distributed items that several ranks hold. Containers are restored from the paths that the planner
 records; without a path, the name of an item is its key.
 """
 

@@ -38,12 +38,12 @@ __all__ = ["HoldfastReader"]
 class HoldfastReader(AtUri, StorageReader):
     """Reads a Holdfast checkpoint for ``torch.distributed.checkpoint.load``, with any planner.
 
-    ``uri`` is that of one checkpoint; a ``checkpoint_id`` in the call takes precedence. Every byte
-    read is verified. A tensor of another dtype than the stored one raises MismatchError before
-    anything is read; with ``cast`` it is converted. Values that a writer saved as opaque bytes
-    raise StateError, because unpickling them runs code from the checkpoint; with ``allow_opaque``
-    they are passed to the planner, which unpickles them. ``storage_options`` and ``budget_nbytes``
-    as in :func:`~holdfast.load`.
+    ``uri`` names one checkpoint; a ``checkpoint_id`` in the call takes precedence. Every byte read
+    is verified. A tensor of another dtype than the stored one raises MismatchError before anything
+    is read; with ``cast`` it is converted. Values that a writer saved as opaque bytes raise
+    StateError, because unpickling them runs code from the checkpoint; with ``allow_opaque`` they
+    are passed to the planner, which unpickles them. ``storage_options`` and ``budget_nbytes`` as in
+    :func:`~holdfast.load`.
     """
 
     def __init__(

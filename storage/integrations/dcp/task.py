@@ -2,7 +2,7 @@
 rank's number.
 
 DCP sends them with the plans. But a planner that caches plans (``enable_plan_caching``) ignores the
-plan that arrives, and returns that of the first save, with the attempt of that save. So a task is
+plan that arrives, and returns the first save's plan, with the attempt of that save. So a task is
 also stored when it is unpickled, by the thread that saves, and taken from there.
 """
 
@@ -46,7 +46,7 @@ class Task:
     def delivered(cls, uri: str) -> Task:
         """Return the task that has arrived for a save to ``uri``.
 
-        Raises SaveError if there is none, UsageError if the coordinator saves elsewhere.
+        Raises SaveError if none has arrived, UsageError if the coordinator saves elsewhere.
         """
         task: Task | None = _arrived.__dict__.pop("task", None)
         if task is None:

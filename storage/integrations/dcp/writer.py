@@ -48,7 +48,7 @@ _COMMIT = "commit of a save to"
 class HoldfastWriter(AtUri, StorageWriter):
     """Writes a Holdfast checkpoint for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
-    Works in threads and processes, with any planner. ``uri`` is that of one checkpoint; a
+    Works in threads and processes, with any planner. ``uri`` names one checkpoint; a
     ``checkpoint_id`` in the call takes precedence. DCP's coordinator begins an attempt, all ranks
     write their images, and the coordinator commits atomically in ``finish``, once all images are
     durable. A failed save changes nothing.
@@ -95,7 +95,7 @@ class HoldfastWriter(AtUri, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Record the role of this rank.
 
-        Raises UsageError if the ranks coordinate without DCP and are not those of the job.
+        Raises UsageError if the ranks coordinate without DCP and are not all ranks of the job.
         """
         self._is_coordinator = is_coordinator
         self._meets = not kwargs.get("use_collectives", True) and current_world() > 1
@@ -228,7 +228,7 @@ class HoldfastWriter(AtUri, StorageWriter):
                 raise
 
     async def _commit(self, team: Team | None, fragments: Sequence[Fragment]) -> None:
-        """Commit ``fragments``: those of all ranks, or, with a team, that of this rank."""
+        """Commit ``fragments``: of all ranks, or with a team only of this rank."""
         driver = self._driver(len(fragments))
         async with closing(driver):
             if team is not None:
