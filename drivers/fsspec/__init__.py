@@ -1,1 +1,1 @@
-"""``fsspec+X://``: the file systems of fsspec as storages."""
+"""``fsspec+X://``: storage reached through fsspec's file systems."""

@@ -1,5 +1,4 @@
-"""The connections of fsspec's file systems: how one is made, and how it ends at once. All functions
-block."""
+"""Connecting and disconnecting fsspec's file systems. All functions block."""
 
 from __future__ import annotations
 
@@ -18,25 +17,25 @@ __all__ = ["connected", "disconnect"]
 def connected(
     cls: type[AbstractFileSystem], kind: Kind, arguments: Mapping[str, Any]
 ) -> AbstractFileSystem:
-    """A file system that is not shared, and that caches no listings. Raises whatever its library
-    raises."""
+    """Return a new, unshared file system that does not cache listings. Raises the errors of its
+    library."""
     if kind.listings:
         uncached = {"use_listings_cache": False}
     else:
         uncached = {}
     fs = cls(skip_instance_cache=True, **uncached, **arguments)
     if _is_sftp(fs):
-        # paramiko waits for the answer to each 32 KiB that it writes. With Nagle's algorithm the
-        # kernel keeps the end of each request back until the one before it is acknowledged: 30 ms a
-        # request, 1 MB/s.
+        # paramiko waits for the reply to each 32 KiB that it writes. With Nagle's algorithm, the
+        # kernel holds back the end of each request until the previous one is acknowledged: 30 ms
+        # per request, 1 MB/s.
         fs.client.get_transport().sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return fs
 
 
 def disconnect(fs: AbstractFileSystem) -> None:
-    """Close a file system's connections now: fsspec has no word for it, and waits for the garbage
-    to be collected."""
-    if _is_sftp(fs):  # its connection has a thread
+    """Close a file system's connections immediately. fsspec has no method for this and relies on
+    garbage collection."""
+    if _is_sftp(fs):  # closes a thread, too
         fs.client.close()
     session = getattr(fs, "_s3", None) or getattr(fs, "_session", None)
     if session is not None and hasattr(fs, "close_session"):  # s3fs, gcsfs, http

@@ -1,11 +1,11 @@
-"""``fsspec+X://…``: whatever fsspec's file system X reaches: ``fsspec+sftp://host/folder``,
-``fsspec+memory://run``.
+"""``fsspec+X://…``: any storage that fsspec's file system X reaches, such as
+``fsspec+sftp://host/folder`` or ``fsspec+memory://run``.
 
-For storage that has no driver of its own. fsspec offers no direct reads, no parts in parallel, and
-no exclusive put that is atomic, and the traits say so: an upload goes in order, and commits take
-the weaker way (``storage/protocol/commit.py``). How a file comes to be seen differs by file system;
-``kinds`` knows it of the common ones. Every call is made from threads of the driver; asynchronous
-file systems do the same work on fsspec's own loop. Nothing is cached.
+For storage without a driver of its own. fsspec offers no direct reads, no parallel parts and no
+atomic exclusive put, and the traits reflect that: parts are written in order, and commits use the
+weaker protocol (``storage/protocol/commit.py``). File systems differ in how a new file becomes
+visible; ``kinds`` describes the common ones. All calls run in the driver's threads; asynchronous
+file systems use fsspec's own event loop. Nothing is cached.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ T = TypeVar("T")
 
 
 def driver_class_of(protocol: str) -> type[FsspecDriver]:
-    """The driver for one of fsspec's protocols, with the options that its file system takes.
+    """Return the driver class for one of fsspec's protocols, with the options of its file system.
 
-    Raises UriError where fsspec does not know it, or what serves it is not installed.
+    Raises UriError if fsspec does not know the protocol, or its package is not installed.
     """
     try:
         fs_class = get_filesystem_class(protocol)
@@ -67,7 +67,7 @@ def driver_class_of(protocol: str) -> type[FsspecDriver]:
 
 
 class FsspecDriver(Driver):
-    """Objects are files of an fsspec file system. Connects at the first operation."""
+    """Objects stored as files of an fsspec file system. Connects at the first operation."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "threads": Option(
@@ -83,12 +83,12 @@ class FsspecDriver(Driver):
     fs_class: ClassVar[type[AbstractFileSystem]]
 
     def __init__(self, uri: Uri) -> None:
-        """``uri``: its options are known and valid."""
+        """Take a URI whose options have been validated."""
         values = option_values(self.OPTIONS, uri)
         protocol = uri.scheme.removeprefix(_PREFIX)
         plain = f"{protocol}://{unquote(uri.location)}"
         self.uri = uri.root
-        root_key(uri.location.partition("/")[2], uri)  # refuses a root that has two spellings
+        root_key(uri.location.partition("/")[2], uri)  # rejects a root with two spellings
         kind = kind_of(protocol, self.fs_class)
         self._tree = Tree(
             self.fs_class,
@@ -120,8 +120,7 @@ class FsspecDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> FsspecDriver:
-        """The driver for ``uri``. Raises UriError for a secret, or a location that cannot be
-        one."""
+        """Return the driver for ``uri``. Raises UriError for a secret or an invalid location."""
         if not hasattr(cls, "fs_class"):
             raise UriError(
                 "say which of fsspec's file systems",
@@ -154,8 +153,8 @@ class FsspecDriver(Driver):
         return await self._threads.operate("get", self._checked(key), self._tree.get, key)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. ``exclusive`` looks first: of two that look at the same time,
-        both may succeed."""
+        """See :meth:`Driver.put`. ``exclusive`` checks before writing: of two concurrent puts, both
+        may succeed."""
         await self._threads.operate("put", self._checked(key), self._put, key, data, exclusive)
 
     async def stat(self, key: str) -> ObjectInfo:
@@ -173,7 +172,8 @@ class FsspecDriver(Driver):
         await self._threads.operate("delete", self._checked(key), self._tree.delete, key)
 
     async def delete_all(self, prefix: str) -> None:
-        """See :meth:`Driver.delete_all`. As many files at a time as there are threads."""
+        """See :meth:`Driver.delete_all`. Deletes as many files concurrently as there are
+        threads."""
         found = await self._threads.operate(
             "delete", self._checked(prefix), self._tree.find, prefix
         )
@@ -185,8 +185,8 @@ class FsspecDriver(Driver):
         await self._threads.operate("delete", prefix, self._tree.remove_empty, folders)
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. Dead: not changed for a day. Parts that a store keeps of
-        unfinished uploads stay: give the bucket a lifecycle rule."""
+        """See :meth:`Driver.sweep`. An upload is dead after a day without changes. Parts of
+        unfinished uploads in object stores stay: use a lifecycle rule for the bucket."""
         await self._threads.operate("sweep", self._checked(prefix), self._tree.sweep, prefix)
 
     async def close(self) -> None:
@@ -216,7 +216,7 @@ class FsspecDriver(Driver):
             key, self._tree, written, self._threads, self._uploads, part_nbytes=self._part_nbytes
         )
 
-    # What follows blocks, and runs in threads.
+    # The methods below block, and run in threads.
 
     def _read(self, key: str, start: int, into: Buffer) -> None:
         into[:] = self._tree.read_range(key, start, len(into))
@@ -238,8 +238,8 @@ class FsspecDriver(Driver):
 def _arguments(
     cls: type[AbstractFileSystem], plain: str, uri: Uri, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the file system is made with: from the location (a host, say), and from the options that
-    were given."""
+    """Return the file system's constructor arguments: from the location (such as a host) and from
+    the given options."""
     located = {
         k: v for k, v in cls._get_kwargs_from_urls(plain).items() if k not in ("path", "protocol")
     }
@@ -249,7 +249,7 @@ def _arguments(
 
 
 def _root(cls: type[AbstractFileSystem], plain: str, protocol: str, where: str) -> str:
-    """The path of the root on its file system, without a slash at the end."""
+    """Return the path of the root on its file system, without a trailing slash."""
     root = str(cls._strip_protocol(plain)).rstrip("/")
     if not root and protocol != "memory":
         raise UriError("the root of a whole file system is no place for checkpoints", uri=where)

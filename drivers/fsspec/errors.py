@@ -1,7 +1,7 @@
-"""From what a file system of fsspec raises to the error that a handler can act on.
+"""Translation of errors from fsspec's file systems into Holdfast's errors.
 
-Some raise an OSError with an errno, some one of its kinds without, some whatever their library
-raises.
+Some raise an OSError with an errno, some a subclass without one, and some the errors of their
+library.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .http_answers import answer_of, causes
 __all__ = ["fsspec_errors"]
 
 _VAGUE = (StorageError, NotFoundError)
-"""What an errno, or the lack of one, may say although the causes of the error know better."""
+"""Classes that are too vague to trust if a cause of the error is more specific."""
 
-# The more special first. asyncio's TimeoutError, and so fsspec's, is the built-in one.
+# Most specific first. The TimeoutError of asyncio, and so of fsspec, is the built-in one.
 _BY_CLASS: tuple[tuple[type[BaseException], type[StorageError]], ...] = (
     (IsADirectoryError, NotFoundError),
     (FileNotFoundError, NotFoundError),
@@ -45,15 +45,14 @@ _BY_NAME = (
     ),
 )
 _NO_KEY = "No authentication methods available"
-"""What paramiko says where there is no key to offer, by the class of its error for all kinds of
+"""Message of paramiko when there is no key to offer; the error's class stands for all kinds of
 failures."""
 
 
 @contextmanager
 def fsspec_errors(doing: str, uri: str, key: str) -> Iterator[None]:
-    """Turn whatever the body raises into a StorageError of the kind that fits best, with ``uri``
-    (redacted), ``key`` and its cause. ``doing`` begins the message. Our own errors pass unchanged.
-    """
+    """Translate any error of the body into the best-matching StorageError, with ``uri`` (redacted),
+    ``key`` and cause. ``doing`` starts the message. Holdfast's own errors pass unchanged."""
     try:
         with storage_errors(doing, uri, key):
             yield
@@ -79,7 +78,7 @@ def _kind_of(error: BaseException) -> type[StorageError] | None:
     if isinstance(error, FileNotFoundError) and any(
         _by_kind(one) is StorageDownError for one in causes(error)
     ):
-        return StorageDownError  # some file systems take every failure to look for absence
+        return StorageDownError  # some file systems report every failed lookup as absence
     return _by_kind(error)
 
 

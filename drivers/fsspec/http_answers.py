@@ -1,8 +1,7 @@
-"""What an HTTP server answered, from the errors that Python's libraries make of it: the status, and
-when to come back.
+"""The HTTP status and retry delay behind the errors of Python's HTTP libraries.
 
-Scope: attributes that aiohttp, botocore, requests, urllib, gcsfs and Azure's libraries have,
-without importing any of them.
+Scope: reads the attributes used by aiohttp, botocore, requests, urllib, gcsfs and the Azure
+libraries, without importing any of them.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ __all__ = ["Answer", "answer_of", "causes"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``retry_after_s``: in how many seconds the server wants to be asked again; None where it did
-    not say."""
+    """An HTTP error response. ``retry_after_s`` is the delay the server asks for; None if it does
+    not."""
 
     status: int
     retry_after_s: float | None = None
 
 
 def answer_of(error: BaseException) -> Answer | None:
-    """The answer that ``error``, or the nearest of its causes that tells of one, is made of. 4xx
-    and 5xx alone."""
+    """Return the response behind ``error`` or the nearest of its causes that has one; 4xx and 5xx
+    only."""
     for one in causes(error):
         answer = getattr(one, "response", None)
         if isinstance(answer, Mapping):  # botocore
@@ -40,7 +39,7 @@ def answer_of(error: BaseException) -> Answer | None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from, and so on."""
+    """Yield the error and its chain of causes."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -57,7 +56,7 @@ def _status_and_headers(source: Any) -> tuple[Any, Any]:
 
 
 def _retry_after_s(headers: Any) -> float | None:
-    """Seconds, or a date; what is neither says nothing."""
+    """Parse the header, given as seconds or a date. Returns None for anything else."""
     get = getattr(headers, "get", None)
     value = str((get("Retry-After") or get("retry-after") or "") if callable(get) else "").strip()
     if value.isascii() and value.isdigit():

@@ -1,6 +1,7 @@
-"""What is known of fsspec's file systems, and fsspec does not tell: how a new file appears.
+"""Properties of fsspec's file systems that fsspec does not expose: above all, how a new file
+appears.
 
-Scope: knowledge, as tables and pure functions. ``driver.py`` does the I/O.
+Scope: tables and pure functions. ``driver.py`` does the I/O.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ __all__ = ["Kind", "kind_of", "modified_s"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``appears``: how a new file comes to be seen.
+    """Properties of one file system. ``appears`` says how a new file becomes visible:
 
-    ``renamed``  it is written under a temporary name, and the file system renames it, in one step
-    ``copied``   likewise; and put in place by one copy in memory
-    ``closed``   the store shows nothing before a file is closed, and then all of it
-    ``unknown``  nothing is promised: a temporary name, and a rename whose result is checked
+        ``renamed``  written under a temporary name and renamed in one step
+        ``copied``   written under a temporary name and put in place by one copy in memory
+        ``closed``   invisible until it is closed, then whole
+        ``unknown``  nothing is promised: temporary name, and a rename whose result is checked
 
-    ``folders``: they exist by themselves, and must be made. ``threads``: calls may be made at the
-    same time. ``listings``: it takes the argument that keeps it from caching listings; one that
-    takes it for an argument of its library's does not.
+    ``folders``: folders exist on their own and must be created. ``threads``: concurrent calls are
+    allowed. ``listings``: accepts the argument that disables the listings cache; other file systems
+    would pass it on to their library.
     """
 
     appears: Literal["renamed", "copied", "closed", "unknown"]
@@ -39,7 +40,7 @@ _KINDS = {
     "file": Kind("renamed", folders=True, shared=False),
     "local": Kind("renamed", folders=True, shared=False),
     "memory": Kind("copied", folders=False, shared=False),
-    # paramiko mixes up the answers to calls that are made at the same time.
+    # paramiko mixes up the replies to concurrent calls.
     "sftp": Kind("renamed", folders=True, threads=False, listings=False),
     "ssh": Kind("renamed", folders=True, threads=False, listings=False),
     "hdfs": Kind("unknown", folders=True),
@@ -50,14 +51,15 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "crea
 
 
 def kind_of(protocol: str, cls: type) -> Kind:
-    """What is known of ``protocol``, which ``cls`` serves. Of one that is not known, the worst is
-    taken to be true."""
+    """Return the properties of ``protocol``, which is served by ``cls``. Assumes the worst for an
+    unknown one."""
     known = _KINDS.get(protocol)
     return known or Kind("unknown", folders=True, threads=bool(getattr(cls, "async_impl", False)))
 
 
 def modified_s(info: Mapping[str, Any]) -> float:
-    """When a file was written, in seconds since the epoch; 0 where the file system does not say."""
+    """Return a file's modification time in seconds since the epoch; 0 if the file system does not
+    report it."""
     for name in _TIMES:
         value = info.get(name)
         if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The options of fsspec's file systems: the arguments of their constructors."""
+"""Options of fsspec's file systems: the arguments of their constructors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..uri import is_secret
 
 __all__ = ["check_no_secrets", "options_of"]
 
-# What a file system takes and its signature does not show.
+# Arguments that the signature does not show.
 _SSH: dict[str, Option] = {
     "port": Option(integer(1, 65535), 22, "the server's port"),
     "username": Option(str, None, "whose account; default: yours"),
@@ -25,7 +25,7 @@ _SSH: dict[str, Option] = {
 }
 _MORE = {"sftp": _SSH, "ssh": _SSH}
 
-# Arguments of every file system that are ours to set, or mean nothing here.
+# Arguments common to all file systems that the driver sets itself, or that have no meaning here.
 _OURS = {
     "self", "args", "kwargs", "storage_options", "asynchronous", "loop", "batch_size", "auto_mkdir",
     "host", "session", "use_listings_cache", "listings_expiry_time", "max_paths",
@@ -35,7 +35,7 @@ _OURS = {
 
 
 def options_of(protocol: str, cls: type) -> dict[str, Option]:
-    """The options of a file system: the named arguments of its constructor, typed by their
+    """Return the options of a file system: the named arguments of its constructor, typed by their
     defaults."""
     found = dict(_MORE.get(protocol, {}))
     for parameter in inspect.signature(cls.__init__).parameters.values():  # type: ignore[misc]
@@ -62,8 +62,7 @@ def _parser(default: Any) -> Callable[[str], Any]:
 
 
 def _guessed(text: str) -> Any:
-    """A value whose type is not known: true, false, and JSON objects and lists are what they look
-    like; all else is text."""
+    """Parse a value of unknown type: true, false, JSON objects and lists; anything else is text."""
     if text in ("true", "false"):
         return text == "true"
     if text[:1] in ("{", "["):
@@ -75,8 +74,8 @@ def _guessed(text: str) -> Any:
 
 
 def check_no_secrets(where: str, located: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise UriError for a secret before the host, and for one inside of an option's value, where
-    nothing would hide it when it is printed. ``where`` is fit to be printed."""
+    """Raise UriError for a secret before the host, and for one nested in an option's value, where
+    printing would not hide it. ``where`` is safe to print."""
     for options in (located, *_inner(list(given.values()))):
         for name in filter(is_secret, options):
             raise UriError(
@@ -89,7 +88,7 @@ def check_no_secrets(where: str, located: Mapping[str, Any], given: Mapping[str,
 
 
 def _inner(values: list[Any]) -> Iterator[Mapping[str, Any]]:
-    """Every mapping in ``values``, however deep."""
+    """Yield every mapping in ``values``, at any depth."""
     for value in values:
         if isinstance(value, Mapping):
             yield value

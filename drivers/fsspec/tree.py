@@ -1,5 +1,5 @@
-"""The files of one fsspec file system below a root, as objects. All methods block, and raise what
-the file system's library raises."""
+"""Files of an fsspec file system below a root, as objects. All methods block, and raise the errors
+of the file system's library."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from .kinds import Kind, modified_s
 __all__ = ["Tree"]
 
 QUIET_S = 24 * 3600.0
-"""How long a temporary file must not have changed to be taken for dead: nothing better can be
-known."""
+"""Age without changes after which a temporary file counts as dead. There is no better sign."""
 
 
 class Tree:
-    """The files below ``root``, a path of the file system that ``fs_class`` makes of ``arguments``.
-    Connects when it is first used. ``uri`` is for messages."""
+    """Files below ``root``, a path on the file system that ``fs_class`` creates from ``arguments``.
+    Connects on first use. ``uri`` appears in messages."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class Tree:
 
     @property
     def fs(self) -> AbstractFileSystem:
-        """The file system, connected."""
+        """The connected file system."""
         with self._making:
             if self._fs_made is None:
                 self._fs_made = connected(self._fs_class, self.kind, self._arguments)
@@ -55,24 +54,25 @@ class Tree:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection that :meth:`disconnect` would end."""
+        """Whether :meth:`disconnect` has a connection to close."""
         return self._fs_made is not None
 
     def disconnect(self) -> None:
-        """End the connection, if there is one."""
+        """Close the connection if there is one."""
         fs = self._fs_made
         self._fs_made = None
         if fs is not None:
             disconnect(fs)
 
     def path(self, key: str) -> str:
-        """The path of the object ``key`` on the file system."""
+        """Return the path of the object ``key`` on the file system."""
         if key:
             return f"{self.root}/{key}"
         return self.root or "/"
 
     def info(self, key: str) -> dict[str, Any]:
-        """What the file system says of a file. FileNotFoundError also for a folder."""
+        """Return the file system's information about a file. Raises FileNotFoundError, also for a
+        folder."""
         try:
             info: dict[str, Any] = self.fs.info(self.path(key))
         except NotADirectoryError as error:
@@ -82,12 +82,13 @@ class Tree:
         return info
 
     def stat(self, key: str) -> ObjectInfo:
-        """Size and time of an object. FileNotFoundError where there is none."""
+        """Return size and time of an object. Raises FileNotFoundError."""
         info = self.info(key)
         return ObjectInfo(key, int(info["size"] or 0), modified_s(info))
 
     def read_range(self, key: str, start: int, nbytes: int) -> bytes:
-        """``nbytes`` bytes from ``start`` on. DamagedError beyond the end of the object."""
+        """Return ``nbytes`` bytes from ``start``. Raises DamagedError if they exceed the end of the
+        object."""
         stop = start + nbytes
         if start < 0:
             raise StorageError(f"no object has a byte {start}", uri=self.uri, key=key)
@@ -110,27 +111,27 @@ class Tree:
             not getattr(cls, "async_impl", False) and cls.cat_file is AbstractFileSystem.cat_file
         )
         try:
-            # Else what opens the file reads ahead, and throws it away.
+            # Otherwise opening the file reads ahead and discards the data.
             data: bytes = self.fs.cat_file(
                 self.path(key), start=start, end=stop, **({"cache_type": "none"} if plain else {})
             )
         except FileNotFoundError:
             raise
         except OSError:
-            if self.stat(key).nbytes < stop:  # stores refuse a range beyond the end
+            if self.stat(key).nbytes < stop:  # stores reject a range beyond the end
                 return b""
             raise
         return data
 
     def get(self, key: str) -> bytes:
-        """All bytes of a small object."""
+        """Return the content of a small object."""
         check_small(int(self.info(key)["size"] or 0), self.uri, key)
         data: bytes = self.fs.cat_file(self.path(key))
         return data
 
     def find(self, prefix: str) -> tuple[tuple[str, dict[str, Any]], ...]:
-        """Every file and, where these exist by themselves, every folder at or below ``prefix``;
-        folders come before what is in them."""
+        """Return every file at or below ``prefix``, and every folder if the file system has real
+        folders. Folders precede their content."""
         path = self.path(prefix)
         if self.kind.folders:
             below = self._walk(path)
@@ -157,15 +158,15 @@ class Tree:
                         pending.append(info["name"])
 
     def delete(self, key: str) -> None:
-        """Remove an object; none is no error."""
+        """Remove an object. A missing object is not an error."""
         with contextlib.suppress(FileNotFoundError):
             self.info(key)
             self.fs.rm_file(self.path(key))
 
     def sweep(self, prefix: str) -> None:
-        """Remove what dead uploads at or below ``prefix`` left."""
+        """Remove leftovers of dead uploads at or below ``prefix``."""
         if self.kind.appears == "closed":
-            return  # what is unfinished has no name there
+            return  # unfinished files have no name there
         folder, _, name = prefix.rpartition("/")
         own = f".{name[:48]}."
         if self._exists(folder):
@@ -192,12 +193,12 @@ class Tree:
         return bool(self.fs.isdir(self.path(folder)))
 
     def remove(self, path: str) -> None:
-        """Remove the file at a path; none is no error."""
+        """Remove the file at a path. A missing file is not an error."""
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(path)
 
     def remove_empty(self, folders: Iterable[str]) -> None:
-        """Remove those folders that are empty, the deepest first."""
+        """Remove the empty ones among these folders, deepest first."""
         for folder in sorted(folders, key=lambda path: path.count("/"), reverse=True):
             with contextlib.suppress(OSError):  # not empty, or gone
                 self.fs.rmdir(folder)

@@ -1,5 +1,5 @@
-"""One object on its way: a file that is written from its beginning to its end, under a temporary
-name where the file system would show it before it is whole."""
+"""An upload through fsspec: a file written front to back, under a temporary name if an unfinished
+file would be visible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["FsspecUpload"]
 
 
 class FsspecUpload(Upload):
-    """One file being written, under a temporary name where the store would show it."""
+    """One file being written, under a temporary name if an unfinished file would be visible."""
 
     def __init__(
         self,
@@ -31,7 +31,8 @@ class FsspecUpload(Upload):
         *,
         part_nbytes: int,
     ) -> None:
-        """It leaves ``live`` when it ends."""
+        """Take the target's ``key`` and the number of bytes ``written``. The upload leaves ``live``
+        when it ends."""
         self._key = key
         self._tree = tree
         self._written = written
@@ -55,8 +56,8 @@ class FsspecUpload(Upload):
         await self._threads.operate("write", self._key, self.append, data)
 
     async def commit(self, nbytes: int | None = None) -> None:
-        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be
-        visible afterwards."""
+        """See :meth:`Upload.commit`. If cancelled, it still runs to completion, so the object may
+        become visible."""
         try:
             self._written.check_complete(nbytes)
             await self._threads.operate("commit", self._key, self.publish)
@@ -64,13 +65,13 @@ class FsspecUpload(Upload):
             await self.abort()
 
     async def abort(self) -> None:
-        with contextlib.suppress(StorageError):  # the driver is closed, and has dropped it already
+        with contextlib.suppress(StorageError):  # the driver is closed, and has already dropped it
             await self._threads.run(self.drop)
 
-    # What follows blocks.
+    # The methods below block.
 
     def begin(self) -> None:
-        """Create the file, and the folders above it where there are such."""
+        """Create the file, and the folders above it if the file system has folders."""
         tree = self._tree
         if tree.kind.folders:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -80,7 +81,7 @@ class FsspecUpload(Upload):
         self._file = tree.fs.open(self._path, "wb", block_size=self._part_nbytes)
 
     def append(self, data: Buffer) -> None:
-        """Write ``data`` behind what is there."""
+        """Append ``data``."""
         file = self._file
         if file is None:
             raise self._wrong("the upload is over: committed, failed or aborted")
@@ -90,7 +91,7 @@ class FsspecUpload(Upload):
                 count = file.write(data[done:])
                 done += len(data) - done if count is None else count
         except BaseException:
-            self.drop()  # how much of it was written is unknown
+            self.drop()  # an unknown part of it was written
             raise
         self._written.add(self._position, len(data))
         self._position += len(data)
@@ -117,7 +118,7 @@ class FsspecUpload(Upload):
             )
 
     def drop(self) -> None:
-        """Forget the file, unless it is published. Raises nothing."""
+        """Discard the file unless it is published. Never raises."""
         tree = self._tree
         file = self._file
         self._file = None
@@ -133,8 +134,8 @@ class FsspecUpload(Upload):
 
 
 def _discard(file: Any, *, staged: bool) -> None:
-    """Close a file that is not wanted. Unless it is ``staged``, closing would make it visible: it
-    is discarded instead, and marked as closed, so that garbage collection does not close it."""
+    """Close an unwanted file. Closing a file that is not ``staged`` would make it visible, so it is
+    discarded and marked as closed, which keeps garbage collection from closing it."""
     with contextlib.suppress(Exception):
         if staged:
             file.close()
@@ -153,7 +154,7 @@ def _sync_file(path: str) -> None:
 
 
 def _sync_names(folder: str, root: str) -> None:
-    """Make the names of a file, of its folder, and so on up to the root's, durable."""
+    """Make the names of the file, its folder, and all folders up to the root durable."""
     while len(folder) >= len(os.path.dirname(root)):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -1,2 +1,2 @@
-"""``hdfs://``: Hadoop's file system, on hdfs-native (a client in Rust, no JVM) and WebHDFS for what
-that lacks."""
+"""``hdfs://``: Hadoop's file system, through hdfs-native (a Rust client, no JVM), with WebHDFS for
+the features it lacks."""

@@ -1,9 +1,10 @@
-"""Whether this process can tell a name node who it is, found out before hdfs-native tries: a client
-that name nodes turn away hears nothing but a connection that ends, and tries again until its
+"""Early check whether this process can authenticate to a name node.
+
+When a name node rejects a client, hdfs-native only sees a closed connection and retries until its
 deadline.
 
-Scope: what is offered and what is there, not whether a ticket is valid; the library says that
-itself, and at once.
+Scope: compares the offered methods with the available ones. Does not validate tickets; the library
+reports those errors at once.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from .spnego import LIBRARY
 __all__ = ["CHECK_S", "offered", "unauthenticated"]
 
 CHECK_S = 2.0
-"""How long to wait for a name node that is asked what it accepts."""
+"""Seconds to wait for a name node's list of accepted methods."""
 
 _ANSWER_NBYTES_MAX = 64 << 10
 
-# The handshake of Hadoop's RPC, version 9, with SASL; then a message without a call, whose state is
+# Handshake of Hadoop's RPC, version 9, with SASL; then a message without a call, in state
 # NEGOTIATE.
 _PREAMBLE = b"hrpc" + bytes([9, 0, 0xDF])
 _HEADER = bytes([0x08, 2, 0x10, 0, 0x18, 65, 0x22, 0, 0x28, 1])
@@ -30,11 +31,11 @@ _METHODS = ("SIMPLE", "KERBEROS", "TOKEN")
 
 
 def unauthenticated(addresses: Sequence[str], authentication: str) -> tuple[str, str] | None:
-    """Why this process cannot tell the name nodes who it is, and what to do; None where it can, or
-    where that cannot be known.
+    """Return the reason why this process cannot authenticate, and advice; None if it can, or if
+    unknown.
 
-    ``addresses``: ``host:port`` of each name node. ``authentication``: ``simple``, ``kerberos`` or
-    ``token``. Blocks.
+    ``addresses`` are ``host:port`` of each name node. ``authentication`` is ``simple``,
+    ``kerberos`` or ``token``. Blocks.
     """
     if authentication == "token":
         return None
@@ -66,7 +67,7 @@ def _without_library() -> tuple[str, str] | None:
 
 
 def offered(address: str) -> list[str]:
-    """The ways to authenticate that a name node accepts; none where it does not say."""
+    """Return the authentication methods that a name node accepts; empty if it does not say."""
     host, _, port = address.rpartition(":")
     message = bytes([len(_HEADER)]) + _HEADER + bytes([len(_NEGOTIATE)]) + _NEGOTIATE
     try:

@@ -1,8 +1,8 @@
-"""hdfs-native, with a deadline on every call and errors that are ours.
+"""hdfs-native with a deadline on every call, and with Holdfast's errors.
 
-Its blocking client in threads, not its asynchronous one: that does its work with the interpreter's
-lock held, in the thread of the event loop, and panics where it should wait for a name node that is
-down. The library has no timeouts worth the name, see :mod:`..calls`.
+Uses its blocking client in threads, not the asynchronous one, which works in the event loop's
+thread while holding the GIL, and panics when it should wait for a name node that is down. The
+library has no usable timeouts; see :mod:`..calls`.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ __all__ = ["Client", "appending", "creating", "pieces", "whole_reader"]
 T = TypeVar("T")
 
 THREADS = 64
-"""Calls at a time: far more than are useful, few enough for any host."""
+"""Maximum concurrent calls: far more than useful, few enough for any host."""
 
 LISTING = 1000
 
 _RETRY_S = 2.0
 
 _BLOCKS_S = 10.0
-"""How long a reader waits for DataNodes to tell the name node of what they hold; they do so several
-times a second."""
+"""Seconds that a reader waits for DataNodes to report their blocks, which they do several times a
+second."""
 
 
 class Client:
-    """Calls to one file system. ``uri``, redacted, is for messages."""
+    """Calls to one file system. ``uri``, redacted, appears in messages."""
 
     def __init__(
         self,
@@ -61,12 +61,11 @@ class Client:
         namenodes: Sequence[str] = (),
         authentication: str = "simple",
     ) -> None:
-        """Connects at its first call. Raises UriError where hdfs-native is missing, or cannot use
-        what it is given.
+        """Prepare to connect at the first call. Raises UriError if hdfs-native rejects the
+        configuration.
 
-        ``namenodes``: ``host:port`` of those that are asked at the first call whether
-        ``authentication``, which is ``hadoop.security.authentication`` of the configuration, will
-        do.
+        At the first call, the ``namenodes`` (``host:port``) are asked whether they accept
+        ``authentication``, the configured ``hadoop.security.authentication``.
         """
         self.uri = uri
         self.timeout_s = timeout_s
@@ -91,18 +90,18 @@ class Client:
 
     @property
     def inner(self) -> hdfs_native.Client:
-        """The library's own client. Raises StorageError once this one is closed."""
+        """The library's own client. Raises StorageError after close()."""
         if self._inner is None:
             raise StorageError("the driver is closed", uri=self.uri)
         return self._inner
 
     def close(self) -> None:
-        """Let go of connections. What still runs on them ends when it ends."""
+        """Release the connections. Calls still running on them end on their own."""
         self._inner = None
 
     async def call(self, doing: str, key: str, function: Callable[[Call], T]) -> T:
-        """Return what ``function`` returns, from a thread. Raises a StorageError: StorageDownError
-        at the deadline."""
+        """Run ``function`` in a thread and return its result. Raises a StorageError:
+        StorageDownError at the deadline."""
         try:
             async with self._gate:
                 began_s = time.monotonic()
@@ -129,10 +128,9 @@ class Client:
             raise
 
     async def _check_authentication(self, doing: str, key: str) -> None:
-        """Raises AccessError where name nodes want to know who asks, and this process cannot tell
-        them."""
+        """Raise AccessError if the name nodes require authentication that this process lacks."""
         reason = None
-        with suppress(TimeoutError):  # the call itself will find out what is wrong
+        with suppress(TimeoutError):  # the call itself will report the problem
             wait_s = min(CHECK_S, self.timeout_s / 4)
             reason = await run(
                 lambda call: unauthenticated(self._namenodes, self._authentication), wait_s
@@ -143,18 +141,19 @@ class Client:
         self._checked = True
 
     async def status(self, path: str, key: str, doing: str = "stat") -> hdfs_native.FileStatus:
-        """Of a file or folder. Raises NotFoundError."""
+        """Return the status of a file or folder. Raises NotFoundError."""
         inner = self.inner
         return await self.call(doing, key, lambda call: inner.get_file_info(path))
 
     async def rename(self, source: str, target: str, key: str, *, overwrite: bool) -> None:
-        """Atomic on the name node. Raises ExistsError where ``target`` is there and is not to be
-        overwritten."""
+        """Rename atomically on the name node. Raises ExistsError if ``target`` exists and
+        ``overwrite`` is false."""
         inner = self.inner
         await self.call("rename", key, lambda call: inner.rename(source, target, overwrite))
 
     async def delete(self, path: str, key: str, *, recursive: bool = False) -> None:
-        """A file, or an empty folder, or all below it. Nothing there is no error."""
+        """Delete a file, an empty folder, or with ``recursive`` a whole tree. A missing path is not
+        an error."""
         inner = self.inner
         try:
             await self.call("delete", key, lambda call: inner.delete(path, recursive))
@@ -162,7 +161,7 @@ class Client:
             return
 
     async def entries(self, path: str, key: str) -> AsyncIterator[hdfs_native.FileStatus]:
-        """What lies in a folder; the file itself for a file; nothing where there is nothing (any
+        """Yield the entries of a folder, or a file itself; nothing if the path does not exist (any
         more)."""
         listing = self.inner.list_status(path, False)
         while True:
@@ -181,8 +180,8 @@ def _batch(listing: Iterator[hdfs_native.FileStatus]) -> list[hdfs_native.FileSt
 
 
 def _timeouts(timeout_s: float) -> dict[str, str]:
-    """The library's own waits, shorter than ours: it tries other name nodes, or the same again,
-    until the deadline is near, and leaves a DataNode that is silent in time to try another one."""
+    """Return the library's own timeouts, shorter than ours: it retries name nodes until close to
+    the deadline, and abandons a silent DataNode early enough to try another."""
     return {
         "dfs.client.failover.sleep.base.millis": "200",
         "dfs.client.failover.sleep.max.millis": str(int(_RETRY_S * 1000)),
@@ -194,23 +193,23 @@ def _timeouts(timeout_s: float) -> dict[str, str]:
 def creating(
     inner: hdfs_native.Client, path: str, options: hdfs_native.WriteOptions
 ) -> RawFileWriter:
-    """A new file. Its writer may be dropped at any time, in any thread.
+    """Create a file and return its writer, which may be dropped at any time, in any thread.
 
-    That is why it is the one within the library's own, which closes its file when it is forgotten:
-    whichever thread the last reference dies in, be it the event loop's, then waits for the name
-    node for a minute or more.
+    This is the inner writer of the library's own. The outer one closes its file when it is
+    garbage-collected, so whichever thread drops the last reference, possibly the event loop's,
+    would wait a minute or more for the name node.
     """
     return inner.inner.create(path, options)
 
 
 def appending(inner: hdfs_native.Client, path: str) -> RawFileWriter:
-    """The end of a file; see :func:`creating`."""
+    """Open a file for appending; see :func:`creating`."""
     return inner.inner.append(path)
 
 
 def pieces(reader: hdfs_native.FileReader, start: int, nbytes: int) -> Iterator[bytes]:
-    """``nbytes`` of a file from ``start``, in pieces of 64 KiB or so: the fastest way, and the one
-    that copies least."""
+    """Return ``nbytes`` of a file from ``start`` in pieces of about 64 KiB: the fastest way, with
+    the fewest copies."""
     if nbytes:
         return reader.read_range_stream(start, nbytes)
     return iter(())
@@ -219,12 +218,12 @@ def pieces(reader: hdfs_native.FileReader, start: int, nbytes: int) -> Iterator[
 def whole_reader(
     inner: hdfs_native.Client, path: str, nbytes: int | None = None
 ) -> hdfs_native.FileReader:
-    """A reader that knows of ``nbytes`` of a file, or of all there is of it if that is less, or not
-    given.
+    """Return a reader that sees at least ``nbytes`` of a file, or its whole length if that is less
+    or ``nbytes`` is None.
 
-    With ``dfs.namenode.file.close.num-committed-allowed`` a file is closed before a DataNode has
-    told the name node of its last block, and readers do not see that block until then: so this
-    waits. Raises OSError when the DataNode does not.
+    With ``dfs.namenode.file.close.num-committed-allowed``, a file is closed before a DataNode has
+    reported its last block, and readers do not see that block until then. So this waits, and raises
+    OSError if the report does not come.
     """
     stop_s = time.monotonic() + _BLOCKS_S
     wait_s = 0.01

@@ -1,4 +1,4 @@
-"""What Hadoop's own configuration says of name nodes: for WebHDFS, and for name services given in a
+"""Name node addresses from Hadoop's configuration, for WebHDFS and for name services named in a
 URI."""
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _MOUNT_TABLE = "fs.viewfs.mounttable"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What serves the files of one folder: ``authority``, a name node or a name service, under the
-    path ``root``."""
+    """The name node or name service (``authority``) that serves a folder, and the folder's path
+    there (``root``)."""
 
     authority: str
     root: str
 
 
 def site(conf_dir: str | None) -> dict[str, str]:
-    """The properties in ``core-site.xml`` and ``hdfs-site.xml`` of ``conf_dir``, else of
-    HADOOP_CONF_DIR, else of HADOOP_HOME; empty where there are none. Raises OSError, and
+    """Return the properties in ``core-site.xml`` and ``hdfs-site.xml`` of ``conf_dir``, else
+    HADOOP_CONF_DIR, else HADOOP_HOME; empty if neither file exists. Raises OSError and
     ElementTree.ParseError."""
     home = os.environ.get("HADOOP_HOME")
     folder = conf_dir or os.environ.get("HADOOP_CONF_DIR") or (home and f"{home}/etc/hadoop")
@@ -50,7 +50,8 @@ def site(conf_dir: str | None) -> dict[str, str]:
 
 
 def name_service(name: str, namenodes: list[str]) -> dict[str, str]:
-    """The properties that make ``name`` stand for these name nodes, each ``host:port``."""
+    """Return properties that define the name service ``name`` with these name nodes, each
+    ``host:port``."""
     ids = [f"nn{n}" for n in range(len(namenodes))]
     addresses = {
         f"{_RPC_ADDRESS}.{name}.{i}": address for i, address in zip(ids, namenodes, strict=True)
@@ -59,11 +60,11 @@ def name_service(name: str, namenodes: list[str]) -> dict[str, str]:
 
 
 def served(authority: str, root: str, properties: Mapping[str, str]) -> Served | None:
-    """What serves the folder ``root`` of ``hdfs://authority``, or of ``fs.defaultFS`` where
+    """Return the server of the folder ``root`` of ``hdfs://authority``, or of ``fs.defaultFS`` if
     ``authority`` is empty.
 
-    The links of a ViewFS are followed. None where no single name service has the folder: nothing
-    mounts it, or several have parts of it, or ``fs.defaultFS`` is no HDFS.
+    Resolves the links of a ViewFS. Returns None if no single name service holds the folder: nothing
+    mounts it, several hold parts of it, or ``fs.defaultFS`` is not HDFS.
     """
     if authority:
         return Served(authority, root)
@@ -76,7 +77,7 @@ def served(authority: str, root: str, properties: Mapping[str, str]) -> Served |
 
 
 def _mounted(table: str, root: str, properties: Mapping[str, str]) -> Served | None:
-    """The longest link of a ViewFS's mount table at or above ``root``."""
+    """Resolve ``root`` through the longest matching link of a ViewFS mount table."""
     prefix = f"{_MOUNT_TABLE}.{table or 'default'}."
     links = {
         key.removeprefix(f"{prefix}link.").rstrip("/"): target
@@ -99,7 +100,7 @@ def _mounted(table: str, root: str, properties: Mapping[str, str]) -> Served | N
 
 
 def rpc_addresses(authority: str, properties: Mapping[str, str]) -> list[str]:
-    """``host:port`` of each name node of ``authority``; of those whose port is known."""
+    """Return ``host:port`` of each name node of ``authority`` with a known port."""
     found = [
         properties.get(_RPC_ADDRESS + suffix, authority)
         for suffix in _suffixes(authority, properties)
@@ -108,8 +109,8 @@ def rpc_addresses(authority: str, properties: Mapping[str, str]) -> list[str]:
 
 
 def web_addresses(authority: str, properties: Mapping[str, str]) -> list[str]:
-    """Where the name nodes of ``authority`` answer HTTP, ``http://host:port``: as configured, else
-    at Hadoop's own port."""
+    """Return the HTTP addresses (``http://host:port``) of the name nodes of ``authority``: as
+    configured, else at Hadoop's default port."""
     secure = properties.get("dfs.http.policy", "HTTP_ONLY") == "HTTPS_ONLY"
     if secure:
         scheme = "https"
@@ -132,11 +133,11 @@ def web_addresses(authority: str, properties: Mapping[str, str]) -> list[str]:
 
 
 def _suffixes(authority: str, properties: Mapping[str, str]) -> list[str]:
-    """The ends of the names of ``authority``'s properties: ``.service.namenode``, ``.service``, or
-    nothing.
+    """Return the suffixes of property names for ``authority``: ``.service.namenode``, ``.service``,
+    or "".
 
-    A single name node, ``host:port``, may be one of a name service; then they are that name node's
-    own.
+    A single name node, ``host:port``, may belong to a name service; then its own suffix is
+    returned.
     """
     ids = _words(properties.get(f"dfs.ha.namenodes.{authority}", ""))
     if ids:
@@ -154,7 +155,7 @@ def _words(text: str) -> list[str]:
 
 
 def _reachable(address: str, host: str) -> str:
-    """``0.0.0.0`` is where a server listens; it is reached at its host."""
+    """Replace the listening address ``0.0.0.0`` with the server's host."""
     if address.startswith("0.0.0.0:"):
         return address.replace("0.0.0.0", host, 1)
     return address

@@ -1,13 +1,13 @@
 """``hdfs://namenode:port/path`` or ``hdfs://nameservice/path``: Hadoop's file system.
 
-Objects are files. An upload is one file or several, written at once under temporary names beside
-its key, joined by CONCAT, and renamed: atomic, and durable as HDFS has it, which is in the memory
-of ``dfs.namenode.replication.min`` DataNodes at least (``?sync=on``: on their disks). Every call
-has a deadline.
+Objects are files. An upload writes one or several files in parallel, under temporary names next to
+its key, joins them with CONCAT, and renames the result. The commit is atomic, and durable as HDFS
+defines it: in the memory of at least ``dfs.namenode.replication.min`` DataNodes (with ``?sync=on``,
+on their disks). Every call has a deadline.
 
-A key is a path below the root. So ``a`` and ``a/b`` cannot both be objects; ``:``, which HDFS
-refuses in names, and ``%`` are written as ``%3A`` and ``%25``. Names that look like temporary files
-are refused.
+A key is a path below the root, so ``a`` and ``a/b`` cannot both be objects. ``:``, which HDFS
+forbids in names, and ``%`` are encoded as ``%3A`` and ``%25``. Names that look like temporary files
+are rejected.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ if TYPE_CHECKING:
 __all__ = ["HdfsDriver"]
 
 QUIET_S = 3600.0
-"""How long a temporary file must not have changed to be swept; a live upload touches its files more
+"""Age without changes after which a temporary file is swept. Live uploads touch their files more
 often."""
 
 _READ_ATTEMPTS = 3
 _PIECE_NBYTES = 1 << 20
 
 _Arriving = Callable[[int, int], Iterator[bytes]]
-"""The bytes of a range, which begins somewhere and has so many bytes."""
+"""(start, nbytes) → the bytes of that range, in pieces."""
 
 
 class HdfsDriver(Driver):
-    """Objects are files below a folder. A root that does not exist is empty; :meth:`create` and
-    :meth:`put` make it."""
+    """Objects stored as files below a folder. A root that does not exist is empty; :meth:`create`
+    and :meth:`put` create it."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "streams": Option(
@@ -105,7 +105,7 @@ class HdfsDriver(Driver):
     }
 
     def __init__(self, authority: str, root: str, *, uri: str, options: Mapping[str, Any]) -> None:
-        """``options``: a value for each of OPTIONS. Raises UriError where they name no file
+        """Take a value for each of OPTIONS. Raises UriError if they do not identify a file
         system."""
         self.uri = uri
         namenodes = [address for address in options["namenodes"].split(",") if address]
@@ -150,8 +150,8 @@ class HdfsDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> HdfsDriver:
-        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not
-        know."""
+        """Return the driver for ``uri``. Raises UriError for an unknown option or an invalid
+        value."""
         authority, _, path = uri.location.partition("/")
         if "@" in authority:
             raise UriError(
@@ -159,7 +159,7 @@ class HdfsDriver(Driver):
                 uri=uri.redacted,
                 advice="Set HADOOP_USER_NAME, or use Kerberos.",
             )
-        root_key(path, uri)  # refuses a root that has two spellings
+        root_key(path, uri)  # rejects a root with two spellings
         check_installed(uri.scheme, uri.redacted)
         return cls(
             authority,
@@ -188,13 +188,13 @@ class HdfsDriver(Driver):
                 with call:
                     joiner.add(memoryview(arrived))
 
-        with self._rooms.room() as room:  # a thread that is left behind does not use it any more
+        with self._rooms.room() as room:  # an abandoned thread no longer uses it
             joiner = PieceJoiner(start, nbytes, _PIECE_NBYTES, take, room)
             await self._read(key, read)
 
     async def _read(self, key: str, read: Callable[[Call, _Arriving], None]) -> None:
-        """Perform ``read`` in a thread. The blocks of an object that is replaced go away under its
-        readers: then it is performed again."""
+        """Run ``read`` in a thread. If the object is replaced, its blocks vanish during the read,
+        so it is retried."""
         path = self._names.path(key)
         inner = self._client.inner
 
@@ -214,8 +214,8 @@ class HdfsDriver(Driver):
     def _arriving(
         self, inner: hdfs_native.Client, path: str, key: str, start: int, nbytes: int
     ) -> Iterator[bytes]:
-        """A range of a file, as the library hands it over. Blocks. Raises where it is not all
-        there."""
+        """Yield a range of a file in pieces from the library. Blocks. Raises if the range is
+        incomplete."""
         reader = whole_reader(inner, path, start + nbytes)
         if start + nbytes > len(reader):  # the library would panic
             message = f"object ends at byte {len(reader)}, before {start + nbytes}"
@@ -243,7 +243,7 @@ class HdfsDriver(Driver):
             reader = whole_reader(inner, path)
             check_small(len(reader), self.uri, key)
             data = b"".join(pieces(reader, 0, len(reader)))
-            # After a restart, say, no DataNode has told the name node of its blocks yet.
+            # For example after a restart, before DataNodes have reported their blocks.
             if len(data) < len(reader):
                 raise StorageDownError(
                     f"get: {len(data)} of {len(reader)} bytes arrived", uri=self.uri, key=key
@@ -253,8 +253,8 @@ class HdfsDriver(Driver):
         return await self._client.call("get", key, get)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. The rename decides; one that finds its key taken from the
-        beginning writes no file."""
+        """See :meth:`Driver.put`. The rename decides. An exclusive put first checks the key, to
+        avoid writing a file in vain."""
         if exclusive:
             await self._check_free(key)
         upload = await self._begin(key, self._names.path(key), [(0, len(data))])
@@ -287,7 +287,8 @@ class HdfsDriver(Driver):
                 yield ObjectInfo(key, status.length, status.modification_time / 1000)
 
     async def delete(self, key: str) -> None:
-        """See :meth:`Driver.delete`. An empty folder of this name, which is no object, goes too."""
+        """See :meth:`Driver.delete`. Also removes an empty folder of this name, which is not an
+        object."""
         try:
             await self._client.delete(self._names.path(key), key)
         except StorageError as error:
@@ -298,14 +299,14 @@ class HdfsDriver(Driver):
         await self._client.delete(self._names.path(prefix), prefix, recursive=True)
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. What has not changed for an hour is taken for dead: a live
-        upload renews the time of its files."""
+        """See :meth:`Driver.sweep`. Files without changes for an hour are dead, because live
+        uploads touch theirs."""
         await sweep(self._client, self._names.path(prefix), prefix, QUIET_S)
 
     async def close(self) -> None:
-        """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted. Calls
-        that no longer are waited for end when the library ends them; nothing waits for that, nor
-        does the interpreter when it exits."""
+        """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted. Abandoned
+        calls end whenever the library ends them; neither this method nor interpreter exit waits for
+        them."""
         for upload in tuple(self._uploads):
             await upload.abort()
         self._client.close()
@@ -344,8 +345,8 @@ def _tokens(uri: str) -> list[Token]:
 
 
 def _authentication(properties: Mapping[str, str], token: Token | None) -> str:
-    """``hadoop.security.authentication``; where that is ``kerberos``, a ``token`` for this file
-    system does."""
+    """Return ``hadoop.security.authentication``, or ``token`` if that is ``kerberos`` and there is
+    a token for this file system."""
     configured = properties.get("hadoop.security.authentication", "simple").lower()
     if token and configured == "kerberos":
         return "token"
@@ -359,8 +360,8 @@ def _webhdfs(
     options: Mapping[str, Any],
     token: Token | None,
 ) -> WebHdfs | None:
-    """The client that joins the parts of objects below ``root``; None if that is switched off, or
-    no name node's address is known."""
+    """Return the client that joins the parts of uploads below ``root``; None if it is switched off,
+    or no name node's address is known."""
     given: str = options["webhdfs"]
     if given == "off":
         return None

@@ -1,7 +1,7 @@
-"""What hdfs-native raises, as the StorageError that a handler can act on.
+"""Translation of hdfs-native's errors into Holdfast's errors.
 
-It tells most failures apart by text only: ``RuntimeError('RPCError("java.class", "message\\n\\tat
-stack…")')``. A panic of Rust code is a BaseException there.
+Most failures differ only in their text: ``RuntimeError('RPCError("java.class", "message\\n\\tat
+stack…")')``. A Rust panic is a BaseException.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _KINDS: dict[type[StorageError], tuple[str, ...]] = {
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
 _TEXTS: tuple[tuple[str, type[StorageError]], ...] = (
-    # addBlock answers a plain IOException for both; what it says is all that tells.
+    # addBlock reports both as a plain IOException; only the text tells them apart.
     ("could only be written to 0 of", FullError),
     ("could only be replicated to 0", FullError),
     ("Insufficient blocks succeeded", StorageDownError),
     ("Cannot contact any KDC", StorageDownError),
-    # hdfs-native calls the first three "already exists"; they are about a file that is being
-    # written, not about a key.
+    # hdfs-native reports the first three as "already exists", but they concern a file being
+    # written, not a key.
     ("this file lease is currently owned by", BusyError),
     ("is already the current lease holder", BusyError),
     ("lease recovery is in progress", BusyError),
@@ -85,7 +85,7 @@ _LEASE_ADVICE = (
 )
 
 _ADVICE_FOR = (
-    # The first sign that the text contains wins.
+    # The first match in the text wins.
     ("this file lease is currently owned by", _LEASE_ADVICE),
     ("is already the current lease holder", _LEASE_ADVICE),
     ("lease recovery is in progress", _LEASE_ADVICE),
@@ -124,7 +124,7 @@ _RUST_KIND = re.compile(r"([A-Z]\w+)\(")
 
 
 def storage_error(error: BaseException, doing: str, uri: str, key: str) -> StorageError:
-    """The StorageError that ``error`` means; the caller raises it from ``error``. ``doing`` begins
+    """Return the StorageError for ``error``; the caller raises it from ``error``. ``doing`` starts
     the message."""
     text = str(error)
     kind = _kind(error, text)
@@ -163,8 +163,8 @@ def _kind(error: BaseException, text: str) -> type[StorageError]:
 
 
 def _first_line(text: str) -> str:
-    """Without the Java stack: what it says before that, in one line; of an error of Kerberos only
-    its own words."""
+    """Return the message without the Java stack, on one line; for Kerberos errors only the GSSAPI
+    text."""
     words = _GSSAPI_WORDS.search(text)
     if words is not None:
         return f"Kerberos: {words[1]}"

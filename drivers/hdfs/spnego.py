@@ -1,9 +1,8 @@
-"""The token by which an HTTP request says whose it is, from a Kerberos ticket (SPNEGO, RFC 4559).
+"""SPNEGO tokens (RFC 4559), which authenticate HTTP requests with a Kerberos ticket.
 
-The library is the system's ``libgssapi_krb5``, which hdfs-native loads for its own connections too;
-packages that bind it come without wheels for Linux. Scope: the first token, which is all that
-Kerberos needs. The answer is not authenticated in turn: over plain HTTP the rest of it would not
-be, either.
+Uses the system's ``libgssapi_krb5``, which hdfs-native loads as well; Python bindings have no Linux
+wheels. Scope: the first token only, which is all that Kerberos needs. The server's reply is not
+authenticated, just as the rest of the response is not over plain HTTP.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ _OF_MECHANISM = 2
 
 
 class NoTicket(Exception):
-    """There is no token: the library is missing, or has no valid ticket; the message says which."""
+    """No token is available: the library is missing, or there is no valid ticket. The message says
+    which."""
 
 
 class _Buffer(ctypes.Structure):
@@ -37,10 +37,10 @@ class _Oid(ctypes.Structure):
 
 
 def negotiate_token(host: str) -> bytes:
-    """What goes into ``Authorization: Negotiate``, in base 64, of a request to a web server on
-    ``host``.
+    """Return the token, before base64 encoding, for the ``Authorization: Negotiate`` header of a
+    request to ``host``.
 
-    Blocks: it may ask the KDC for a ticket. Raises NoTicket.
+    Blocks: may ask the KDC for a ticket. Raises NoTicket.
     """
     gss = _library()
     name = _service_name(gss, f"HTTP@{host}")
@@ -117,7 +117,7 @@ def _message(gss: Any, major: int, minor: int) -> str:
 
 
 def _taken(gss: Any, buffer: _Buffer) -> bytes:
-    """The content of a buffer, which is released."""
+    """Return the content of a buffer and release it."""
     if buffer.value:
         content = ctypes.string_at(buffer.value, buffer.length)
     else:

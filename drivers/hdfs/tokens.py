@@ -1,10 +1,10 @@
-"""Delegation tokens: the file that ``HADOOP_TOKEN_FILE_LOCATION`` names, as ``hdfs fetchdt`` and
-YARN write it.
+"""Delegation tokens from the file named by ``HADOOP_TOKEN_FILE_LOCATION``, as written by ``hdfs
+fetchdt`` and YARN.
 
-hdfs-native reads the file too. What it does not do: look a host up, though Hadoop writes IP
-addresses into tokens; and say what is wrong with a file.
+hdfs-native reads the file too, but does not resolve hosts, although Hadoop writes IP addresses into
+tokens, and does not explain a malformed file.
 
-Scope: the kinds and services of tokens; what is in them only the name node knows.
+Scope: kinds and services of tokens. Only the name node understands their content.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HIGH_AVAILABILITY = "ha-hdfs:"
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """For one ``service``: ``address:port`` of a name node, or ``ha-hdfs:name`` of a name
+    """A token for one ``service``: ``address:port`` of a name node, or ``ha-hdfs:name`` of a name
     service."""
 
     identifier: bytes
@@ -39,8 +39,8 @@ class Token:
 
 
 def tokens() -> list[Token]:
-    """Those for HDFS that the environment names. Raises OSError, and ValueError for what is no file
-    of tokens."""
+    """Return the HDFS tokens named by the environment. Raises OSError, and ValueError if the file
+    is not a token file."""
     location = os.environ.get(VARIABLE)
     if not location:
         return []
@@ -48,14 +48,14 @@ def tokens() -> list[Token]:
 
 
 def token_of(authority: str, found: Sequence[Token]) -> Token | None:
-    """The token for a name node, or a name service."""
+    """Return the token for a name node or name service, if any."""
     services = (authority, _HIGH_AVAILABILITY + authority)
     return next((token for token in found if token.service in services), None)
 
 
 def service_address(authority: str, found: Sequence[Token]) -> str:
-    """``host:port`` as the tokens have it, which is mostly by the host's IP address; else
-    ``authority`` as it is."""
+    """Return ``authority`` as the tokens spell it, mostly with the host's IP address; unchanged if
+    no token matches."""
     host, _, port = authority.rpartition(":")
     if not host or not found or token_of(authority, found) is not None:
         return authority
@@ -70,14 +70,14 @@ def service_address(authority: str, found: Sequence[Token]) -> str:
 
 
 def url_form(token: Token) -> str:
-    """The token as a request of WebHDFS carries it, which knows by itself of what kind and for whom
-    it is."""
+    """Encode a token for a WebHDFS request. Kind and service are left empty: the server knows
+    them."""
     content = b"".join(_counted(part) for part in (token.identifier, token.password, b"", b""))
     return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
 
 
 def parse(content: bytes) -> list[Token]:
-    """What a file of tokens holds, in either of its forms. Raises ValueError."""
+    """Parse a token file in either of its formats. Raises ValueError."""
     if content[:4] != _MAGIC or len(content) < 6 or content[4] not in (_WRITABLE, _PROTOBUF):
         raise ValueError("this is no file of tokens")
     reader = _Reader(content[5:])
@@ -85,7 +85,7 @@ def parse(content: bytes) -> list[Token]:
 
 
 class _Reader:
-    """Bytes that are taken from the front."""
+    """Reader that consumes bytes from the front."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -102,8 +102,8 @@ class _Reader:
         return self._content[self._at - nbytes : self._at]
 
     def writable(self) -> int:
-        """A number as Hadoop's WritableUtils.writeVLong has it; those that count something are not
-        negative."""
+        """Read a number in the format of Hadoop's WritableUtils.writeVLong. Raises ValueError for
+        negative ones: lengths never are."""
         first = int.from_bytes(self.take(1), signed=True)
         if first >= -112:
             return first
@@ -121,8 +121,8 @@ class _Reader:
         raise ValueError("the file of tokens holds a number without end")
 
     def fields(self) -> Iterator[tuple[int, bytes]]:
-        """Number and content of each field of a protobuf message; those of tokens are all counted
-        bytes."""
+        """Yield number and content of each field of a protobuf message. Token messages only have
+        length-delimited fields."""
         while self.more:
             tag = self.varint()
             if tag & 7 != 2:
@@ -140,14 +140,14 @@ def _from_writables(reader: _Reader) -> Iterator[Token]:
 def _from_protobuf(reader: _Reader) -> Iterator[Token]:
     message = _Reader(reader.take(reader.varint()))
     for number, entry in message.fields():
-        if number == 1:  # 2 is a secret key
+        if number == 1:  # field 2 is a secret key
             token = dict(_Reader(dict(_Reader(entry).fields()).get(2, b"")).fields())
             parts = [token.get(part, b"") for part in range(1, 5)]
             yield Token(parts[0], parts[1], parts[2].decode(), parts[3].decode())
 
 
 def _counted(part: bytes) -> bytes:
-    """With its length before it, as :meth:`_Reader.writable` reads it."""
+    """Return ``part`` with its length in front, as :meth:`_Reader.writable` reads it."""
     if len(part) < 128:
         return bytes([len(part)]) + part
     length = len(part).to_bytes((len(part).bit_length() + 7) // 8)

@@ -1,4 +1,4 @@
-"""Folders: what lies below one, and what dead uploads left there."""
+"""Walking and sweeping folders."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["sweep", "walk"]
 
 
 async def walk(client: Client, top: str, key: str) -> AsyncIterator[FileStatus]:
-    """Every file and folder below ``top``, or ``top`` itself if that is a file. What vanishes
-    meanwhile is left out."""
+    """Yield every file and folder below ``top``, or ``top`` itself if it is a file. Omits entries
+    that vanish meanwhile."""
     folders = [top]
     while folders:
         async for status in client.entries(folders.pop(), key):
@@ -27,12 +27,12 @@ async def walk(client: Client, top: str, key: str) -> AsyncIterator[FileStatus]:
 
 
 async def sweep(client: Client, path: str, key: str, quiet_s: float) -> None:
-    """Remove temporary files of dead uploads to ``path`` and below it, and the folders that are
-    then empty.
+    """Remove temporary files of dead uploads to ``path`` and below it, and folders that are then
+    empty.
 
-    Dead is what is older, by more than ``quiet_s``, than the newest file or folder seen here: so
-    only the name node's clock counts. No live upload is harmed: a folder is made together with the
-    file in it, and goes only when empty.
+    An upload is dead if it is older, by more than ``quiet_s``, than the newest file or folder seen,
+    so only the name node's clock matters. Live uploads are safe: a folder is created together with
+    a file in it, and is removed only when empty.
     """
     above, _, name = path.rpartition("/")
     beside = [status async for status in client.entries(above or "/", key)]

@@ -1,8 +1,7 @@
-"""One object on its way: a file per segment under a temporary name, joined into one, renamed to its
-key.
+"""An upload to HDFS: one temporary file per segment, joined into one and renamed to its key.
 
-A writer of HDFS that fails may *complete* its file all the same: so what has a key is never written
-to, and the name node is asked for the length before the rename.
+A failing HDFS writer may still *complete* its file. So files with a key are never written to, and
+the length is checked with the name node before the rename.
 """
 
 from __future__ import annotations
@@ -32,31 +31,29 @@ if TYPE_CHECKING:
 __all__ = ["PIECE_NBYTES", "FileOptions", "HdfsUpload"]
 
 PIECE_NBYTES = 1 << 20
-"""hdfs-native takes ``bytes`` only, so each piece is copied first, with the interpreter's lock
-held. Small enough for the library to find it in the processor's cache, and for the allocator to use
-the same memory again: pieces of 4 MiB cost a tenth of a second more per GiB, and page faults; of
-256 KiB, more calls."""
+"""Bytes copied per call. hdfs-native only accepts ``bytes``, so each piece is copied first, while
+holding the GIL. This size fits the CPU cache and lets the allocator reuse memory. Pieces of 4 MiB
+cost a tenth of a second more per GiB, plus page faults; 256 KiB means more calls."""
 
 PLACEMENTS = 4
-"""Files made anew when the first write to one fails: for ten minutes the name node goes on naming a
-DataNode that has died, and the library does not ask for another one."""
+"""Attempts to recreate a file whose first write fails. For ten minutes the name node keeps choosing
+a dead DataNode, and the library does not ask for another."""
 
 TOUCH_S = 600.0
-"""How often a live upload shows that it is one; far below the quiet time after which it is swept.
-"""
+"""Interval at which a live upload touches its files; far below the age at which they are swept."""
 
 ABORT_S = 10.0
-"""How long an abort tries to delete; what then is left is swept by a later save."""
+"""Seconds an abort spends deleting; a later save sweeps the rest."""
 
 _log = logging.getLogger(__name__)
 _warned_of: set[tuple[str, ...]] = set()
-"""The file systems, by the addresses of their name nodes, of which a warning has been logged."""
+"""File systems, by the addresses of their name nodes, already mentioned in a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
-    """Of new files; None is the name node's default. ``sync``: on the DataNodes' disks, not only in
-    their memory."""
+    """Options of new files; None for the name node's default. ``sync`` waits for the DataNodes'
+    disks, not just their memory."""
 
     block_nbytes: int | None
     replication: int | None
@@ -64,7 +61,7 @@ class FileOptions:
 
 
 class _File:
-    """One temporary file, written from ``start`` (of the object) onwards, without a gap."""
+    """One temporary file, written without gaps from offset ``start`` of the object."""
 
     def __init__(
         self, client: Client, path: str, key: str, start: int, options: FileOptions
@@ -75,14 +72,15 @@ class _File:
         self._options = options
         self._start = self._at = start
         self._turns: dict[int, asyncio.Future[None]] = {}
-        """The writes that wait for the bytes before their own, by where these begin."""
+        """Writes waiting for the bytes before theirs, by start offset."""
         self._writer: RawFileWriter | None = None
         self._broken: BaseException | None = None
         self.answered = False
-        """True once the name node has answered the request to make the file."""
+        """Whether the name node has answered the request to create the file."""
 
     async def write(self, start: int, data: Buffer) -> None:
-        """Append ``data`` when what comes before ``start`` has been; that has been begun."""
+        """Append ``data`` once everything before ``start`` is written; those writes have already
+        started."""
         if self._at != start:
             turn = self._turns[start] = asyncio.get_running_loop().create_future()
             await turn
@@ -107,7 +105,7 @@ class _File:
             await self._client.delete(self.path, self._key)
 
     async def close(self) -> None:
-        """Complete the file: as many DataNodes hold it as the name node asks for."""
+        """Complete the file: as many DataNodes hold it as the name node requires."""
         writer = await self.opened()
         sync = self._options.sync
 
@@ -120,8 +118,8 @@ class _File:
         self._writer = None
 
     def spoil(self, error: BaseException) -> None:
-        """Every call from now on fails: where the file ends is unknown, and does not matter. Lets
-        go of connections and lease."""
+        """Make every further call fail, and release connections and lease. The file's length is
+        then unknown and irrelevant."""
         self._broken = self._broken or error
         self._writer = None
         for turn in self._turns.values():
@@ -129,7 +127,7 @@ class _File:
                 turn.set_result(None)
 
     async def opened(self) -> RawFileWriter:
-        """Make the file, and the folders above it, if that has not been done."""
+        """Return the file's writer, creating the file and the folders above it if needed."""
         self._check()
         if self._writer is None:
             self.answered = False
@@ -146,7 +144,7 @@ class _File:
         try:
             with call:
                 return writer
-        except CallerGone:  # an abort that came before the answer has deleted nothing
+        except CallerGone:  # the caller aborted before the answer, so its abort has deleted nothing
             inner.delete(self.path, False)
             raise
 
@@ -158,7 +156,7 @@ class _File:
 
 
 def write_options(options: FileOptions) -> hdfs_native.WriteOptions:
-    """Of a file that must not be there yet."""
+    """Return options for a file that must not exist yet."""
     from hdfs_native import WriteOptions
 
     return WriteOptions(
@@ -177,8 +175,8 @@ def _write(call: Call, *, writer: RawFileWriter, data: Buffer) -> None:
 
 
 class HdfsUpload(Upload):
-    """An upload in segments. Within each, writes come in ascending order; segments may be written
-    at once."""
+    """An upload in segments. Segments may be written concurrently; within each, writes are
+    ascending."""
 
     def __init__(
         self,
@@ -190,8 +188,8 @@ class HdfsUpload(Upload):
         options: FileOptions,
         on_over: Callable[[HdfsUpload], None],
     ) -> None:
-        """``cuts``: (start, stop) of each segment. ``on_over`` is called when nothing is left to
-        drop."""
+        """Take (start, stop) of each segment as ``cuts``. ``on_over`` is called when nothing is
+        left to drop."""
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/{temporary_name(name)}"
         self._client = client
@@ -210,7 +208,7 @@ class HdfsUpload(Upload):
         self._touched_s = time.monotonic()
 
     async def begin(self) -> None:
-        """Make the first file: what must fail fails early."""
+        """Create the first file, so that errors surface early."""
         await self._files[0].opened()
 
     async def write(self, start: int, data: Buffer) -> None:
@@ -218,7 +216,7 @@ class HdfsUpload(Upload):
         segment."""
         self._check_open()
         self._written.check(start, len(data))
-        # Before the first await, so that writes keep the order in which they began.
+        # Assign offsets before the first await, so that writes keep their order.
         pieces = list(self._pieces(start, data))
         try:
             for file, at, piece in pieces:
@@ -231,21 +229,21 @@ class HdfsUpload(Upload):
         await self._touch()
 
     async def commit(self, nbytes: int | None = None, *, overwrite: bool = True) -> None:
-        """See :meth:`Upload.commit`. Cancelled, or without an answer, at its end: the object may be
-        visible afterwards.
+        """See :meth:`Upload.commit`. If cancelled or unanswered near its end, the object may still
+        become visible.
 
-        Without ``overwrite``: raises ExistsError where the key is taken.
+        Without ``overwrite``, raises ExistsError if the key is taken.
         """
         self._check_open()
         try:
             self._written.check_complete(nbytes)
             reached = zip(self._files, self._cuts, self._next, strict=True)
-            # Segments that were never begun have no file.
+            # Segments that were never started have no file.
             self._files[1:] = [file for file, (start, _), at in reached if at > start > 0]
             await side_by_side(*(file.close() for file in self._files))
             await self._join()
             await self._publish(overwrite)
-            del self._files[0]  # it has the key now; abort deletes what was copied into it
+            del self._files[0]  # it has the key now; abort deletes the files copied into it
         finally:
             await self.abort()
 
@@ -253,10 +251,10 @@ class HdfsUpload(Upload):
         self._over = True
         for file in self._files:
             file.spoil(self._error("the upload is over", StorageError))
-        # A file whose request has not been answered is deleted by the thread that waits for the
-        # answer: a name node that is silent would let this wait, too.
+        # If the creation of a file is unanswered, the thread waiting for the answer deletes the
+        # file; a silent name node would stall us here too.
         made = [file for file in self._files if file.answered]
-        # Whatever uses the storage next finds out what is wrong; what is left is swept.
+        # The next use of the storage will report the problem; a sweep removes the rest.
         with contextlib.suppress(StorageError, TimeoutError):
             async with asyncio.timeout(ABORT_S):
                 await side_by_side(*map(self._delete, made))
@@ -264,12 +262,12 @@ class HdfsUpload(Upload):
 
     async def _delete(self, file: _File) -> None:
         await self._client.delete(file.path, self._key)
-        # The driver's close may abort an upload that is being aborted already.
+        # close() may abort an upload that is already being aborted.
         with contextlib.suppress(ValueError):
             self._files.remove(file)
 
     def _pieces(self, start: int, data: Buffer) -> Iterator[tuple[_File, int, Buffer]]:
-        """The files that ``data`` goes to, and what goes there, from where."""
+        """Yield the file, start offset and data of each part of ``data``."""
         stop = start + len(data)
         for n, (begin, end) in enumerate(self._cuts):
             first = max(start, begin)
@@ -284,7 +282,7 @@ class HdfsUpload(Upload):
             yield self._files[n], first, data[first - start : last - start]
 
     async def _join(self) -> None:
-        """Make one file, the first, of all."""
+        """Join all files into the first one."""
         target, *others = [file.path for file in self._files]
         if not others:
             return
@@ -297,7 +295,7 @@ class HdfsUpload(Upload):
             joined = (
                 await self._client.status(target, self._key, "commit")
             ).length == self._written.nbytes
-            if not joined:  # it was not only the answer that was lost
+            if not joined:  # not just a lost answer
                 _warn_once(
                     self._client.uri, self._webhdfs.addresses if self._webhdfs else (), str(refused)
                 )
@@ -309,14 +307,14 @@ class HdfsUpload(Upload):
         inner = self._client.inner
 
         def copy(call: Call) -> None:
-            whole_reader(inner, target)  # the name node appends to nothing else
+            whole_reader(inner, target)  # only a fully reported file can be appended to
             writer = appending(inner, target)
             for path in others:
                 reader = whole_reader(inner, path)
                 for piece in reader.read_range_stream(0, len(reader)):
                     writer.write(piece)
                     with call:
-                        pass  # progress
+                        pass  # counts as progress
             writer.close()
 
         await self._client.call("join", self._key, copy)
@@ -328,7 +326,7 @@ class HdfsUpload(Upload):
             raise self._error(
                 f"commit: {ours.length} of {self._written.nbytes} bytes arrived", StorageDownError
             )
-        if self._written.nbytes:  # what has a key is there for every reader at once
+        if self._written.nbytes:  # a key must be readable by everyone at once
             inner = self._client.inner
             await self._client.call(
                 "commit", self._key, lambda call: whole_reader(inner, path, self._written.nbytes)
@@ -336,14 +334,14 @@ class HdfsUpload(Upload):
         try:
             await self._client.rename(path, self._path, self._key, overwrite=overwrite)
         except StorageError:
-            # The library asks again when a connection breaks, and then hears that the file has
-            # gone, or is there.
+            # The library retries on a broken connection, and then finds the source gone or the
+            # target taken.
             if not await self._renamed(path, ours):
                 raise
 
     async def _renamed(self, path: str, ours: hdfs_native.FileStatus) -> bool:
-        """Whether ``path``, which was ``ours``, is now what has the key: a rename keeps time and
-        length."""
+        """Return whether the file formerly at ``path``, with status ``ours``, now has the key. A
+        rename keeps time and length."""
         with contextlib.suppress(StorageError):
             await self._client.status(path, self._key, "commit")
             return False
@@ -353,7 +351,7 @@ class HdfsUpload(Upload):
         return False
 
     async def _touch(self) -> None:
-        """Show by the time of the files that this upload lives: the name node does not change it
+        """Touch the files to mark the upload as live: the name node does not update their times
         while they grow."""
         now_s = time.monotonic()
         if now_s - self._touched_s < TOUCH_S:
@@ -364,7 +362,7 @@ class HdfsUpload(Upload):
 
         def touch(call: Call) -> None:
             for file in self._files:
-                with contextlib.suppress(FileNotFoundError):  # its segment has not been begun
+                with contextlib.suppress(FileNotFoundError):  # its segment has not started
                     inner.set_times(file.path, at_ms, at_ms)
 
         await self._client.call("touch", self._key, touch)
@@ -378,7 +376,7 @@ class HdfsUpload(Upload):
 
 
 def _warn_once(uri: str, addresses: tuple[str, ...], reason: str) -> None:
-    """Warn of the first upload to a file system whose parts are copied, not of each."""
+    """Warn once per file system, not per upload, that parts are joined by copying."""
     if addresses not in _warned_of:
         _warned_of.add(addresses)
         _log.warning("%s: parts are joined by copying: %s; ?streams=1 avoids it", uri, reason)

@@ -1,9 +1,9 @@
 """CONCAT, which hdfs-native lacks, through WebHDFS: one small HTTP request to a name node.
 
-A request is authenticated by a delegation token, by name, or by a Kerberos ticket where the name
-node asks for one. Where WebHDFS is switched off, there is no ticket, or it refuses (an encryption
-zone, an erasure-coded folder, a snapshot), :meth:`WebHdfs.concat` says so, and the parts of an
-upload are joined by copying.
+Requests are authenticated by a delegation token, by user name, or by a Kerberos ticket if the name
+node requires one. :meth:`WebHdfs.concat` reports failure if WebHDFS is switched off, has no ticket,
+or refuses (encryption zone, erasure-coded folder, snapshot). The parts of an upload are then joined
+by copying.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _REASON_MAX = 300
 
 
 class ConcatRefused(Exception):
-    """No name node did it; the message says why, one reason for each."""
+    """No name node performed the request. The message lists one reason per name node."""
 
 
 class WebHdfs:
-    """The name nodes' HTTP addresses, ``http://host:port`` or ``https://host:port``."""
+    """HTTP addresses of the name nodes, ``http://host:port`` or ``https://host:port``."""
 
     def __init__(
         self,
@@ -40,19 +40,19 @@ class WebHdfs:
         moved: tuple[str, str] = ("", ""),
         delegation: str | None = None,
     ) -> None:
-        """``moved``: the folder at whose place, the second one, the name nodes know what lies below
-        the first one. ``delegation``: a token that authenticates the requests."""
+        """``moved`` maps the first folder to the second, its path on the name nodes. ``delegation``
+        is a token that authenticates requests."""
         self.addresses = tuple(addresses)
         self._timeout_s = timeout_s
         self._moved = moved
         self._delegation = delegation
 
     async def concat(self, target: str, sources: Sequence[str], user: str) -> None:
-        """Append the files ``sources`` to ``target``, in order; they are gone afterwards. All lie
-        in one folder.
+        """Append the files ``sources`` to ``target``, in order, and remove them. All are in one
+        folder.
 
-        Atomic on the name node, and moves no data. Raises ConcatRefused; then it may still have
-        happened where an answer was lost.
+        Atomic on the name node, and moves no data. Raises ConcatRefused; if an answer was lost, it
+        may still have happened.
         """
         if any("," in path for path in sources):
             raise ConcatRefused("a path with a comma cannot be named in a request")
@@ -84,12 +84,13 @@ class WebHdfs:
         return new + path.removeprefix(old)
 
     async def _answer_of(self, address: str, path: str, user: str) -> _Answer:
-        """Raises what :meth:`_ask` raises, and TimeoutError at the deadline."""
+        """Run :meth:`_ask` in a thread. Raises its errors, and TimeoutError at the deadline."""
         return await run(lambda call: self._ask(address, path, user), self._timeout_s)
 
     def _ask(self, address: str, path: str, user: str) -> _Answer:
-        """Ask with a delegation token; without one, as ``user``, and then with a Kerberos ticket if
-        the server asks for one. Blocks. Raises NoTicket and what :meth:`_post` raises."""
+        """Send the request with a delegation token; without one, as ``user``, and then with a
+        Kerberos ticket if the server demands one. Blocks. Raises NoTicket and the errors of
+        :meth:`_post`."""
         if self._delegation is not None:
             return self._post(address, f"{path}&delegation={self._delegation}", {})
         answer = self._post(address, f"{path}&user.name={quote(user, safe='')}", {})
@@ -99,8 +100,8 @@ class WebHdfs:
         return self._post(address, path, {"Authorization": f"Negotiate {token}"})
 
     def _post(self, address: str, path: str, headers: Mapping[str, str]) -> _Answer:
-        """Blocks. Raises OSError, HTTPException for what is no HTTP, and ValueError for what is no
-        address. A redirect is an answer like any other: it is not followed."""
+        """Send one POST request. Does not follow redirects. Blocks. Raises OSError, HTTPException
+        for a response that is not HTTP, and ValueError for an invalid address."""
         parts = urlsplit(address)
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
@@ -125,7 +126,7 @@ class _Answer:
     status: int
     phrase: str
     authenticate: tuple[str, ...]
-    """The ways to authenticate that a refusal offers."""
+    """Authentication methods offered in a refusal."""
     body: str
 
     @property
@@ -135,7 +136,8 @@ class _Answer:
 
     @property
     def reason(self) -> str:
-        """WebHDFS explains itself in JSON; a page is for people with browsers."""
+        """The body if WebHDFS explains itself in JSON, else the status phrase; HTML pages are
+        skipped."""
         if self.body and not self.body.startswith("<"):
             return self.body[:_REASON_MAX]
         return self.phrase

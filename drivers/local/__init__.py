@@ -1,1 +1,1 @@
-"""``file://``: files of this host, and of mounts that look like them."""
+"""``file://``: files on this host, and on mounts that behave like local files."""

@@ -1,14 +1,14 @@
-"""``file:///folder``: a local file system, at the device's own rate.
+"""``file:///folder``: a local file system, at the device's own speed.
 
-Threads do plain ``pwrite`` and ``preadv``; O_DIRECT keeps the page cache out of the way where it is
-not refused. An upload is a temporary file beside its target, fsynced, renamed, and its folder
-fsynced. The parts live next door: ``io`` (bytes), ``tree`` (names), ``files`` (new and open
-files), ``uploads``; this module makes them asynchronous.
+Threads call ``pwrite`` and ``preadv``, with O_DIRECT to bypass the page cache where it is
+supported. An upload is a temporary file next to its target: fsync, rename, fsync of the folder.
+This module provides the asynchronous interface; ``io`` moves bytes, ``tree`` resolves names,
+``files`` manages new and open files, and ``uploads`` implements the upload.
 
-A key is a path below the root. So ``a`` and ``a/b`` cannot both be objects. Names that look like
-our temporary files are refused, as are those behind which NFS and FUSE keep a removed file that is
-still open. Symbolic links below the root are no objects: listings leave them out, a key through one
-is an error.
+A key is a path below the root, so ``a`` and ``a/b`` cannot both be objects. Names that look like
+our temporary files are rejected, and so are the names under which NFS and FUSE keep removed files
+that are still open. Symbolic links below the root are not objects: listings omit them, and a key
+that passes through one is an error.
 """
 
 from __future__ import annotations
@@ -39,26 +39,23 @@ from .uploads import LocalUpload
 __all__ = ["LocalDriver"]
 
 SHARED_QUIET_S = 3600.0
-"""How long a temporary file must not have changed to be swept, where other hosts may be writing it.
-"""
+"""Age without changes after which a temporary file is swept, if other hosts may be writing it."""
 
 CLOSE_TIMEOUT_S = 60.0
-"""How long close() waits for operations that still run."""
+"""Seconds that close() waits for running operations."""
 
 OPENED_AGAIN = 3
-"""So often in a row an object may be replaced between being opened and being read, which NFS and
-FUSE answer by ESTALE."""
+"""Retries when an object is replaced between open and read, which NFS and FUSE report as ESTALE."""
 
 _LIST_BATCH = 1000
-_OFFSET_MAX = 1 << 63  # more than the kernel takes
+_OFFSET_MAX = 1 << 63  # larger than any file offset
 
 
 class LocalDriver(Driver):
-    """Objects are files below a folder. Reads nothing and creates nothing before its first
-    operation.
+    """Objects stored as files below a folder. Does no I/O before the first operation.
 
-    A root that does not exist is empty; :meth:`create` and :meth:`put` make it, with the
-    permissions that the umask leaves, as they make the folders that a key needs.
+    A root that does not exist is empty. :meth:`create` and :meth:`put` create it, as well as the
+    folders that a key needs, with permissions according to the umask.
     """
 
     remote: ClassVar[bool] = False
@@ -81,8 +78,8 @@ class LocalDriver(Driver):
         create: CreateFile = create_file,
         scheme: str = "file",
     ) -> None:
-        """``fs_type`` tells the type of the file system that holds a path; ``create`` makes the
-        file of an upload; ``scheme`` is that of ``uri``."""
+        """Take options and hooks: ``fs_type`` returns the file system type of a path, ``create``
+        creates the file of an upload, and ``scheme`` is the scheme of ``uri``."""
         uri = Uri(scheme, os.fspath(root))
         kind = fs_type(uri.location)
         self.uri = uri.redacted
@@ -107,12 +104,13 @@ class LocalDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> LocalDriver:
-        """The driver for ``uri``. Raises UriError for an option, or a value, that OPTIONS does not
-        know."""
+        """Return the driver for ``uri``. Raises UriError for an unknown option or an invalid
+        value."""
         return cls(uri.location, **option_values(cls.OPTIONS, uri))._closed_when_collected()
 
     def _closed_when_collected(self) -> Self:
-        """Itself; what it holds open is closed when it is collected, in this process."""
+        """Arrange that open files are closed when the driver is garbage-collected in this process,
+        and return it."""
         self._finalizer = weakref.finalize(
             self, _close_files, os.getpid(), self._tree, self._open_files
         )
@@ -158,14 +156,14 @@ class LocalDriver(Driver):
         await self._threads.operate("delete", self._checked(key), self._delete, key)
 
     async def delete_all(self, prefix: str) -> None:
-        """See :meth:`Driver.delete_all`. Durable on return. Symbolic links go too; what they point
-        to stays."""
+        """See :meth:`Driver.delete_all`. Durable on return. Removes symbolic links, but not their
+        targets."""
         await self._threads.operate("delete", self._checked(prefix), self._delete_all, prefix)
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. A live upload holds a lock (flock) on its temporary file. Such
-        locks may not reach other hosts: where other hosts see the files, only what has not changed
-        for an hour is taken for dead."""
+        """See :meth:`Driver.sweep`. A live upload holds a lock (flock) on its temporary file. Locks
+        may not work across hosts, so on shared file systems a file only counts as dead after an
+        hour without changes."""
         if self.traits.shared:
             quiet_s = SHARED_QUIET_S
         else:
@@ -177,8 +175,8 @@ class LocalDriver(Driver):
     async def close(self) -> None:
         """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted.
 
-        Raises StorageDownError where operations still run after a minute; their descriptors then
-        stay open.
+        Raises StorageDownError if operations are still running after a minute; their descriptors
+        then stay open.
         """
         await self._threads.close(CLOSE_TIMEOUT_S)
         if self._finalizer is not None:
@@ -216,12 +214,12 @@ class LocalDriver(Driver):
             ) from error
         return key
 
-    # What follows blocks, and runs in threads.
+    # The methods below block, and run in threads.
 
     def _read(self, key: str, start: int, into: Buffer) -> None:
         stop = start + len(into)
         with self._open_files.use(key) as file:
-            # read_at asks nothing of the file where there is nothing to read.
+            # read_at does not check the file size for an empty read.
             beyond = not len(into) and stop > os.fstat(file.plain).st_size
             if beyond or not 0 <= start <= stop < _OFFSET_MAX:
                 raise DamagedError(f"no object has bytes {start}:{stop}", uri=self.uri, key=key)
@@ -268,8 +266,8 @@ class LocalDriver(Driver):
 
 
 def _close_files(process: int, tree: Tree, open_files: OpenFiles) -> None:
-    """Close what a driver that is gone has left open. No other thread can use it any more, so no
-    lock is waited for; but a forked child may have inherited a locked one."""
+    """Close what a collected driver left open. No other thread can use it, so no lock is contended.
+    A forked child may have inherited a locked lock, so only the owning process does this."""
     if process == os.getpid():
         open_files.close()
         tree.close()

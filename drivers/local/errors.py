@@ -1,4 +1,4 @@
-"""From an errno to the error that a handler can act on."""
+"""Translation of errno values into Holdfast's errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _ADVICE = {
 
 
 class NotAnObject(FileNotFoundError):
-    """A folder, or a file that holds no bytes, has the name of an object."""
+    """A folder or special file has the name of an object."""
 
     def __init__(self, mode: int, key: str) -> None:
         self.kind = _NAMES.get(stat.S_IFMT(mode), "a device")
@@ -68,10 +68,10 @@ class NotAnObject(FileNotFoundError):
 
 
 class storage_errors:
-    """Turn an OSError of the body of a ``with`` into the StorageError of its kind, with ``uri``
-    (redacted), ``key`` and its cause.
+    """Context manager that translates an OSError into a StorageError with ``uri`` (redacted),
+    ``key`` and cause.
 
-    ``doing`` begins the message: "write", say. A StorageError passes unchanged.
+    ``doing`` starts the message, for example "write". A StorageError passes unchanged.
     """
 
     __slots__ = ("_doing", "_key", "_uri")

@@ -1,9 +1,8 @@
-"""Files of the local driver: one that is being written, and those that are being read. All
-functions block.
+"""Files of the local driver: new files, and files open for reading. All functions block.
 
-A network file system may do a request whose reply is lost, be asked again by its client, and refuse
-the second: then link says EEXIST, rename ENOENT and open EEXIST of their own success (link(2),
-open(2)). So what they say then is not believed before a look at the file.
+A network file system may perform a request, lose the reply, repeat the request and reject the
+repetition. Then link reports EEXIST, rename ENOENT and open EEXIST because of their own success
+(link(2), open(2)). So these errors are only believed after checking the file itself.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ __all__ = ["CreateFile", "NewFile", "OpenFiles", "create_file"]
 _log = logging.getLogger(__name__)
 
 CreateFile = Callable[[int, str, int], int]
-"""Creates a file that is to have so many bytes: (folder, name, size) → a descriptor for writing.
-Raises OSError, EEXIST among them, and then leaves nothing."""
+"""Creates a file of the given size: (folder, name, size) → a descriptor for writing. On failure,
+raises OSError (including EEXIST) and leaves nothing behind."""
 
 _SWEPT_S = 5.0
-"""How long a file is created again in a folder that is gone. Clients of network file systems
-believe their caches for about a second."""
+"""Seconds to retry creating a file whose folder keeps vanishing. Network file system clients trust
+their caches for about a second."""
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def create_file(folder: int, name: str, nbytes: int) -> int:
-    """A :data:`CreateFile` for any file system."""
+    """Create a file on any file system. A :data:`CreateFile`."""
     return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=folder)
 
 
 class NewFile:
-    """An object being written under a temporary name, until :meth:`publish` gives it its own.
-    Methods raise OSError."""
+    """An object written under a temporary name until :meth:`publish` renames it. Methods raise
+    OSError."""
 
     def __init__(
         self,
@@ -57,8 +56,8 @@ class NewFile:
         create: CreateFile = create_file,
         take_room: TakeRoom | None = None,
     ) -> None:
-        """``direct``: "auto", "off", or "on" (that O_DIRECT is refused is an error). ``take_room``:
-        asked when the file is opened. Touches nothing yet."""
+        """Do no I/O. ``direct`` is "auto", "off", or "on" (fail if O_DIRECT is refused).
+        ``take_room`` is called when the file is opened."""
         self._create_file = create
         if nbytes < ASKED_MIN_NBYTES or isinstance(nbytes, AtMost):
             self._take_room = None
@@ -75,8 +74,8 @@ class NewFile:
         self._lock = new_lock()
 
     def open(self, *, exclusive: bool = False) -> None:
-        """Create the temporary file, and the folders above it. ``exclusive``: EEXIST where the key
-        is taken. ENOSPC where there is no room, and that can be told now."""
+        """Create the temporary file and its folders. Raises EEXIST if the key is taken and
+        ``exclusive`` is set, and ENOSPC if it is already known that space is insufficient."""
         end_s = time.monotonic() + _SWEPT_S
         pause_s = 0.001
         while (plain := self._create(exclusive)) is None:
@@ -96,8 +95,8 @@ class NewFile:
             raise
 
     def _create(self, exclusive: bool) -> int | None:
-        """The temporary file, created and locked; None where a sweep came between, and took it or
-        its folder away."""
+        """Create and lock the temporary file. Returns None if a concurrent sweep removed it or its
+        folder."""
         self._folder = self._tree.open_folder(self._above, make=True)
         plain = -1
         try:
@@ -114,8 +113,8 @@ class NewFile:
         return None
 
     def _create_temporary(self) -> int:
-        """A file of a name that no other process draws: if it is taken, it is our own, and the
-        reply to its creation was lost."""
+        """Create the temporary file. Its name is unique, so if it exists, it is ours: the reply to
+        its creation was lost."""
         try:
             return self._create_file(self._folder, self._temporary, self._nbytes)
         except FileExistsError:
@@ -135,7 +134,7 @@ class NewFile:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            return True  # nor can a sweep lock it, and so leaves it alone
+            return True  # a sweep cannot lock it either, so it leaves the file alone
 
     def write(self, start: int, data: Buffer) -> None:
         """Write all of ``data`` at byte ``start``."""
@@ -143,13 +142,13 @@ class NewFile:
             write_at(file, start, data)
 
     def publish(self, nbytes: int, *, exclusive: bool = False) -> None:
-        """Make the content, which has ``nbytes``, durable, then give it its name, then make that
-        durable. ``exclusive``: EEXIST where taken.
+        """Make the content of ``nbytes`` durable, give the file its name, and make the name
+        durable. With ``exclusive``, raise EEXIST if the name is taken.
 
-        Followed by :meth:`drop`, whatever happens, and never repeated: after a failed fsync the
-        kernel may take lost pages for clean ones, and call the next fsync a success. If the last
-        step fails, a new object is taken back; one that replaced another stays, whole, and it is
-        open which of the two a power cut would leave.
+        Always followed by :meth:`drop`, and never retried: after a failed fsync the kernel may
+        consider the lost pages clean, so that the next fsync succeeds. If the final fsync fails, a
+        new object is removed again. An object that replaced another stays, whole; after a power
+        cut, either may remain.
         """
         with self._opened() as file:
             if nbytes < self._reserved_nbytes:
@@ -159,8 +158,8 @@ class NewFile:
             self._sync_name(file, take_back=was_free)
 
     def drop(self) -> None:
-        """Remove the temporary file, if it still has that name. Safe at any time, and again; raises
-        nothing."""
+        """Remove the temporary file if it still exists. Never raises; safe at any time and more
+        than once."""
         with self._lock:
             file = self._file
             self._file = None
@@ -178,7 +177,7 @@ class NewFile:
         file.open_direct(
             self._temporary, os.O_WRONLY, folder=self._folder, must=self._direct == "on"
         )
-        # Direct writes that extend a file wait for each other; so it has its size at once.
+        # Direct writes that extend a file are serialized, so set the size now.
         if file.direct is not None and not self._reserved_nbytes:
             os.ftruncate(file.plain, self._nbytes)
             self._reserved_nbytes = self._nbytes
@@ -202,7 +201,7 @@ class NewFile:
             return None
 
     def _give_name(self, exclusive: bool) -> bool:
-        """Move the file to its name; return whether that was free."""
+        """Move the file to its name and return whether the name was free."""
         if not exclusive:
             free = self._status_of_name() is None
             self._rename()
@@ -238,17 +237,17 @@ class NewFile:
                 raise
 
     def _has_its_name(self) -> bool:
-        """Whether the file that is being written is what the object's name names."""
+        """Return whether the object's name refers to the file being written."""
         status = self._status_of_name()
         return status is not None and os.path.samestat(status, os.fstat(self._opened().plain))
 
     def _claim_and_rename(self) -> None:
-        """Exclusive without hard links (FAT, some network file systems): an empty file takes the
-        name, and is replaced.
+        """Create exclusively without hard links (FAT, some network file systems): claim the name
+        with an empty file, then replace it.
 
-        Still exactly one of several succeeds; but for a moment, or after a crash at that moment,
-        the object is there and empty. Whose an empty file is cannot be seen: here a reply that is
-        lost fails the put.
+        Still exactly one of several attempts succeeds. But the object is visible and empty for a
+        moment, or permanently after a crash at that moment. The owner of an empty file is unknown,
+        so here a lost reply fails the put.
         """
         os.close(
             os.open(
@@ -280,23 +279,23 @@ class NewFile:
         try:
             os.unlink(self._temporary, dir_fd=self._folder)
         except FileNotFoundError:
-            pass  # it has its own name by now, or somebody removed it with its folder
+            pass  # already renamed, or removed together with its folder
         except OSError as error:
             _log.warning("temporary file %s is left behind: %s", self._temporary, error)
 
 
 class OpenFiles:
-    """Objects open for reading: at most ``most`` that are idle, the longest unused closed first.
-    Thread-safe.
+    """LRU cache of files open for reading, with at most ``most`` idle ones. Thread-safe.
 
-    A file that was deleted or replaced meanwhile, by whomever, is noticed by its link count, and
-    opened anew. Where the attributes of an open file may be a memory of this host's, and other
-    hosts change what is there, its name is looked up too: what opens the folders above it (NFS's
-    close-to-open) asks the server.
+    A deleted or replaced file is recognized by its link count and reopened. On file systems where
+    this host may cache the attributes of open files while other hosts change them, the name is
+    looked up before each use as well: opening the folders above it asks the server (NFS
+    close-to-open).
     """
 
     def __init__(self, tree: Tree, *, direct: str, look_up: bool = False, most: int = 64) -> None:
-        """``direct``: see :class:`NewFile`. ``look_up``: the name, before each use."""
+        """``direct`` is described in :class:`NewFile`. ``look_up`` enables the lookup of names
+        before each use."""
         self._tree = tree
         self._direct = direct
         self._look_up = look_up
@@ -306,8 +305,8 @@ class OpenFiles:
 
     @contextmanager
     def use(self, key: str) -> Iterator[OpenFile]:
-        """The file of ``key``, open for the length of a ``with`` block. Raises OSError, ENOENT and
-        ELOOP among them."""
+        """Open the file of ``key`` for the duration of the ``with`` body. Raises OSError, including
+        ENOENT and ELOOP."""
         file = self._cached(key) or self._opened(key)
         try:
             yield file
@@ -315,15 +314,15 @@ class OpenFiles:
             file.release()
 
     def forget(self, prefix: str) -> None:
-        """Let go of every file at or below ``prefix``."""
+        """Close every file at or below ``prefix``."""
         self._forget(lambda key, file: key == prefix or key.startswith(prefix + "/"))
 
     def forget_deleted(self) -> None:
-        """Let go of files that are deleted: only then is their space free."""
+        """Close deleted files, because their space is freed only then."""
         self._forget(lambda key, file: file.is_deleted())
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close all files."""
         self._forget(lambda key, file: True)
 
     def _cached(self, key: str) -> OpenFile | None:
@@ -346,7 +345,7 @@ class OpenFiles:
         try:
             return not self._look_up or _identity(self._tree.status(key)) == file.identity
         except OSError:
-            return False  # opening it says what is wrong
+            return False  # opening the file will raise the error
 
     def _opened(self, key: str) -> OpenFile:
         folder, plain = self._tree.open_object(key)
@@ -358,7 +357,7 @@ class OpenFiles:
                 file.open_direct(
                     split(key)[1], os.O_RDONLY, folder=folder, must=self._direct == "on"
                 )
-            # Only a few pages here and there still go through the cache.
+            # Only a few scattered pages still go through the cache.
             if file.direct is not None:
                 os.posix_fadvise(plain, 0, 0, os.POSIX_FADV_RANDOM)
         except BaseException:
@@ -383,7 +382,7 @@ class OpenFiles:
             other.close()
 
     def _drop(self, key: str, file: OpenFile) -> None:
-        """Let go of one file, unless another thread has done so, and opened the next one."""
+        """Close a file, unless another thread has already replaced it in the cache."""
         with self._lock:
             if self._files.get(key) is file:
                 del self._files[key]
@@ -398,6 +397,6 @@ class OpenFiles:
 
 
 def _identity(status: os.stat_result) -> tuple[float, ...]:
-    """What differs between two files of one name, and between a file and the same one that was
-    changed in place."""
+    """Return attributes that differ between two files of the same name, and change when a file is
+    modified in place."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime)

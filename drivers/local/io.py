@@ -1,10 +1,10 @@
-"""Bytes between memory and an open file, past the page cache where the file system lets us.
+"""Reads and writes between memory and an open file, bypassing the page cache where supported.
 
-O_DIRECT wants offset, length and memory address to be multiples of 4096. A range is therefore
-split: an unaligned head and tail go through the page cache, the body between them goes directly,
-from the caller's memory if that is aligned as the file is, else through a bounce buffer. So a page
-is touched directly or through the cache, never both, as long as ranges do not overlap; and the
-cache holds at most two pages per range that fsync has to write.
+O_DIRECT requires offset, length and memory address to be multiples of 4096. So a range is split:
+the unaligned head and tail go through the page cache, and the body between them goes directly, via
+an aligned bounce buffer if the memory is unaligned. Each page of the file is accessed either
+directly or through the cache, never both, as long as ranges do not overlap. At most two cached
+pages per range remain for fsync to write.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 ALIGN_NBYTES = 4096
-"""A multiple of the logical block size of every disk in use, and the size of a page."""
+"""The page size, and a multiple of the logical block size of all common disks."""
 DIRECT_MIN_NBYTES = 64 << 10
-"""Below this the page cache is faster."""
+"""Below this size the page cache is faster."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,17 +46,17 @@ _bounce = threading.local()
 
 
 class OpenFile:
-    """Descriptors of one file. They are closed once :meth:`close` was called and no ``with`` block
-    uses them any more."""
+    """Descriptors of one file. They close after :meth:`close`, as soon as no ``with`` block uses
+    them."""
 
     def __init__(self, plain: int, *owned: int) -> None:
-        """``plain`` goes through the page cache; ``owned`` are descriptors to be closed together
-        with it."""
+        """Take ``plain``, which goes through the page cache, and further ``owned`` descriptors to
+        close with it."""
         self.plain = plain
         self.direct: int | None = None
-        """The same file with O_DIRECT; None where that is refused or not wanted."""
+        """Descriptor of the same file with O_DIRECT; None if refused or not wanted."""
         self.identity: tuple[float, ...] = ()
-        """Set by the opener, to recognize the file again."""
+        """Set by the opener to recognize the file later."""
         self._must_be_direct = False
         self._fds = [plain, *owned]
         self._lock = new_lock()
@@ -64,11 +64,11 @@ class OpenFile:
         self._closing = False
 
     def open_direct(self, name: str, flags: int, *, folder: int, must: bool) -> None:
-        """Open ``name`` in ``folder`` for direct access, too. ``must``: a refusal, now or later, is
-        an OSError."""
+        """Also open ``name`` in ``folder`` with O_DIRECT. With ``must``, a refusal now or later
+        raises OSError."""
         try:
-            # As the first time: another process may have put a named pipe, or a terminal, in its
-            # place meanwhile.
+            # Same flags as the first open: meanwhile the name may refer to a named pipe or a
+            # terminal.
             fd = os.open(
                 name,
                 flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY,
@@ -80,7 +80,7 @@ class OpenFile:
             return
         self._fds.append(fd)
         self._must_be_direct = must
-        # Otherwise it has just been replaced, and the one that is open stays in use.
+        # A different file has just replaced ours: keep using the one that is open.
         if os.path.sameopenfile(fd, self.plain):
             self.direct = fd
 
@@ -91,8 +91,8 @@ class OpenFile:
         self.release()
 
     def acquire(self) -> OpenFile:
-        """Keep it open until :meth:`release`, which follows exactly once. Raises OSError where it
-        is closed already."""
+        """Keep the file open until a matching :meth:`release`. Raises OSError if it is already
+        closed."""
         with self._lock:
             if not self._fds:
                 raise OSError(errno.EBADF, "file is closed")
@@ -100,25 +100,24 @@ class OpenFile:
         return self
 
     def release(self) -> None:
-        """The other end of :meth:`acquire`."""
+        """Undo one :meth:`acquire`."""
         self._leave(users=1)
 
     def is_deleted(self) -> bool:
-        """Whether the file has lost its last name: it was removed, or another one took its
-        place."""
+        """Return whether the file was removed or replaced."""
         return is_deleted(self.plain)
 
     def close(self) -> None:
-        """Close once there are no users left; at once if there are none. Safe to call twice."""
+        """Close the file as soon as it has no users. Safe to call twice."""
         self._closing = True
         self._leave(users=0)
 
     def refused(self, error: OSError) -> bool:
-        """Whether a direct call failed because the file system does not support direct I/O. Unless
-        it was demanded, later calls go through the page cache."""
+        """Return whether ``error`` means that the file system does not support direct I/O. If so,
+        and direct I/O is optional, later calls use the page cache."""
         if self._must_be_direct or error.errno not in _REFUSED:
             return False
-        self.direct = None  # its descriptor stays open: another thread may be using it
+        self.direct = None  # the descriptor stays open because another thread may be using it
         return True
 
     def _leave(self, *, users: int) -> None:
@@ -132,22 +131,22 @@ class OpenFile:
             try:
                 os.close(fd)
             except OSError as error:
-                # Linux closes it all the same, and what had to be durable was fsynced before.
+                # Linux has closed the descriptor anyway, and the data was fsynced before.
                 _log.warning("closing a file failed: %s", error)
 
 
 def status_of(fd: int) -> os.stat_result:
-    """Of an open file or folder. Raises OSError: ESTALE where another has its name, and the file
-    system has forgotten it."""
+    """Return the status of an open file or folder. Raises OSError: ESTALE if it was replaced and
+    the file system no longer knows it."""
     try:
         return os.fstat(fd)
     except FileNotFoundError as error:
-        # FUSE says so; it must not be taken for a file that was never there.
+        # FUSE reports ENOENT, which would look as if the file had never existed.
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from error
 
 
 def is_deleted(fd: int) -> bool:
-    """Whether an open file, or folder, has lost its last name. Raises OSError."""
+    """Return whether an open file or folder has been removed or replaced. Raises OSError."""
     try:
         return status_of(fd).st_nlink == 0
     except OSError as error:
@@ -165,7 +164,7 @@ def write_at(file: OpenFile, start: int, data: Buffer) -> None:
 
 
 def read_at(file: OpenFile, start: int, into: Buffer) -> None:
-    """Fill all of ``into`` from byte ``start``. Raises EOFError where the file ends too early, and
+    """Fill all of ``into`` from byte ``start``. Raises EOFError if the file is too short, and
     OSError."""
     head, body = _direct_part(file, start, len(into))
     _read_plain(file.plain, into[:head], start)
@@ -174,7 +173,7 @@ def read_at(file: OpenFile, start: int, into: Buffer) -> None:
 
 
 def _direct_part(file: OpenFile, start: int, nbytes: int) -> tuple[int, int]:
-    """Where in the range the direct part begins, and its length, in bytes."""
+    """Return the offset of the direct part within the range, and its length, in bytes."""
     head = -start % ALIGN_NBYTES
     body = (nbytes - head) // ALIGN_NBYTES * ALIGN_NBYTES
     if file.direct is not None and body >= DIRECT_MIN_NBYTES:
@@ -199,8 +198,8 @@ def _read_plain(fd: int, into: Buffer, start: int) -> None:
 
 
 def _write_direct(file: OpenFile, data: Buffer, start: int) -> int:
-    """Write what can be written directly; return how many bytes, a multiple of the alignment. The
-    rest is left."""
+    """Write as much as possible with O_DIRECT and return the number of bytes, a multiple of the
+    alignment."""
     if not len(data):
         return 0
     source = np.frombuffer(data, np.uint8)
@@ -213,19 +212,19 @@ def _write_direct(file: OpenFile, data: Buffer, start: int) -> int:
         else:
             piece = bounce_memory()[: len(data) - done]
         if not aligned:
-            # Unlike an assignment to a memoryview, this releases the GIL.
+            # Unlike assignment to a memoryview, copyto releases the GIL.
             np.copyto(piece, source[done : done + len(piece)])
         count = _direct(file, os.pwrite, piece, start + done)
-        # After a short write it goes on at a boundary, and writes some bytes again.
+        # After a short write, continue at an aligned offset and rewrite a few bytes.
         done += count - count % ALIGN_NBYTES
         if count < ALIGN_NBYTES:
-            break  # the page cache will do, or will know why not
+            break  # the page cache takes over, and reports any error
     return done
 
 
 def _read_direct(file: OpenFile, into: Buffer, start: int) -> int:
-    """Read what can be read directly; return how many bytes. Less than asked for at the end of the
-    file, or refused."""
+    """Read as much as possible with O_DIRECT and return the number of bytes: fewer than requested
+    at the end of the file, or if refused."""
     if not len(into):
         return 0
     target = np.frombuffer(into, np.uint8)
@@ -244,13 +243,13 @@ def _read_direct(file: OpenFile, into: Buffer, start: int) -> int:
             np.copyto(target[done : done + count], piece[:count])
         done += count
         if not count or count % ALIGN_NBYTES:
-            break  # the end of the file
+            break  # end of file
     return done
 
 
 def _direct(file: OpenFile, call: Any, memory: Any, at: int) -> int:
-    """Bytes done by one direct call; 0 where the file turns out to refuse it. Raises OSError for
-    anything else."""
+    """Make one direct call and return its byte count; 0 if the file refuses direct I/O. Raises
+    OSError for other failures."""
     if file.direct is None:
         return 0
     try:
@@ -262,7 +261,7 @@ def _direct(file: OpenFile, call: Any, memory: Any, at: int) -> int:
 
 
 def bounce_memory() -> npt.NDArray[np.uint8]:
-    """This thread's page-aligned memory."""
+    """Return this thread's page-aligned bounce buffer."""
     if not hasattr(_bounce, "memory"):
         _bounce.memory = np.frombuffer(mmap.mmap(-1, _BOUNCE_NBYTES), np.uint8)
     memory: npt.NDArray[np.uint8] = _bounce.memory

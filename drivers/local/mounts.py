@@ -1,4 +1,4 @@
-"""Which file system a path lies on, and whether other hosts see it too."""
+"""The file system that holds a path, and whether other hosts share it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ _LOCAL = {
     "ntfs", "ntfs3", "overlay", "overlayfs", "ramfs", "reiser4", "reiserfs", "rootfs", "squashfs",
     "tmpfs", "ubifs", "udf", "ufs", "vfat", "xfs", "zfs",
 }  # fmt: skip
-"""File systems that, by their nature, one host mounts at a time."""
+"""File systems that only one host mounts at a time."""
 
 _COHERENT = {"ceph", "gfs2", "gpfs", "lustre", "lustre_lite", "ocfs2"}
-"""Shared file systems whose attributes are under locks: what one host changes, all see at once."""
+"""Shared file systems with coherent attributes: all hosts see a change at once."""
 
 
 class Mount(NamedTuple):
-    """What is mounted: the type of the file system, where it comes from, and where it is; "" if
-    unknown."""
+    """A mount: file system type, source and mount point; each "" if unknown."""
 
     fs_type: str
     source: str
@@ -31,27 +30,27 @@ class Mount(NamedTuple):
 
 
 def fs_type(path: str) -> str:
-    """The type of the file system that holds ``path`` (which need not exist yet), as mount(8)
-    prints it; "" if unknown."""
+    """Return the type of the file system that holds ``path``, as mount(8) prints it; "" if unknown.
+    The path need not exist."""
     return mount_of(path).fs_type
 
 
 def mount_of(path: str, mountinfo: str | None = None) -> Mount:
-    """The mount that holds ``path`` (which need not exist yet). ``mountinfo`` stands in for
-    ``/proc/self/mountinfo``."""
+    """Return the mount that holds ``path``, which need not exist. ``mountinfo`` replaces the
+    content of ``/proc/self/mountinfo``."""
     if mountinfo is None:
         try:
             # Unbuffered, because a save waits for it.
             with open("/proc/self/mountinfo", "rb", buffering=0) as file:
                 mountinfo = file.read().decode(errors="surrogateescape")
-        except OSError:  # no /proc here: nothing is known, and nothing depends on it but a hint
+        except OSError:  # without /proc the mount is unknown; callers treat it as a hint
             return Mount("", "", "")
     path = os.path.realpath(path)
     found = Mount("", "", "")
     depth = -1
     for mount in _mounts(mountinfo):
         inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
-        # Of two mounts on one folder, the later one covers the earlier.
+        # A later mount on the same folder covers an earlier one.
         if inside and len(mount.point) >= depth:
             found = mount
             depth = len(mount.point)
@@ -60,8 +59,8 @@ def mount_of(path: str, mountinfo: str | None = None) -> Mount:
 
 @lru_cache(maxsize=1)
 def _mounts(mountinfo: str) -> tuple[Mount, ...]:
-    """All that is mounted. Kept while it is the same: a save asks twice while training waits for it
-    to begin."""
+    """Parse all mounts. Cached while the table is unchanged, because each save asks twice while
+    training waits."""
     found = []
     for line in mountinfo.splitlines():
         head, _, tail = line.partition(" - ")
@@ -71,15 +70,13 @@ def _mounts(mountinfo: str) -> tuple[Mount, ...]:
 
 
 def is_shared(fs_type: str) -> bool:
-    """Whether other hosts may see a file system of this type. One that is not known counts as
-    shared: it is worse to take the live upload of another host for a dead one than to keep a dead
-    one for a while."""
+    """Return whether other hosts may see a file system of this type. Unknown types count as shared:
+    it is worse to sweep another host's live upload than to keep a dead one for a while."""
     return fs_type not in _LOCAL
 
 
 def may_be_stale(fs_type: str) -> bool:
-    """Whether what such a file system says of an open file may be what it was a while ago: other
-    hosts change it."""
+    """Return whether attributes of open files may be outdated because other hosts change them."""
     return is_shared(fs_type) and fs_type not in _COHERENT
 
 

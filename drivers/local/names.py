@@ -1,4 +1,4 @@
-"""Names of files below a root: what is an object, what is unfinished, and what is neither."""
+"""File names below a root: objects, temporary files, and hidden files of network file systems."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ _HIDDEN = re.compile(r"\.nfs[0-9a-f]{24}|\.fuse_hidden[0-9a-f]{16}")
 
 
 def temporary_name(name: str) -> str:
-    """A new name for what is to become ``name``: hidden from listings, and at most 255 bytes
-    long."""
+    """Return a new temporary name for ``name``: hidden from listings, at most 255 bytes long."""
     return f".{name[:48]}.{secrets.token_hex(8)}.tmp"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file of this name is an upload, unfinished or dead, rather than an object."""
+    """Return whether this is the name of an unfinished or dead upload."""
     return name.endswith(".tmp") and _TEMPORARY.fullmatch(name) is not None
 
 
 def is_hidden(name: str) -> bool:
-    """Whether the client of a network file system, or libfuse, gives this name to a file that was
-    removed while some process of this host has it open. It removes the file when that is closed."""
+    """Return whether an NFS client or libfuse gives such names to removed files that a process on
+    this host still has open. It removes the file when that process closes it."""
     return name.startswith((".nfs", ".fuse_hidden")) and _HIDDEN.fullmatch(name) is not None
 
 
 def is_reserved(name: str) -> bool:
-    """Whether no object can have this name, because it means something else."""
+    """Return whether objects must not have this name."""
     return is_temporary(name) or is_hidden(name)
 
 

@@ -1,8 +1,8 @@
-"""Room for a file, asked for before its first byte: what does not fit fails at once, and not after
-an hour of writing.
+"""Space reservation before the first write, so that a file that does not fit fails at once and not
+after an hour.
 
-fallocate(2) itself, and not posix_fallocate(3): where a file system cannot, the latter writes a
-zero into every block.
+Uses fallocate(2) rather than posix_fallocate(3), which writes a zero into every block if the file
+system lacks support.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable
 __all__ = ["ASKED_MIN_NBYTES", "TakeRoom", "take_room_on"]
 
 ASKED_MIN_NBYTES = 1 << 20
-"""Smaller files are written before anybody could have asked."""
+"""Smaller files are written faster than space could be checked."""
 
 TakeRoom = Callable[[int, int], bool]
-"""(descriptor of an empty file, bytes that it will have) → whether it has its size and its room
-now. Blocks. Raises OSError where there is no room: ENOSPC, EDQUOT and EFBIG among them, which say
-how much is wanted."""
+"""(descriptor of an empty file, final size) → whether the file now has that size and its space
+reserved. Blocks. Raises OSError, with the required size, if space is insufficient: ENOSPC, EDQUOT
+or EFBIG, among others."""
 
 _CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENODEV)
 
@@ -29,27 +29,27 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 def take_room_on(fs_type: str) -> TakeRoom:
-    """How room is asked for on a file system of this type."""
+    """Return the check for a file system of this type."""
     return _ASKED.get(fs_type, _unasked)
 
 
 def _reserve(fd: int, nbytes: int) -> bool:
-    """Take the room. It counts quotas, and what other processes have taken."""
-    _look(fd, nbytes)  # else the attempt would take, for a moment, all that there is
+    """Reserve the space. Respects quotas, and space taken by other processes."""
+    _look(fd, nbytes)  # otherwise a failing attempt would briefly take all free space
     while _libc.fallocate(fd, 0, 0, nbytes):
         code = ctypes.get_errno()
         if code in _CANNOT:
             return False
         if code != errno.EINTR:
-            os.ftruncate(fd, 0)  # of what it did get
+            os.ftruncate(fd, 0)  # release what was allocated
             raise _no_room(fd, nbytes, code)
     return True
 
 
 def _look(fd: int, nbytes: int) -> bool:
-    """Take nothing, and see that there is room now."""
+    """Check that there is enough space now, without reserving it."""
     room = os.fstatvfs(fd)
-    if nbytes > room.f_bfree * room.f_frsize:  # not f_bavail: root may use what is kept for root
+    if nbytes > room.f_bfree * room.f_frsize:  # not f_bavail: root may use the reserved blocks
         raise _no_room(fd, nbytes, errno.ENOSPC)
     return False
 
@@ -66,7 +66,7 @@ def _no_room(fd: int, nbytes: int, code: int) -> OSError:
     return OSError(code, text)
 
 
-# Writes to room that was taken are faster on ext4, and slower on XFS. Others are not asked:
-# transparent compression (Btrfs, ZFS) makes room where there seems to be none, and what an
-# answer means is unknown for many a network file system.
+# Writes to reserved space are faster on ext4 and slower on XFS. Other file systems are not checked:
+# with transparent compression (Btrfs, ZFS) more may fit than is free, and the answers of many
+# network file systems are unreliable.
 _ASKED: dict[str, TakeRoom] = {"ext4": _reserve, "xfs": _look, "tmpfs": _look}

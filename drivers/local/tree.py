@@ -1,9 +1,9 @@
-"""A folder and what lies below it, reached by descriptors only: no symbolic link below the root is
-ever followed.
+"""A folder tree accessed only through descriptors, so that symbolic links below the root are never
+followed.
 
-Every part of a key is opened relative to the part before it (``openat``, ``O_NOFOLLOW``), so no
-user that may write below the root can lead us out of it, not even by replacing a folder by a link
-during the walk. All functions block.
+Each part of a key is opened relative to its parent (``openat``, ``O_NOFOLLOW``). A user who can
+write below the root cannot lead us out of it, not even by replacing a folder with a link during the
+walk. All functions block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .names import is_hidden, is_reserved, is_temporary, split
 __all__ = ["NO_LOCKS", "Tree", "lock", "sync_folder"]
 
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
-"""What flock fails with where the file system knows no locks, or none that it can give."""
+"""Errors of flock on file systems without (working) locks."""
 
 _NO_ENTRY = (errno.EACCES, errno.EPERM, errno.ELOOP)
 
@@ -39,19 +39,19 @@ def sync_folder(fd: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network file systems have no fsync of a folder: there names are always durable.
+        # Some network file systems do not support fsync on folders; their names are always durable.
         if error.errno != errno.EINVAL:
             raise
-    # XFS that has shut down, since it could not write its log, has forgotten the names, and calls
-    # this fsync of a folder, though of no file, a success. It does not answer this.
+    # After XFS shuts down because it could not write its log, the names are lost, yet fsync of a
+    # folder (unlike that of a file) reports success. fstat fails.
     os.fstat(fd)
 
 
 class Tree:
-    """What lies below ``root``. The root is opened at first use, and may itself be reached through
+    """The files below ``root``. The root is opened on first use, and its own path may contain
     links.
 
-    Methods raise OSError: ELOOP where a part of a key is a symbolic link, ENOENT where nothing is
+    Methods raise OSError: ELOOP if a part of a key is a symbolic link, ENOENT if nothing exists
     there.
     """
 
@@ -60,10 +60,10 @@ class Tree:
         self._fd: int | None = None
         self._lock = new_lock()
         self._durable: set[str] = set()
-        """Folders whose name in their parent is known to be durable."""
+        """Folders whose names in their parents are known to be durable."""
 
     def close(self) -> None:
-        """Let go of the root. The next use opens it again."""
+        """Close the root. The next use reopens it."""
         with self._lock:
             if self._fd is not None:
                 os.close(self._fd)
@@ -71,13 +71,12 @@ class Tree:
             self._durable.clear()
 
     def open_folder(self, key: str, *, make: bool = False) -> int:
-        """A descriptor, for the caller to close. ``make``: create what is missing, durably; else
-        that is ENOENT."""
+        """Return a descriptor of a folder, for the caller to close. With ``make``, create missing
+        folders durably; otherwise raise ENOENT."""
         reached, *below = key.split("/")
         with self._lock:
             root = self._opened_root(make)
-            # Not a duplicate of the root: that would share the position at which a folder is being
-            # listed.
+            # Not a dup of the root: duplicates share the position of a directory listing.
             if key:
                 fd = self._descend(root, reached, reached, make)
             else:
@@ -94,35 +93,37 @@ class Tree:
         return fd
 
     def doubt(self, key: str) -> None:
-        """Make the folder ``key`` and those above it anew at the next :meth:`open_folder`: a client
-        of a network file system may open a folder that another host has removed, from its cache.
-        Only making it asks the server."""
+        """Force the next :meth:`open_folder` to create ``key`` and the folders above it again. A
+        network file system's client may open a folder from its cache although another host has
+        removed it; only mkdir asks the server."""
         self._durable -= set(itertools.accumulate(key.split("/"), "{}/{}".format))
 
     def folder(self, key: str) -> _Folder:
-        """:meth:`open_folder` of one that exists, for the length of a ``with`` block."""
+        """Open an existing folder for the duration of a ``with`` block."""
         return _Folder(self.open_folder(key))
 
     def info(self, key: str) -> ObjectInfo:
-        """Of an object: anything but a regular file is ENOENT, or ELOOP."""
+        """Return size and time of an object. Raises ENOENT or ELOOP for anything but a regular
+        file."""
         return _info(key, self.status(key))
 
     def status(self, key: str) -> os.stat_result:
-        """Of what has an object's name now: anything but a regular file is ENOENT, or ELOOP."""
+        """Return the current status of an object's name. Raises ENOENT or ELOOP for anything but a
+        regular file."""
         above, name = split(key)
         with self.folder(above) as fd:
             return self._regular(os.stat(name, dir_fd=fd, follow_symlinks=False), key)
 
     def open_object(self, key: str) -> tuple[int, int]:
-        """Open for reading: a descriptor of the folder and one of the object, both for the caller
-        to close. ESTALE where another takes its name meanwhile, and the file system (NFS, FUSE)
-        forgets what was opened."""
+        """Open an object for reading and return descriptors of its folder and of itself, for the
+        caller to close. Raises ESTALE if it is replaced meanwhile and the file system (NFS, FUSE)
+        forgets the opened file."""
         above, name = split(key)
         folder = self.open_folder(above)
         fd = -1
         try:
             try:
-                # O_NONBLOCK: a named pipe must not make us wait for its writer.
+                # O_NONBLOCK: opening a named pipe must not wait for a writer.
                 fd = os.open(
                     name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder
                 )
@@ -139,9 +140,9 @@ class Tree:
         return folder, fd
 
     def walk(self, prefix: str, refused: dict[str, OSError]) -> Iterator[ObjectInfo]:
-        """Yield every object at or below ``prefix``. Links, temporary files and whatever vanishes
-        meanwhile are left out. Folders below it that may not be entered, such as ``lost+found``,
-        go to ``refused``."""
+        """Yield every object at or below ``prefix``. Omits links, temporary files and files that
+        vanish meanwhile. Subfolders that may not be entered, such as ``lost+found``, are added to
+        ``refused``."""
         if prefix:
             with contextlib.suppress(FileNotFoundError):
                 yield self.info(prefix)
@@ -167,7 +168,7 @@ class Tree:
                     yield _info(key, status)
 
     def remove(self, key: str) -> None:
-        """Remove one object, durably. Nothing there is no error."""
+        """Remove one object durably. A missing object is not an error."""
         above, name = split(key)
         with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
             self._regular(os.stat(name, dir_fd=fd, follow_symlinks=False), key)
@@ -175,11 +176,11 @@ class Tree:
             sync_folder(fd)
 
     def remove_all(self, prefix: str) -> None:
-        """Remove whatever lies at or below ``prefix``, also links and temporary files; durably.
-        Nothing there: no error.
+        """Remove everything at or below ``prefix`` durably, including links and temporary files. A
+        missing prefix is not an error.
 
-        A file that was removed before, and that some process still has open (:func:`is_hidden`),
-        stays for it, as do the folders above.
+        Files that were removed earlier but are still open in some process (:func:`is_hidden`) stay,
+        and so do the folders above them.
         """
         above, name = split(prefix)
         with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
@@ -191,11 +192,11 @@ class Tree:
             sync_folder(fd)
 
     def sweep(self, prefix: str, quiet_s: float) -> None:
-        """Remove dead temporary files of the object ``prefix``, and those below the folder
-        ``prefix``; and this folder, and those in it, where they are empty.
+        """Remove dead temporary files of the object ``prefix`` and below the folder ``prefix``, and
+        then the empty folders at and below it.
 
-        Dead: no process holds a lock on it, and it has not changed for ``quiet_s`` seconds. Where
-        there are no locks, the latter decides; if it is 0, that cannot be, and everything stays.
+        A file is dead if no process holds its lock and it has not changed for ``quiet_s`` seconds.
+        Without locks only the age counts, and if ``quiet_s`` is 0, everything stays.
         """
         above, name = split(prefix)
         own = re.compile(rf"\.{re.escape(name[:48])}\.[0-9a-f]{{16}}\.tmp", re.DOTALL)
@@ -205,13 +206,13 @@ class Tree:
                     _unlink_dead(fd, entry, status, quiet_s)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             folders = [prefix]
-            for folder in folders:  # grows while it is gone through
+            for folder in folders:  # grows during iteration
                 folders += self._sweep_folder(folder, quiet_s)
             for folder in reversed(folders):
                 self._remove_if_empty(folder)
 
     def _sweep_folder(self, key: str, quiet_s: float) -> list[str]:
-        """Sweep the files of one folder; return the keys of the folders in it."""
+        """Sweep the files of one folder and return the keys of its subfolders."""
         folders = []
         with contextlib.suppress(FileNotFoundError), self.folder(key) as fd:
             for name, status in _entries(fd):
@@ -232,7 +233,7 @@ class Tree:
 
     def _remove_folder(self, prefix: str) -> None:
         folders = [prefix]
-        for folder in folders:  # grows while it is gone through
+        for folder in folders:  # grows during iteration
             with contextlib.suppress(FileNotFoundError), self.folder(folder) as fd:
                 folders += [f"{folder}/{name}" for name in _unlink_files(fd)]
         kept: set[str] = set()
@@ -241,11 +242,11 @@ class Tree:
                 kept.add(folder)
 
     def _removed(self, key: str, kept: Set[str]) -> bool:
-        """Remove a folder whose files are removed; False where it stays, because only hidden files,
-        and the folders ``kept``, are in it. Raises OSError, ENOTEMPTY where somebody has stored
+        """Remove a folder whose files are already removed. Returns False if it stays because it
+        contains hidden files or folders in ``kept``. Raises OSError: ENOTEMPTY if somebody stored
         something there meanwhile."""
         above, name = split(key)
-        for last in (False, True):  # a hidden file may be gone before it is looked at
+        for last in (False, True):  # twice, because a hidden file may vanish before we look
             try:
                 with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
                     os.rmdir(name, dir_fd=fd)
@@ -268,11 +269,11 @@ class Tree:
         return []
 
     def _descend(self, above: int, name: str, key: str, make: bool) -> int:
-        """Open, or make, the folder ``name`` in ``above``; ``key`` is its key."""
+        """Open the folder ``name`` in ``above``, creating it if ``make``. ``key`` is its key."""
         if make and key not in self._durable:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, dir_fd=above)
-            # Also where the folder is there: another process may have made it a moment ago.
+            # Even if the folder exists: another process may just have created it.
             sync_folder(above)
             self._durable.add(key)
         try:
@@ -290,8 +291,8 @@ class Tree:
             raise
 
     def _opened_root(self, make: bool) -> int:
-        """The descriptor of the root, for as long as the caller holds the lock."""
-        # Another process may have removed the folder that is open here, and made it anew.
+        """Return the descriptor of the root, valid while the caller holds the lock."""
+        # Another process may have removed and recreated the folder.
         if self._fd is not None and is_deleted(self._fd):
             os.close(self._fd)
             self._fd = None
@@ -312,7 +313,7 @@ class Tree:
 
 
 class _Folder:
-    """The descriptor of a folder, closed at the end of a ``with`` block."""
+    """Descriptor of a folder, closed at the end of a ``with`` block."""
 
     __slots__ = ("_fd",)
 
@@ -340,10 +341,9 @@ def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
 
 
 def lock(fd: int) -> bool:
-    """Take the lock by which a live upload is known, until ``fd`` is closed. False where somebody
-    else has it.
+    """Take the lock that marks a live upload, until ``fd`` is closed. Returns False if it is taken.
 
-    Raises OSError where the file system knows no locks.
+    Raises OSError if the file system does not support locks.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -353,16 +353,16 @@ def lock(fd: int) -> bool:
 
 
 def _unlink_dead(folder: int, name: str, status: os.stat_result, quiet_s: float) -> None:
-    """Remove a temporary file whose upload is dead."""
+    """Remove a temporary file if its upload is dead."""
     if time.time() - status.st_mtime < quiet_s:
         return
     try:
-        # For writing: NFS makes an exclusive lock one of the whole range of bytes, and that wants a
-        # writer.
+        # Open for writing: NFS implements an exclusive lock as a byte-range lock, which requires
+        # write access.
         fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.ENXIO, errno.EISDIR):
-            return  # gone, no file of ours, or not ours to judge
+            return  # gone, not one of our files, or not accessible to us
         raise
     try:
         if _is_free(fd, unknown=quiet_s > 0):
@@ -374,7 +374,7 @@ def _unlink_dead(folder: int, name: str, status: os.stat_result, quiet_s: float)
 
 
 def _is_free(fd: int, *, unknown: bool) -> bool:
-    """Whether a file is not locked; ``unknown`` if the file system has no locks."""
+    """Return whether a file is unlocked; ``unknown`` if the file system has no locks."""
     try:
         return lock(fd)
     except OSError as error:
@@ -384,7 +384,8 @@ def _is_free(fd: int, *, unknown: bool) -> bool:
 
 
 def _unlink_files(folder: int) -> list[str]:
-    """Remove whatever is neither a folder nor hidden; return the names of the folders."""
+    """Remove everything that is neither a folder nor hidden, and return the names of the
+    folders."""
     folders = []
     for name, status in _entries(folder):
         if stat.S_ISDIR(status.st_mode):
@@ -395,14 +396,14 @@ def _unlink_files(folder: int) -> list[str]:
 
 
 def _unlink(folder: int, name: str) -> None:
-    """Remove a file that was there a moment ago. That it is gone is what was wanted: somebody else
-    has removed it, or a network file system, which was not heard (see :mod:`.files`)."""
+    """Remove a file that existed a moment ago. It may already be gone: removed by somebody else, or
+    by our own request whose reply was lost (see :mod:`.files`)."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
 
 
 def _make_root(path: str) -> None:
-    """Make a folder and those above it where they are missing, each durable in its own parent."""
+    """Create a folder and any missing folders above it, each name durable in its parent."""
     try:
         os.mkdir(path)
     except FileNotFoundError:
@@ -410,10 +411,10 @@ def _make_root(path: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
     except FileExistsError:
-        pass  # perhaps made by another process a moment ago, so its name may not be durable yet
+        pass  # perhaps just created by another process, so its name may not be durable yet
     try:
         fd = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # a folder that we cannot open is none that one of us has just made
+    except PermissionError:  # none of our processes can have created a folder that we cannot open
         return
     try:
         sync_folder(fd)

@@ -1,4 +1,5 @@
-"""One object on its way: a temporary file beside its target, renamed by the commit."""
+"""An upload to a local file: written to a temporary file next to its target and renamed on
+commit."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ __all__ = ["LocalUpload"]
 
 
 class LocalUpload(Upload):
-    """An upload to a file. It is in ``live`` from its beginning to its end."""
+    """An upload to a file. Member of ``live`` from begin to end."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class LocalUpload(Upload):
         try:
             await self._threads.operate("create", self._key, self._begin)
         except BaseException:
-            self._file.drop()  # cancelled, but the thread had already made it
+            self._file.drop()  # on cancellation, the thread may already have created the file
             raise
         self._live.add(self)
 
@@ -47,21 +48,21 @@ class LocalUpload(Upload):
         self._written.add(start, len(data))
 
     async def commit(self, nbytes: int | None = None) -> None:
-        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be
-        visible afterwards."""
+        """See :meth:`Upload.commit`. If cancelled, it still runs to completion, so the object may
+        become visible."""
         await self._threads.operate("commit", self._key, self._commit, nbytes)
 
     async def abort(self) -> None:
-        with contextlib.suppress(StorageError):  # the driver is closed, and has dropped it already
+        with contextlib.suppress(StorageError):  # the driver is closed, and has already dropped it
             await self._threads.run(self.drop)
 
     def drop(self) -> None:
-        """Blocks; raises nothing."""
+        """Remove the temporary file. Blocks; never raises."""
         self._file.drop()
         self._live.discard(self)
 
     def _begin(self) -> None:
-        self._open_files.forget_deleted()  # room for what is to come
+        self._open_files.forget_deleted()  # frees space for the new file
         self._file.open()
 
     def _commit(self, nbytes: int | None) -> None:
