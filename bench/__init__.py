@@ -1,2 +1,2 @@
-"""What can this storage really do for checkpoints? Programs that measure against the limit and the
+"""Benchmarks that measure a storage's real performance for checkpoints, next to its limit and the
 peers."""

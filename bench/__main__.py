@@ -1,6 +1,5 @@
-"""Every benchmark, one after the other; the outcome as one page of Markdown. --json and --svg name
-folders here: they get a file per program.
-"""
+"""Runs every benchmark in turn, and writes the results as one Markdown page. Here --json and --svg
+name folders, which get a file per program."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ PROGRAMS = (
     "rebuild",
 )
 OWN_SIZE = ("replicas", "reshard", "small", "memory", "parity", "rebuild")
-"""Programs that know their size themselves; --gib is for the others."""
+"""Programs that choose their own size; --gib is for the others."""
 
 _TITLES = {
     "save": "durable save",
@@ -42,7 +41,8 @@ _TITLES = {
 
 
 def _run(program: str, given: Options, folder: Path) -> Report:
-    """The report of one program, in a process of its own. Raises CalledProcessError if it fails."""
+    """Run one program in its own process and return its report. Raises CalledProcessError if it
+    fails."""
     file = folder / f"{program}.json"
     if given.svg:
         drawing = ["--svg", str(given.svg / f"{program}.svg")]
@@ -66,7 +66,7 @@ def _page(reports: Sequence[Report]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all, or those that are named; 1 if a target was missed."""
+    """Run all programs, or the named ones. Return 1 if a target was missed."""
     arguments = parser("", __doc__)
     arguments.prog = "python -m holdfast.bench"
     arguments.add_argument(
@@ -98,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _for_chart(report: Report) -> Report:
-    """Return the report under the short title of its program. Of stalls, only the contestants'
-    waiting is kept, without the first call, which finds memory for all later ones."""
+    """Return the report with the program's short title. For stalls, keep only the contestants'
+    stalls, without the first call, which allocates memory for all later ones."""
     series = report.series
     if report.program == "stall":
         names = ("memcpy", "holdfast", "DCP")

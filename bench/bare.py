@@ -1,9 +1,9 @@
-"""The least that replicas on one host take: each rank reads its part into memory that all share,
-and all copy all of it.
+"""The least that replicas on one host can take: each rank reads its part into shared memory, and
+all copy everything.
 
-Nothing is planned, verified or agreed upon. Ranks know where everything goes, the shared memory is
-there and warm, and all that is said is which chunk has come: into a pipe of each rank, where a
-thread waits for it.
+Nothing is planned, verified or agreed upon. Ranks know where everything goes, the shared memory
+exists and is warm, and the only message is which chunk has arrived. It goes into a pipe of each
+rank, on which a thread waits.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ __all__ = ["BareReplicas"]
 CHUNK_NBYTES = 4 << 20
 READERS = 2
 COPIERS = 1
-"""Threads of each rank. More copiers were slower on two cores; larger chunks and smaller ones were
-not faster."""
-_COME = struct.Struct("<HH")  # rank, chunk; less than what a pipe takes at once
+"""Threads of each rank. On two cores, more copiers were slower, and other chunk sizes were no
+faster."""
+_COME = struct.Struct("<HH")  # rank, chunk; short enough for an atomic write to a pipe
 
 
 class BareReplicas:
-    """One rank's part in it. All ranks make one alike, which writes the files that are read to
+    """One rank's part. All ranks make one together, which writes the files to be read to
     ``folder``."""
 
     def __init__(self, folder: Path, state: State) -> None:
         self._rank = dist.get_rank()
         world = dist.get_world_size()
         self.nbytes = round_up(ceil_div(nbytes_of(state), world), CHUNK_NBYTES)
-        """What this rank reads."""
+        """Bytes that this rank reads."""
         self._raw = RawFile(folder / f"part-{self._rank}", self.nbytes, preallocate=True)
         self._raw.write()
         memory = os.memfd_create("bare")
@@ -58,7 +58,7 @@ class BareReplicas:
             self._pieces.setdefault(key, []).append(piece)
 
     def run(self) -> None:
-        """Read, tell, and copy what is told of, until all has come."""
+        """Read, announce chunks, and copy announced chunks until all have arrived."""
         fd = self._raw.open(os.O_RDONLY)
         chunks = [chunk for rank, chunk in self._pieces if rank == self._rank]
         with ThreadPoolExecutor(READERS) as reading, ThreadPoolExecutor(COPIERS) as copying:
@@ -89,8 +89,8 @@ class BareReplicas:
 def _pieces(
     state: State, part_nbytes: int
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int, int]]]:
-    """Of each piece of a tensor that lies in one chunk: which rank and chunk, where in that rank's
-    part, where it goes, and how long it is."""
+    """Yield the pieces of tensors, each within one chunk: its rank and chunk, its offset in that
+    rank's part, its target address, and its size."""
     at = 0
     for tensor in flat_tensors(state).values():
         done = 0

@@ -11,7 +11,7 @@ __all__ = ["clear"]
 
 
 def clear(uri: Uri) -> None:
-    """Delete all that lies at ``uri``."""
+    """Delete everything at ``uri``."""
 
     async def delete() -> None:
         root, _, name = uri.location.rpartition("/")

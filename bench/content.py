@@ -1,6 +1,8 @@
-"""What a storage's client moves when it is measured by itself: the bytes of a state, out of its
-tensors and into them, as every program must that uses the client alone; or noise, to see what the
-client can do at best."""
+"""The bytes that a bare client moves: those of a state's tensors, or random bytes.
+
+Every program that uses a client directly has to move tensors as well. Random bytes show the best
+that the client can do.
+"""
 
 from __future__ import annotations
 
@@ -20,31 +22,31 @@ __all__ = ["Checked", "Content", "Noise", "StateBytes"]
 
 
 class Content(Protocol):
-    """A sequence of bytes that is sent, or received, in ranges; by several threads at once."""
+    """A sequence of bytes, sent or received in ranges by several threads at once."""
 
     def take(self, start: int, stop: int) -> Any:
-        """The bytes [start, stop), as a buffer."""
+        """Return the bytes [start, stop) as a buffer."""
 
     def place(self, start: int, data: Any) -> None:
-        """Put ``data``, which was received, where the bytes from ``start`` on belong."""
+        """Store the received ``data`` at ``start``."""
 
 
 class Noise:
-    """Sends the same ``nbytes`` random bytes again and again, and drops what it receives."""
+    """Sends the same ``nbytes`` random bytes over and over, and discards received bytes."""
 
     def __init__(self, nbytes: int) -> None:
         self._data = np.random.default_rng(0).bytes(nbytes)
 
     def take(self, start: int, stop: int) -> bytes:
-        """Without a copy, if all ``nbytes`` are asked for."""
+        """Return random bytes, without a copy for a full block."""
         return self._data[: stop - start]
 
     def place(self, start: int, data: Any) -> None:
-        """Nothing."""
+        """Discard the data."""
 
 
 class StateBytes:
-    """The bytes of all tensors of a state, one after the other."""
+    """The bytes of a state's tensors, one after the other."""
 
     def __init__(self, state: State) -> None:
         tensors = flat_tensors(state).values()
@@ -52,7 +54,7 @@ class StateBytes:
         self._starts = list(accumulate((len(view) for view in self._views), initial=0))
 
     def take(self, start: int, stop: int) -> Any:
-        """A range within one tensor is handed over where it lies; others are joined."""
+        """Return a range, without a copy if it lies within one tensor."""
         found = list(self._slices(start, stop))
         if len(found) == 1:
             return found[0]
@@ -77,19 +79,18 @@ class StateBytes:
 
 
 class Checked:
-    """Another content, with the checksums that a save or a load computes of it. They are compared
-    with nothing."""
+    """Another content, plus the checksums that a save or load computes. They are not compared."""
 
     def __init__(self, inner: Content) -> None:
         self._inner = inner
 
     def take(self, start: int, stop: int) -> Any:
-        """Compute the checksums of what is sent."""
+        """Compute the checksums of the bytes to send."""
         data = self._inner.take(start, stop)
         page_of(memoryview(data), BLOCK_NBYTES)
         return data
 
     def place(self, start: int, data: Any) -> None:
-        """Compute the checksums of what was received, first."""
+        """Compute the checksums of the received bytes first."""
         page_of(memoryview(data), BLOCK_NBYTES)
         self._inner.place(start, data)

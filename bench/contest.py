@@ -1,5 +1,5 @@
-"""Contestants in turn, round after round: what each takes is comparable, for all see the same
-machine."""
+"""Contestants that take turns, round after round: their times are comparable, because all meet the
+same conditions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .report import LIMIT, OURS, Series, ratio
 __all__ = ["CHECKED", "NO_TENSORS", "Contestant", "busy", "contest", "header", "rows", "shares"]
 
 NO_TENSORS = "no tensors"
-"""The client alone that moves noise."""
+"""The bare client with random bytes."""
 CHECKED = "checked"
-"""The limit, with the checksums that a save and a load compute."""
+"""The limit, plus the checksums that saves and loads compute."""
 
 
 def _nothing() -> None:
@@ -27,9 +27,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Contestant:
-    """``run`` is timed; ``before`` and ``after`` are not. ``after`` checks the result and raises if
-    it is wrong. If the contestant is another program, ``run`` returns the seconds that the program
-    measured; its memory and processor time are not known."""
+    """A contestant. ``run`` is timed; ``before`` and ``after`` are not.
+
+    ``after`` checks the result and raises if it is wrong. If the contestant is another program,
+    ``run`` returns the seconds that the program measured; its memory and processor time are
+    unknown.
+    """
 
     name: str
     run: Callable[[], float | None]
@@ -49,10 +52,13 @@ def contest(
     meet: Callable[[], None] = _nothing,
     may_go_on: Callable[[], bool] = lambda: True,
 ) -> list[Series]:
-    """Let them run in turn, ``rounds`` times, and in the reverse order in every second round: what
-    a run leaves behind must not always fall to the same one. Between two runs the storage is
-    flushed and left alone for a moment. ``say`` is told of each run. ``meet`` is called right
-    before a run: ranks wait for each other there. ``may_go_on`` is asked after each round."""
+    """Run the contestants in turn, for ``rounds`` rounds, and return their times.
+
+    Every other round is in reverse order, so that the after-effects of a run do not always hit the
+    same contestant. Before each run the storage is flushed and rests for ``settle_s``. ``say`` is
+    called for each run, ``meet`` right before it, so that ranks can wait for each other, and
+    ``may_go_on`` after each round.
+    """
     found = [Series(c.name) for c in contestants]
     in_order = list(zip(contestants, found, strict=True))
     for number in range(rounds):
@@ -85,8 +91,8 @@ def _time(contestant: Contestant, series: Series, meet: Callable[[], None]) -> N
 
 
 def busy(found: Sequence[Series], nbytes: int) -> list[str]:
-    """One line per contestant: where client and servers share a machine, a slower one may only
-    have more to do."""
+    """Return a line on processor time for each contestant. If client and servers share a machine, a
+    slower one may only have more to do."""
     gib = nbytes / GIB
     count = os.cpu_count() or 1
     return [
@@ -99,7 +105,7 @@ def busy(found: Sequence[Series], nbytes: int) -> list[str]:
 
 
 def shares(found: Sequence[Series], kind: str) -> str:
-    """Our rate as a share of each of the other two ways of the client alone, as a sentence."""
+    """Return our rate as a share of each of the bare client's other two modes, as a sentence."""
     by_name = {series.name: series for series in found}
     ours = by_name[OURS]
     return (
@@ -110,7 +116,7 @@ def shares(found: Sequence[Series], kind: str) -> str:
 
 
 def header() -> list[str]:
-    """Of the table that :func:`rows` makes."""
+    """Return the header of the table in :func:`rows`."""
     return [
         "",
         "median s",
@@ -124,8 +130,8 @@ def header() -> list[str]:
 
 
 def rows(found: Sequence[Series], nbytes: int) -> list[list[str]]:
-    """One line per contestant; "of the limit" and "faster by" are medians of the ratios within each
-    round."""
+    """Return a row for each contestant. "of the limit" and "faster by" are medians of the ratios
+    within each round."""
     by_name = {series.name: series for series in found}
     limit = by_name.get(LIMIT)
     ours = by_name.get(OURS)

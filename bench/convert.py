@@ -1,6 +1,5 @@
-"""What exchange with other programs costs: exports and imports of one process, in each format,
-beside a copy of the same checkpoint.
-"""
+"""Measures exports and imports by one process in each format, next to a copy of the same
+checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _COPY = "copy"
 
 
 def _contestants(folder: Path) -> list[Contestant]:
-    """A copy; and for each format an export, and an import of what that has made."""
+    """Return a copy and, for each format, an export and an import of the exported files."""
     source = folder / "c"
     copied = folder / "copied"
     found = [
@@ -48,7 +47,7 @@ def _of_format(folder: Path, form: Format) -> list[Contestant]:
     back = folder / f"{form}-back"
 
     def empty() -> None:
-        """A copy replaces nothing, either."""
+        """Remove the target, because a copy replaces nothing either."""
         if theirs.is_dir():
             shutil.rmtree(theirs)
         theirs.unlink(missing_ok=True)
@@ -73,7 +72,7 @@ def _of_format(folder: Path, form: Format) -> list[Contestant]:
 
 
 def _done(report: object) -> None:
-    """Reports are not looked at."""
+    """Ignore the report."""
 
 
 def _rows(found: Sequence[Series], nbytes: int) -> list[list[str]]:
@@ -108,7 +107,7 @@ def _measure(options: Options, folder: Path) -> Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises AssertionError where a state does not come back as it was."""
+    """Measure and print. Raises AssertionError if a state comes back changed."""
     options = parse("convert", __doc__, argv, gib=1.0, runs=3)
     with work_folder(options.folder) as folder:
         holdfast.save(folder / "warm", flat_tensors(build(TINY_GIB)))

@@ -1,8 +1,8 @@
-"""Save and cold load by way of torch's distributed checkpoint (DCP): Holdfast as DCP's storage,
-beside Holdfast alone and DCP with storage of its own.
+"""Measures saves and cold loads through torch's distributed checkpoint (DCP): Holdfast as DCP's
+storage, next to Holdfast alone and DCP with its own storage.
 
-One process. What is left in the page cache by a save is fsynced within the time; a load begins with
-an empty page cache.
+One process. Data that a save leaves in the page cache is synced within the measured time. Loads
+start with an empty page cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 
 def _measured(folder: Path, gib: float, options: Options) -> tuple[list[Series], int]:
-    """All saves, and then all loads; and the bytes of the state."""
+    """Return the times of all saves and then all loads, and the bytes of the state."""
     folder.mkdir()
     state = build(gib)
     expected = digests(state)
@@ -43,7 +43,8 @@ def _measured(folder: Path, gib: float, options: Options) -> tuple[list[Series],
 
 
 def _fresh(contestant: Contestant) -> Contestant:
-    """Begins without the memory that those before it have kept: both ways of Holdfast share it."""
+    """Return a contestant without the memory that earlier ones have kept: both ways to use Holdfast
+    share it."""
 
     def before() -> None:
         contestant.before()
@@ -66,10 +67,10 @@ def _targets(found: Sequence[Series]) -> list[Target]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises AssertionError where a state does not come back as it was."""
+    """Measure and print. Raises AssertionError if a state comes back changed."""
     options = parse("dcp", __doc__, argv, gib=1.5)
     with work_folder(options.folder) as folder:
-        found, nbytes = _measured(folder / "small", TINY_GIB, options)  # all import what they need
+        found, nbytes = _measured(folder / "small", TINY_GIB, options)  # imports everything
         judged: list[Target] = []
         if not options.tiny:
             found, nbytes = _measured(folder / "large", options.gib, options)

@@ -1,8 +1,7 @@
-"""Flat ranges beside boxes: the same state, held by 8 ranks as rows of each tensor and as ranges of
-its elements that begin and end inside rows.
+"""Compares flat ranges with boxes: the same state, held by 8 ranks as rows of each tensor or as
+element ranges that begin and end inside rows.
 
-The ranks of the job are simulated: they save in one process, and load in it one after the other,
-from the page cache. So the processor is what counts: planning, hashing, copying.
+The ranks are simulated: they save in one process, and load in it one after the other.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ BUDGET_NBYTES = 64 << 20
 DEADLINE_S = 60.0
 HOW = ("boxes", "flat ranges")
 OFF_ROWS = 17
-"""So many elements from the beginning of a row, ranges are cut."""
+"""Elements by which ranges are offset from the beginning of a row."""
 
 
 def _tensors(gib: float) -> list[torch.Tensor]:
@@ -49,7 +48,7 @@ def _tensors(gib: float) -> list[torch.Tensor]:
 
 
 def _part(tensor: torch.Tensor, how: str, rank: int) -> holdfast.Shard:
-    """What a rank holds of a tensor, in memory of its own."""
+    """Return a rank's part of a tensor, in its own memory."""
     cuts = [ROWS * r // WORLD for r in range(WORLD + 1)]
     if how == "boxes":
         rows = tensor[cuts[rank] : cuts[rank + 1]].clone()
@@ -64,7 +63,7 @@ def _state(tensors: Sequence[torch.Tensor], how: str, rank: int) -> dict[str, ho
 
 
 def _save(folder: Path, states: Sequence[dict[str, holdfast.Shard]]) -> None:
-    """As the ranks of one job."""
+    """Save as the ranks of one job."""
     store = cast(StoreLike, HashStore())
     flats = [flatten(state) for state in states]
 
@@ -83,7 +82,7 @@ def _save(folder: Path, states: Sequence[dict[str, holdfast.Shard]]) -> None:
 
 
 def _load(folder: Path, states: Sequence[dict[str, holdfast.Shard]]) -> tuple[float, float]:
-    """Every rank after the other: seconds, and those of the processor."""
+    """Load as each rank in turn. Return the seconds, and the processor's seconds."""
     expected = [shard.tensor.clone() for shard in states[-1].values()]
     for state in states:
         for shard in state.values():
@@ -142,7 +141,7 @@ def _report(given: Options, folder: Path) -> Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises AssertionError where a load is wrong."""
+    """Measure and print. Raises AssertionError if a load is wrong."""
     given = parse("flat", __doc__, argv, gib=1.0, runs=5)
     with work_folder(given.folder) as folder:
         _report(given, folder).emit(given.json, given.svg)

@@ -1,8 +1,8 @@
-"""Saves and loads of a state on a GPU, next to the rate of its link: plain copies between the
-device and pinned memory, measured in the same run.
+"""Measures saves and loads of a state on a GPU, next to the rate of its link: plain copies between
+the device and pinned memory, in the same run.
 
-The state is trained by real steps: a stack of linear layers in bf16 and a fused AdamW. It is stored
-in memory, so that no disk is measured. Without a GPU nothing is measured.
+The state is trained by real steps: a stack of linear layers in bf16 with a fused AdamW. It is
+stored in memory, so that no disk is measured. Without a GPU nothing is measured.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Bench:
     runs: int
     hidden: int
     link: dict[str, float] = field(default_factory=dict)
-    """Bytes per second to the host, and to the device."""
+    """Bytes per second to the host and to the device."""
     rows: list[list[str]] = field(default_factory=list)
     series: list[Series] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class _Bench:
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
 
     def step(self) -> None:
-        """Train one step, and return when the device has done it."""
+        """Train one step, and return when the device has finished it."""
         self.net(self.batch).float().square().mean().backward()
         self.optim.step()
         self.optim.zero_grad()
@@ -91,8 +91,8 @@ class _Bench:
         link: str = "",
         after: Callable[[Any], None] = lambda _: None,
     ) -> float:
-        """Time ``run`` and add a row; return the median of the seconds. ``after`` gets what ``run``
-        returned, and is not timed. The first run is not counted."""
+        """Time ``run``, add a row, and return the median seconds. ``after`` gets the result of
+        ``run`` and is not timed. The first run does not count."""
         series = Series(name)
         device_nbytes = 0
         after(run())
@@ -123,7 +123,7 @@ class _Bench:
 
     @contextmanager
     def _peak(self) -> Iterator[list[int]]:
-        """Yield a list that gets the bytes by which device memory rises within the block."""
+        """Yield a list that receives the growth of device memory within the block, in bytes."""
         found = [0]
         if self.device.type != "cuda":
             yield found
@@ -135,7 +135,7 @@ class _Bench:
 
 
 def _links(bench: _Bench) -> None:
-    """Measure plain copies of up to 1 GiB, both ways."""
+    """Measure plain copies of up to 1 GiB, in both directions."""
     pinned = bench.device.type == "cuda"
     nbytes = min(bench.nbytes, GIB)
     host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
@@ -148,7 +148,7 @@ def _links(bench: _Bench) -> None:
 
 
 def _captures(bench: _Bench) -> None:
-    """Measure the time until a save has copied the state, and the time that the call takes."""
+    """Measure the time until a save has copied the state, and the time of the call."""
 
     def begin(lazy: bool | Literal["prove"]) -> holdfast.SaveHandle:
         return holdfast.async_save("memory://gpu-bench/c", bench.state, lazy=lazy)
@@ -211,11 +211,11 @@ def _restore(bench: _Bench) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)  # NaN is equal to itself then
+    return tensor.view(torch.uint8)  # NaN then equals itself
 
 
 def _keeper(bench: _Bench) -> None:
-    """Measure steps that a keeper holds in memory, which is registered with CUDA."""
+    """Measure steps that a keeper holds in memory registered with CUDA."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ[KEEPER_DIR_VARIABLE] = folder
         try:
@@ -247,7 +247,7 @@ def _kept_steps(bench: _Bench, run: holdfast.Checkpointer) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; 0 where there is no GPU. Raises AssertionError where a load is wrong."""
+    """Measure and print. Return 0 without a GPU. Raises AssertionError if a load is wrong."""
     parser = bare_parser("gpu", __doc__, tiny="a run of seconds that checks results, not speed")
     parser.add_argument("--gib", type=float, default=2.0, help="size of the state (default: 2)")
     parser.add_argument("--runs", type=int, default=5, help="runs of each (default: 5)")
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for part in (_links, _captures, _stalls, _keeper, _restore):
             part(bench)
-    finally:  # if one fails or is interrupted, the figures so far
+    finally:  # report the figures so far, also after a failure or interruption
         Report("gpu", title, machine, HEADER, bench.rows, series=bench.series).emit(
             given.json, given.svg
         )

@@ -1,8 +1,8 @@
-"""A group of four hosts that guard each other by XOR, each a process, and two ways to their memory:
-the server that keepers have, and bare sockets.
+"""A group of four hosts protected by XOR, one process each, with two servers for their memory: the
+keepers' own, and bare sockets.
 
-Both send from where images and parity lie. A bare server is asked for bytes of one object by
-:data:`ASKED`, and sends them from a thread.
+Both send directly from images and parity. A bare server receives requests in the form of
+:data:`ASKED` and sends the bytes from a thread.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ RUN = "run"
 GENERATION = GenerationId(1, 1)
 GROUP = GuardedGroup("xor", ("a", "b", "c", "d"), ((0,), (1,), (2,), (3,)))
 ASKED = struct.Struct("!64sQQ")
-"""The key of an object, and from where on how many of its bytes are wanted."""
+"""Key of an object, offset and number of bytes."""
 _SENT_NBYTES = 1 << 20
 
 
 def key_of(block: Block) -> str:
-    """The object that a block is a part of."""
+    """Return the key of the object that contains a block."""
     if isinstance(block, ParityBlock):
         return f"{block.member}/parity-{block.stripe}-{block.row}"
     return f"{block.member}/image"
 
 
 def label_key(rank: int) -> str:
-    """The object that is the label of a rank."""
+    """Return the key of a rank's label."""
     return f"{rank}/label"
 
 
 def room(nbytes: int) -> Memory:
-    """Memory, as a keeper makes it for an image."""
+    """Return memory as a keeper allocates it for an image."""
     return reserved_memory(nbytes)
 
 
@@ -88,7 +88,7 @@ class _Shelf:
 
 
 async def _image(rank: int, nbytes: int) -> tuple[Memory, Label]:
-    """An image of noise, sealed."""
+    """Return a sealed image of random bytes."""
     hashed_end = round_up(nbytes, PAGE_NBYTES)
     memory = room(hashed_end + DIGEST_NBYTES * blocks_of(hashed_end, BLOCK_NBYTES))
     random = np.random.default_rng(rank)
@@ -111,7 +111,7 @@ async def _image(rank: int, nbytes: int) -> tuple[Memory, Label]:
 
 
 async def _objects(nbytes: int) -> tuple[dict[str, Memory], dict[str, bytes]]:
-    """All images of ``nbytes`` and all parity of them; and the labels."""
+    """Return all images of ``nbytes`` with all their parity, and the labels."""
     images, labels = {}, {}
     for rank in range(len(GROUP.names)):
         images[rank], label = await _image(rank, nbytes)
@@ -147,13 +147,13 @@ def _accept(listening: socket.socket, objects: Mapping[str, memoryview]) -> None
 
 
 def serve_group(nbytes: int, token: str, members: Sequence[int]) -> None:
-    """Let these ``members`` of a group whose images have ``nbytes`` serve what they hold, each from
-    a process of its own, until standard input ends. Each prints who it is, and the ports of its
-    keeper's server and of its bare one."""
+    """Serve the memory of these ``members`` of a group, each in its own process, until standard
+    input ends. Images have ``nbytes``. Each member prints its number, the port of its keeper's
+    server and the port of its bare server."""
     objects, labels = asyncio.run(_objects(nbytes))
     children = []
     for member in members:
-        child = os.fork()  # no thread is left of what has been done so far
+        child = os.fork()  # no thread of the work so far is left
         if not child:
             asyncio.run(_serve_member(member, token, objects, labels))
             return
@@ -165,7 +165,7 @@ def serve_group(nbytes: int, token: str, members: Sequence[int]) -> None:
 async def _serve_member(
     member: int, token: str, objects: Mapping[str, Memory], labels: Mapping[str, bytes]
 ) -> None:
-    # A forked process has the descriptors of that memory, but it is not mapped there.
+    # A forked process has the memory's descriptors, but not its mappings.
     held = {
         key: Memory(os.dup(memory.fd), memory.nbytes, writable=False).view
         for key, memory in objects.items()
@@ -175,7 +175,8 @@ async def _serve_member(
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=_accept, args=(listening, held), daemon=True).start()
         async with serve(_Shelf(held), ServeOptions(token)) as server:
-            # In one piece: print may write words by themselves, between those of other members.
+            # One write, because print may write the words separately, mixed with other members'
+            # output.
             said = f"{member} {server.port} {listening.getsockname()[1]}\n"
             os.write(sys.stdout.fileno(), said.encode())
             await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

@@ -1,11 +1,11 @@
-"""Save and load over HDFS by one process, beside four parallel hdfs-native streams of as many
-bytes; then ten thousand small objects, see ``many``.
+"""Measures saves and loads over HDFS by one process, next to four parallel hdfs-native streams of
+the same size; then ten thousand small objects (see ``many``).
 
-The limit is the streams that move the state: out of the tensors, and into them. Beside it stand
-the streams that send the same noise again and again and drop what they receive ("no tensors"), and
-those that also compute the checksums that a save and a load compute ("checked").
+The limit is the streams that move the state, out of the tensors and into them. Two variants show
+its costs: streams that send the same random bytes over and over and discard received ones ("no
+tensors"), and streams that also compute the checksums of saves and loads ("checked").
 
-``--uri`` names a file system, in which one folder is made and deleted again. ``make bench-server
+``--uri`` names a file system, in which a folder is made and deleted again. ``make bench-server
 PROGRAM=hadoop SERVER=hdfs`` starts a Hadoop first, which then shares processors and disk with its
 client.
 """
@@ -34,16 +34,16 @@ __all__: list[str] = []
 
 STREAMS = 4
 DELETED_S = 6.0
-"""How long a save waits for its turn. DataNodes hear of what the one before has replaced every
-three seconds, and are busy deleting it then."""
+"""Rest before a save. DataNodes learn every three seconds which blocks the previous save has
+replaced, and are then busy deleting them."""
 
 
 def _measure(uri: Uri, given: Options) -> tuple[int, list[Series], list[Series], str]:
-    """The size of the state, the times of saving and of loading it, and a sentence about many small
+    """Return the size of the state, the times of its saves and loads, and a sentence on many small
     objects."""
     saved = str(join(uri, "saved"))
     try:
-        # The first saves import what is needed, and have the servers compile their code.
+        # The first saves trigger imports, and let the servers compile their code.
         holdfast.save(saved, build(TINY_GIB))
         state = build(given.gib)
         holdfast.save(saved, state)
@@ -99,7 +99,7 @@ def _check(state: State, expected: dict[str, bytes]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises AssertionError where a state does not come back as it was."""
+    """Measure and print. Raises AssertionError if a state comes back changed."""
     arguments = parser("hadoop", __doc__, gib=2.0)
     arguments.add_argument("--uri", required=True, help="hdfs://host:port/folder to use")
     parsed = arguments.parse_args(argv)

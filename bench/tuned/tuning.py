@@ -1,4 +1,5 @@
-"""Finds the options with which saves and loads at a URI are fastest, and says how sure that is."""
+"""Finds the options with which saves and loads at a URI are fastest, with the confidence of the
+result."""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ from .trial import Taken, Trials
 __all__ = ["Ends", "Entry", "Tuning", "compared", "options_text", "tuned"]
 
 _SEARCHED = 0.6
-"""Such a part of the time is for the search, the rest for the comparison with the defaults."""
+"""Share of the time for the search. The rest is for the comparison with the defaults."""
 _GIVEN_UP = 3
-"""After so many pairs, a choice that was slower in all of them is given up."""
+"""A candidate that was slower in all of this many pairs is dropped."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One trial of the search: in which rung, of what, and how long it took."""
+    """One trial of the search: its rung, its options and its times."""
 
     rung: int
     options: Mapping[str, str]
@@ -39,10 +40,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was found. ``best``: the options that the search chose, which may be the defaults.
+    """Result of tuning.
 
-    ``gain``: how many times as fast saves and loads are with them, by rounds that took no part in
-    the choice; ``save`` and ``load`` of each alone. None where the defaults were chosen."""
+    ``best`` holds the chosen options, which may be the defaults. ``gain`` is the speed-up of saves
+    and loads with them, from rounds that took no part in the choice; ``save`` and ``load`` are the
+    speed-ups of each alone. These are None if the defaults were chosen.
+    """
 
     uri: str
     place: Place
@@ -58,7 +61,7 @@ class Tuning:
 
     @property
     def tried(self) -> int:
-        """How many choices were tried."""
+        """Number of candidates tried."""
         return len({tuple(entry.options.items()) for entry in self.entries})
 
     @property
@@ -68,14 +71,14 @@ class Tuning:
 
     @property
     def outcome(self) -> Mapping[str, str]:
-        """The options that drivers use from now on, if what is worth keeping is kept."""
+        """The options that drivers use from now on, if a useful profile is kept."""
         if self.is_worth_keeping:
             return self.best
         return self.space.default
 
     def profile(self) -> TunedProfile:
-        """What is kept of it. It is worth keeping. Options that are as they would be without it are
-        left out."""
+        """Return the profile to keep, without options that equal the defaults. Call it only if the
+        result is worth keeping."""
         assert self.gain is not None
         changed = {n: text for n, text in self.best.items() if text != self.space.default[n]}
         return TunedProfile(
@@ -90,21 +93,22 @@ class Tuning:
 
 
 def options_text(options: Mapping[str, str]) -> str:
-    """Such as ``part_size=32MiB concurrency=64``."""
+    """Return options as text, such as ``part_size=32MiB concurrency=64``."""
     return " ".join(f"{name}={text}" for name, text in options.items())
 
 
 def tuned(plan: TuningPlan, space: Space, say: Say = lambda line: None) -> Tuning:
-    """Tune for a storage, for which :func:`.plan.check_tuning` has found nothing against it;
-    ``say`` is told of each trial.
+    """Tune for a storage with a plan that :func:`.plan.check_tuning` has accepted, and call ``say``
+    for each trial.
 
-    All is written to a folder of its own below the URI, which is deleted again, also when it is
-    interrupted. Raises what saves and loads raise."""
+    Everything is written to a new folder below the URI, which is deleted afterwards, also on
+    interruption. Raises the errors of saves and loads.
+    """
     created_s = time.time()
     place = plan.new_place()
     trials = Trials(place, plan.nbytes)
     try:
-        trials.run(space.default, plan.least_nbytes)  # what is imported and started once
+        trials.run(space.default, plan.least_nbytes)  # imports and start-up costs
         began_s = time.perf_counter()
         entries, best = _searched(plan, space, trials, say)
         pairs: list[tuple[Taken, Taken]] = []
@@ -133,10 +137,10 @@ def tuned(plan: TuningPlan, space: Space, say: Say = lambda line: None) -> Tunin
 
 
 def _searched(plan: TuningPlan, space: Space, trials: Trials, say: Say) -> tuple[list[Entry], int]:
-    """All trials of the search, and the number of the candidate that it chose."""
+    """Return all trials of the search, and the number of the chosen candidate."""
     began_s = time.perf_counter()
     first = trials.run(space.default, plan.least_nbytes)
-    first_s = time.perf_counter() - began_s  # with all that is not timed
+    first_s = time.perf_counter() - began_s  # includes everything that trials do not time
     budget_s = max(0.0, _SEARCHED * plan.time_limit_s - (time.perf_counter() - began_s))
     rungs = ladder(
         len(space.candidates),
@@ -169,7 +173,7 @@ def _searched(plan: TuningPlan, space: Space, trials: Trials, say: Say) -> tuple
 def _nbytes_for_pairs(
     plan: TuningPlan, entries: list[Entry], best: Mapping[str, str], left_s: float
 ) -> int:
-    """So many bytes that the time which is left is enough for the fewest pairs that can show a
+    """Return a state size at which the remaining time allows the fewest pairs that can show a
     difference."""
     last = next(entry.taken for entry in reversed(entries) if entry.options == best)
     affordable = left_s * last.nbytes / last.seconds / (2.5 * PAIRS_MIN)
@@ -178,10 +182,12 @@ def _nbytes_for_pairs(
 
 @dataclass(frozen=True)
 class Ends:
-    """When a comparison ends, by :func:`time.perf_counter`: at ``until_s``, before a pair that
-    would take longer than that, but not before there are ``pairs_min``. ``gives_up``: also if the
-    second choice was slower in all of the first few pairs, for then it will not be shown to be
-    faster. ``pairs_max``: after so many pairs."""
+    """Conditions that end a comparison. Times are those of :func:`time.perf_counter`.
+
+    It ends before a pair that would exceed ``until_s``, but not before ``pairs_min``, and after
+    ``pairs_max``. With ``gives_up`` it also ends if the second candidate was slower in all of the
+    first few pairs, because it will not prove faster then.
+    """
 
     until_s: float
     pairs_min: int = PAIRS_MIN
@@ -196,7 +202,7 @@ def compared(
     ends: Ends,
     say: Say = lambda line: None,
 ) -> list[tuple[Taken, Taken]]:
-    """Pairs of trials of two choices, which take turns in being first."""
+    """Return pairs of trials of two candidates, which take turns at going first."""
     pairs: list[tuple[Taken, Taken]] = []
     a, b = choices
     began_s = time.perf_counter()

@@ -1,7 +1,8 @@
-"""The bytes of a state: how random they are.
+"""The randomness of a state's bytes.
 
-Constants would compress ten thousandfold, and deduplicate: they measure nothing. So all content is
-random but for the share of zeros that was asked for. Scope: pure; :mod:`.filling` fills memory.
+Constant bytes would compress ten thousandfold and deduplicate, so a measurement with them shows
+nothing. All content is therefore random, except for a requested share of zeros. Scope: pure;
+:mod:`.filling` fills memory.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ PAGE_NBYTES = 4096
 
 @dataclass(frozen=True)
 class Content:
-    """``kind``: ``normal`` fills floating-point tensors with random normals, as weights are, and
-    all others with random bits; ``uniform`` fills all with random bits, which no compressor makes
-    smaller. ``random_share``: of each 4,096 bytes of a tensor such a part, the rest is zero."""
+    """Content of tensors.
+
+    ``normal`` fills floating-point tensors with random normals, like weights, and others with
+    random bits. ``uniform`` fills all with random bits, which do not compress. ``random_share`` is
+    the random part of each 4,096 bytes of a tensor; the rest is zero.
+    """
 
     kind: Literal["normal", "uniform"] = "normal"
     random_share: float = 1.0
 
     @property
     def name(self) -> str:
-        """As :func:`parse_content` takes it."""
+        """The name that :func:`parse_content` accepts."""
         if self.random_share < 1:
             return f"{self.random_share:g}"
         return self.kind
@@ -37,8 +41,8 @@ NORMAL = Content()
 
 
 def parse_content(text: str) -> Content:
-    """``normal``, ``uniform``, or the share of random bits among zeros: ``0.25`` or ``25%``. Raises
-    UsageError."""
+    """Parse ``normal``, ``uniform``, or the share of random bits among zeros: ``0.25`` or ``25%``.
+    Raises UsageError."""
     if text == "normal":
         return NORMAL
     if text == "uniform":

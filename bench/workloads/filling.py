@@ -1,7 +1,7 @@
-"""Fills tensors with random bytes, quickly: in blocks, by several threads.
+"""Fills tensors with random bytes, quickly: in blocks, with several threads.
 
-An element depends on the seed, the tensor's name and its place in the whole tensor alone, so a
-state is the same however many ranks hold it, and whatever the threads do.
+An element depends only on the seed, the tensor's name and its index in the whole tensor. So a state
+is the same for any number of ranks and threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .content import PAGE_NBYTES, Content
 __all__ = ["Filling", "fill"]
 
 BLOCK_ELEMENTS = 1 << 17
-"""So many elements of the whole tensor come from one seed, and are always drawn together."""
+"""Elements of the whole tensor that come from one seed. They are always drawn together."""
 _TASK_NBYTES = 4 << 20
 _THREADS_MAX = 8
 _INT64_MIN = -(1 << 63)
@@ -29,8 +29,8 @@ _INT64_MIN = -(1 << 63)
 
 @dataclass(frozen=True)
 class Filling:
-    """A contiguous tensor to fill: the elements from ``first`` on, in row-major order, of the
-    tensor ``name``, which has ``elements`` in all."""
+    """A contiguous tensor to fill: part of the tensor ``name`` with ``elements`` in all, from the
+    element ``first`` on, in row-major order."""
 
     name: str
     elements: int
@@ -40,7 +40,7 @@ class Filling:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a tensor has of one block of ``drawn`` elements: those from ``skipped`` on."""
+    """The part of a tensor in one block of ``drawn`` elements: those from ``skipped`` on."""
 
     key: str
     drawn: int
@@ -49,12 +49,12 @@ class _Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the block."""
+        """Whether it is the whole block."""
         return self.into.numel() == self.drawn
 
 
 def fill(fillings: Iterable[Filling], content: Content, seed: int) -> None:
-    """Fill all of them."""
+    """Fill all tensors."""
     parts = (part for filling in fillings for part in _parts(filling))
     tasks = in_groups(parts, lambda part: part.into.nbytes, _TASK_NBYTES)
     threads = max(1, min(_THREADS_MAX, os.cpu_count() or 1))

@@ -1,8 +1,8 @@
-"""A state as safetensors files describe it: a folder of Hugging Face, its index, or one file. Of
-the tensors, headers tell the names, shapes and dtypes; no element is read.
+"""A state described by safetensors files: a Hugging Face folder, its index, or one file.
 
-Files come from anywhere, and are read as those that are imported: limited in size, and never
-outside of the folder (:mod:`...storage.operations.model_source`).
+Names, shapes and dtypes come from the headers; no element is read. The files may come from
+anywhere, so they are read as in an import: with size limits, and never outside the folder
+(:mod:`...storage.operations.model_source`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TENSORS_MAX = 1_000_000
 
 @dataclass(frozen=True)
 class Indexed:
-    """The tensors of a model, sharded along dimension 0 over the ranks of the job; those without
-    dimensions are the first rank's. Tensors without elements are left out."""
+    """The tensors of a model, sharded along dimension 0 over the ranks. Rank 0 holds the tensors
+    without dimensions. Tensors without elements are omitted."""
 
     name: str
     listed: tuple[Spec, ...]
@@ -48,11 +48,11 @@ class Indexed:
 
 
 def indexed(path: str) -> Indexed:
-    """The workload of the model at ``path``, which may be a URI: a folder, a file that ends in
-    ``.safetensors.index.json``, or one that ends in ``.safetensors``.
+    """Return the workload of the model at ``path``, which may be a URI: a folder, or a file that
+    ends in ``.safetensors.index.json`` or ``.safetensors``.
 
-    Raises what reading it raises: NotFoundError, DamagedError where an index or a header is not
-    what it should be, UnsupportedFormatError; and UsageError where there is no tensor.
+    Raises NotFoundError, DamagedError for an invalid index or header, UnsupportedFormatError, and
+    UsageError if there is no tensor with elements.
     """
     place = parse(path)
     model = asyncio.run(_read(place))

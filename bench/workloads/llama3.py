@@ -1,5 +1,8 @@
-"""Llama 3 as it is trained and published: the tensors by Hugging Face's names, with the optimizer
-that a job saves beside them, sharded along dimension 0 as FSDP2 shards them."""
+"""Llama 3 as it is trained and published, with Hugging Face's names and the optimizer of a training
+job.
+
+Tensors are sharded along dimension 0, as by FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ OPTIMIZERS = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "adam+master": ("master", "exp_avg", "exp_avg_sq"),
 }
-"""What is saved beside each bf16 weight, in fp32: nothing (2 bytes per parameter), Adam's two
-moments (10), or those and the master copy (14)."""
+"""Optimizer tensors for each bf16 weight, in fp32: none (2 bytes per parameter), Adam's two moments
+(10), or these and the master copy (14)."""
 
 
 @dataclass(frozen=True)
 class Llama3:
-    """See the module. ``model`` has the dimensions, ``title`` says which model it is."""
+    """A Llama 3. ``title`` names the model, and ``model`` has its dimensions."""
 
     title: str
     model: Llama
@@ -32,7 +35,7 @@ class Llama3:
 
     @property
     def name(self) -> str:
-        """Such as ``llama3-8b, 2 of 32 layers, adam``."""
+        """Name, such as ``llama3-8b, 2 of 32 layers, adam``."""
         text = self.title
         whole = LLAMA3.get(self.title, self.model)
         if self.model != whole:
@@ -73,8 +76,8 @@ class Llama3:
 
 
 def llama3(name: str, optimizer: str = "none", layers: int | None = None) -> Llama3:
-    """The workload of that name, or its first ``layers`` layers between embedding and output.
-    Raises UsageError for unknown names, and for more layers than the model has."""
+    """Return the workload of that name, or its first ``layers`` layers between embedding and
+    output. Raises UsageError for unknown names, and for more layers than the model has."""
     model = LLAMA3.get(name)
     if model is None:
         raise UsageError(

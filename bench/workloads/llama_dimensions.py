@@ -1,4 +1,4 @@
-"""The shapes of Llama models: the one description from which all benchmarks take them.
+"""The shapes of Llama models, shared by all benchmarks.
 
 Dimensions are those of the published ``config.json`` files of Meta's Llama 3 models. Scope: pure,
 and without torch.
@@ -18,8 +18,8 @@ Parameter = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Names:
-    """How a library names the parameters. ``layer`` maps what a matrix does to its name within a
-    layer; ``prefix`` is followed by the number of the layer."""
+    """A library's names of parameters. ``layer`` maps the role of a matrix to its name within a
+    layer; ``prefix`` precedes the number of the layer."""
 
     embedding: str
     norm: str
@@ -45,7 +45,7 @@ META = Names(
         "feed-forward norm": "ffn_norm.weight",
     },
 )
-"""As Meta's own code and torchtitan name them."""
+"""Names in Meta's own code and in torchtitan."""
 
 HUGGING_FACE = Names(
     embedding="model.embed_tokens.weight",
@@ -64,13 +64,13 @@ HUGGING_FACE = Names(
         "feed-forward norm": "post_attention_layernorm.weight",
     },
 )
-"""As transformers names them."""
+"""Names in transformers."""
 
 
 @dataclass(frozen=True)
 class Llama:
-    """A Llama by its dimensions. ``kv``: the width of keys and of values, which is that of a head
-    times the number of heads of keys."""
+    """Dimensions of a Llama. ``kv`` is the width of keys and of values: the width of a head times
+    the number of key heads."""
 
     layers: int
     hidden: int
@@ -80,7 +80,7 @@ class Llama:
 
     @property
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes within one layer, by what each matrix does."""
+        """Shapes within one layer, by role."""
         return {
             "query": (self.hidden, self.hidden),
             "key": (self.kv, self.hidden),
@@ -100,17 +100,17 @@ class Llama:
 
     @property
     def parameters(self) -> int:
-        """Elements in all; embedding and output are matrices of their own."""
+        """Elements in total. Embedding and output are separate matrices."""
         ends = 2 * self.vocab * self.hidden + self.hidden
         return ends + self.layers * self.layer_parameters
 
     def layer(self, number: int, names: Names = META) -> Iterator[Parameter]:
-        """The parameters of one layer."""
+        """Yield the parameters of one layer."""
         for role, shape in self.layer_shapes.items():
             yield f"{names.prefix}{number}.{names.layer[role]}", shape
 
     def stage(self, index: int, stages: int, names: Names = META) -> Iterator[Parameter]:
-        """The parameters of one of ``stages`` pipeline stages."""
+        """Yield the parameters of one of ``stages`` pipeline stages."""
         if index == 0:
             yield names.embedding, (self.vocab, self.hidden)
         first = self.layers * index // stages
@@ -127,4 +127,4 @@ LLAMA3 = {
     "llama3-70b": Llama(layers=80, hidden=8192, ffn=28672, kv=1024, vocab=128256),
     "llama3-405b": Llama(layers=126, hidden=16384, ffn=53248, kv=1024, vocab=128256),
 }
-"""By the names that the command takes."""
+"""Models by command-line name."""

@@ -1,4 +1,4 @@
-"""Makes the tensors of specs: plain ones, and DTensors where a job of several ranks shards them."""
+"""Makes tensors from specs: plain ones, or DTensors if a job of several ranks shards them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .spec import Spec, itemsize_of
 __all__ = ["State", "materialise"]
 
 State = dict[str, Any]
-"""Tensors, by name."""
+"""Tensors by name."""
 
 
 def materialise(
@@ -31,13 +31,12 @@ def materialise(
     content: Content = NORMAL,
     mesh: DeviceMesh | None = None,
 ) -> State:
-    """The state of ``rank`` that ``specs`` describe, filled with ``content``: the same for the same
-    seed, and of a sharded tensor the same elements whatever ``world`` is.
+    """Make the state of ``rank`` described by ``specs``, filled with ``content``.
 
-    Where ``world`` is more than 1, sharded tensors are DTensors on a mesh of all ranks: ``mesh``,
-    or one that is made here, of the CPUs, which all ranks do together after they have joined a
-    process group. Raises UnsupportedFormatError for a dtype that this torch does not have, and
-    RuntimeError, torch's word for it, where there is not enough memory.
+    The same seed gives the same state, and sharded tensors have the same elements for any
+    ``world``. If ``world`` is above 1, sharded tensors are DTensors on ``mesh``. Without one, all
+    ranks together make a CPU mesh here, which needs a process group. Raises UnsupportedFormatError
+    for a dtype that this torch lacks, and torch's RuntimeError if memory is too small.
     """
     if world > 1 and mesh is None and any(spec.sharded for spec in specs):
         mesh = init_device_mesh("cpu", (world,))
@@ -76,5 +75,5 @@ def _placed(spec: Spec, local: torch.Tensor, mesh: DeviceMesh | None) -> torch.T
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major."""
+    """Return row-major strides."""
     return tuple(accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1]

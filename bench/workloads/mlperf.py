@@ -1,10 +1,10 @@
-"""The checkpoints of MLPerf Storage: models, parallelism, and what each process writes.
+"""The checkpoints of MLPerf Storage: models, parallelism, and the tensors that each process writes.
 
-Sizes are those that DLIO (github.com/argonne-lcf/dlio_benchmark, ``base_checkpointing.py``)
-computes, the program that runs MLPerf Storage: fp16 weights, three fp32 arrays of the optimizer,
-and flat arrays throughout. Its totals are those that published results state; the table of the
-rules rounds them, and says 18 TB of a checkpoint of 15,427 GiB. Scope: pure, and without torch. How
-a run is to be made is said in :mod:`.mlperf_rules`.
+Sizes are those that DLIO computes, the program that runs MLPerf Storage
+(github.com/argonne-lcf/dlio_benchmark, ``base_checkpointing.py``): fp16 weights, three fp32
+optimizer arrays, and flat arrays throughout. Published results state its totals; the table in the
+rules rounds them, and gives 18 TB for a checkpoint of 15,427 GiB. Scope: pure, and without torch.
+:mod:`.mlperf_rules` has the rules for runs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ _WEIGHT = "float16"
 _OPTIMIZER = "float32"
 _OPTIMIZER_ARRAYS = 3
 _EXTRA_HIDDEN = 5
-"""Beside each array of the optimizer DLIO writes one of so many times the hidden size."""
+"""With each optimizer array DLIO writes another one of this many times the hidden size."""
 
 
 @dataclass(frozen=True)
 class Mlperf:
     """One checkpoint of MLPerf Storage, saved by ``tp`` × ``pp`` × ``dp`` processes.
 
-    ``zero`` is the stage of ZeRO. In stage 1 only data-parallel rank 0 writes the model; in stage 3
-    the model is split over the data-parallel ranks, too. All split the optimizer evenly.
+    ``zero`` is the ZeRO stage. In stage 1 only data-parallel rank 0 writes the model. In stage 3
+    the model is split over the data-parallel ranks as well. The optimizer is always split evenly
+    over all processes.
     """
 
     name: str
@@ -43,21 +44,21 @@ class Mlperf:
 
     @property
     def world(self) -> int:
-        """The number of processes that a whole checkpoint takes."""
+        """Number of processes that save a whole checkpoint."""
         return self.tp * self.pp * self.dp
 
     @cached_property
     def total_nbytes(self) -> int:
-        """Bytes of a checkpoint of all processes."""
+        """Bytes of a checkpoint over all processes."""
         return sum(self.nbytes(rank, self.world) for rank in range(self.world))
 
     def is_whole(self, world: int) -> bool:
-        """Whether so many processes write all of it; fewer write a subset."""
+        """Return whether ``world`` processes write a whole checkpoint; fewer write a subset."""
         return world == self.world
 
     def specs(self, rank: int, world: int) -> list[Spec]:
-        """See :class:`.spec.Workload`. Ranks of a smaller job hold what the first ranks of the
-        whole one hold. Raises UsageError for more processes than that has."""
+        """See :class:`.spec.Workload`. The ranks of a smaller job hold the same as the first ranks
+        of the full one. Raises UsageError for more processes than the full job has."""
         check_rank(rank, world)
         if world > self.world:
             raise UsageError(
@@ -71,7 +72,7 @@ class Mlperf:
         return nbytes_of_specs(self.specs(rank, world), rank, world)
 
     def model_specs(self, rank: int) -> list[Spec]:
-        """The part of the model that ``rank`` of the whole job writes."""
+        """Return the part of the model that ``rank`` of the full job writes."""
         writes_model = self.zero == 3 or rank < self.tp * self.pp
         if not writes_model:
             return []
@@ -83,7 +84,7 @@ class Mlperf:
         ]
 
     def optimizer_specs(self, rank: int) -> list[Spec]:
-        """The part of the optimizer that ``rank`` of the whole job writes."""
+        """Return the part of the optimizer that ``rank`` of the full job writes."""
         lengths = [self.model.parameters // self.world, _EXTRA_HIDDEN * self.model.hidden]
         return [
             Spec(f"optimizer.rank_{rank:05}.{number}", (elements,), _OPTIMIZER, False)
@@ -91,9 +92,9 @@ class Mlperf:
         ]
 
     def _layers(self, stage: int) -> range:
-        """The layers of a pipeline stage, as DLIO numbers them: 0 is the embedding, the layers
-        follow, then the output and the last norm. The first stages have one more where the number
-        of layers is no multiple of the number of stages."""
+        """Return the layers of a pipeline stage in DLIO's numbering: 0 is the embedding; the
+        layers, the output and the last norm follow. If stages do not divide the layers evenly, the
+        first stages have one more."""
         few, more = divmod(self.model.layers, self.pp)
         first = 1 + few * stage + min(stage, more)
         last = first + few + (stage < more)
@@ -104,8 +105,8 @@ class Mlperf:
         return range(first, last)
 
     def _parts(self, layer: int) -> Iterator[tuple[str, int]]:
-        """The flat arrays of one layer, and the elements of each that a process has. Norms are on
-        each tensor-parallel rank."""
+        """Yield the flat arrays of one layer, with the elements that a process has of each. Each
+        tensor-parallel rank has the norms."""
         model = self.model
         split = self.dp if self.zero == 3 else 1
         if layer == 0:
@@ -136,11 +137,11 @@ MLPERF = {
         Mlperf("llama3-1t", _OF_1T, tp=8, pp=64, dp=2, zero=1),
     )
 }
-"""By the names that the command takes."""
+"""Checkpoints by command-line name."""
 
 
 def mlperf(name: str) -> Mlperf:
-    """The checkpoint of that name. Raises UsageError for an unknown one."""
+    """Return the checkpoint of that name. Raises UsageError for an unknown name."""
     try:
         return MLPERF[name]
     except KeyError:

@@ -1,7 +1,7 @@
-"""How MLPerf Storage wants its checkpointing workloads to be run, and what it reports.
+"""The rules of MLPerf Storage for checkpointing workloads, and the figures that it reports.
 
 The rules belong to MLCommons (github.com/mlcommons/storage, ``Submission_guidelines.md``, 2.0 and
-later). Here they are data: a run that departs from them is measured all the same, and says where.
+later). Here they are data: a run that departs from them is measured all the same, and reports how.
 Scope: pure.
 """
 
@@ -17,14 +17,14 @@ from .mlperf import Mlperf
 __all__ = ["RULES", "Checkpoints", "Conduct", "Rules", "deviations", "subset_note"]
 
 _SUBSET = ("llama3-8b", 8)
-"""The only checkpoint, and number of processes, that may be run without the accelerators of the
-whole job."""
+"""The only checkpoint and number of processes that may run without the accelerators of the full
+job."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What every run has in common. ``cache_factor``: where a client has written less than so many
-    times its memory, its cache is cleared between writing and reading."""
+    """Rules for every run. If a client has written less than ``cache_factor`` times its memory, its
+    cache must be cleared between writes and reads."""
 
     writes: int = 10
     reads: int = 10
@@ -38,18 +38,18 @@ RULES = Rules()
 
 @dataclass(frozen=True)
 class Conduct:
-    """How a run is made, or was.
+    """Procedure of a run.
 
     ``host_processes``        processes of each host
-    ``writes``, ``reads``     checkpoints
-    ``writes_come_first``     whether all are written before the first is read
+    ``writes``, ``reads``     number of checkpoints
+    ``writes_come_first``     whether all writes precede the first read
     ``rest_s``                seconds between two checkpoints
-    ``is_synced``             whether each write ends with fsync, or what the storage has for it
-    ``written_nbytes``        bytes that each host writes, all checkpoints together
+    ``is_synced``             whether each write ends with fsync or the storage's equivalent
+    ``written_nbytes``        bytes that each host writes, over all checkpoints
     ``memory_nbytes``         memory of each host
-    ``cache_is_cleared``      whether caches are cleared between writing and reading
-    ``results_are_apart``     whether checkpoint and results are on different file systems; None
-                              where that is not known
+    ``cache_is_cleared``      whether caches are cleared between writes and reads
+    ``results_are_apart``     whether checkpoints and results are on different file systems; None
+                              if unknown
     """
 
     host_processes: Sequence[int]
@@ -65,12 +65,12 @@ class Conduct:
 
     @property
     def world(self) -> int:
-        """All processes."""
+        """Number of all processes."""
         return sum(self.host_processes)
 
 
 def deviations(definition: Mlperf, conduct: Conduct, rules: Rules = RULES) -> list[str]:
-    """Where a run departs from the rules, a sentence each; [] where nothing is known against it."""
+    """Return a sentence for each departure from the rules; [] if none is known."""
     return [
         *_in_processes(definition, conduct, rules),
         *_in_course(conduct, rules),
@@ -79,7 +79,7 @@ def deviations(definition: Mlperf, conduct: Conduct, rules: Rules = RULES) -> li
 
 
 def subset_note(definition: Mlperf, world: int) -> str | None:
-    """That a job of so many processes is not comparable, in words; None where it is."""
+    """Return why a job of this many processes is not comparable, or None if it is."""
     if definition.is_whole(world) or (definition.name, world) == _SUBSET:
         return None
     return (
@@ -131,35 +131,37 @@ def _in_caches(conduct: Conduct, rules: Rules) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Checkpoints of ``nbytes`` that were written, or read: for each the seconds of each rank."""
+    """Checkpoints of ``nbytes`` that were written or read, with the seconds of each rank."""
 
     nbytes: int
     rank_seconds: Sequence[Sequence[float]]
 
     @property
     def durations_s(self) -> list[float]:
-        """Of each checkpoint: what its slowest rank took."""
+        """Duration of each checkpoint: the time of its slowest rank."""
         return [max(ranks) for ranks in self.rank_seconds]
 
     @property
     def throughputs(self) -> list[float]:
-        """Of each checkpoint, in bytes per second: all of it by its duration, which is the least
+        """Throughput of each checkpoint in bytes per second: its size by its duration, the least
         that any rank would report."""
         return [self.nbytes / seconds for seconds in self.durations_s]
 
     @property
     def mean_duration_s(self) -> float:
-        """The arithmetic mean, as MLPerf Storage reports it."""
+        """Arithmetic mean of the durations, as MLPerf Storage reports it."""
         return mean(self.durations_s)
 
     @property
     def arithmetic_mean_rate(self) -> float:
-        """The arithmetic mean of the throughputs, in bytes per second, as MLPerf Storage reports
-        it. It is never less than :attr:`rate`, and more the further the checkpoints are apart: in
-        published results by up to half."""
+        """Arithmetic mean of the throughputs in bytes per second, as MLPerf Storage reports it.
+
+        It is never below :attr:`rate`, and exceeds it more the more the checkpoints differ: by up
+        to half in published results.
+        """
         return mean(self.throughputs)
 
     @property
     def rate(self) -> float:
-        """All bytes by all time, in bytes per second."""
+        """Bytes per second over all checkpoints."""
         return self.nbytes * len(self.durations_s) / sum(self.durations_s)

@@ -1,4 +1,4 @@
-"""States of any wanted size: a Llama's proportions, or equal tensors in any number."""
+"""States of a requested size: a Llama's proportions, or any number of equal tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MASTER_AND_MOMENTS", "EqualTensors", "Sized", "equal_tensors", "scal
 
 MASTER_AND_MOMENTS = ("master", "exp_avg", "exp_avg_sq")
 NBYTES_PER_PARAMETER = 14
-"""The bf16 weight, and the fp32 master copy and two moments of the optimizer."""
+"""The bf16 weight, and the optimizer's fp32 master copy and two moments."""
 TENSORS_MAX = 1_000_000
 LAYERS_MAX = TENSORS_MAX // 36
 
@@ -28,8 +28,8 @@ _BY_GIB = (
 
 
 def scaled_parameters(gib: float) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters of a Llama whose whole state has about ``gib`` GiB. The
-    embedding is tied: there is no separate output matrix."""
+    """Return the names and shapes of the parameters of a Llama whose whole state has about ``gib``
+    GiB. The embedding is tied: there is no separate output matrix."""
     model = _scaled(gib)
     shapes: dict[str, tuple[int, ...]] = {META.embedding: (model.vocab, model.hidden)}
     for number in range(model.layers):
@@ -45,14 +45,14 @@ def _scaled(gib: float) -> Llama:
 
 @dataclass(frozen=True)
 class Sized:
-    """About ``wanted_nbytes`` in the proportions of a Llama that trains in mixed precision, sharded
-    along dimension 0 over the ranks of the job."""
+    """About ``wanted_nbytes`` in the proportions of a Llama trained in mixed precision, sharded
+    along dimension 0 over the ranks."""
 
     wanted_nbytes: int
 
     @property
     def name(self) -> str:
-        """Such as ``1.00 GiB``."""
+        """Name, such as ``1.00 GiB``."""
         return size_text(self.wanted_nbytes)
 
     @property
@@ -72,8 +72,8 @@ class Sized:
         return (*weights, *optimizer)
 
     def specs(self, rank: int, world: int) -> list[Spec]:
-        """See :class:`.spec.Workload`. Raises UsageError for more tensors than one process can
-        name."""
+        """See :class:`.spec.Workload`. Raises UsageError if there are too many tensors for one
+        process."""
         check_rank(rank, world)
         layers = _scaled(self.wanted_nbytes / GIB).layers
         if layers > LAYERS_MAX:
@@ -93,22 +93,22 @@ class Sized:
 
 
 def _held(shapes: Iterable[tuple[int, ...]], rank: int, world: int) -> int:
-    """Elements that ``rank`` holds of tensors of these shapes."""
+    """Return the elements that ``rank`` holds of tensors of these shapes."""
     local = (Spec("any", shape, "uint8", True).local_shape(rank, world) for shape in shapes)
     return sum(map(math.prod, local))
 
 
 @dataclass(frozen=True)
 class EqualTensors:
-    """``count`` tensors of one dimension, of ``elements`` bf16 numbers each, sharded over the ranks
-    of the job."""
+    """``count`` one-dimensional tensors of ``elements`` bf16 numbers each, sharded over the
+    ranks."""
 
     count: int
     elements: int
 
     @property
     def name(self) -> str:
-        """Such as ``100000 tensors of 16 B``."""
+        """Name, such as ``100000 tensors of 16 B``."""
         return f"{self.count} tensors of {size_text(2 * self.elements)}"
 
     @property
@@ -138,8 +138,8 @@ class EqualTensors:
 
 
 def equal_tensors(nbytes: int, count: int) -> EqualTensors:
-    """``count`` tensors that take about ``nbytes`` together. Raises UsageError where a tensor would
-    have no element, and for more tensors than one process can name."""
+    """Return ``count`` tensors that take about ``nbytes`` together. Raises UsageError if a tensor
+    would have no element, and for too many tensors."""
     if not 1 <= count <= TENSORS_MAX:
         raise UsageError(
             f"--tensors {count} cannot be", advice=f"Give a number from 1 to {TENSORS_MAX:,}."

@@ -1,4 +1,4 @@
-"""The interface of workloads: which tensors each rank of a job holds, without a byte of them.
+"""The interface of workloads: the tensors that each rank of a job holds, without their data.
 
 Scope: pure, and without torch. :mod:`.materialised` makes tensors.
 """
@@ -19,7 +19,8 @@ _ITEMSIZES = {dtype: BITS[code] // 8 for dtype, code in DTYPES.items()} | {"comp
 
 
 def itemsize_of(dtype: str) -> int:
-    """Bytes per element of a dtype, by torch's name. Raises ValueError for an unknown one."""
+    """Return the bytes per element of a dtype, by torch's name. Raises ValueError for an unknown
+    one."""
     try:
         return _ITEMSIZES[dtype]
     except KeyError:
@@ -30,15 +31,14 @@ def itemsize_of(dtype: str) -> int:
 class Spec:
     """One tensor of a rank's state, without its elements.
 
-    ``name``     fully qualified, such as ``model.layers.0.wq.weight``; unique in the job, unless
-                 the tensor is sharded: then all ranks list it
-    ``shape``    of the whole tensor
+    ``name``     fully qualified, such as ``model.layers.0.wq.weight``; unique in the job, except
+                 that all ranks list a sharded tensor
+    ``shape``    shape of the whole tensor
     ``dtype``    torch's name, such as ``bfloat16``
-    ``sharded``  True: it is split along dimension 0 over the ranks of the job, as torch.chunk
-                 splits it (FSDP2 does the same), so that the last shares may be short or empty;
-                 False: it is this rank's own
+    ``sharded``  True: split along dimension 0 over the ranks, as by torch.chunk and FSDP2, so the
+                 last shares may be short or empty; False: this rank's own
 
-    Raises ValueError for an unknown dtype, for a negative length, and for a sharded tensor without
+    Raises ValueError for an unknown dtype, a negative length, and a sharded tensor without
     dimensions.
     """
 
@@ -60,8 +60,8 @@ class Spec:
         return math.prod(self.shape) * itemsize_of(self.dtype)
 
     def rows(self, rank: int, world: int) -> tuple[int, int]:
-        """The (first, past the last) index along dimension 0 that ``rank`` holds. Of a tensor
-        without dimensions, (0, 1)."""
+        """Return the (first, end) indices along dimension 0 that ``rank`` holds; (0, 1) for a
+        tensor without dimensions."""
         if not self.shape:
             return 0, 1
         count = self.shape[0]
@@ -71,43 +71,43 @@ class Spec:
         return min(step * rank, count), min(step * (rank + 1), count)
 
     def local_shape(self, rank: int, world: int) -> tuple[int, ...]:
-        """The shape of what ``rank`` holds."""
+        """Return the shape of the part that ``rank`` holds."""
         if not self.shape:
             return ()
         first, last = self.rows(rank, world)
         return last - first, *self.shape[1:]
 
     def local_nbytes(self, rank: int, world: int) -> int:
-        """Bytes of what ``rank`` holds."""
+        """Return the bytes of the part that ``rank`` holds."""
         return math.prod(self.local_shape(rank, world)) * itemsize_of(self.dtype)
 
 
 class Workload(Protocol):
-    """The state of a job. Implementations are immutable, and do no I/O after they are made."""
+    """The state of a job. Implementations are immutable, and do no I/O once made."""
 
     @property
     def name(self) -> str:
-        """For people, and for results that are compared: equal for equal workloads."""
+        """Name for people and for comparing results. Equal workloads have equal names."""
 
     @property
     def world(self) -> int | None:
-        """The number of ranks that it is defined for; None if any number will do."""
+        """Number of ranks for which it is defined; None for any number."""
 
     def specs(self, rank: int, world: int) -> list[Spec]:
-        """The tensors of ``rank`` in a job of ``world`` ranks, in their order in its state. Raises
-        UsageError where the workload is not defined for so many ranks, and ValueError where there
-        is no such rank."""
+        """Return the tensors of ``rank`` in a job of ``world`` ranks, in state order. Raises
+        UsageError if the workload is not defined for that many ranks, and ValueError if there is no
+        such rank."""
 
     def nbytes(self, rank: int, world: int) -> int:
-        """Bytes that ``rank`` holds. Raises as ``specs`` does."""
+        """Return the bytes that ``rank`` holds. Raises as ``specs``."""
 
 
 def nbytes_of_specs(specs: Iterable[Spec], rank: int, world: int) -> int:
-    """Bytes that ``rank`` holds of these tensors."""
+    """Return the bytes that ``rank`` holds of these tensors."""
     return sum(spec.local_nbytes(rank, world) for spec in specs)
 
 
 def check_rank(rank: int, world: int) -> None:
-    """Raise ValueError where there is no such rank."""
+    """Raise ValueError if there is no such rank."""
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} of {world}")
