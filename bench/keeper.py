@@ -1,14 +1,14 @@
-"""A step in the memory of a keeper, and going on from it, beside memcpy, a save to storage, and a
+"""Measures steps in a keeper's memory and resumes from it, next to memcpy, a save to storage, and a
 cold load by DCP.
 
-A keeper runs in a process of its own, as for a trainer. *memcpy* copies as many bytes between warm
-buffers, in pieces of 16 MiB and with as many threads as a capture: larger pieces would bypass the
-processor's cache. A capture goes into slots that were filled before. What is gone on from is
-compared with what was kept. The figures of parity are in another program. At its peak this takes
-about ten times as much memory as the state has.
+The keeper runs in its own process, as for a trainer. *memcpy* copies the same number of bytes
+between warm buffers, in pieces of 16 MiB and with as many threads as a capture; larger pieces would
+bypass the processor's cache. Captures go into slots that were filled before. A resumed state is
+compared with the kept one. Another program measures parity. The peak memory is about ten times the
+size of the state.
 
-How long a trainer in Python is blocked is what a thread that computes beside a capture sees: it is
-neither on a processor nor waits for one, so it waits for the interpreter's lock.
+A thread that computes during a capture shows how long a trainer in Python is blocked. When it is
+neither on a processor nor waiting for one, it waits for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PIECE_NBYTES = 16 << 20
 FLUSHED_S = 120.0
 WARM_UP_S = 300.0
 WARM_UP_STEPS = 4
-"""All slots are filled then."""
+"""Steps after which all slots are filled."""
 LOOK_S = 0.01
 MEMCPY = "limit"
 CAPTURE = "captured"
@@ -63,7 +63,7 @@ SAVE = "save to storage"
 DCP = "DCP's cold load"
 BESIDE = "captured, beside Python"
 LONG_GAP_S = 200e-6
-"""Between two looks at the clock of a thread that does nothing else: something came in between."""
+"""A longer gap between two clock reads of a busy thread means an interruption."""
 BLOCKED_MS_PER_GIB = 15.0
 
 
@@ -74,13 +74,13 @@ class _Copies:
         self._source = HostBuffer.allocate(nbytes)
         self._target = HostBuffer.allocate(nbytes)
         for buffer in (self._source, self._target):
-            # Memory that was never written to is one page of zeros, which is read from the cache.
+            # Memory that was never written is a single page of zeros, read from the cache.
             ctypes.memset(buffer.address, 1, nbytes)
         self._nbytes = nbytes
         self._threads = ThreadPoolExecutor(CPU_THREADS)
 
     def run(self) -> None:
-        """Copy all of it."""
+        """Copy everything once."""
         list(self._threads.map(self._piece, range(0, self._nbytes, PIECE_NBYTES)))
 
     def _piece(self, start: int) -> None:
@@ -89,7 +89,7 @@ class _Copies:
 
 
 class _Kept:
-    """A run whose steps are kept in memory."""
+    """A run that keeps its steps in memory."""
 
     def __init__(self, uri: Path, state: State) -> None:
         self._state = state
@@ -101,8 +101,8 @@ class _Kept:
         self._handle: holdfast.SaveHandle | None = None
 
     def warm_up(self, steps: int) -> None:
-        """Have as many steps kept. Others are left out until their memory is there, which may take
-        long on a system that was started just now."""
+        """Keep this many steps. The keeper skips steps until its memory is ready, which may take
+        long on a freshly started system."""
         until_s = time.monotonic() + WARM_UP_S
         while self._run.counters.kept < steps:
             if time.monotonic() > until_s:
@@ -113,7 +113,7 @@ class _Kept:
                 self.settle()
 
     def capture(self) -> None:
-        """Keep a step; return when the state may change."""
+        """Keep a step, and return when the state may change."""
         self._step += 1
         self._handle = self._run.step(self._step, self._state)
         if self._handle is None:
@@ -121,7 +121,7 @@ class _Kept:
         self._handle.captured.wait()
 
     def settle(self) -> None:
-        """Return when it is agreed on."""
+        """Wait until the step is agreed on."""
         assert self._handle is not None
         self._handle.agreed.wait()
 
@@ -131,7 +131,7 @@ class _Kept:
         self.settle()
 
     def flush(self, uri: Path) -> None:
-        """Have the step that was kept last in storage, from where it lies."""
+        """Flush the last step from the keeper's memory to storage."""
         memory = self._run._memory
         assert memory is not None
         before = self._flushed()
@@ -144,19 +144,20 @@ class _Kept:
             time.sleep(LOOK_S)
 
     def _flushed(self) -> int:
-        """How many steps its keeper has flushed."""
+        """Return the number of steps that the keeper has flushed."""
         run = json.loads((self._uri / RUN_KEY).read_text())["run"]
         status = status_of(KeeperFolder.of(run))
         assert status is not None
         return int_in(object_in(status["counters"], "counters")["flushed"], "flushed")
 
     def close(self) -> None:
-        """Let go of the keeper."""
+        """Disconnect from the keeper."""
         self._run.close()
 
 
 class _Blocked:
-    """A thread in Python, beside captures: how long it was blocked in each, in all and at once."""
+    """A Python thread that runs during captures and records how long it was blocked: in total, and
+    the longest time."""
 
     def __init__(self, capture: Callable[[], None]) -> None:
         self._capture = capture
@@ -165,7 +166,7 @@ class _Blocked:
         self.longest_s: list[float] = []
 
     def run(self) -> None:
-        """Capture beside it."""
+        """Capture while the thread computes."""
         self._stop.clear()
         thread = threading.Thread(target=self._compute)
         thread.start()
@@ -184,7 +185,7 @@ class _Blocked:
             if now_s - last_s > LONG_GAP_S:
                 before_s, before_scheduled_s = looked_s, scheduled_s
                 looked_s, scheduled_s = _scheduled()
-                # From the last look to this gap it was on a processor.
+                # It was on a processor between the last look and this gap.
                 blocked_s = looked_s - before_s - (scheduled_s - before_scheduled_s)
                 longest_s = max(longest_s, blocked_s)
                 now_s = looked_s
@@ -194,24 +195,25 @@ class _Blocked:
         self.longest_s.append(longest_s)
 
     def per_gib_ms(self, nbytes: int) -> float:
-        """The median of the totals."""
+        """Return the median of the totals per GiB."""
         return statistics.median(self.total_s) * 1e3 * GIB / nbytes
 
     def note(self) -> str:
-        """The longest of all, as a sentence."""
+        """Describe the longest block."""
         return (
             f"a trainer in Python is blocked at once for {max(self.longest_s) * 1e3:.1f} ms at most"
         )
 
 
 def _scheduled() -> tuple[float, float]:
-    """The time, and how long the calling thread was on a processor by then, or waited for one."""
+    """Return the time, and how long the calling thread has been on a processor or waited for
+    one."""
     path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
     while True:
         began_s = time.perf_counter()
         running_ns, waiting_ns, _ = path.read_text().split()
         now_s = time.perf_counter()
-        if now_s - began_s < LONG_GAP_S:  # else something came in between
+        if now_s - began_s < LONG_GAP_S:  # otherwise the reads were interrupted
             return now_s, (int(running_ns) + int(waiting_ns)) / 1e9
 
 
@@ -284,7 +286,7 @@ def _targets(found: Sequence[Series], blocked_ms: float) -> list[Target]:
 
 @contextmanager
 def _keepers() -> Iterator[None]:
-    """Keepers of this program alone, which are ended at the end."""
+    """Use separate keepers for this program, and stop them at the end."""
     before = os.environ.get(KEEPER_DIR_VARIABLE)
     with tempfile.TemporaryDirectory(prefix="hk") as base:
         os.environ[KEEPER_DIR_VARIABLE] = base
@@ -321,7 +323,7 @@ def _measured(folder: Path, options: Options) -> Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises AssertionError where a state does not come back as it was."""
+    """Measure and print. Raises AssertionError if a state comes back changed."""
     options = parse_options("keeper", __doc__, argv, gib=2.0)
     with work_folder(options.folder) as folder:
         _measured(folder, options).emit(options.json, options.svg)

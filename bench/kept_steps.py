@@ -1,13 +1,13 @@
-"""Training steps that are kept in memory and protected by other hosts, each of them, beside steps
-alone.
+"""Measures training steps that are each kept in memory and protected by other hosts, next to plain
+steps.
 
-Three ranks stand for three hosts: each has a keeper of its own, and the keepers guard each other's
-images by XOR. A step computes as on an accelerator, for which the host waits asleep; then the ranks
-meet, as they do for gradients, and an optimizer updates the fp32 weights in place. What is kept is
-in host memory here, so each call arms its pages; of a state on a device it does not.
+Three ranks stand for three hosts. Each has its own keeper, and the keepers protect each other's
+images by XOR. A step computes as on an accelerator, while the host sleeps; then the ranks meet, as
+for gradients, and an optimizer updates the fp32 weights in place. The state is in host memory here,
+so each call arms its pages; a state on a device would not need that.
 
-All hosts share the processors of this machine. How many steps are protected before the next one
-begins is counted: where a step is too short for its bytes, some are not.
+All hosts share this machine's processors. The program counts the steps that are protected before
+the next one begins: if a step is too short for its bytes, some are not.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ HOSTS = 3
 STEP_S = 0.5
 TINY_STEP_S = 0.05
 STEPS = 5
-"""Of each kind, in a round."""
+"""Steps of each kind in a round."""
 WARM_UP_STEPS = 8
-"""All slots, and the memory of parity, are there then."""
+"""Steps after which all slots and the memory for parity exist."""
 KEPT_S = 30.0
 SETTLED_S = 300.0
 SHARED_GIB = 1.0
-"""Ranks have some of the rows of a state of this size: few tensors, as of a large model."""
+"""Ranks hold some rows of a state of this size: few tensors, as in a large model."""
 ALONE = "alone"
 KEPT = "kept and protected"
 LONGER_PERCENT = 5.0
 
 
 class _Steps:
-    """What one rank does."""
+    """The work of one rank."""
 
     def __init__(self, folder: Path, given: Options, rank: int) -> None:
         share = build(SHARED_GIB, seed=rank, share=round(SHARED_GIB * HOSTS / given.gib))
@@ -77,13 +77,13 @@ class _Steps:
         self._number = 0
 
     def alone(self) -> float:
-        """Seconds of a step."""
+        """Take a step and return its seconds."""
         began_s = time.perf_counter()
         self._take()
         return time.perf_counter() - began_s
 
     def kept(self) -> float:
-        """Seconds of a step that is kept, and of whatever waits for that."""
+        """Take a step that is kept, and return its seconds, including any wait for the keeper."""
         began_s = time.perf_counter()
         self._number += 1
         self._run.step(self._number, self._state)
@@ -96,8 +96,8 @@ class _Steps:
         self._training.update()
 
     def settle(self) -> None:
-        """Return when all ranks have kept a step, and it is protected. Some are left out before:
-        their memory is not there yet."""
+        """Keep steps until one is protected on all ranks. The first ones are skipped, because their
+        memory is not ready."""
         until_s = time.monotonic() + SETTLED_S
         while not _everywhere(self._is_settled()):
             if time.monotonic() > until_s:
@@ -117,7 +117,7 @@ class _Steps:
 
     @property
     def protected(self) -> int:
-        """How many steps have been."""
+        """Number of protected steps so far."""
         (folder,) = keeper_folders()
         status = status_of(folder)
         assert status is not None
@@ -125,11 +125,11 @@ class _Steps:
 
     @property
     def not_kept(self) -> int:
-        """How many steps were left out."""
+        """Number of skipped steps so far."""
         return self._run.counters.not_kept
 
     def close(self) -> None:
-        """Let go of the keeper."""
+        """Disconnect from the keeper."""
         self._run.close()
 
 
@@ -140,8 +140,8 @@ def _everywhere(here: bool) -> bool:
 
 
 def _measure(folder: Path, given: Options) -> dict[str, Any]:
-    """In a worker: seconds of steps, by kind and round; of those kept, how many were left out, and
-    how many were protected."""
+    """Measure in a worker. Return the seconds of steps by kind, and the numbers of skipped and
+    protected steps."""
     with joined() as (rank, _), tempfile.TemporaryDirectory(prefix="hk") as base:
         os.environ[KEEPER_DIR_VARIABLE] = base
         steps = _Steps(folder, given, rank)
@@ -164,14 +164,14 @@ def _rounds(steps: _Steps, given: Options) -> dict[str, Any]:
         left_out_before = steps.not_kept
         found[KEPT] += [steps.kept() for _ in range(STEPS)]
         left_out += steps.not_kept - left_out_before
-        steps.alone()  # the last one is protected beside it
+        steps.alone()  # the last kept step is protected during this one
         protected += steps.protected - protected_before
         steps.settle()
     return {"seconds": found, "nbytes": steps.nbytes, "protected": protected, "left_out": left_out}
 
 
 def _longer_percent(alone: Series, kept: Series) -> float:
-    """How much longer a step is: the median over rounds of the ratio of their medians."""
+    """Return how much longer kept steps take: the median over rounds of the ratio of medians."""
     ratios = [
         statistics.median(kept.seconds[at : at + STEPS])
         / statistics.median(alone.seconds[at : at + STEPS])
@@ -219,7 +219,7 @@ def _report(told: Sequence[dict[str, Any]], given: Options, machine: dict[str, s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Raises RuntimeError where a rank fails."""
+    """Measure and print. Raises RuntimeError if a rank fails."""
     arguments = parser("kept_steps", __doc__, gib=0.2)
     arguments.add_argument("--worker", action="store_true", help="for internal use")
     arguments.add_argument("--findings", help="for internal use")

@@ -1,20 +1,19 @@
-"""How much training notices of a save at every step: how long it stands still, and how much slower
-its steps are.
+"""Measures how a save at every step affects training: how long it stalls, and how much its steps
+slow down.
 
-A step computes, in one of the ways of :mod:`.training`, and then an optimizer updates the fp32
-weights in place. Steps are longer than the copy of the state; how long is found out once, for all
+A step computes in one of the ways of :mod:`.training`; then an optimizer updates the fp32 weights
+in place. Steps are longer than the copy of the state. Their length is calibrated once for all
 contestants.
 
-Standing still is measured from outside: the call that begins the save, and what an optimizer's step
-waits for before it begins. Beside the state as dicts of tensors stands one of modules and
-optimizers, which have to be asked for theirs. Each contestant runs in a process of its own; a save
+A stall is measured from outside: the call that starts the save, plus the time that an optimizer's
+step waits before it begins. One contestant saves modules and optimizers instead of dicts of
+tensors, so their state has to be collected first. Each contestant runs in its own process. A save
 is durable before the next one begins.
 
-With a save at every step, how much is won hangs on how long a step is: one that is shorter than a
-save waits for it, in every library. So there are steps of several lengths, told in copies of the
-state; and so many that the end, where there is nothing left but to wait for a save, does not count
-for much. They wait asleep: a core that looks again and again is nothing to a training host, and
-half of a machine of two.
+With a save at every step, the result depends on the length of a step: in every library, a step that
+is shorter than a save waits for it. So steps have several lengths, in units of copies of the state,
+and there are enough of them that the final wait hardly counts. These steps sleep: a polling core is
+nothing to a training host, but half of a two-core machine.
 """
 
 from __future__ import annotations
@@ -44,28 +43,27 @@ from .workers import each_alone
 __all__: list[str] = []
 
 COPIES_A_STEP = 6
-"""How much longer a step computes than a bare memcpy of the state: copying beside hashing and
-writing takes longer."""
+"""Length of a step, in units of a bare memcpy of the state. A copy alongside hashing and writing
+takes longer than that."""
 LENGTHS = (1, 2, COPIES_A_STEP)
-"""The same, of steps with a save at each."""
+"""Lengths of steps with a save at each."""
 LEAST_STEPS = 6
 CALIBRATED_GIB = 1.0
 STILL_MS = 5.0
 ARM_MS_PER_GIB = 10.0
-"""The state is in host memory here: the call arms its pages. In huge pages
-(``THP_MEM_ALLOC_ENABLE=1``) a tenth of it."""
+"""The state is in host memory here, so the call arms its pages. With huge pages
+(``THP_MEM_ALLOC_ENABLE=1``) that takes a tenth of the time."""
 
 
 def _step_s(given: Options) -> float:
-    """How long a step computes."""
+    """Return how long a step computes."""
     gib = min(given.gib, CALIBRATED_GIB)
     return COPIES_A_STEP * Memcpy(build(gib)).best_s() * given.gib / gib
 
 
 class _Clocks:
-    """Before an optimizer steps, hooks are called in the order in which they were made: one before,
-    and one after those of the library that saves. What lies between them is training that stands
-    still."""
+    """Clocks before and after the pre-step hooks of the saving library. Hooks run in order of
+    registration, so the time between these two is a stall of training."""
 
     def __init__(self) -> None:
         self._came_s = 0.0
@@ -73,7 +71,7 @@ class _Clocks:
         register_optimizer_step_pre_hook(self._come)
 
     def made_all(self) -> None:
-        """All others' hooks are made."""
+        """Register the second clock, after all other hooks."""
         register_optimizer_step_pre_hook(self._go)
 
     def _come(self, *_: object) -> None:
@@ -84,7 +82,7 @@ class _Clocks:
 
 
 class _Holdfast:
-    """A Checkpointer, as a user has it, with a save at every step."""
+    """A Checkpointer with a save at every step, as a user would have it."""
 
     def __init__(self, folder: Path) -> None:
         self._ckpt = holdfast.Checkpointer(
@@ -99,7 +97,7 @@ class _Holdfast:
 
 
 class _DCP:
-    """torch.distributed.checkpoint.async_save; one save at a time."""
+    """torch.distributed.checkpoint.async_save, one save at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -112,7 +110,7 @@ class _DCP:
         self.wait()
         with warnings.catch_warnings(
             action="ignore"
-        ):  # always the same place: it keeps one, as the other does
+        ):  # always the same place, so it keeps one checkpoint like the other
             self._saving = async_save(state, checkpoint_id=self._folder / "saved", **self._options)
 
     def wait(self) -> None:
@@ -121,8 +119,8 @@ class _DCP:
 
 
 class _DCPProcess(_DCP):
-    """The same, with what it has against standing still: a process that writes, memory that is kept
-    and shared with it (pinned where there is CUDA), and a thread that copies there, for which the
+    """DCP with everything that it has against stalls: a separate process that writes, persistent
+    memory shared with it (pinned with CUDA), and a thread that copies into it, for which the
     optimizer waits."""
 
     def __init__(self, folder: Path) -> None:
@@ -156,9 +154,8 @@ CONTESTANTS: dict[str, Callable[[Path], Any]] = {
 
 
 def _measure(name: str, given: Options, step_s: float) -> list[dict[str, Any]]:
-    """In a worker: seconds standing still per save; of steps without and with a save beside them,
-    by kind; of whole rounds of a step and a save; and, of ours, standing still for a state of
-    modules."""
+    """Measure in a worker: the stalls per save; steps without and during saves, by kind; rounds of
+    a step and a save; and, for Holdfast, stalls with modules."""
     found = []
     with work_folder(given.folder) as folder:
         if name != "holdfast":
@@ -170,7 +167,7 @@ def _measure(name: str, given: Options, step_s: float) -> list[dict[str, Any]]:
         training = Training(state, step_s)
         saver = CONTESTANTS[name](folder)
         clocks.made_all()
-        for step in (-1, 0):  # the first finds memory, and is not counted
+        for step in (-1, 0):  # the first allocates memory and does not count
             saver.save(step + 2, state)
             saver.wait()
         rounds = _Rounds(name, saver, training, clocks)
@@ -201,8 +198,8 @@ class _Rounds:
         self._step = 2
 
     def beside(self, kind: str, state: State, runs: int) -> list[Series]:
-        """Seconds standing still for saves of ``state``; of steps alone; of steps beside saves. One
-        more round, at first, is not counted."""
+        """Return the stalls of saves of ``state``, and the seconds of steps alone and during saves.
+        A first round does not count."""
         still = Series(f"{self._name}, still")
         plain = Series(f"{kind}, alone")
         beside = Series(f"{kind}, beside")
@@ -221,8 +218,8 @@ class _Rounds:
         return [still, plain, beside]
 
     def every_step(self, state: State, steps: int, copies: int) -> Series:
-        """Seconds per step of training with a save at every step, from the first to the last
-        byte."""
+        """Return the seconds per step of training with a save at every step, including the end of
+        the last save."""
         began_s = time.perf_counter()
         for _ in range(steps):
             self._training.step("asleep", copies / COPIES_A_STEP)
@@ -233,7 +230,7 @@ class _Rounds:
 
 
 class _Model(torch.nn.Module):
-    """Parameters, in modules within modules, as their names have it."""
+    """Parameters in nested modules that follow their names."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         super().__init__()
@@ -248,7 +245,7 @@ class _Model(torch.nn.Module):
 
 
 def _modules(training: Training, state: State) -> State:
-    """The same tensors, but for the bf16 copies, as a module and its optimizer."""
+    """Return the same tensors, without the bf16 copies, as a module and its optimizer."""
     model = _Model(training.parameters)
     optim = torch.optim.AdamW(model.parameters())
     for name, parameter in training.parameters.items():
@@ -258,7 +255,7 @@ def _modules(training: Training, state: State) -> State:
 
 
 def _check(folder: Path, training: Training, state: State) -> None:
-    """What is saved beside training is the state of the call, not of the step after it."""
+    """Check that a save during training holds the state at the call, not after the next step."""
     expected = digests(state)
     handle = holdfast.async_save(folder / "checked", state, lazy="prove")
     training.step("accelerator")
@@ -302,8 +299,8 @@ def _still_ms(still: Series) -> list[str]:
 
 
 def _inflation(plain: Series, beside: Series) -> float:
-    """How much longer a step is while a save is under way: the median over pairs of steps, one
-    right after the other."""
+    """Return how much longer a step is during a save: the median over pairs of consecutive
+    steps."""
     return statistics.median(b / a for a, b in zip(plain.seconds, beside.seconds, strict=True)) - 1
 
 

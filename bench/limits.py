@@ -1,8 +1,8 @@
-"""What the machine can do at best: raw O_DIRECT writes and reads of as many bytes as the state has,
-and a memcpy of it.
+"""Measures the best that the machine can do: raw O_DIRECT writes and reads of the state's size, and
+a memcpy of the state.
 
-The best of several settings (``limit/raw_file.py``) is the limit; the limit is then measured again
-in every round.
+The fastest of several settings (``limit/raw_file.py``) is the limit, which is measured again in
+every round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEMCPY_NBYTES = 1 << 30
 
 
 def best_setting(path: Path, nbytes: int, *, reading: bool, settle_s: float) -> RawFile:
-    """The fastest of the settings. For reading, ``path`` is written and stays."""
+    """Return the fastest setting. For reads, ``path`` is written and kept."""
     if not reading:
         return fastest_writer(writing_settings(path, nbytes), settle_s=settle_s, say=_say)
     best = fastest_reader(
@@ -47,10 +47,10 @@ def _say(line: str) -> None:
 
 
 class Memcpy:
-    """A copy of a state into memory that is already there, and warm; by all of torch's threads.
+    """A copy of a state into existing warm memory, with all of torch's threads.
 
-    Of that memory there is at most 1 GiB, used again and again: far more than any cache, and room
-    is left for others.
+    The target is reused and takes at most 1 GiB: far more than any cache, while leaving memory for
+    others.
     """
 
     def __init__(self, state: State) -> None:
@@ -61,11 +61,11 @@ class Memcpy:
         self._room.zero_()
 
     def best_s(self, runs: int = 3) -> float:
-        """Seconds of the fastest of some copies."""
+        """Return the seconds of the fastest of ``runs`` copies."""
         return min(timeit.repeat(self.run, number=1, repeat=runs))
 
     def run(self) -> None:
-        """Copy all of it once."""
+        """Copy the state once."""
         at = 0
         for source in self._tensors:
             if at + source.nbytes > self._room.nbytes:
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _contestants(folder, state, options), options.runs, options.settle_s
         )
         nbytes = nbytes_of(state)
-        columns = [0, 1, 2, 3, 4]  # the others compare with a limit
+        columns = [0, 1, 2, 3, 4]  # the other columns compare with a limit
         report = Report(
             "limits",
             f"Limits: {nbytes / 1e9:.2f} GB, {options.runs} rounds",

@@ -1,9 +1,8 @@
-"""Llama-3 405B in training, as each rank of a job holds it: names, shapes and placements, without a
-byte of it.
+"""The state of each rank in a training of Llama-3 405B: names, shapes and placements, without data.
 
-Beside the bf16 weights there are the fp32 master copy and two moments of Adam, a random state and
-the place in the data that differ from rank to rank. Memory for the tensors is asked for, and never
-touched: it costs address space alone.
+Besides the bf16 weights it has the fp32 master copy and two moments of Adam, and a random state and
+a data position that differ from rank to rank. Memory for the tensors is allocated but never
+touched, so it costs only address space.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ __all__ = ["KINDS", "MODEL", "RNG_NBYTES", "TINY", "Job", "placement_of"]
 
 KINDS = ("ZeRO-1", "ZeRO-3", "HSDP")
 RNG_NBYTES = 5056
-"""What a state of torch's generator takes."""
+"""Size of the state of torch's generator."""
 SHARD_GROUP_MAX = 16
-"""HSDP shards within groups of at most so many data-parallel ranks, and replicates beyond."""
+"""HSDP shards within groups of at most this many data-parallel ranks, and replicates across
+groups."""
 
 
 MODEL = LLAMA3["llama3-405b"]
@@ -38,11 +38,11 @@ TINY = Llama(layers=4, hidden=256, ffn=512, kv=64, vocab=1000)
 
 @dataclass(frozen=True)
 class Job:
-    """A training job: the model on ``tp`` x ``pp`` x ``dp`` ranks; ranks of one tensor-parallel
+    """A training job: the model on ``tp`` x ``pp`` x ``dp`` ranks. Ranks of one tensor-parallel
     group are neighbours.
 
-    ``kind`` says what data parallelism splits: the optimizer (ZeRO-1), all of the state (ZeRO-3),
-    or all of it within groups of ranks, with the same in each group (HSDP).
+    ``kind`` selects what data parallelism splits: the optimizer (ZeRO-1), the whole state (ZeRO-3),
+    or the whole state within groups of ranks that replicate each other (HSDP).
     """
 
     model: Llama
@@ -53,13 +53,12 @@ class Job:
 
     @property
     def world(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
         return self.tp * self.pp * self.dp
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The mesh of one pipeline stage: replicas, what data parallelism splits over, tensor
-        parallelism."""
+        """Mesh of one pipeline stage: replicas, data-parallel shards, tensor parallelism."""
         if self.kind == "HSDP":
             split = max(n for n in range(1, SHARD_GROUP_MAX + 1) if self.dp % n == 0)
         else:
@@ -67,13 +66,13 @@ class Job:
         return self.dp // split, split, self.tp
 
     def mesh(self, rank: int) -> DeviceMesh:
-        """The mesh of the stage of ``rank``, as seen by it; nothing is communicated."""
+        """Return the mesh of the stage of ``rank`` as that rank sees it, without communication."""
         size = self.tp * self.dp
         ranks = torch.arange(rank // size * size, (rank // size + 1) * size).reshape(self.shape)
         return DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
 
     def state(self, rank: int, mesh: DeviceMesh | None = None) -> dict[str, Any]:
-        """What ``rank`` saves."""
+        """Return the state that ``rank`` saves."""
         mesh = mesh or self.mesh(rank)
         parameters = dict(self.model.stage(rank // (self.tp * self.dp), self.pp))
         split_weights = self.kind != "ZeRO-1"
@@ -128,7 +127,7 @@ def _part(
 
 
 def placement_of(placement: Placement) -> Replicated | Split:
-    """Torch's placement as the planner's."""
+    """Convert torch's placement to the planner's."""
     if isinstance(placement, Replicate):
         return Replicated()
     return Split(placement.dim, getattr(placement, "split_factor", 1))  # type: ignore[attr-defined]

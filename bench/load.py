@@ -1,8 +1,8 @@
-"""Cold load of a whole state into tensors that are already there: this library, its peers, and the
+"""Measures cold loads of a whole state into existing tensors: this library, its peers, and the
 limit of the storage.
 
-Cold: the page cache is empty. The tensors are zeroed before each run, and compared with what was
-saved after it.
+Cold means an empty page cache. Before each run the tensors are zeroed, and afterwards they are
+compared with the saved ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["contestant"]
 
 
 def contestant(peer: Peer, path: Path, state: State, expected: dict[str, bytes]) -> Contestant:
-    """Saves at once; loads when its turn comes."""
+    """Save now, and return a contestant that loads."""
     uri = parse(path)
     peer.save(uri, state)
     sync_tree(path)
@@ -52,7 +52,7 @@ def _contestants(folder: Path, state: State, options: Options) -> list[Contestan
         for peer in beside_ours(parse(folder), alone=options.alone)
         if peer.loads
     ]
-    holdfast.release_memory()  # or the first load would find, uncounted, what the save has kept
+    holdfast.release_memory()  # or the load would reuse, uncounted, memory kept from the save
     raw = best_setting(folder / "raw", nbytes_of(state), reading=True, settle_s=options.settle_s)
     return [Contestant("limit", raw.read, before=lambda: drop_caches(folder)), *others]
 
@@ -70,7 +70,7 @@ def _warm_up(folder: Path, alone: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises AssertionError where a state does not come back as it was."""
+    """Measure and print. Raises AssertionError if a state comes back changed."""
     options = parse_options("load", __doc__, argv)
     with work_folder(options.folder) as folder:
         _warm_up(folder / "small", options.alone)

@@ -1,4 +1,4 @@
-"""The machine that is measured on: what it is, its memory, its caches."""
+"""The measured machine: its description, its memory, its caches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "trim_heap",
 ]
 
-# Of mallopt, in glibc.
+# Parameters of mallopt in glibc.
 _M_ARENA_MAX = -8
 _M_MMAP_THRESHOLD = -3
 _MAPPED_NBYTES = 1 << 20
@@ -38,8 +38,8 @@ _LOOK_S = 0.5
 
 
 def describe(folder: Path) -> dict[str, str]:
-    """What machine this is, and what file system ``folder`` lies on; nothing that would identify
-    either."""
+    """Describe the machine and the file system of ``folder``, without anything that identifies
+    them."""
     import torch
 
     return {
@@ -64,30 +64,30 @@ def _field(path: str, name: str) -> str:
 
 
 def available_nbytes() -> int:
-    """Bytes of memory that programs could still take without swapping."""
+    """Return the bytes of memory that programs can still take without swapping."""
     return int(_field("/proc/meminfo", "MemAvailable").split()[0]) << 10
 
 
 def memory_nbytes() -> int:
-    """Bytes of memory that this host has."""
+    """Return the bytes of memory of this host."""
     return int(_field("/proc/meminfo", "MemTotal").split()[0]) << 10
 
 
 def read_from_device_nbytes() -> int:
-    """Bytes that the kernel has fetched from storage for this process so far."""
+    """Return the bytes that the kernel has fetched from storage for this process so far."""
     return int(_field("/proc/self/io", "read_bytes"))
 
 
 def processor_s() -> tuple[float, float]:
-    """Seconds of processor time so far: of this process, and of the whole machine, its kernel
-    included."""
+    """Return the seconds of processor time so far: of this process, and of the whole machine with
+    its kernel."""
     ticks = [int(field) for field in Path("/proc/stat").read_text().partition("\n")[0].split()[1:8]]
-    idle = sum(ticks[3:5])  # that waits for a disk, too
+    idle = sum(ticks[3:5])  # includes waits for disks
     return time.process_time(), (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
 
 
 def busy_part() -> float:
-    """The part of all processors that is busy now: they are watched for half a second."""
+    """Watch the processors for half a second, and return the share that is busy."""
     _, before_s = processor_s()
     time.sleep(_LOOK_S)
     _, after_s = processor_s()
@@ -95,10 +95,10 @@ def busy_part() -> float:
 
 
 class PeakMemory:
-    """``with PeakMemory() as memory``: then ``memory.nbytes`` is how far resident memory rose above
-    its size at entry.
+    """``with PeakMemory() as memory``: afterwards ``memory.nbytes`` is the greatest growth of
+    resident memory since entry.
 
-    Pages of files that a program maps count as well: the kernel counts them.
+    Pages of mapped files count as well, because the kernel counts them.
     """
 
     nbytes = 0
@@ -106,7 +106,7 @@ class PeakMemory:
     def __enter__(self) -> PeakMemory:
         trim_heap()
         self._begin = _status_nbytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to the present size
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present size
         return self
 
     def __exit__(
@@ -123,32 +123,35 @@ def _status_nbytes(name: str) -> int:
 
 
 def share_heap() -> None:
-    """Have all threads allocate from one heap from now on. glibc gives threads heaps of their own,
-    and never gives back what is free at the end of one of those: so each stays as large as it ever
-    was, which looks like a leak for a long time."""
+    """Let all threads allocate from one heap from now on.
+
+    By default glibc gives threads separate heaps and never returns free memory at the end of one.
+    Each then stays at its greatest size, which looks like a leak for a long time.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def map_large_blocks() -> None:
-    """Have each large block of memory be a mapping of its own from now on, which is given back when
-    it is freed. glibc stops that for blocks as large as any that was freed: then the memory of a
-    program depends on the holes that others have left in the heap."""
+    """Give each large block of memory a mapping of its own from now on, which is returned when
+    freed.
+
+    By default glibc stops doing so for sizes up to the largest freed block. A program's memory then
+    depends on the holes that others have left in the heap.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_NBYTES)
 
 
 def trim_heap() -> None:
-    """Give back what the C library keeps of freed memory, or the next contestant would find it warm
-    and uncounted."""
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # not glibc: nothing to trim, or no way to say so
+    """Return freed memory that the C library keeps. Otherwise the next contestant would reuse it
+    warm and uncounted."""
+    with contextlib.suppress(OSError, AttributeError):  # without glibc there is nothing to trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def sync_tree(path: Path) -> None:
-    """Make ``path``, a file or a folder with all below it, durable: contents and names."""
+    """Make ``path``, a file or a folder with everything below it, durable: contents and names."""
     for entry in (path, *_below(path), path.parent):
         fd = os.open(entry, os.O_RDONLY)
         try:
@@ -158,22 +161,22 @@ def sync_tree(path: Path) -> None:
 
 
 def drop_caches(path: Path) -> None:
-    """Let the next read of what lies below ``path`` come from the device: as root drop all clean
-    pages, else these.
+    """Make the next reads below ``path`` come from the device. As root drop all clean pages,
+    otherwise those of ``path``.
 
-    As root free memory is put together, too: what one contestant has scattered is not to slow the
-    next one down, whose reads would go to the device page by page.
+    As root also compact free memory. Otherwise fragmentation left by one contestant would slow down
+    the next, whose reads would go to the device page by page.
     """
     os.sync()
     evict(path)
     if _may_drop_caches():
         Path("/proc/sys/vm/drop_caches").write_text("1")
-        with contextlib.suppress(OSError):  # not all systems can
+        with contextlib.suppress(OSError):  # not supported on all systems
             Path("/proc/sys/vm/compact_memory").write_text("1")
 
 
 def evict(path: Path) -> None:
-    """Drop the clean pages of what lies below ``path``, and nothing else of the machine's."""
+    """Drop the clean pages of files below ``path``, and no others."""
     for entry in (path, *_below(path)):
         if entry.is_file():
             fd = os.open(entry, os.O_RDONLY)
@@ -184,7 +187,7 @@ def evict(path: Path) -> None:
 
 
 def flush() -> None:
-    """Wait until all that was written or deleted, by whomever, has reached its device."""
+    """Wait until all earlier writes and deletions of any process have reached their devices."""
     os.sync()
 
 

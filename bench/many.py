@@ -1,8 +1,8 @@
-"""Ten thousand small objects: put, listed, asked for and deleted, as many at a time as the driver
-suggests.
+"""Ten thousand small objects: put, listed, statted and deleted, with the driver's preferred
+concurrency.
 
-But for puts: a server may take half a second to call a file closed, and no time of its own. They
-are 64 at a time.
+Puts run 64 at a time instead, because some servers take half a second to close a file without being
+busy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ PUTS = 64
 
 
 def many_objects(uri: Uri, *, tiny: bool) -> str:
-    """How long each operation takes on that many objects below ``uri``, as a sentence; a fiftieth
-    of them if ``tiny``.
+    """Return the times of all operations on many objects below ``uri`` as a sentence. With
+    ``tiny``, use a fiftieth of the objects.
 
-    Raises AssertionError where a listing lacks objects, or shows deleted ones.
+    Raises AssertionError if a listing lacks objects or shows deleted ones.
     """
     if tiny:
         count = COUNT // 50

@@ -1,8 +1,8 @@
-"""Host memory that a save and a load take beyond the state, for states of several sizes: the
-budget, whatever the size.
+"""Measures the host memory that saves and loads take in addition to the state, for states of
+several sizes. It should stay within the budget for any size.
 
-Each size has a process of its own. What counts is how far resident memory rises above what it was
-with the state built.
+Each size runs in its own process. The figure is the growth of resident memory after the state was
+built.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__: list[str] = []
 
 SIZES_GIB = (1.0, 2.0, 4.0, 8.0)
 BUDGET_NBYTES = 512 << 20
-"""The default budget of save and load."""
+"""Default budget of save and load."""
 
 
 def _measure(folder: Path, gib: float) -> dict[str, Any]:
-    """In a worker: bytes of the state, and the peaks of a save and a load, each from memory as it
-    was at the start."""
+    """Measure in a worker. Return the size of the state, and the memory peaks of a save and a
+    load."""
     holdfast.save(folder / "warm", build(TINY_GIB))
     holdfast.release_memory()
     state = build(gib)
@@ -45,14 +45,14 @@ def _measure(folder: Path, gib: float) -> dict[str, Any]:
 
 
 def _peak(run: Callable[[], object]) -> int:
-    holdfast.release_memory()  # or the second would find, uncounted, what the first has kept
+    holdfast.release_memory()  # or the second would reuse, uncounted, memory kept from the first
     with PeakMemory() as memory:
         run()
     return memory.nbytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises RuntimeError where a state does not come back as it was."""
+    """Measure and print. Raises RuntimeError if a state comes back changed."""
     arguments = parser("memory", __doc__)
     arguments.add_argument("--worker", action="store_true", help="for internal use")
     arguments.add_argument("--findings", help="for internal use")

@@ -1,8 +1,8 @@
-"""States laid out over the ranks of a job, as DTensors, without any communication.
+"""States laid out over the ranks of a job as DTensors, without communication.
 
 A layout says how a mesh of ranks splits each tensor. Every rank builds the whole state from the
-same seed and keeps its part, so what a rank should hold under another layout is known without the
-one that was saved.
+same seed and keeps its part. So a rank knows what it should hold under another layout without
+access to the saved one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROW_PARALLEL = ("wo.weight", "w2.weight")
 
 @dataclass(frozen=True)
 class Layout:
-    """``placements(name, tensor)``: how a mesh of shape ``mesh`` splits a tensor."""
+    """A layout. ``placements(name, tensor)`` says how a mesh of shape ``mesh`` splits a tensor."""
 
     name: str
     mesh: tuple[int, ...]
@@ -40,8 +40,8 @@ def _by_rows(name: str, tensor: torch.Tensor) -> Sequence[Placement]:
 
 
 def _fsdp_and_tp(name: str, tensor: torch.Tensor) -> Sequence[Placement]:
-    """Megatron's split of matrices over the second axis of the mesh, and FSDP2's of rows over the
-    first."""
+    """Split matrices over the second mesh axis like Megatron, and rows over the first like
+    FSDP2."""
     if tensor.ndim == 1:
         return [Shard(0), Replicate()]
     if name.endswith(ROW_PARALLEL):
@@ -56,7 +56,7 @@ LAYOUTS = {
 
 
 def lay_out(state: State, layout: Layout) -> State:
-    """This rank's part of a whole ``state``; its memory is its own."""
+    """Return this rank's part of a whole ``state``, in its own memory."""
     mesh = init_device_mesh("cpu", layout.mesh)
 
     def part(node: State, path: str) -> State:
@@ -75,7 +75,7 @@ def lay_out(state: State, layout: Layout) -> State:
 
 
 def _parameter(path: str, key: str) -> str:
-    # an optimizer's tensors are named after what they belong to
+    # an optimizer's tensors are named after their parameter
     if key.endswith("weight"):
         return key
     return path
@@ -86,7 +86,7 @@ def _placed(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
     assert coordinate is not None
     axes = list(zip(placements, mesh.shape, coordinate, strict=True))
     local = full
-    # A strided shard is split last, whatever its place: the other axis has cut the rows before.
+    # A strided shard is split last, wherever it stands: the other axis has cut the rows before.
     for placement, size, at in sorted(axes, key=lambda axis: isinstance(axis[0], _StridedShard)):
         if not isinstance(placement, Replicate):
             local = _chunk(local, placement.dim, size, at)  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def _chunk(tensor: torch.Tensor, dim: int, size: int, at: int) -> torch.Tensor:
 
 
 def split_evenly(share: State, mesh: DeviceMesh) -> State:
-    """What each rank built is its share of rows of one larger state."""
+    """Return a state in which each rank's ``share`` is its rows of a larger one."""
     parts: State = {}
     for key, value in share.items():
         if isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""Saves and loads of a whole state over S3: this library, its peers, and the client alone at its
-best setting; then ten thousand small objects, see ``many``.
+"""Measures saves and loads of a whole state over S3: this library, its peers, and the bare client
+at its best setting; then ten thousand small objects (see ``many``).
 
-The limit is the client that moves the state: out of the tensors, joined into parts, and back into
-the tensors. Beside it stand the client that sends the same noise again and again and drops what it
-receives ("no tensors"), and the one that also computes the checksums that a save and a load
-compute ("checked"). None of them writes a format, or compares what it has read.
+The limit is the bare client when it moves the state: out of the tensors, joined into parts, and
+back. Two variants show its costs: the client that sends the same random bytes over and over and
+discards received ones ("no tensors"), and the client that also computes the checksums of saves and
+loads ("checked"). None of them writes a format, or compares what it reads.
 
-``--uri`` names an S3 root, under which everything is deleted again. ``make bench-server
+``--uri`` names an S3 root, below which everything is deleted again. ``make bench-server
 PROGRAM=objects`` starts a server first, which then shares this machine with its clients.
 """
 
@@ -42,7 +42,7 @@ def _saving(peer: Peer, uri: Uri, state: State) -> Contestant:
 
 
 def _loading(peer: Peer, uri: Uri, state: State, expected: dict[str, bytes]) -> Contestant:
-    """Saves at once; loads when its turn comes."""
+    """Save now, and return a contestant that loads."""
     peer.save(uri, state)
 
     def after() -> None:
@@ -55,7 +55,7 @@ def _loading(peer: Peer, uri: Uri, state: State, expected: dict[str, bytes]) -> 
 def _moving(
     uri: Uri, given: Options, kind: str, others: Sequence[Peer]
 ) -> tuple[list[Series], int]:
-    """The contest of saving, or of loading; and how many bytes that moves."""
+    """Run the contest of saves or of loads. Return the times, and the bytes moved."""
     state = build(given.gib)
     nbytes = nbytes_of(state)
     expected = digests(state)
@@ -64,7 +64,7 @@ def _moving(
     made = _clients(bare, state, expected, reading=reading)
     if reading:
         made += [_loading(peer, _below(uri, peer.name), state, expected) for peer in others]
-        holdfast.release_memory()  # or the first load would find, uncounted, what the save has kept
+        holdfast.release_memory()  # or the load would reuse, uncounted, memory kept from the save
     else:
         made += [_saving(peer, _below(uri, peer.name), state) for peer in others]
     found = contest(made, given.runs, given.settle_s)
@@ -75,7 +75,7 @@ def _moving(
 
 
 def _fastest(uri: Uri, nbytes: int, given: Options, *, reading: bool) -> Bare:
-    """The client alone, as it is fastest here."""
+    """Return the bare client with its fastest setting here."""
     tried = settings(uri, nbytes)
     if given.tiny:
         tried = tried[:1]
@@ -89,14 +89,14 @@ def _say(line: str) -> None:
 
 
 def _below(uri: Uri, name: str) -> Uri:
-    """A root of its own for each contestant."""
+    """Return a separate root for a contestant."""
     return join(uri, name.replace(" ", "").replace(",", "-"))
 
 
 def _clients(
     bare: Bare, state: State, expected: dict[str, bytes], *, reading: bool
 ) -> list[Contestant]:
-    """The client alone, in the three ways that the module's docstring describes."""
+    """Return the bare client in the three modes of the module's docstring."""
     limit = replace(bare, content=lambda: StateBytes(state))
     checked = replace(bare, content=lambda: Checked(StateBytes(state)))
     if not reading:
@@ -122,8 +122,8 @@ def _clients(
 
 
 def _able(uri: Uri, alone: bool) -> tuple[list[Peer], list[str]]:
-    """The peers that can save to this server and load from it, and why the others cannot. Each
-    imports what it needs, and starts its threads, here: outside the measured time."""
+    """Return the peers that can save and load here, and why the others cannot. This also imports
+    the peers and starts their threads before any timing."""
     state = build(TINY_GIB)
     expected = digests(state)
     able = []
@@ -190,7 +190,7 @@ def _report(uri: Uri, given: Options) -> Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises AssertionError where a state does not come back as it was."""
+    """Measure and print. Raises AssertionError if a state comes back changed."""
     arguments = parser("objects", __doc__, gib=1.0, runs=5)
     arguments.add_argument("--uri", required=True, help="an S3 root to use: s3://bucket/path")
     parsed = arguments.parse_args(argv)

@@ -17,29 +17,28 @@ TINY_GIB = 1 / 64
 
 @dataclass(frozen=True)
 class Options:
-    """What a program was asked for."""
+    """Settings of a program."""
 
     tiny: bool
-    """Seconds, not minutes: a small state and one run; says whether results are right, not how fast
-    they come."""
+    """Run for seconds, not minutes, with a small state and one run: checks results, not speed."""
     folder: Path
-    """Where to write; everything that is written is removed."""
+    """Folder to write to. Everything written is removed."""
     runs: int
     gib: float
     alone: bool
-    """Without the peers."""
+    """Whether to omit the peers."""
     json: Path | None
     svg: Path | None
 
     @property
     def settle_s(self) -> float:
-        """How long to let the storage rest between two runs, in seconds."""
+        """Rest of the storage between two runs, in seconds."""
         if self.tiny:
             return 0.0
         return 1.0
 
     def arguments(self, folder: Path) -> list[str]:
-        """The same options for a worker that writes to ``folder``."""
+        """Return the same options for a worker that writes to ``folder``."""
         if self.tiny:
             size = ["--tiny"]
         else:
@@ -51,7 +50,7 @@ class Options:
 
 
 def bare_parser(prog: str, doc: str | None, *, tiny: str) -> argparse.ArgumentParser:
-    """The options that do not ask what is measured; ``tiny`` is the help for that one."""
+    """Return a parser of the options that fit any program. ``tiny`` is the help of that option."""
     out = argparse.ArgumentParser(
         prog=f"python -m holdfast.bench.{prog}", description=(doc or "").split("\n\n")[0]
     )
@@ -70,8 +69,8 @@ def bare_parser(prog: str, doc: str | None, *, tiny: str) -> argparse.ArgumentPa
 def parser(
     prog: str, doc: str | None, *, gib: float = 5.0, runs: int = 5
 ) -> argparse.ArgumentParser:
-    """The options of every contest; the default for ``--gib`` and ``--runs`` is the program's
-    own."""
+    """Return a parser of the options of every contest, with the program's defaults for ``--gib``
+    and ``--runs``."""
     out = bare_parser(prog, doc, tiny="a run of seconds that checks results, not speed")
     out.add_argument(
         "--runs", type=int, default=runs, help=f"rounds; medians are reported (default: {runs})"
@@ -82,7 +81,7 @@ def parser(
 
 
 def options(given: argparse.Namespace) -> Options:
-    """The shared options, out of what :func:`parser` has parsed."""
+    """Return the shared options from the result of :func:`parser`."""
     tiny: bool = given.tiny
     if tiny:
         runs = 1
@@ -104,13 +103,13 @@ def options(given: argparse.Namespace) -> Options:
 def parse(
     prog: str, doc: str | None, argv: Sequence[str] | None, *, gib: float = 5.0, runs: int = 5
 ) -> Options:
-    """The options of a program that has none of its own."""
+    """Return the options of a program that has none of its own."""
     return options(parser(prog, doc, gib=gib, runs=runs).parse_args(argv))
 
 
 @contextmanager
 def work_folder(parent: Path) -> Iterator[Path]:
-    """A new folder in ``parent``, removed at the end with all that is in it."""
+    """Make a new folder in ``parent``, and remove it with its contents at the end."""
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=parent) as folder:
         yield Path(folder).resolve()

@@ -1,10 +1,10 @@
-"""What measuring costs: the phases of ``holdfast bench`` beside a bare loop that does the same by
-hand, and saves with telemetry beside saves without it.
+"""Measures the overhead of measuring: phases of ``holdfast bench`` next to hand-written loops, and
+saves with telemetry next to saves without.
 
-The two of a pair take turns, so both see the same machine; the figure is the median of the ratios
-within rounds, with its interval of 95 % confidence. A phase is timed by the harness, which also
-looks at memory and processor time; a bare loop by two looks at the clock. Beside it stands the same
-ratio of processor time of this process, which what else the machine does disturbs less.
+The two of a pair take turns, so both meet the same conditions. The figure is the median of the
+ratios within rounds, with its 95 % confidence interval. The harness times a phase and also watches
+memory and processor time; a hand-written loop only reads the clock twice. A second figure is the
+ratio of this process's processor time, which other load disturbs less.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ from .traits import traits_of
 __all__ = ["BareLoop", "Pair", "alternated", "judged"]
 
 HARNESS_MAX = 1.03
-"""``holdfast bench`` may show a phase to take so many times what a bare loop takes."""
+"""Limit of a phase's time in ``holdfast bench``, in units of the hand-written loop."""
 TELEMETRY_MAX = 1.01
-"""A save with telemetry may take so many times what one without it takes."""
+"""Limit of the time of a save with telemetry, in units of one without."""
 KEY = "bare"
 
 
 class BareLoop:
-    """The least code that moves ``nbytes``, rounded up to 4096, through a driver: in parts of its
-    preferred size, as many at a time as it says are useful, which are the settings of
-    :class:`.limit.alone.Alone`."""
+    """The least code that moves ``nbytes``, rounded up to 4096, through a driver, with the settings
+    of :class:`.limit.alone.Alone`: the driver's preferred part size and concurrency."""
 
     def __init__(self, place: Uri, nbytes: int) -> None:
         self._place = place
@@ -75,7 +74,7 @@ class BareLoop:
         await driver.close()
 
     def read(self) -> None:
-        """Read it."""
+        """Read the object."""
         asyncio.run(self._read())
 
     async def _read(self) -> None:
@@ -91,7 +90,7 @@ class BareLoop:
         await driver.close()
 
     def remove(self) -> None:
-        """Delete it."""
+        """Delete the object."""
         clear(join(self._place, KEY))
 
     def _starts(self) -> range:
@@ -104,8 +103,8 @@ class BareLoop:
 
 @dataclass(frozen=True)
 class Pair:
-    """``measured`` and ``bare`` give what they took: seconds, and seconds of processor time of this
-    process."""
+    """Two functions to compare. ``measured`` and ``bare`` return their seconds, and the seconds of
+    this process's processor time."""
 
     name: str
     measured: Callable[[], tuple[float, float]]
@@ -114,8 +113,8 @@ class Pair:
 
 
 def alternated(pair: Pair, rounds: int) -> tuple[Series, Series]:
-    """Both in turn, and in the reverse order in every second round; after one round that does not
-    count, in which everything is started and imported."""
+    """Run both in turn, in reverse order in every other round. A first round that starts and
+    imports everything does not count."""
     pair.measured()
     pair.bare()
     measured, bare = Series(f"{pair.name}: measured"), Series(f"{pair.name}: bare")
@@ -133,7 +132,7 @@ def alternated(pair: Pair, rounds: int) -> tuple[Series, Series]:
 
 
 def _by_harness(contestant: Contestant, settle_s: float) -> tuple[float, float]:
-    """What ``holdfast bench`` would show for one round of a phase."""
+    """Return what ``holdfast bench`` would report for one round of a phase."""
     (series,) = contest([contestant], 1, settle_s, say=lambda line: None)
     return series.seconds[0], series.own_processor_s[0]
 
@@ -161,7 +160,7 @@ def _pair(name: str, phase: Contestant, bare: Contestant, settle_s: float) -> Pa
 
 
 def _pairs(place: Uri, state: State, settle_s: float) -> list[Pair]:
-    """The phases that ``holdfast bench`` has, and telemetry. What is read is written here."""
+    """Return the phases of ``holdfast bench``, and telemetry. Writes the data to be read."""
     alone = Alone(place, nbytes_of(state))
     loop = BareLoop(place, nbytes_of(state))
     alone.write()
@@ -223,8 +222,7 @@ def _row(pair: Pair, measured: Series, bare: Series) -> list[str]:
 
 
 def judged(pair: Pair, found: Interval) -> Target | str:
-    """The target, where the interval of confidence decides about it; else a sentence that says that
-    it does not."""
+    """Return the target if the confidence interval decides it, else a sentence that says so."""
     if found.low <= pair.ratio_max < found.high:
         return (
             f"{pair.name}: whether it takes at most {pair.ratio_max:g} times as long is not shown: "
@@ -255,7 +253,7 @@ def _report(given: Options, place: Uri, only: str) -> Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 if measuring is shown to cost more than it may."""
+    """Measure and print. Return 1 if measuring is shown to cost too much."""
     arguments = parser("overhead", __doc__, gib=2.0, runs=31)
     arguments.add_argument("--uri", help="measure below this URI instead of --dir")
     arguments.add_argument("--only", default="", help="pairs with this in their names")

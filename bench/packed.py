@@ -1,6 +1,8 @@
-"""What lz4 costs and saves: durable save and cold load of one process, plain and compressed, of a
-state that was trained, as far as lz4 can tell, and of one that shrinks: half of it moments that are
-still zero, and masks.
+"""Measures the costs and savings of lz4: durable saves and cold loads by one process, plain and
+compressed.
+
+One state looks trained to lz4. Another one compresses well: half of it is moments that are still
+zero, and masks.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ WAYS: tuple[Literal["lz4"] | None, ...] = (None, "lz4")
 
 
 def _shrinking(gib: float) -> State:
-    """As large; of the optimizer's tensors the moments are zero, and each weight has a mask instead
-    of its bf16 copy."""
+    """Return a state of the same size, with zero moments, and a mask for each weight instead of its
+    bf16 copy."""
     state = build(gib)
     for moments in state["optim"].values():
         moments["exp_avg"].zero_()
@@ -65,7 +67,7 @@ def _contestants(folder: Path, kind: str, state: State, stored: dict[str, int]) 
 
 
 def _rows(found: Sequence[Series], stored: dict[str, int], nbytes: int) -> list[list[str]]:
-    """One line for each kind of state and way of storing it."""
+    """Return a row for each kind of state and way of storing it."""
     by_name = {series.name: series for series in found}
     rows = []
     for name, stored_nbytes in stored.items():
@@ -107,7 +109,7 @@ def _measure(options: Options, folder: Path) -> Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises AssertionError where a state does not come back as it was."""
+    """Measure and print. Raises AssertionError if a state comes back changed."""
     options = parse("packed", __doc__, argv, gib=1.0, runs=3)
     with work_folder(options.folder) as folder:
         holdfast.save(folder / "warm", build(TINY_GIB), compression="lz4")

@@ -1,9 +1,9 @@
-"""What parity costs: XOR of three blocks, P and Q of four, and a block made again, beside a memcpy
-of as many bytes.
+"""Measures the cost of parity: XOR of three blocks, P and Q of four, and the rebuild of a block,
+next to a memcpy of the same size.
 
-By one thread, so all times are processor times: what else runs on the machine changes them least.
-The blocks are far larger than caches. The memcpy goes by 16 MiB, as a save copies: larger calls
-pass the cache by, and are faster on some machines.
+All of it runs on one thread, and times are processor times, which other load affects least. The
+blocks are far larger than caches. The memcpy copies 16 MiB at a time, like a save; larger calls
+bypass the cache and are faster on some machines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MEMCPY_CALL_NBYTES = 16 << 20
 XOR_BLOCKS = 3
 PQ_BLOCKS = 4
 CHECKED_NBYTES = 1 << 20
-"""Of the outcome of each run, from the beginning and from the end."""
+"""Bytes to check at the beginning and at the end of each result."""
 
 
 def _nothing() -> None:
@@ -39,8 +39,8 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to make parity, or a block; at ``share_min`` of the rate of a memcpy, if that is
-    promised."""
+    """One way to make parity or a block. ``share_min`` is its promised rate in units of memcpy, if
+    any."""
 
     name: str
     share_min: float | None
@@ -50,7 +50,7 @@ class _Way:
 
 
 class _Memory:
-    """Noise, and room for what is made of it; warm."""
+    """Warm memory: random data, and room for the results."""
 
     def __init__(self, nbytes: int) -> None:
         unit = nbytes // (XOR_BLOCKS * PQ_BLOCKS) // 4096 * 4096
@@ -62,11 +62,11 @@ class _Memory:
         self.p, self.q, self.out = (_allocated(self.nbytes // XOR_BLOCKS) for _ in range(3))
 
     def blocks(self, count: int) -> list[Bytes]:
-        """All noise, as so many blocks."""
+        """Return the data as ``count`` blocks."""
         return list(self._data.reshape(count, -1))
 
     def copy(self) -> None:
-        """Copy all noise, into room that is used again and again."""
+        """Copy all data into memory that is reused."""
         for block in self.blocks(XOR_BLOCKS):
             for start in range(0, len(block), MEMCPY_CALL_NBYTES):
                 stop = start + MEMCPY_CALL_NBYTES
@@ -109,7 +109,7 @@ def _pq_way(memory: _Memory, isal: Isal | None) -> _Way:
         make_pq(memory.p[:size], memory.q[:size], blocks, isal)
 
     def check() -> None:
-        """Two blocks follow from the others and from P and Q."""
+        """Check that two blocks follow from the others, P and Q."""
         for p, q, *ends in _ends(memory.p[:size], memory.q[:size], *blocks):
             made = np.empty_like(p)
             recover(made, 1, {0: ends[0], 3: ends[3]}, {0: p, 1: q}, (1, 2))
@@ -119,7 +119,7 @@ def _pq_way(memory: _Memory, isal: Isal | None) -> _Way:
 
 
 def _rebuild_way(memory: _Memory, make_parity: Callable[[], None]) -> _Way:
-    """One of two lost blocks: the costliest way, four blocks in and one out."""
+    """Rebuild one of two lost blocks: the most expensive case, with four blocks in and one out."""
     blocks = memory.blocks(PQ_BLOCKS)
     size = len(blocks[0])
     out = memory.out[:size]
@@ -139,7 +139,7 @@ def _named(name: str, isal: Isal | None) -> str:
 
 
 def _ends(*arrays: Bytes) -> list[list[Bytes]]:
-    """The first bytes of all, and the last ones."""
+    """Return the first and the last bytes of all arrays."""
     return [
         [array[:CHECKED_NBYTES] for array in arrays],
         [array[-CHECKED_NBYTES:] for array in arrays],
@@ -184,7 +184,8 @@ def _row(series: Series, share: float, nbytes: int) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 if a target was missed. Raises AssertionError where parity is wrong."""
+    """Measure and print. Return 1 if a target was missed. Raises AssertionError if parity is
+    wrong."""
     options = parse("parity", __doc__, argv, gib=1.0)
     with work_folder(options.folder) as folder:
         report = _report(options, find_isal(), describe(folder))

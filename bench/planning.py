@@ -1,10 +1,9 @@
-"""What planning costs each rank of a large job, and the rank that commits: Llama-3 405B with Adam,
-simulated.
+"""Measures the planning of a large simulated job on each rank and on the leader: Llama-3 405B with
+Adam.
 
-The engine's own functions get what the ranks of such a job would have: tensors of the right names,
-shapes and placements, whose memory is never touched. Ranks come one after the other, so a laptop
-will do; what they would send is merged for all of them. Times are of the processor: on one core,
-without what else the machine does meanwhile.
+The engine's own functions get the input of such a job's ranks: tensors of the right names, shapes
+and placements, whose memory is never touched. Ranks run one after the other, so a laptop is enough;
+the messages of all ranks are merged. Times are processor times on one core.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ from .simulated.fragments import by_host, fragment_told
 __all__: list[str] = []
 
 DATA_PARALLEL = (8, 70, 128, 781)
-"""Times TP 8 and PP 16: 1,024, 8,960, 16,384 and 99,968 ranks."""
+"""Data-parallel sizes. With TP 8 and PP 16: 1,024, 8,960, 16,384 and 99,968 ranks."""
 MERGED_RANKS_MAX = 100_000
 APART_RANKS_MAX = 8_960
-"""In larger jobs not each rank plans by itself."""
+"""Limit of jobs in which each rank plans for itself."""
 SAMPLES = 5
 REPEATS = 9
 
 
 def _sample(found: Found, rank: int) -> bytes:
-    """Plan for one rank, from its state to its fragment, for the first time and again; return the
+    """Plan for one rank, from its state to its fragment, a first time and again. Return the
     fragment."""
     job = found.job
     kept = job.state(rank)
@@ -71,7 +70,7 @@ def _sample(found: Found, rank: int) -> bytes:
         tensors = len(flat.names)
         shards = len(told.groups[0].shards)
         nbytes = len(told.encode({told.groups[0].layout.key}))
-        # To let go of a state is no part of planning the next one: a training loop keeps it.
+        # Releasing the state is not part of planning: a training loop keeps it.
         del state, flat, told
     found.first_s.append(again_s.pop(0))
     found.again_s.append(statistics.median(again_s))
@@ -83,15 +82,14 @@ def _sample(found: Found, rank: int) -> bytes:
 
 
 def _given(kept: Any) -> Any:
-    """What modules and optimizers give of a state: new containers each time, of the same
-    tensors."""
+    """Return new containers of the same tensors, as modules and optimizers do on each call."""
     if isinstance(kept, dict):
         return {key: _given(item) for key, item in kept.items()}
     return kept
 
 
 def _commit(found: Found, fragments: Sequence[bytes]) -> bytes:
-    """Merge the fragments of all hosts, as the leader does; return the manifest."""
+    """Merge the fragments of all hosts, as the leader does, and return the manifest."""
     known: dict[bytes, StateLayout] = {}
     with PeakMemory() as memory:
         began_s = time.process_time()
@@ -106,8 +104,8 @@ def _commit(found: Found, fragments: Sequence[bytes]) -> bytes:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """It would go through hundreds of thousands of objects, over and over, that are here for all
-    ranks at once."""
+    """Disable the garbage collector, which would repeatedly scan the hundreds of thousands of
+    objects that exist here for all ranks at once."""
     gc.disable()
     try:
         yield
@@ -116,7 +114,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _load(found: Found, data: bytes, target: Job) -> None:
-    """Read the manifest, and plan loads of some ranks of another layout."""
+    """Decode the manifest, and plan loads of some ranks of another layout."""
     began_s = time.process_time()
     whole = Manifest.decode(data)
     check_complete(whole, "the manifest")
@@ -170,7 +168,7 @@ def _measured(job: Job, target: Job, merged_max: int) -> Found:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises AssertionError where a layout does not come together."""
+    """Measure and print. Raises AssertionError if a layout does not fit."""
     arguments = bare_parser("planning", __doc__, tiny="a small model on 16 and 64 ranks")
     arguments.add_argument(
         "--dp", type=int, nargs="+", default=DATA_PARALLEL, help="data-parallel ranks of each job"

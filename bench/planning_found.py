@@ -1,4 +1,4 @@
-"""What the benchmark of planning has measured: as rows, as targets and as curves."""
+"""Results of the planning benchmark: as rows, targets and curves."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from .report import Target
 __all__ = ["HEADER", "MIB", "Found", "draw", "targets_of"]
 
 TARGETS = 8960
-"""The number of ranks that targets are for."""
+"""Number of ranks to which the targets apply."""
 MIB = 1 << 20
 
 
 @dataclass
 class Found:
-    """What was measured of one job; seconds of one processor, per rank or of the committing
-    rank."""
+    """Result for one job. Times are seconds of one processor, per rank or on the leader."""
 
     job: Job
     first_s: list[float] = field(default_factory=list)
@@ -31,16 +30,16 @@ class Found:
     fragment_nbytes: list[int] = field(default_factory=list)
     again_nbytes: list[int] = field(default_factory=list)
     host_nbytes: int = 0
-    """What a host tells the leader at first."""
+    """First message of a host to the leader."""
     stated_nbytes: tuple[int, int] = (0, 0)
-    """What a rank says when a save begins, at first and again."""
+    """Messages of a rank at the start of a save: the first time, and again."""
     lead_s: tuple[float, float] = (0.0, 0.0)
     merge_s: float = 0.0
     merge_nbytes: int = 0
     decode_s: float = 0.0
-    """To decode and check it: one rank of a host does."""
+    """Decoding and checking the manifest, which one rank per host does."""
     verified_s: list[float] = field(default_factory=list)
-    """To decode of it what a rank wants: the others do."""
+    """Decoding the rows that a rank wants, which the other ranks do."""
     verified_nbytes: int = 0
     manifest_nbytes: int = 0
     stored: int = 0
@@ -100,7 +99,7 @@ PER_SHARD: dict[str, Callable[[Found], float]] = {
     "a merge's memory per shard": lambda f: f.merge_nbytes,
     "a manifest per shard": lambda f: f.manifest_nbytes,
 }
-"""What is to grow no faster than all shards, which each rank has a share of."""
+"""Figures that should grow no faster than the shards of all ranks."""
 CURVES: dict[str, Callable[[Found], float]] = {
     "first plan of a rank, ms": lambda f: max(f.first_s) * 1e3,
     "the same plan again, ms": lambda f: max(f.again_s) * 1e3,
@@ -114,7 +113,8 @@ CURVES: dict[str, Callable[[Found], float]] = {
 
 
 def targets_of(all_found: Sequence[Found]) -> list[Target]:
-    """What a job of 8,960 ranks is to reach, and how little may grow with the number of ranks."""
+    """Return the targets of a job with 8,960 ranks, and the limits of growth with the number of
+    ranks."""
     ours = [found for found in all_found if found.job.world == TARGETS]
     if not ours:
         figures = {}
@@ -142,7 +142,7 @@ def targets_of(all_found: Sequence[Found]) -> list[Target]:
 
 
 def _growth(all_found: Sequence[Found], of: Callable[[Found], float]) -> float:
-    """How much more it is per shard in some job than in the smallest of its kind."""
+    """Return the greatest growth per shard, relative to the smallest job of the same kind."""
     merged = [f for f in all_found if f.manifest_nbytes]
     per_shard = {f.name: of(f) / f.stored for f in merged}
     least = {f.job.kind: per_shard[f.name] for f in sorted(merged, key=lambda f: -f.job.world)}
@@ -150,12 +150,12 @@ def _growth(all_found: Sequence[Found], of: Callable[[Found], float]) -> float:
 
 
 def _per_row(found: Found) -> float:
-    """Seconds of a first plan by what the rank has to plan."""
+    """Return the seconds of a first plan per tensor and shard."""
     return statistics.median(found.first_s) / (found.tensors + statistics.median(found.shards))
 
 
 def draw(all_found: Sequence[Found], file: Path) -> None:
-    """Curves over the number of ranks. Needs matplotlib."""
+    """Draw curves over the number of ranks. Needs matplotlib."""
     import matplotlib as mpl
 
     mpl.use("svg")

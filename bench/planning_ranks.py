@@ -1,5 +1,4 @@
-"""The ranks of a large job, simulated: what each of them tells when a save begins, and when it
-commits."""
+"""The ranks of a large job, simulated: their messages at the start of a save and at its commit."""
 
 from __future__ import annotations
 
@@ -37,14 +36,14 @@ _Kind = tuple[tuple[int, ...], tuple[Replicated | Split, ...]]
 
 
 def agreed_by_mesh(flat: FlatState) -> Agreed:
-    """What ranks agree on in such a job: all tensors lie as their mesh says, and the random state
-    is each rank's own."""
+    """Return the agreement in such a job: all tensors are laid out by their mesh, and the random
+    state is each rank's own."""
     return Agreed({row: layout.holders or () for row, layout in enumerate(flat.layouts)}, {})
 
 
 class _Stage:
-    """The ranks of one pipeline stage, which hold the same tensors: flattened once, and moved from
-    rank to rank."""
+    """The ranks of one pipeline stage, which hold the same tensors. Their state is flattened once
+    and moved from rank to rank."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self._flat = flatten(job.state(rank))
@@ -52,10 +51,10 @@ class _Stage:
         self._ranks = np.arange(first, first + job.tp * job.dp).reshape(job.shape)
         self._layout: StateLayout | None = None
         self._parts = dict[object, MeshLayout]()
-        self._kinds = dict[_Kind, int]()  # layers repeat: of what is laid out alike, there are few
+        self._kinds = dict[_Kind, int]()  # layers repeat, so there are few kinds
         self._kind = [self._kind_of(row) for row in range(len(self._flat.names))]
         self.kind = (tuple(self._kinds), tuple(self._kind))
-        """What stages that differ in names alone have in common."""
+        """Key shared by stages that differ only in names."""
 
     def _kind_of(self, row: int) -> int | None:
         flat = self._flat
@@ -65,7 +64,7 @@ class _Stage:
         return self._kinds.setdefault((flat.shapes[row], placements), len(self._kinds))
 
     def at(self, rank: int) -> FlatState:
-        """What ``rank`` has flattened."""
+        """Return the flat state of ``rank``."""
         at = tuple(int(n) for n in np.argwhere(self._ranks == rank)[0])
         layouts = [self._located(shape, at, placements) for shape, placements in self._kinds]
         moved_layouts = list(self._flat.layouts)
@@ -84,7 +83,8 @@ class _Stage:
         at: tuple[int, ...],
         placements: tuple[Replicated | Split, ...],
     ) -> MeshLayout:
-        """Where along an axis that replicates does not matter."""
+        """Return the layout at a mesh position. The coordinate on a replicating axis does not
+        matter."""
         at = tuple(
             0 if isinstance(p, Replicated) else n for n, p in zip(at, placements, strict=True)
         )
@@ -99,18 +99,18 @@ class _Stage:
         return part
 
     def told(self, rank: int, moved: FlatState) -> Fragment:
-        """The fragment of ``rank``."""
+        """Return the fragment of ``rank``."""
         plan = plan_image(moved, rank, agreed_by_mesh(moved))
         self._layout = self._layout or plan.reported
-        # The layout is the same for all of them, and encoded once.
+        # The layout is the same for all ranks, and is encoded once.
         return fragment_told(replace(plan, reported=self._layout), rank, moved)
 
 
 def fragments_of(
     job: Job, expected: Mapping[int, bytes], stating: Callable[[int, FlatState], object]
 ) -> Iterator[Fragment]:
-    """Those of all ranks, whose flat states are shown to ``stating``. Raises AssertionError where
-    one is not as it should be."""
+    """Yield the fragments of all ranks, and pass their flat states to ``stating``. Raises
+    AssertionError if a fragment differs from the expected one."""
     for first in range(0, job.world, job.tp * job.dp):
         stage = _Stage(job, first)
         for rank in range(first, first + job.tp * job.dp):
@@ -125,7 +125,7 @@ def fragments_of(
 
 
 class Beginning:
-    """What ranks say when a save begins, and what the leader does with it."""
+    """The messages of ranks at the start of a save, and their handling by the leader."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -136,7 +136,8 @@ class Beginning:
         self._findings = codec(Findings)
 
     def state(self, rank: int, flat: FlatState) -> None:
-        """At a first save, and at the next one. All but the random state lies on one mesh each."""
+        """Add a rank's messages for a first save and for the next one. Each tensor lies on a mesh,
+        except the random state."""
         held = Held.of(flat, rank, self._job.world)
         row = int(np.flatnonzero(held.mesh < 0)[0])
         fingerprint = digest(b"%d" % rank)
@@ -150,7 +151,7 @@ class Beginning:
         self.again.append(self._statement.encode(SaveStatement(URI, followed)))
 
     async def lead(self) -> tuple[float, float]:
-        """Seconds of the leader, at a first save and at the next."""
+        """Return the leader's seconds for a first save and for the next one."""
         leader = PlanLeader()
         began_s = time.process_time()
         await leader.agree([self._statement.decode(data, "a statement") for data in self.first])
@@ -163,9 +164,11 @@ class Beginning:
 
 
 def fragments_by_twins(job: Job) -> Iterator[Fragment]:
-    """Those of all ranks of a job that is too large to plan for each: stages of as many layers
-    differ in names alone, so what was planned for the first of them is taken for the others. There,
-    bytes may lie a page off: a header is longer."""
+    """Yield the fragments of all ranks of a job that is too large to plan for each.
+
+    Stages with the same number of layers differ only in names, so the plans of the first one serve
+    for the others. Their bytes may be off by a page, where a header is longer.
+    """
     size = job.tp * job.dp
     known = dict[object, list[Group]]()
     for first in range(0, job.world, size):

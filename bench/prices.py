@@ -1,4 +1,4 @@
-"""Requests to a storage, and what they cost.
+"""Requests to a storage, and their cost.
 
 Scope: pure.
 """
@@ -14,7 +14,8 @@ __all__ = ["Prices", "Requests", "parse_prices"]
 
 @dataclass(frozen=True)
 class Requests:
-    """``puts`` write, begin and end uploads; ``gets`` read, or ask for a size."""
+    """Numbers of requests. ``puts`` write, begin and end uploads; ``gets`` read, or query a
+    size."""
 
     puts: int
     gets: int
@@ -23,24 +24,24 @@ class Requests:
         return Requests(self.puts + other.puts, self.gets + other.gets)
 
     def times(self, count: int) -> Requests:
-        """So many times as many."""
+        """Return a multiple of the requests."""
         return Requests(self.puts * count, self.gets * count)
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Of one request, in USD."""
+    """Prices of one request, in USD."""
 
     put_usd: float
     get_usd: float
 
     def cost_usd(self, requests: Requests) -> float:
-        """Of all of them."""
+        """Return the cost of all requests."""
         return requests.puts * self.put_usd + requests.gets * self.get_usd
 
 
 def parse_prices(text: str) -> Prices:
-    """``put=5e-6,get=4e-7``: USD per request; what is not given is free. Raises UsageError."""
+    """Parse ``put=5e-6,get=4e-7``: USD per request, 0 if omitted. Raises UsageError."""
     found = dict.fromkeys(("put", "get"), 0.0)
     for item in text.split(","):
         name, is_there, value = item.partition("=")
@@ -56,7 +57,7 @@ def parse_prices(text: str) -> Prices:
 
 
 def _usd(text: str) -> float | None:
-    """None for what is no price of one request."""
+    """Return a price of one request, or None if the text is no valid price."""
     try:
         usd = float(text)
     except ValueError:

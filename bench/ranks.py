@@ -1,8 +1,8 @@
-"""Two ranks of one host that each save and load half of a state, beside one process that does it
-all.
+"""Measures two ranks of one host that each save and load half of a state, next to one process that
+does all of it.
 
-Both times are of the whole job: from a barrier before to a barrier after. Two ranks should be no
-slower, but for what times differ anyway.
+Times are those of the whole job, from a barrier before to a barrier after. Two ranks should be no
+slower, within the noise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_SLOWER = 0.95
 
 
 def _measure(folder: Path, given: Options, runs: int) -> dict[str, Any]:
-    """In a worker: the seconds of each save and load, and this rank's share of the bytes."""
+    """Measure in a worker. Return the seconds of each save and load, and this rank's bytes."""
     with joined() as (rank, world):
         mesh = init_device_mesh("cpu", (world,))
         holdfast.save(folder / "warm", split_evenly(build(TINY_GIB, seed=rank, share=world), mesh))
@@ -48,7 +48,7 @@ def _measure(folder: Path, given: Options, runs: int) -> dict[str, Any]:
             _timed(found[0], lambda: holdfast.save(path, state), path, rank)  # noqa: B023 - called at once
             zero(share)
             if number == 0:
-                # or the load would find, uncounted, what the save has kept
+                # or the load would reuse, uncounted, memory kept from the save
                 holdfast.release_memory()
             _timed(found[1], lambda: holdfast.load(path, into=state), path, rank)  # noqa: B023 - called at once
             if digests(share) != expected:
@@ -77,7 +77,7 @@ def _timed(series: Series, run: Callable[[], object], path: Path, rank: int) -> 
 
 
 def _contest(given: Options, folder: Path) -> tuple[dict[str, list[Series]], int]:
-    """One process and two, launched in turn."""
+    """Launch one process and two in turn."""
     found = {
         op: [Series(f"{op}, {n} process{'es' if n > 1 else ''}") for n in (1, 2)]
         for op in OPERATIONS
@@ -114,8 +114,7 @@ def _targets(found: dict[str, list[Series]]) -> list[Target]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises RuntimeError where a rank fails, or gets back what it did not
-    save."""
+    """Measure and print. Raises RuntimeError if a rank fails, or if a state comes back changed."""
     arguments = parser("ranks", __doc__)
     arguments.add_argument("--worker", action="store_true", help="for internal use")
     arguments.add_argument("--findings", help="for internal use")
@@ -129,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with work_folder(given.folder) as folder:
         found, nbytes = _contest(given, folder)
         series = [s for pair in found.values() for s in pair]
-        columns = [0, 1, 2, 3, 4, 7]  # no limit and no peer here
+        columns = [0, 1, 2, 3, 4, 7]  # there is no limit and no peer here
         title = (
             f"Two processes, each with half of {nbytes / 1e9:.2f} GB, and one with all; "
             f"{len(series[0].seconds)} runs"

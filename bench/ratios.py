@@ -1,4 +1,4 @@
-"""Ratios of times, and how sure they are.
+"""Ratios of times, with their confidence.
 
 Scope: pure.
 """
@@ -19,8 +19,8 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """``ratio``, and the interval of 95 % confidence around it, by the percentile bootstrap (Efron
-    1979). Resampling is seeded: the same times give the same interval."""
+    """A ratio with its 95 % confidence interval, by the percentile bootstrap (Efron 1979).
+    Resampling is seeded, so the same times give the same interval."""
 
     ratio: float
     low: float
@@ -28,21 +28,21 @@ class Interval:
 
 
 def median_ratio(of: Sequence[float], to: Sequence[float]) -> float:
-    """How long ``of`` takes in units of ``to``: the median over rounds, each of which saw the same
-    storage. Rounds that only one of them has are left out."""
+    """Return the time of ``of`` in units of ``to``: the median over rounds, which share their
+    conditions. Rounds that only one of them has are ignored."""
     return median(a / b for a, b in zip(of, to, strict=False))
 
 
 def of_pairs(of: Sequence[float], to: Sequence[float]) -> Interval:
-    """The same with its confidence: rounds are drawn as pairs. Raises ValueError where the two have
-    not the same number of rounds."""
+    """Return the median ratio with its confidence, by drawing rounds as pairs. Raises ValueError
+    unless both have the same number of rounds."""
     ratios = np.asarray([a / b for a, b in zip(of, to, strict=True)])
     low, high = _bounds(_drawn_medians(ratios, np.random.default_rng(0)))
     return Interval(float(np.median(ratios)), low, high)
 
 
 def of_medians(of: Sequence[float], to: Sequence[float]) -> Interval:
-    """The ratio of two medians whose rounds have nothing to do with each other."""
+    """Return the ratio of two medians with its confidence, from independent rounds."""
     random = np.random.default_rng(0)
     drawn = _drawn_medians(np.asarray(of), random) / _drawn_medians(np.asarray(to), random)
     low, high = _bounds(drawn)

@@ -1,9 +1,9 @@
-"""An image of a lost host, made again of what three others hold, and parity made of their images:
-over ``peer://``, beside bare sockets that move the same bytes.
+"""Measures the rebuild of a lost host's image from three other hosts, and the making of parity from
+their images: over ``peer://``, next to bare sockets that move the same bytes.
 
-Each of these hosts is a process, which serves its memory on loopback; so whoever is measured shares
-the processors with them. *Bare sockets* receive with as many threads as the drivers of three hosts,
-a mebibyte at a time, and drop it. What is made again is compared with its label.
+Each host is a process that serves its memory on loopback, so they share the processors with the
+measured process. *Bare sockets* receive with as many threads as the drivers of three hosts, a
+mebibyte at a time, and discard the data. A rebuilt image is checked against its label.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__: list[str] = []
 LOST = 0
 LEFT = (1, 2, 3)
 PULLED_PER_BYTE = 3
-"""Two blocks of data and one of parity for each that is made again."""
+"""Bytes pulled per rebuilt byte: two data blocks and one parity block."""
 GUARD = "parity"
 THREADS_PER_HOST = 4
 _RECEIVED_NBYTES = 1 << 20
@@ -56,7 +56,7 @@ _ASKED_NBYTES = 4 << 20
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to move ``nbytes``."""
+    """A way to move ``nbytes``."""
 
     name: str
     nbytes: int
@@ -64,7 +64,7 @@ class _Way:
 
 
 class _Peers:
-    """The three hosts that are left, as drivers."""
+    """The three surviving hosts, as drivers."""
 
     def __init__(self, ports: Mapping[int, int], token: str) -> None:
         self._drivers = {}
@@ -88,17 +88,17 @@ class _Peers:
 
     @property
     def lane(self) -> Lane:
-        """Of the images."""
+        """The lane of the images."""
         sizes = {rank: image_nbytes(Label.decode(label)) for rank, label in self.labels.items()}
         (lane,) = GROUP.lanes(sizes)
         return lane
 
     def rebuild(self) -> None:
-        """Make the lost image again."""
+        """Rebuild the lost image."""
         run(rebuild(GROUP, LOST, [LOST], self.labels, self._pull, self._image))
 
     def guard(self) -> None:
-        """Make the parity that the lost host would hold, and give it back."""
+        """Make the parity that the lost host would hold, and discard it."""
         run(guard(GROUP, LOST, GENERATION, self.labels, self._pull, room)).close()
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class _Peers:
 
 
 class _Bare:
-    """Threads that receive the same blocks, each over a connection of its own."""
+    """Threads that receive the same blocks, each over its own connection."""
 
     def __init__(self, ports: Mapping[int, int], blocks: Sequence[Block]) -> None:
         self._shares: list[tuple[socket.socket, list[tuple[str, int, int]]]] = []
@@ -123,7 +123,7 @@ class _Bare:
         self._threads = ThreadPoolExecutor(len(self._shares))
 
     def run(self) -> None:
-        """Receive all of them."""
+        """Receive all blocks."""
         list(self._threads.map(self._receive, self._shares))
 
     def _receive(self, share: tuple[socket.socket, Sequence[tuple[str, int, int]]]) -> None:
@@ -146,7 +146,7 @@ class _Bare:
 
 
 def _ranges(blocks: Sequence[Block]) -> Iterator[tuple[str, int, int]]:
-    """Of about as many bytes as a pull has."""
+    """Yield ranges of about the size of a pull."""
     for block in blocks:
         first = getattr(block, "start", 0)
         for start in range(0, block.nbytes, _ASKED_NBYTES):
@@ -156,7 +156,7 @@ def _ranges(blocks: Sequence[Block]) -> Iterator[tuple[str, int, int]]:
 
 @contextmanager
 def _served(nbytes: int, token: str) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
-    """The ports of the hosts that are left: of their keepers, and of their bare servers."""
+    """Start the surviving hosts, and yield the ports of their keepers and of their bare servers."""
     command = [sys.executable, "-m", "holdfast.bench.rebuild", "--serve", str(nbytes), token]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -226,8 +226,8 @@ def _row(way: _Way, series: Series, limit: Series, moved: int) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 if a target was missed. Raises DamagedError where the image that was
-    made again is another one."""
+    """Measure and print. Return 1 if a target was missed. Raises DamagedError if the rebuilt image
+    is wrong."""
     arguments = parser("rebuild", __doc__, gib=1.5)
     arguments.add_argument("--serve", nargs=2, help="for internal use")
     parsed = arguments.parse_args(argv)

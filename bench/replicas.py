@@ -1,11 +1,10 @@
-"""Four ranks of one host load the same state cold: each byte read once and handed on, beside all
-that read all.
+"""Measures cold loads of the same state by four ranks of one host: each byte read once and passed
+on, next to all ranks reading everything.
 
-Times are of the whole job, from a barrier before to a barrier after. The limit (``bare``): each
-rank reads a quarter of as many raw bytes as one replica has, and each copies all of them to its
-tensors, while others are read; it has nothing to find out, to verify or to agree upon. Beside it
-the quarters are read alone, and nothing is made of them: what the storage gives, not what four
-replicas can get of it.
+Times are those of the whole job, from a barrier before to a barrier after. In the limit (``bare``),
+each rank reads a quarter of a replica's bytes, and each copies all of them into its tensors during
+the reads, without any planning, verification or agreement. Another contestant reads the quarters
+and discards them: the storage's own rate, which four replicas cannot reach.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ TIMES_READ = 1.01
 
 
 def _measure(folder: Path, given: Options) -> dict[str, Any]:
-    """In a worker: seconds, memory, and bytes asked of the storage and fetched from the device, per
-    contestant and round."""
+    """Measure in a worker. Return the seconds, memory, and bytes requested from the storage and
+    fetched from the device, by contestant and round."""
     with joined() as (rank, world):
         state = build(given.gib)
         expected = digests(state)
@@ -58,7 +57,7 @@ def _measure(folder: Path, given: Options) -> dict[str, Any]:
                     raise AssertionError(f"{name}: what was loaded is not what was saved")
                 for key, value in (
                     told.items() if number or given.tiny else ()
-                ):  # the first is for warming up
+                ):  # the first round is a warm-up
                     found[name].setdefault(key, []).append(value)
         return {"found": found, "nbytes": nbytes}
 
@@ -66,12 +65,12 @@ def _measure(folder: Path, given: Options) -> dict[str, Any]:
 def _contestants(
     folder: Path, state: State, given: Options, rank: int, world: int
 ) -> dict[str, Callable[[], int | None]]:
-    """What each rank does, by name; returns the bytes that it has asked for, if it can tell."""
+    """Return each contestant's work on this rank. It returns the bytes requested, if known."""
     raw = RawFile(folder / f"raw-{rank}", nbytes_of(state) // world, preallocate=True)
     raw.write()
     bare = BareReplicas(folder, state)
     holdfast.save(folder / "ours", state)
-    holdfast.release_memory()  # or the first load would find, uncounted, what the save has kept
+    holdfast.release_memory()  # or the load would reuse, uncounted, memory kept from the save
 
     def ours(exchange: Any) -> int:
         reports: list[holdfast.LoadReport] = []
@@ -87,7 +86,7 @@ def _contestants(
         return bare.nbytes
 
     out: dict[str, Callable[[], int | None]] = {READS: reads, LIMIT: limit}
-    out[OURS] = lambda: ours(given.tiny or "auto")  # by default, little is not exchanged
+    out[OURS] = lambda: ours(given.tiny or "auto")  # by default, small loads are not exchanged
     out[ALONE] = lambda: ours(False)
     if not given.alone:
         _dcp(folder, state, saving=True)
@@ -128,8 +127,8 @@ def _timed(
 
 
 def _joined(told: Sequence[dict[str, Any]]) -> tuple[list[Series], dict[str, tuple[float, float]]]:
-    """Series of the whole job, and how many times one replica each contestant asked for, and
-    fetched from the device."""
+    """Return the job's series and, by contestant, the bytes requested and the bytes fetched from
+    the device, in units of one replica."""
     nbytes = told[0]["nbytes"]
     found = []
     times = {}
@@ -164,8 +163,7 @@ def _targets(found: Sequence[Series], times: dict[str, tuple[float, float]]) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises RuntimeError where a rank fails, or gets back what was not
-    saved."""
+    """Measure and print. Raises RuntimeError if a rank fails, or if a state comes back changed."""
     arguments = parser("replicas", __doc__, gib=1.0)
     arguments.add_argument("--worker", action="store_true", help="for internal use")
     arguments.add_argument("--findings", help="for internal use")

@@ -1,4 +1,4 @@
-"""What a benchmark found: series of times, judged against targets; as text, Markdown, JSON or a
+"""Results of a benchmark: series of times, judged against targets, as text, Markdown, JSON or a
 drawing."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ OURS = "holdfast"
 
 @dataclass
 class Series:
-    """One contestant: seconds per round, in order; extra peak memory in bytes, and processor time
-    in seconds, of this process and of the whole machine, where they are known."""
+    """Figures of one contestant, per round: seconds and, where known, extra peak memory in bytes
+    and processor time in seconds, of this process and of the whole machine."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
@@ -34,19 +34,19 @@ class Series:
 
     @property
     def peak(self) -> int | None:
-        """The highest: memory that a first run keeps for later ones must be counted once."""
+        """Highest peak. Memory that the first run keeps for later ones must count once."""
         return max(self.peak_nbytes, default=None)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A promise, and what came of it."""
+    """A target and the value reached."""
 
     name: str
     value: float
     bound: float
     at_least: bool
-    """Whether ``value`` should be at least ``bound``, or at most."""
+    """Whether ``bound`` is a lower limit of ``value``. False: an upper one."""
 
     @property
     def met(self) -> bool:
@@ -67,8 +67,7 @@ class Target:
 
 @dataclass
 class Report:
-    """The outcome of one program. ``rows`` are what its table shows, ``series`` the raw figures
-    behind them."""
+    """Result of one program. ``rows`` are its table, and ``series`` the figures behind them."""
 
     program: str
     title: str
@@ -80,7 +79,7 @@ class Report:
     series: list[Series] = field(default_factory=list)
 
     def text(self) -> str:
-        """For a terminal."""
+        """Return the report for a terminal."""
         machine = ", ".join(f"{key}: {value}" for key, value in self.machine.items())
         lines = [
             self.title,
@@ -94,7 +93,7 @@ class Report:
         return "\n".join(lines)
 
     def emit(self, json_file: Path | None, svg_file: Path | None = None) -> None:
-        """Print; and write the figures, and a drawing, to files if these are given."""
+        """Print the report, and write the figures and a drawing to the given files."""
         print(self.text(), flush=True)
         if json_file is not None:
             json_file.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False))
@@ -103,7 +102,7 @@ class Report:
 
 
 def read_report(json_file: Path) -> Report:
-    """The report that :meth:`Report.emit` wrote to a file."""
+    """Return the report that :meth:`Report.emit` wrote to a file."""
     found = json.loads(json_file.read_text())
     found["targets"] = [Target(**target) for target in found["targets"]]
     found["series"] = [Series(**series) for series in found["series"]]
@@ -111,16 +110,15 @@ def read_report(json_file: Path) -> Report:
 
 
 def ratio(of: Series, to: Series) -> float:
-    """How long ``of`` takes in units of ``to``: the median over rounds, each of which saw the same
-    storage."""
+    """Return the time of ``of`` in units of ``to``: the median over rounds, which share their
+    conditions."""
     if len(of.seconds) != len(to.seconds):
         return of.median / to.median
     return median_ratio(of.seconds, to.seconds)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines whose columns stand under each other: the first to the left, numbers to the
-    right."""
+    """Return rows as aligned lines: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -132,7 +130,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def markdown(report: Report) -> str:
-    """One section of a document."""
+    """Return a report as a section of a document."""
     head = [
         f"### {report.title}",
         "",
@@ -156,8 +154,8 @@ def _draw(report: Report, file: Path) -> None:
 
 
 def draw_all(reports: Sequence[Report], file: Path) -> None:
-    """Draw the medians of each report as bars, the reports beside each other, to an SVG file.
-    Requires matplotlib."""
+    """Draw the medians of each report as bars, with the reports next to each other, to an SVG file.
+    Needs matplotlib."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -165,7 +163,7 @@ def draw_all(reports: Sequence[Report], file: Path) -> None:
 
     most = max(len(report.series) for report in reports)
     size = (2 + 5 * len(reports), 0.6 + 0.4 * most)
-    # Text stays text, and two runs with the same figures write the same file.
+    # Keep text as text, and write the same file for the same figures.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "holdfast"}):
         figure, panels = plt.subplots(
             1, len(reports), figsize=size, layout="constrained", squeeze=False

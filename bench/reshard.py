@@ -1,8 +1,8 @@
-"""Save under one layout, load under another: how many bytes are read for those that are wanted, and
-how long it takes.
+"""Measures loads under another layout than that of the save: their time, and the bytes read per
+byte wanted.
 
-"Asked for" is what was asked of the storage, checksums included; "from the device" is what the
-kernel fetched for the process meanwhile: the manifest too, and whatever program code had been
+"Asked for" counts the requests to the storage, including checksums. "From the device" counts what
+the kernel fetched for the process meanwhile, including the manifest and any program code that was
 dropped with the page cache.
 """
 
@@ -29,8 +29,8 @@ __all__: list[str] = []
 
 CASES = (("4 ranks", "4 ranks"), ("4 ranks", "3 ranks"), ("2×2", "2 ranks"))
 STRIPS = ("3 ranks", "2×2")
-"""Wants columns of what is stored by rows: strips shorter than a block, which is read, and
-verified, whole."""
+"""Loads columns of tensors stored by rows. The strips are shorter than a block, and blocks are read
+and verified whole."""
 
 
 def _save(folder: Path, layout: str, gib: float) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def _save(folder: Path, layout: str, gib: float) -> dict[str, Any]:
 
 
 def _load(folder: Path, layout: str, gib: float, runs: int) -> dict[str, Any]:
-    """In a worker: what each load read; that each was right is checked."""
+    """Load in a worker, and check the result. Return the figures of each load."""
     with joined() as (rank, _world):
         state = lay_out(build(gib), LAYOUTS[layout])
         expected = digests(_locals(state))
@@ -78,7 +78,7 @@ def _load_once(
 
 
 def _locals(state: dict[str, Any]) -> dict[str, Any]:
-    """The ranks' own tensors, of all DTensors in a state."""
+    """Return the local tensors of all DTensors in a state."""
     return {
         key: _locals(value) if isinstance(value, dict) else value.to_local()
         for key, value in state.items()
@@ -89,7 +89,8 @@ def _locals(state: dict[str, Any]) -> dict[str, Any]:
 def _case(
     source: str, target: str, given: Options, folder: Path
 ) -> tuple[list[list[str]], Series, list[float]]:
-    """Rows of the table, the seconds of the slowest rank per run, and the worst ratios."""
+    """Return the rows of the table, the seconds of the slowest rank per run, and the worst
+    ratios."""
     with work_folder(folder) as inner:
         shared = given.arguments(inner / "saved")
         saved = run_ranks(
@@ -125,8 +126,7 @@ def _case(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises RuntimeError where a rank fails, or does not get what its layout
-    should hold."""
+    """Measure and print. Raises RuntimeError if a rank fails or loads wrong data."""
     arguments = parser("reshard", __doc__, gib=1.0, runs=3)
     arguments.add_argument("--worker", choices=("save", "load"), help="for internal use")
     arguments.add_argument("--layout", choices=sorted(LAYOUTS), help="for internal use")

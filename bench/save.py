@@ -1,8 +1,8 @@
-"""Durable save of a whole state by one process: this library, its peers, and the limit of the
-storage.
+"""Measures durable saves of a whole state by one process: this library, its peers, and the limit of
+the storage.
 
-What a contestant leaves in the page cache is fsynced, file by file and folder by folder, inside the
-time that is measured.
+Data that a contestant leaves in the page cache is synced, file by file and folder by folder, within
+the measured time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _remove(path: Path) -> None:
 
 
 def contestant(peer: Peer, path: Path, state: State, *, check: bool) -> Contestant:
-    """Saves when its turn comes; what was saved is removed after it."""
+    """Return a contestant that saves. Its checkpoint is removed after each run."""
     uri = parse(path)
 
     def run() -> None:
@@ -58,7 +58,7 @@ def _saving(folder: Path, alone: bool) -> list[Peer]:
 
 
 def _warm_up(folder: Path, alone: bool) -> None:
-    """Everybody imports what they need, and starts their threads, outside the measured time."""
+    """Import everything and start all threads before any timing."""
     small = build(TINY_GIB)
     for peer in _saving(folder, alone):
         entered = contestant(peer, folder / "small", small, check=True)
@@ -77,7 +77,7 @@ def _contestants(folder: Path, state: State, options: Options) -> list[Contestan
 
 
 def targets(found: Sequence[Series], of_limit: float, of_dcp: float) -> list[Target]:
-    """How this library does against the limit, and against DCP as it comes."""
+    """Return the targets against the limit, and against DCP with its defaults."""
     by_name = {series.name: series for series in found}
     ours = by_name["holdfast"]
     out = [
@@ -93,7 +93,7 @@ def targets(found: Sequence[Series], of_limit: float, of_dcp: float) -> list[Tar
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises AssertionError where a state does not come back as it was."""
+    """Measure and print. Raises AssertionError if a state comes back changed."""
     options = parse_options("save", __doc__, argv)
     with work_folder(options.folder) as folder:
         _warm_up(folder, options.alone)

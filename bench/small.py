@@ -1,5 +1,5 @@
-"""A hundred thousand tensors of 16 bytes: what each costs beyond its bytes, in time and in
-metadata."""
+"""Measures a hundred thousand tensors of 16 bytes: the time and metadata that each costs beyond its
+bytes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ OPERATIONS = ("save", "load (build)", "load (into)")
 
 @dataclass
 class _Measured:
-    """One contestant with one kind of names: a series per operation, and the checkpoint's size
-    without the tensors."""
+    """One contestant with one kind of names: a series per operation, and the metadata bytes per
+    tensor."""
 
     contestant: str
     names: str
@@ -133,13 +133,13 @@ def _all(options: Options, folder: Path, count: int) -> list[_Measured]:
     ours, *others = beside_ours(parse(folder), alone=options.alone)
     found = [_measure(ours, names, count, options.runs, folder / "saved") for names in NAMES]
     for peer in others:
-        if peer.name == "DCP":  # slow: once
+        if peer.name == "DCP":  # slow, so only once
             found.append(_measure(peer, "short names", count, 1, folder / "saved"))
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises AssertionError where a state does not come back as it was."""
+    """Measure and print. Raises AssertionError if a state comes back changed."""
     options = parse_options("small", __doc__, argv)
     if options.tiny:
         count = COUNT // 100

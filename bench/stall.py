@@ -1,10 +1,10 @@
-"""How long training waits for an asynchronous save, beside one memcpy of the state (the best of
-three).
+"""Measures how long training waits for an asynchronous save, next to one memcpy of the state (the
+best of three).
 
-Each contestant runs in a process of its own, in turn with the memcpy that it is compared with. The
-first call is told apart from later ones: memory is found for it, so beside it stands what it takes
-to touch as much fresh memory, measured just before (a virtual machine may have to ask its host for
-that). Each save is durable before the next begins.
+Each contestant runs in its own process, in turn with its memcpy. The first call is shown
+separately, because memory is allocated for it. Next to it stands the time to touch the same amount
+of fresh memory, measured just before, as a virtual machine may have to ask its host for it. Each
+save is durable before the next begins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .workers import each_alone
 __all__: list[str] = []
 
 Begin = Callable[[Path, State], Callable[[], Any]]
-"""Begins an asynchronous save; what it returns waits for the end of that."""
+"""Starts an asynchronous save, and returns a function that waits for its end."""
 
 
 def _begin_holdfast(path: Path, state: State) -> Callable[[], Any]:
@@ -58,7 +58,7 @@ CONTESTANTS: dict[str, Begin] = {"holdfast": _begin_holdfast, "DCP": _begin_dcp}
 
 
 def _measure(name: str, given: Options, _: float) -> list[dict[str, Any]]:
-    """In a worker: the series of the memcpy, the waiting, and the time until durable."""
+    """Measure in a worker: the series of the memcpy, the waiting, and the time until durable."""
     with work_folder(given.folder) as folder:
         if name == "DCP":
             dist.init_process_group(
@@ -84,7 +84,7 @@ def _measure(name: str, given: Options, _: float) -> list[dict[str, Any]]:
 
 
 def _touch_s(nbytes: int) -> float:
-    """Seconds to write once to fresh memory, and give it back."""
+    """Return the seconds to write once to fresh memory and free it."""
     began_s = time.perf_counter()
     room = HostBuffer.allocate(nbytes)
     torch.frombuffer(room.view, dtype=torch.uint8).fill_(1)
@@ -109,7 +109,7 @@ def _once(begin: Begin, path: Path, state: State, memcpy: Memcpy, found: list[Se
 
 
 def _check_changed(path: Path, state: State) -> None:
-    """The state may change as soon as the call returns."""
+    """Check that the state may change as soon as the call returns."""
     expected = digests(state)
     wait = _begin_holdfast(path, state)
     zero(state)
@@ -151,8 +151,8 @@ def _split(series: Series) -> tuple[Series, Series]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; raises AssertionError where a state is not what it was when the call
-    returned."""
+    """Measure and print. Raises AssertionError if a saved state is not that at the call's
+    return."""
     return each_alone("stall", __doc__, list(CONTESTANTS), _measure, _report, argv)
 
 

@@ -1,8 +1,8 @@
-"""States to save: the tensors of a Llama that trains in mixed precision, at any size.
+"""States to save: the tensors of a Llama trained in mixed precision, at any size.
 
-Per parameter 14 bytes: the bf16 weight, and the fp32 master copy and two moments of the optimizer.
-All of it random normals: ones would compress ten thousandfold, and flatter libraries that
-compress.
+They take 14 bytes per parameter: the bf16 weight, and the optimizer's fp32 master copy and two
+moments. All are random normals. Constants would compress ten thousandfold, and flatter libraries
+that compress.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ State = dict[str, Any]
 
 
 def build(gib: float, seed: int = 0, *, share: int = 1) -> State:
-    """A state of about ``gib`` GiB, or one ``share``-th of its rows; the same for the same seed."""
+    """Build a state of about ``gib`` GiB, or one ``share``-th of its rows. The same seed gives the
+    same state."""
     random = torch.Generator().manual_seed(seed)
     optimizer = {
         name: {
@@ -50,17 +51,17 @@ def _walk(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, torch.Te
 
 
 def flat_tensors(state: State) -> dict[str, torch.Tensor]:
-    """The tensors of a state by their full names."""
+    """Return the tensors of a state by their full names."""
     return dict(_walk(state, ""))
 
 
 def nbytes_of(state: State) -> int:
-    """Bytes of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(tensor.nbytes for tensor in flat_tensors(state).values())
 
 
 def digests(state: State) -> dict[str, bytes]:
-    """A digest of the bytes of every tensor: two states with the same are equal bit for bit."""
+    """Return a digest of every tensor's bytes. States with equal digests are equal bit for bit."""
     return {name: _digest(tensor) for name, tensor in flat_tensors(state).items()}
 
 
@@ -69,6 +70,6 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 def zero(state: State) -> None:
-    """Overwrite every tensor, so that a load that does nothing is found out."""
+    """Zero every tensor, to expose a load that does nothing."""
     for tensor in flat_tensors(state).values():
         tensor.zero_()

@@ -1,10 +1,9 @@
-"""Training to measure beside: steps that compute for some time, and then change the state.
+"""Training steps for measurements: each computes for some time, and then changes the state.
 
-A step computes as an accelerator would have it: the host queues kernels ahead of a device that
-works them off, one by one, and waits for the last one. It waits as CUDA does unless told otherwise:
-one core looks again and again, without the GIL; or asleep, and then other processes may have the
-core, with its caches. Or a step computes on the host: on all cores, or in Python, which shows how
-long others hold the GIL.
+A step can compute as on an accelerator: the host queues kernels ahead of a device that processes
+them one by one, and waits for the last one. By default it waits as CUDA does, with one core that
+polls without the GIL; or it sleeps, which leaves the core and its caches to other processes. A step
+can also compute on the host: on all cores, or in Python, which shows how long others hold the GIL.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["KINDS", "Training"]
 
 KERNEL_S = 100e-6
 QUEUE_S = 0.1
-"""How far ahead of the device the host may be: CUDA's queue holds about a thousand kernels."""
+"""Time that the host may be ahead of the device: CUDA's queue holds about a thousand kernels."""
 KINDS = {
     "accelerator": "on an accelerator",
     "asleep": "on an accelerator, waiting asleep",
@@ -30,12 +29,12 @@ KINDS = {
 }
 LOOPS = 10_000
 LOOK_NUMBERS = 16_384
-"""So many are computed between two looks at the device: some 20 µs, by one thread, without the GIL.
-"""
+"""Numbers to compute between two looks at the device: about 20 µs on one thread, without the
+GIL."""
 
 
 class Training:
-    """Steps on ``state``, as :func:`.states.build` makes it: ``step_s`` seconds of work, then the
+    """Steps on ``state``, which :func:`.states.build` made: ``step_s`` seconds of work, then the
     optimizer."""
 
     def __init__(self, state: State, step_s: float) -> None:
@@ -64,7 +63,7 @@ class Training:
         return (time.perf_counter() - began_s) / 20
 
     def step(self, kind: str, share: float = 1.0) -> float:
-        """Compute for this share of a step's time, then let the optimizer step. Seconds of the
+        """Compute for this share of a step's time, then run the optimizer. Return the seconds of
         computing."""
         began_s = time.perf_counter()
         self.compute(kind, share)
@@ -73,11 +72,11 @@ class Training:
         return computed_s
 
     def compute(self, kind: str, share: float = 1.0) -> None:
-        """For this share of a step's time."""
+        """Compute for this share of a step's time."""
         self._computes[kind](max(1, int(self._work[kind] * share)))
 
     def update(self) -> None:
-        """Let the optimizer step: it changes the fp32 weights in place."""
+        """Run the optimizer, which changes the fp32 weights in place."""
         self._optim.step()
 
     def _on_host(self, pieces: int) -> None:
@@ -90,9 +89,9 @@ class Training:
                 pass
 
     def _on_accelerator(self, wait: Callable[[float], None], pieces: int) -> None:
-        idle_s = time.perf_counter()  # when the device will have done all that it was given
+        idle_s = time.perf_counter()  # when the device will have finished its queue
         for _ in range(pieces):
-            self._small.add_(1)  # what a launch costs the host
+            self._small.add_(1)  # the host's cost of a launch
             now_s = time.perf_counter()
             idle_s = max(idle_s, now_s) + KERNEL_S
             if idle_s - now_s > QUEUE_S:

@@ -1,4 +1,4 @@
-"""What a driver is good at, asked for a URI."""
+"""The traits of the driver that serves a URI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["traits_of"]
 
 
 def traits_of(uri: Uri) -> Traits:
-    """What the driver for ``uri`` is good at; its storage is not touched. Raises UriError."""
+    """Return the traits of the driver of ``uri`` without touching the storage. Raises UriError."""
 
     async def ask() -> Traits:
         driver = open_driver(uri)

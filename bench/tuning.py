@@ -1,10 +1,10 @@
-"""How good is what ``holdfast bench --tune`` finds? A sweep of every choice that it may make, at
-full size, and then the tuning, on the same storage.
+"""Measures the quality of ``holdfast bench --tune``: a full sweep of all candidates at full size,
+and then the tuning, on the same storage.
 
-What is judged is the outcome: the choice if a gain is shown, else the defaults. It is not judged by
-the times of the sweep, whose fastest is also its luckiest: both are measured again, in
-alternation. ``--uri`` names the storage; a folder is the default. ``make
-bench-server PROGRAM=tuning SERVER=s3`` starts a server first.
+The outcome is judged: the chosen options if a gain is shown, else the defaults. The times of the
+sweep do not judge it, because its fastest candidate is also its luckiest. Instead, the two are
+measured again in alternation. ``--uri`` names the storage, by default a folder. ``make bench-server
+PROGRAM=tuning SERVER=s3`` starts a server first.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def _say(line: str) -> None:
 
 
 def _swept(plan: TuningPlan, space: Space, rounds: int) -> list[Series]:
-    """How long a save and a load took with every choice, in turn, round after round."""
+    """Measure a save and a load with every candidate in turn, round after round."""
     place = plan.new_place()
     trials = Trials(place, plan.nbytes)
     found = [Series(options_text(choice)) for choice in space.candidates]
     try:
-        trials.run(space.default, plan.least_nbytes)  # what is imported and started once
+        trials.run(space.default, plan.least_nbytes)  # imports and start-up costs
         pairs = list(zip(space.candidates, found, strict=True))
         for number in range(rounds):
             for choice, series in pairs[:: -1 if number % 2 else 1]:
@@ -60,7 +60,7 @@ def _swept(plan: TuningPlan, space: Space, rounds: int) -> list[Series]:
 def _judged(
     plan: TuningPlan, best: Mapping[str, str], outcome: Mapping[str, str], *, tiny: bool
 ) -> Gain:
-    """How many times as fast the outcome is as the best options of the sweep."""
+    """Return how many times as fast the outcome is as the best options of the sweep."""
     if best == outcome:
         return Gain(1.0, 1.0, 1.0, 0)
     place = plan.new_place()
@@ -83,7 +83,8 @@ def _report(given: Options, uri: str) -> Report:
     began_s = time.perf_counter()
     swept = _swept(plan, space, given.runs)
     sweep_s = time.perf_counter() - began_s
-    # It is given what it may take: whether it keeps to that, and what it finds, is the question.
+    # The tuning gets just the time allowed; the question is whether it keeps to that, and what it
+    # finds.
     limit_s = max(_LEAST_LIMIT_S, SHARE_OF_TIME * sweep_s)
     found = tuned(TuningPlan(uri, plan.nbytes, given.runs, time_limit_s=limit_s), space, _say)
     order = sorted(range(len(swept)), key=lambda number: swept[number].median)
@@ -117,7 +118,7 @@ def _report(given: Options, uri: str) -> Report:
 
 
 def _rows(swept: Sequence[Series], order: Sequence[int], found: Tuning) -> list[list[str]]:
-    """The best of the sweep, the defaults, and what the tuning chose."""
+    """Return the rows of the sweep's best, the defaults, and the tuning's choice."""
     best_s = swept[order[0]].median
     shown = [*order[:_SHOWN], 0, found.space.candidates.index(found.best)]
     return [

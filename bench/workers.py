@@ -1,4 +1,4 @@
-"""Fresh processes: alone, or as the ranks of a job. Each leaves its findings in a file."""
+"""Runs fresh processes, singly or as the ranks of a job. Each leaves its findings in a file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TIMEOUT_S = 1800
 
 
 def run_alone(module: str, arguments: Sequence[str]) -> Any:
-    """What one process of ``holdfast.bench.<module>`` finds. Raises RuntimeError, with its output,
-    if it fails."""
+    """Run ``holdfast.bench.<module>`` in one process and return its findings. Raises RuntimeError,
+    with the output, if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         _run([sys.executable, "-m", f"holdfast.bench.{module}", *arguments, "--findings", folder])
         return _findings(folder, 0)
@@ -39,12 +39,12 @@ def each_alone(
     argv: Sequence[str] | None,
     calibrate: Callable[[Options], float] = lambda _: 0.0,
 ) -> int:
-    """The program of a contest in which each of ``names`` has a fresh process, where
-    ``measure(name, options, calibrated)`` gives its series as JSON has them; ``--alone`` runs the
-    first only. The exit status.
+    """Run a contest in which each of ``names`` has a fresh process, and return the exit status.
 
-    ``calibrate`` is called once, before them, and all are told what it found: what they do is then
-    the same."""
+    ``measure(name, options, calibrated)`` returns the series of a contestant as JSON values.
+    ``--alone`` runs the first contestant only. ``calibrate`` is called once beforehand, and its
+    result goes to all contestants, so that all do the same work.
+    """
     arguments = parser(module, doc)
     arguments.add_argument("--calibrated", type=float, default=0.0, help="for internal use")
     arguments.add_argument("--worker", choices=sorted(names), help="for internal use")
@@ -68,8 +68,8 @@ def each_alone(
 
 
 def run_ranks(module: str, world: int, arguments: Sequence[str]) -> list[Any]:
-    """What each of ``world`` ranks of ``holdfast.bench.<module>`` finds, launched as torchrun
-    does."""
+    """Run ``holdfast.bench.<module>`` on ``world`` ranks under torchrun, and return their
+    findings."""
     launcher = [
         sys.executable,
         "-m",
@@ -83,13 +83,13 @@ def run_ranks(module: str, world: int, arguments: Sequence[str]) -> list[Any]:
 
 
 def leave_findings(folder: str, findings: Any) -> None:
-    """Called by a worker: hand ``findings`` to the process that started it."""
+    """Hand ``findings`` to the process that started this worker."""
     Path(folder, os.environ.get("RANK", "0")).write_text(json.dumps(findings))
 
 
 @contextmanager
 def joined() -> Iterator[tuple[int, int]]:
-    """Called by a worker: join the job's process group; give this process's rank and the number of
+    """Join the job's process group in a worker, and yield this process's rank and the number of
     ranks."""
     dist.init_process_group("gloo")
     try:
