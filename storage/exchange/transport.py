@@ -221,7 +221,7 @@ async def _window(connection: Connection, nbytes: int) -> Window:
         raise ConnectionRefusedError("that rank has refused the connection")
     if not hmac.compare_digest(proof, connection.digest(b"memory", identity_of(fd))):
         os.close(fd)
-        raise OSError(errno.EBADMSG, "the memory that was handed over is not that rank's")
+        raise OSError(errno.EBADMSG, "the memory received is not that rank's")
     return Window(fd, nbytes)
 
 

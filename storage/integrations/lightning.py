@@ -307,8 +307,8 @@ class _SavesOnAllRanks(_Base):  # type: ignore[misc]  # its types are not instal
         found = dict(given) if isinstance(given, Mapping) else {}
         if found.keys() != ours.keys() or any(found[name] is not ours[name] for name in ours):
             raise UsageError(
-                f'something has changed checkpoint["{_MODEL}"] before a save, in on_save_checkpoint'
-                f" perhaps; {type(self).__name__} saves the model as it is",
+                f'checkpoint["{_MODEL}"] was changed before a save, perhaps in on_save_checkpoint; '
+                f"{type(self).__name__} saves the model itself",
                 advice="Leave it unchanged, and add other values to the checkpoint next to it.",
             )
 

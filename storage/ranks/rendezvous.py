@@ -289,7 +289,7 @@ class LeaderRendezvous:
             f"{self._call}",
             rank=rank,
             advice=(
-                "Every rank makes the same calls, with the same URI and step, in the same order."
+                "Make the same calls on every rank, with the same URI and step, in the same order."
             ),
         )
         self.refused = error

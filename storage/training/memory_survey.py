@@ -179,8 +179,8 @@ def meeting(stocks: Sequence[Stock], world: int, option: GuardOption) -> Meeting
     unserved = [host for host in hosts if not host.address]
     if len(hosts) > 1 and unserved:
         return Meeting(
-            problem=f"there are {len(hosts)} keepers, and that of rank {unserved[0].ranks[0]} does "
-            f"not serve its memory to others: give Keeper(serve=…)"
+            problem=f"the job has {len(hosts)} keepers, but rank {unserved[0].ranks[0]}'s does not "
+            f"serve its memory to others: set Keeper(serve=…)"
         )
     return Meeting(hosts, _groups(hosts, option))
 
