@@ -1,8 +1,7 @@
-"""Other processes on the same storage: ones that race, and ones that die in the middle of an
-upload.
+"""Child processes on the same storage, which race or die in the middle of an upload.
 
-Run as ``python -m holdfast.drivers.conformance.children URI TASK NAME``; prints what the trial
-wants to know.
+Run as ``python -m holdfast.drivers.conformance.children URI TASK NAME``. Prints the results of the
+task.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from .place import Place
 __all__ = ["child_of", "main", "sees_children"]
 
 CHILD_TIMEOUT_S = 60.0
-"""How long one child may take, interpreter start included."""
+"""Time limit of one child in seconds, including interpreter start."""
 
 
 async def child_of(place: Place, task: str, name: str, *, dies: bool = False) -> str:
-    """Run ``task`` at this place in another process; return what it prints. ``dies``: it is
-    expected to kill itself."""
+    """Run ``task`` at this place in another process and return its output. With ``dies``, the child
+    is expected to kill itself."""
     command = [
         sys.executable,
         "-m",
@@ -50,7 +49,8 @@ async def child_of(place: Place, task: str, name: str, *, dies: bool = False) ->
 
 
 async def sees_children(place: Place) -> bool:
-    """Whether this process finds what another one stored here; takes it away again."""
+    """Return whether this process sees objects stored by another one here. Removes its test
+    object."""
     await child_of(place, "show", "seen")
     driver = place.open()
     try:
@@ -110,7 +110,7 @@ async def _do(uri: str, task: str, name: str) -> None:
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run the task given on the command line."""
     asyncio.run(_do(*sys.argv[1:4]))
 
 

@@ -1,4 +1,4 @@
-"""Makes places for trials, applies what the driver declares, and reports."""
+"""Fixtures and hooks: places for trials, declared deviations, and the report."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def _session(config: pytest.Config) -> Session | None:
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    """An empty root. When the trial is over its drivers are closed, and must then have let go of
-    everything."""
+    """Provide an empty root. After the trial, close its drivers and fail if they left anything
+    open."""
     session = _session(request.config)
     if session is None:
         pytest.skip("which driver? pytest --pyargs holdfast.drivers.conformance --driver-uri URI")
@@ -31,7 +31,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note which trials there are."""
+    """Record the collected trials."""
     if session := _session(config):
         folder = Path(__file__).parent
         session.collected((item.nodeid for item in items if item.path.parent == folder), folder)
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failure that the driver declares is one that was expected."""
+    """Turn failures that the driver declares as deviations into expected ones."""
     report = yield
     if session := _session(item.config):
         session.judge(item, report)

@@ -1,4 +1,4 @@
-"""Cancellation at every await: cancel a call at its n-th suspension, for every n until it
+"""Cancellation at every await: cancels a call at its n-th suspension, for every n until it
 completes."""
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from typing import Any
 __all__ = ["Interrupt", "at_every_await"]
 
 DELAYS_S = (0.0, 0.001, 0.01)
-"""How long after the suspension the cancellation comes: at once, and while threads and servers are
-at work."""
+"""Delays between suspension and cancellation: immediate, and while threads and servers are
+working."""
 
 SUSPENSIONS_MAX = 100
-"""A call that waits more often than this is tried no further; none of the contract's does with
-small objects."""
+"""Maximum number of suspensions tried. No operation of the contract suspends more often with small
+objects."""
 
 
 class Interrupt:
-    """Cancels what is awaited through it when that suspends for the ``at``-th time, after
-    ``delay_s``."""
+    """Cancels an awaited call when it suspends for the ``at``-th time, after ``delay_s``."""
 
     def __init__(self, at: int, delay_s: float) -> None:
         self.at = at
@@ -30,9 +29,10 @@ class Interrupt:
         """Whether any call suspended that often."""
 
     async def __call__(self, work: Coroutine[Any, Any, Any]) -> bool:
-        """Whether ``work`` was cancelled, rather than completed. What it raises besides is raised.
+        """Await ``work`` and return whether it was cancelled rather than completed. Other errors
+        propagate.
 
-        Fails where it was cancelled at once and went on as if it had not been.
+        Fails if the call swallowed an immediate cancellation.
         """
         suspended = _Suspended(self, work)
         task = asyncio.create_task(_awaited(suspended))
@@ -69,7 +69,7 @@ class _Suspended(Awaitable[Any]):
             try:
                 yield waited_for
                 error = None
-            except BaseException as raised:  # passed on: cancellation among it
+            except BaseException as raised:  # forwarded to the call, including cancellation
                 error = raised
 
     def _strike(self) -> None:
@@ -87,11 +87,11 @@ async def _awaited(work: Awaitable[Any]) -> Any:
 
 
 async def at_every_await(attempt: Callable[[Interrupt, str], Awaitable[None]]) -> None:
-    """Make ``attempt`` with an interrupt at its first suspension, its second, … until it completes
-    before that.
+    """Run ``attempt`` with an interrupt at its first suspension, its second, and so on, until it
+    completes.
 
-    ``attempt`` is told a name of its own for its objects, sets up, awaits one call through the
-    interrupt, and looks.
+    ``attempt`` receives a unique name for its objects. It sets up, awaits one call through the
+    interrupt, and checks the result.
     """
     for delay_s in DELAYS_S:
         for at in range(1, SUSPENSIONS_MAX):

@@ -1,5 +1,4 @@
-"""A place: an empty root for one trial, what was opened on it, and whether all of that was let
-go."""
+"""A place: an empty root for one trial, its drivers, and the check that they release everything."""
 
 from __future__ import annotations
 
@@ -20,22 +19,21 @@ from .probes import Probe, ProbeClass
 __all__ = ["BARE", "Held", "Place", "held_now"]
 
 BARE: Mapping[str, object] = {"retries": 0, "op_timeout_s": "off"}
-"""The driver itself is tried, without the layers that would hide its faults; the URI may ask for
-layers all the same."""
+"""Options that disable the retry layer, which would hide faults of the driver. The URI may still
+enable layers."""
 
 TRIAL_TIMEOUT_S = 110.0
-"""How long one trial may take: whatever takes longer hangs."""
+"""Time limit of one trial in seconds; a slower one hangs."""
 
 GRACE_S = 5.0
-"""How long after close() a thread may take to end, and a descriptor to be closed, on a machine that
-is busy. What is leaked is there for longer than that."""
+"""Seconds after close() that threads and descriptors may take to disappear on a busy machine. Real
+leaks last longer."""
 
 T = TypeVar("T")
 
 
 class Place:
-    """An empty root. Drivers opened on it live on the place's own event loop, and are closed with
-    it."""
+    """An empty root. Its drivers run on the place's own event loop and are closed with it."""
 
     def __init__(self, uri: Uri, probe: ProbeClass | None, traits: Traits) -> None:
         self.uri = uri
@@ -52,17 +50,17 @@ class Place:
 
     @property
     def part_nbytes(self) -> int:
-        """The size of parts that makes the smallest object of several parts, in bytes."""
+        """Part size, in bytes, of the smallest multipart object."""
         return max(self.traits.part_min_nbytes, 64 << 10)
 
     def open(self, uri: Uri | None = None) -> Driver:
-        """Another driver on the same root; ``uri`` gives it other options."""
+        """Open another driver on the same root; ``uri`` may have other options."""
         self._opened.append(open_driver(uri or self.uri, **BARE))
         return self._opened[-1]
 
     @property
     def looker(self) -> Driver:
-        """A second driver on the same root, which is opened once: connecting is what takes a kit's
+        """A second driver on the same root. Opened once, because connecting dominates the kit's run
         time."""
         if self._looker is None:
             self._looker = self.open()
@@ -70,11 +68,11 @@ class Place:
 
     @property
     def opened(self) -> int:
-        """How many drivers have been opened here."""
+        """Number of drivers opened here."""
         return len(self._opened)
 
     def below(self) -> Place:
-        """Another empty root, on the same loop, whose drivers are closed with this place."""
+        """Return another empty root on the same loop. Its drivers are closed with this place."""
         self._count += 1
         place = Place(join(self.uri, f"below-{self._count}"), self._probe_class, self.traits)
         place._runner.close()
@@ -83,22 +81,22 @@ class Place:
         return place
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What ``work`` returns. Raises TimeoutError where it hangs."""
+        """Run ``work`` and return its result. Raises TimeoutError if it hangs."""
         return self._runner.run(_limited(work))
 
     async def keys(self, prefix: str = "") -> list[str]:
-        """What a second driver lists, sorted."""
+        """Return the sorted keys that a second driver lists."""
         return sorted([info.key async for info in self.looker.list(prefix)])
 
     async def holds(self, *keys: str) -> None:
-        """See that these objects are there and nothing else: as a second driver lists them, and as
-        the probe finds it."""
+        """Assert that exactly these objects exist, as listed by a second driver and found by the
+        probe."""
         assert await self.keys() == sorted(keys)
         if self.probe is not None:
             assert self.probe.list() == sorted(keys)
 
     def close(self) -> None:
-        """Close all drivers, then the loop. Fails where a task of theirs is left."""
+        """Close all drivers, then the loop. Fails if any of their tasks is still running."""
         try:
             self.run(self._close_drivers())
         finally:
@@ -119,14 +117,15 @@ async def _limited(work: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True)
 class Held:
-    """Descriptors and threads of this process at one moment."""
+    """Open descriptors and running threads of this process at one moment."""
 
     descriptors: Counter[str]
-    """How many of each kind: files by their path, sockets and the like together."""
+    """Number of descriptors of each kind: files by path, others by type."""
     threads: frozenset[threading.Thread]
 
     def outlived_by(self) -> list[str]:
-        """What is held now and was not then, once it had some seconds to go."""
+        """Return what is held now but was not then, after waiting up to ``GRACE_S`` for it to
+        disappear."""
         deadline = time.monotonic() + GRACE_S
         while True:
             now = held_now()
@@ -140,12 +139,12 @@ class Held:
 
 
 def held_now() -> Held:
-    """What this process holds. Where there is no /proc only threads are seen."""
+    """Return what this process holds. Without /proc, only threads are counted."""
     kinds: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
             path = os.readlink(f"/proc/self/fd/{fd}")
-        except FileNotFoundError:  # the descriptor of the listing itself
+        except FileNotFoundError:  # the descriptor of this very listing
             continue
         kinds[path if path.startswith("/") else path.partition(":")[0]] += 1
     return Held(kinds, frozenset(threading.enumerate()))

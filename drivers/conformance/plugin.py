@@ -1,5 +1,5 @@
-"""The kit's options, for pytest: its entry point of group ``pytest11``. Does nothing unless
-``--driver-uri`` is given."""
+"""The kit's pytest plugin, registered through the ``pytest11`` entry point. Does nothing without
+``--driver-uri``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["pytest_addoption", "pytest_configure"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--driver-uri`` and ``--driver-probe``."""
+    """Add ``--driver-uri`` and ``--driver-probe``."""
     group = parser.getgroup("holdfast", "holdfast: pytest --pyargs holdfast.drivers.conformance")
     group.addoption(
         "--driver-uri", metavar="URI", help="the storage to try; only a fresh prefix of it is used"
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin the session of the driver that the command line names."""
+    """Start the session for the driver named on the command line."""
     uri = config.getoption("driver_uri")
     if uri is None:
         return

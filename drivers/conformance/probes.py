@@ -1,5 +1,4 @@
-"""Probes: the storage below a driver, reached by other means, to set up and to read back what a
-trial is about."""
+"""Probes: direct access to the storage below a driver, to set up trials and to verify results."""
 
 from __future__ import annotations
 
@@ -17,30 +16,32 @@ __all__ = ["FolderProbe", "MemoryProbe", "Probe", "ProbeClass", "probe_class"]
 
 
 class Probe(Protocol):
-    """Raw objects below one root. Methods block. Keys are those that the driver uses, relative to
-    the same root."""
+    """Raw objects below one root. Methods block. Keys are the driver's, relative to the same
+    root."""
 
     def write(self, key: str, data: bytes) -> None:
-        """Make an object that the driver will find, replacing one of the same key."""
+        """Store an object that the driver will find, replacing any with the same key."""
 
     def read(self, key: str) -> bytes:
-        """All bytes of an object. Raises a LookupError or an OSError where there is none."""
+        """Return the content of an object. Raises LookupError or OSError if it does not exist."""
 
     def list(self) -> list[str]:
-        """Whatever takes room below the root: objects by their key, and by any name what uploads
-        keep there, unfinished or dead (temporary files, dangling parts). Without folders. Nothing
-        there is no error."""
+        """Return everything that uses space below the root, except folders.
+
+        Objects are listed by key. Data of unfinished or dead uploads (temporary files, dangling
+        parts) may have any name. An empty or missing root is not an error.
+        """
 
 
 class ProbeClass(Protocol):
-    """What ``--driver-probe`` names."""
+    """The class named by ``--driver-probe``."""
 
     def __call__(self, uri: Uri) -> Probe:
-        """The probe of the root ``uri``. The trial's driver was opened on the same."""
+        """Return the probe for the root ``uri``, on which the trial's driver was opened."""
 
 
 class FolderProbe:
-    """Files below a folder: the location of the URI."""
+    """Files below the folder that the URI names."""
 
     def __init__(self, uri: Uri) -> None:
         self._folder = Path(uri.location)
@@ -82,10 +83,10 @@ class MemoryProbe:
 
 
 def probe_class(scheme: str, name: str | None) -> ProbeClass | None:
-    """The class that ``module:Class`` names; without a name the built-in one for ``scheme``, if
-    there is one.
+    """Return the class named ``module:Class``, or the built-in probe of ``scheme`` if no name is
+    given.
 
-    Raises UriError where the name leads nowhere.
+    Returns None if there is no built-in probe. Raises UriError if the name cannot be imported.
     """
     if name is None:
         built_in = SCHEMES.get(scheme)

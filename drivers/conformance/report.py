@@ -1,5 +1,4 @@
-"""One run of the kit: the driver under trial, what came of each trial, and the report at the
-end."""
+"""One run of the kit: the driver under test, the results of its trials, and the final report."""
 
 from __future__ import annotations
 
@@ -24,40 +23,39 @@ from .probes import probe_class
 __all__ = ["OUTLIVES", "Session"]
 
 _RESULTS = "holdfast_conformance"
-"""What a worker of pytest-xdist tells the controller goes by this name."""
+"""Key under which a pytest-xdist worker sends its results to the controller."""
 
 EXPECTED_S = 20.0
 EXPECTED_USES = 700
-"""How long a run is expected to take: so many seconds, and the time to open a driver, put, get and
-close it so many times."""
+"""Estimated duration of a run: EXPECTED_S seconds plus EXPECTED_USES times the time to open a
+driver, put, get and close."""
 
 OUTLIVES = "nothing_outlives_close"
-"""The trial of what close() lets go; while a driver does not deviate there, the same is looked at
-after every trial."""
+"""Trial that checks what close() releases. Unless the driver declares it as a deviation, the same
+check follows every trial."""
 
 
 TIDY_EVERY = 20
-"""Places that are removed at once: a driver is opened for that, and to connect may be what takes
-longest."""
+"""Number of places removed together: removing takes a new driver, and connecting may be the slowest
+part."""
 
 REMOVAL_TIMEOUT_S = 300.0
-"""How long the removal of places may take."""
+"""Time limit for removing places, in seconds."""
 
 
 class Session:
-    """The driver of ``--driver-uri``, tried below a prefix of its own. A pytest plugin while it
-    runs.
+    """A run against the driver of ``--driver-uri``, below its own prefix. Acts as a pytest plugin.
 
-    With pytest-xdist every worker has a session, and a prefix, of its own; the controller's only
+    With pytest-xdist, each worker has its own session and prefix; the controller's session only
     counts.
     """
 
     def __init__(self, uri: str, probe: str | None, *, worker: bool = False) -> None:
-        """Opens the driver twice and stores a small object, so that what it keeps for the process
-        is there from now on, and to learn how long that takes.
+        """Open the driver twice and store a small object. This creates everything the driver caches
+        per process, and measures how long a use takes.
 
-        ``worker``: of pytest-xdist, whose controller reports. Raises UsageError for a URI that
-        cannot be opened, or a probe that cannot be imported.
+        ``worker`` marks a pytest-xdist worker, whose controller reports. Raises UsageError for a
+        URI that cannot be opened or a probe that cannot be imported.
         """
         parsed = parse(uri)
         self._worker = worker
@@ -80,12 +78,14 @@ class Session:
         self._began_s = time.monotonic()
         asyncio.run(_use(driver, self._name))
         warm_s = time.monotonic()
-        asyncio.run(_use(open_driver(parsed, **BARE), self._name))  # by now libraries are loaded
+        # the second time, libraries are already loaded
+        asyncio.run(_use(open_driver(parsed, **BARE), self._name))
         self._use_s = time.monotonic() - warm_s
 
     @contextmanager
     def place(self) -> Iterator[tuple[Held, Place]]:
-        """An empty root, removed some time afterwards, and what the process held before."""
+        """Provide an empty root, which is removed some time later, and what the process held
+        before."""
         if len(self._untidy) >= TIDY_EVERY:
             self._remove(self._below, self._untidy)
             self._untidy = []
@@ -101,15 +101,15 @@ class Session:
             place.close()
 
     def _remove(self, root: Uri, prefixes: Iterable[str]) -> None:
-        """Remove these prefixes. What stays is said at the end, and costs no more than the run's
-        success."""
+        """Remove these prefixes. A failure is reported at the end and fails the run, but does not
+        interrupt it."""
         try:
             asyncio.run(_remove(open_driver(root), prefixes))
-        except Exception as error:  # of whatever kind: the report is worth more
+        except Exception as error:  # any kind of error: the report matters more
             self._left.append(f"{type(error).__name__}: {error}")
 
     def collected(self, nodeids: Iterable[str], folder: Path) -> None:
-        """Note the trials; whether a declared name exists can be told only where every module was
+        """Record the trials. Whether a declared name exists is only known if all modules were
         collected."""
         modules = {path.name for path in folder.glob("test_*.py")}
         seen = set()
@@ -122,15 +122,16 @@ class Session:
         self._all_collected = seen == modules
 
     def judge(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Turn a declared failure into an expected one, and note of which trial the report is."""
+        """Turn a declared failure into an expected one, and record the trial's name in the
+        report."""
         name = trial_of(item)
         report.holdfast_trial = name  # type: ignore[attr-defined]  # pytest-xdist hands on what a report holds
         if report.failed and name in self.deviations:
             report.outcome = "skipped"
-            report.wasxfail = self.deviations[name]  # as pytest itself does
+            report.wasxfail = self.deviations[name]  # the same attribute that pytest sets for xfail
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count one report."""
+        """Count one test report."""
         name = getattr(report, "holdfast_trial", None)
         if name is None:
             return
@@ -145,8 +146,8 @@ class Session:
             self._outcomes[name]["passed"] += 1
 
     def faults(self) -> list[str]:
-        """What is wrong with what the driver declares: a deviation whose trial passed, or whose
-        trial does not exist."""
+        """Return the errors in the driver's declared deviations: trials that pass or do not
+        exist."""
         faults = []
         for name in self.deviations:
             if name not in self._outcomes:
@@ -158,7 +159,7 @@ class Session:
         return faults
 
     def pytest_report_header(self) -> list[str]:
-        """What is tried, and how long that may take."""
+        """Return header lines with the driver and the expected duration."""
         minutes = max(1, round((EXPECTED_S + EXPECTED_USES * self._use_s) / 60))
         return [
             f"holdfast driver kit: {self.uri}",
@@ -171,19 +172,19 @@ class Session:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """The controller of pytest-xdist collects nothing: a worker tells."""
+        """Record the trials that a worker collected: the controller collects none."""
         self.collected(ids, Path(__file__).parent)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """What a worker of pytest-xdist has to say at its end."""
+        """Collect the results of a pytest-xdist worker."""
         results = getattr(node, "workeroutput", {}).get(_RESULTS, {})
         self._left += results.get("left", [])
         self._opened += results.get("opened", 0)
 
-    @pytest.hookimpl(trylast=True)  # the workers of pytest-xdist end in this hook, too
+    @pytest.hookimpl(trylast=True)  # pytest-xdist workers also end in this hook
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Remove the prefix; one that stays, or a wrong declaration, fails the run."""
+        """Remove the prefix. Fails the run if that fails, or if a declared deviation is wrong."""
         self._remove(self._root, [self._name])
         if self._worker:
             session.config.workeroutput[_RESULTS] = {"left": self._left, "opened": self._opened}  # type: ignore[attr-defined]
@@ -191,13 +192,13 @@ class Session:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """The report."""
+        """Print the report."""
         terminalreporter.section("Holdfast driver conformance")
         for line in self.report():
             terminalreporter.write_line(line)
 
     def report(self) -> Iterator[str]:
-        """Its lines: driver, traits, counts, reasons."""
+        """Yield the lines of the report: driver, traits, counts, reasons."""
         counts = sum(self._outcomes.values(), Counter())
         yield f"driver          {self.driver} at {self.uri}"
         traits = (f"{name}={value}" for name, value in dataclasses.asdict(self.traits).items())
@@ -228,7 +229,7 @@ class Session:
 
 
 def trial_of(item: pytest.Item) -> str:
-    """The trial that an item is a case of."""
+    """Return the name of the trial that this item is a case of."""
     return _trial_called(str(getattr(item, "originalname", None) or item.name))
 
 
@@ -237,8 +238,8 @@ def _trial_called(name: str) -> str:
 
 
 def _reason_of(report: pytest.TestReport) -> str:
-    """Why a trial does not apply."""
-    # A tuple of path, line and reason, which pytest-xdist makes a list.
+    """Return the reason why a trial does not apply."""
+    # A tuple of path, line and reason, which pytest-xdist turns into a list.
     where = report.longrepr
     if isinstance(where, tuple | list):
         reason = str(where[2])
@@ -248,7 +249,7 @@ def _reason_of(report: pytest.TestReport) -> str:
 
 
 def _name_of(uri: Uri) -> str:
-    """The class that serves a URI, whatever layers stand before it."""
+    """Return the name of the class that serves a URI, below any layers."""
     cls = driver_class(serving(uri))
     return f"{getattr(cls, '__module__', '')}.{getattr(cls, '__qualname__', cls)}"
 

@@ -1,5 +1,5 @@
-"""Trials of cancellation: each call cancelled at every await, and a moment later; nothing torn,
-nothing left, all usable."""
+"""Trials of cancellation: every call is cancelled at each await, immediately and a moment later.
+Nothing may be torn or left behind, and everything stays usable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTENT = bytes_of(100_000)
 
 
 async def found(driver: Driver, key: str) -> bytes | None:
-    """The object, or None."""
+    """Return the object's content, or None if it does not exist."""
     try:
         return await driver.get(key)
     except NotFoundError:
@@ -23,7 +23,7 @@ async def found(driver: Driver, key: str) -> bytes | None:
 
 
 async def leaves_nothing(place: Place) -> None:
-    """Once all is closed and deleted, nothing takes room any more."""
+    """Assert that after delete_all nothing uses space any more."""
     driver = place.open()
     await driver.delete_all("d")
     await place.holds()
@@ -31,7 +31,7 @@ async def leaves_nothing(place: Place) -> None:
 
 @trial()
 async def test_a_cancelled_put_is_whole_or_absent(place: Place) -> None:
-    """The old object or the new one; the driver goes on."""
+    """The old or the new object is there, whole, and the driver stays usable."""
     driver = place.open()
 
     async def attempt(interrupt: Interrupt, key: str) -> None:
@@ -47,7 +47,7 @@ async def test_a_cancelled_put_is_whole_or_absent(place: Place) -> None:
 
 @trial()
 async def test_a_cancelled_exclusive_put_took_the_key_or_not(place: Place) -> None:
-    """Either the object is there, whole, and a second put is refused; or the key is free."""
+    """Either the whole object exists and a second put is rejected, or the key is free."""
     driver = place.open()
 
     async def attempt(interrupt: Interrupt, key: str) -> None:
@@ -67,7 +67,7 @@ async def test_a_cancelled_exclusive_put_took_the_key_or_not(place: Place) -> No
 
 @trial()
 async def test_a_cancelled_read_leaves_the_buffer_alone(place: Place) -> None:
-    """Once it has returned, the driver no longer writes into the caller's memory."""
+    """Once the call has returned, the driver no longer writes to the caller's memory."""
     driver = place.open()
     await driver.put("d/x", CONTENT)
 
@@ -87,7 +87,7 @@ async def test_a_cancelled_read_leaves_the_buffer_alone(place: Place) -> None:
 
 @trial()
 async def test_cancelled_looks_change_nothing(place: Place) -> None:
-    """get, stat and list can be cancelled anywhere and made again."""
+    """get, stat and list can be cancelled anywhere and repeated."""
     driver = place.open()
     await driver.put("d/x", CONTENT)
 
@@ -108,8 +108,7 @@ async def test_cancelled_looks_change_nothing(place: Place) -> None:
 
 @trial()
 async def test_a_cancelled_create_shows_nothing(place: Place) -> None:
-    """Nothing is visible, the key can be uploaded to, and delete_all takes away what may be
-    left."""
+    """Nothing is visible, the key can be used, and delete_all removes any leftovers."""
     driver = place.open()
 
     async def attempt(interrupt: Interrupt, key: str) -> None:
@@ -127,8 +126,8 @@ async def test_a_cancelled_create_shows_nothing(place: Place) -> None:
 
 @trial()
 async def test_a_cancelled_write_can_only_be_aborted(place: Place) -> None:
-    """The caller may reuse its memory at once; abort leaves nothing; another upload to the key is
-    not disturbed."""
+    """The caller may reuse its memory at once, abort leaves nothing behind, and other uploads to
+    the key still work."""
     driver = place.open()
     part_nbytes = place.part_nbytes
 
@@ -149,7 +148,8 @@ async def test_a_cancelled_write_can_only_be_aborted(place: Place) -> None:
 
 @trial()
 async def test_a_cancelled_commit_is_whole_or_absent(place: Place) -> None:
-    """The old object or the new one; abort is safe afterwards, and leaves nothing unfinished."""
+    """The old or the new object is there, whole; abort is safe afterwards and leaves nothing
+    unfinished."""
     driver = place.open()
 
     async def attempt(interrupt: Interrupt, key: str) -> None:
@@ -168,7 +168,7 @@ async def test_a_cancelled_commit_is_whole_or_absent(place: Place) -> None:
 
 @trial()
 async def test_a_cancelled_abort_can_be_made_again(place: Place) -> None:
-    """The second one leaves nothing."""
+    """The second abort leaves nothing behind."""
     driver = place.open()
 
     async def attempt(interrupt: Interrupt, key: str) -> None:
@@ -184,8 +184,8 @@ async def test_a_cancelled_abort_can_be_made_again(place: Place) -> None:
 
 @trial()
 async def test_cancelled_deletions_can_be_made_again(place: Place) -> None:
-    """delete, delete_all and sweep, cut short anywhere, spare what they are not about, and complete
-    the next time."""
+    """delete, delete_all and sweep, cancelled anywhere, spare unrelated objects and complete when
+    repeated."""
     driver = place.open()
     await driver.put("kept", b"kept")
 
@@ -210,7 +210,7 @@ async def test_cancelled_deletions_can_be_made_again(place: Place) -> None:
 
 @trial()
 async def test_a_cancelled_close_can_be_made_again(place: Place) -> None:
-    """The second one lets go of everything: a trial's end looks at that."""
+    """The second close releases everything, as checked at the end of every trial."""
 
     async def attempt(interrupt: Interrupt, key: str) -> None:
         driver = place.open()

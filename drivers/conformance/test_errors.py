@@ -1,5 +1,4 @@
-"""Trials of errors: the kind that a handler acts on, with URI and key, without secrets; and use
-after close."""
+"""Trials of errors: their types, URI and key, no secrets; and use after close."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from holdfast.errors import (
 
 @trial()
 async def test_errors_say_where(place: Place) -> None:
-    """Every error carries URI and key, and shows both."""
+    """Every error has the URI and the key, and shows both."""
     driver = place.open()
     into = memoryview(bytearray(1))
     errors: list[HoldfastError] = []
@@ -39,8 +38,8 @@ async def test_errors_say_where(place: Place) -> None:
 
 @trial()
 async def test_a_key_below_an_object_is_not_found(place: Place) -> None:
-    """``x/y`` is no object where ``x`` is one, nor is ``a`` where ``a/b`` is; deleting them takes
-    nothing away."""
+    """``x/y`` is not found where ``x`` is an object, nor is ``a`` where ``a/b`` is one; deleting
+    them removes nothing."""
     driver = place.open()
     await driver.put("x", b"object")
     await driver.put("a/b", b"object")
@@ -54,8 +53,7 @@ async def test_a_key_below_an_object_is_not_found(place: Place) -> None:
 
 @trial()
 async def test_an_upload_that_is_over_says_so(place: Place) -> None:
-    """After a commit, neither another write nor another commit is taken, and the object stays as it
-    is."""
+    """After a commit, further writes and commits are rejected, and the object stays unchanged."""
     driver = place.open()
     upload = await driver.create("x", 3)
     await upload.write(0, memoryview(b"one"))
@@ -67,7 +65,7 @@ async def test_an_upload_that_is_over_says_so(place: Place) -> None:
 
 @trial()
 async def test_a_closed_driver_says_so(place: Place) -> None:
-    """Closing twice is once. Afterwards every operation raises StorageError, and changes
+    """Closing twice is allowed. After close(), every operation raises StorageError and changes
     nothing."""
     driver = place.open()
     await driver.put("x", b"kept")
@@ -102,8 +100,8 @@ async def test_a_closed_driver_says_so(place: Place) -> None:
 
 @trial()
 async def test_calls_that_make_no_sense_are_refused(place: Place) -> None:
-    """Ranges before the beginning or far beyond any object, and negative sizes: an error of
-    Holdfast's, no other kind."""
+    """Ranges before the start or far beyond any object, and negative sizes, raise an error of
+    Holdfast's and no other."""
     driver = place.open()
     into = memoryview(bytearray(10))
     await driver.put("x", bytes_of(100))

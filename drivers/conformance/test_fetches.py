@@ -1,5 +1,5 @@
-"""Trials of fetches: the same bytes and errors as a read, in memory that stays as it is for as long
-as it is held."""
+"""Trials of fetch: same bytes and errors as read, in memory that stays unchanged while it is
+referenced."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ RANGES = [
 
 @trial()
 async def test_any_range_can_be_fetched(place: Place) -> None:
-    """Odd starts and lengths, also at once: exactly the bytes that were asked for, one-dimensional
-    and contiguous."""
+    """Fetches of odd ranges, also concurrent ones, return exactly the requested bytes,
+    one-dimensional and contiguous."""
     driver = place.open()
     content = bytes_of(NBYTES)
     await driver.put("x", content)
@@ -42,8 +42,8 @@ async def test_any_range_can_be_fetched(place: Place) -> None:
 
 @trial()
 async def test_fetched_memory_stays_as_it_is(place: Place) -> None:
-    """Its holder sees the same bytes after other reads and fetches, after the object was
-    replaced and deleted, and after the driver was closed."""
+    """Fetched memory keeps its content after other reads and fetches, after the object was replaced
+    and deleted, and after close()."""
     driver = place.open()
     content = bytes_of(NBYTES)
     other = bytes_of(NBYTES, seed=1)
@@ -66,8 +66,8 @@ async def test_fetched_memory_stays_as_it_is(place: Place) -> None:
 )
 @trial()
 async def test_a_fetch_past_the_end_is_damage(place: Place, start: int, nbytes: int) -> None:
-    """The object is shorter than the caller was told: DamagedError, with URI and key; never fewer
-    bytes in silence."""
+    """If the object is shorter than expected, fetch raises DamagedError with URI and key, and never
+    silently returns fewer bytes."""
     driver = place.open()
     await driver.put("a/x", bytes(100_000 if nbytes else 0))
     with pytest.raises(DamagedError) as caught:
@@ -77,8 +77,8 @@ async def test_a_fetch_past_the_end_is_damage(place: Place, start: int, nbytes: 
 
 @trial()
 async def test_a_fetch_fails_as_a_read_does(place: Place) -> None:
-    """NotFoundError without such an object, also for no bytes of it; an error of Holdfast's before
-    the beginning, and StorageError after close."""
+    """A missing object is NotFoundError, even for an empty range; a negative start is an error of
+    Holdfast's; a closed driver is StorageError."""
     driver = place.open()
     await driver.put("x", b"there")
     await refused(NotFoundError, driver.fetch("missing", 0, 1), driver.fetch("missing", 0, 0))

@@ -1,5 +1,5 @@
-"""Trials of keys: unsafe ones are refused everywhere, strange ones are stored faithfully or
-refused."""
+"""Trials of keys: unsafe ones are rejected everywhere, unusual ones are stored faithfully or
+rejected."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ STRANGE = [
 @pytest.mark.parametrize("key", UNSAFE, ids=ascii)
 @trial()
 async def test_an_unsafe_key_is_refused_everywhere(place: Place, key: str) -> None:
-    """No method takes a key that could leave the root, or that is no plain path; nothing is
-    touched."""
+    """No method accepts a key that could leave the root or is not a plain path; the storage stays
+    untouched."""
     driver = place.open()
     into = memoryview(bytearray(1))
     calls: list[Awaitable[object]] = [
@@ -69,8 +69,8 @@ async def test_an_unsafe_key_is_refused_everywhere(place: Place, key: str) -> No
 
 @trial()
 async def test_plain_keys_are_stored(place: Place) -> None:
-    """Letters, digits, dots, dashes and underscores, hidden names too: what Holdfast itself uses
-    can always be stored."""
+    """Letters, digits, dots, dashes and underscores, and hidden names, can always be stored:
+    Holdfast itself uses them."""
     driver = place.open()
     keys = [f"{n}/{key}" for n, key in enumerate(PLAIN)]
     for key in keys:
@@ -84,8 +84,8 @@ async def test_plain_keys_are_stored(place: Place) -> None:
 
 @trial()
 async def test_strange_keys_are_stored_faithfully_or_refused(place: Place) -> None:
-    """Each comes back under exactly its own name, also beside all the others; or an error says that
-    it cannot."""
+    """Each key comes back under exactly its own name, next to all the others, or is rejected with
+    an error."""
     driver = place.open()
     stored = []
     for n, key in enumerate(STRANGE):
@@ -107,8 +107,8 @@ async def test_strange_keys_are_stored_faithfully_or_refused(place: Place) -> No
 
 @trial()
 async def test_strange_keys_can_be_uploaded_to_or_are_refused(place: Place) -> None:
-    """An upload takes the keys that put takes, and nothing but the object stays. A refusal shows
-    nothing."""
+    """An upload accepts the same keys as put and leaves only the object. A rejected key leaves
+    nothing visible."""
     driver = place.open()
     stored = []
     for key in STRANGE:
@@ -117,7 +117,7 @@ async def test_strange_keys_can_be_uploaded_to_or_are_refused(place: Place) -> N
         except (
             UriError,
             StorageError,
-        ):  # at create; or at commit, where only the server knows what it takes
+        ):  # at create, or at commit if only the server knows which keys it accepts
             await refused(HoldfastError, driver.put(key, b"put"), driver.get(key))
             continue
         stored.append(key)
@@ -130,8 +130,7 @@ async def test_strange_keys_can_be_uploaded_to_or_are_refused(place: Place) -> N
 
 @trial(PROBE)
 async def test_names_of_unfinished_uploads_lead_nowhere(place: Place) -> None:
-    """Whatever an upload keeps in the storage meanwhile can neither be read by its name nor be put
-    in its place."""
+    """Files that an upload keeps in the storage can neither be read by name nor be replaced."""
     assert place.probe is not None
     driver = place.open()
     content = bytes_of(100_000)
@@ -139,7 +138,7 @@ async def test_names_of_unfinished_uploads_lead_nowhere(place: Place) -> None:
     await upload.write(0, memoryview(content))
     for name in place.probe.list():
         await refused(HoldfastError, driver.get(name), driver.stat(name))
-        # It may be refused, or something else may happen to have that name.
+        # The key may be rejected, or an unrelated object may have that name.
         with contextlib.suppress(HoldfastError):
             await driver.put(name, b"in its place")
             await driver.delete(name)

@@ -1,5 +1,5 @@
-"""Trials of what stays behind: handles, threads, tasks, unfinished objects; after close(), and
-after a process died."""
+"""Trials of leftovers: handles, threads, tasks and unfinished objects, after close() and after a
+process died."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from holdfast.errors import NotFoundError, StorageError
 
 
 async def use(place: Place) -> None:
-    """Everything that may keep something, also by failing; then close."""
+    """Use a driver in every way that may leave something behind, including failures, and close
+    it."""
     driver = place.open()
     nbytes = place.part_nbytes + 1000
     await store(driver, "a/x", bytes_of(nbytes))
@@ -34,14 +35,14 @@ async def use(place: Place) -> None:
     await asyncio.sleep(0)
     write.cancel()
     await asyncio.wait([write])
-    await listing.aclose()  # type: ignore[attr-defined]  # an async generator, in every driver
+    await listing.aclose()  # an async generator in every driver
     await driver.close()
 
 
 @trial()
 async def test_nothing_outlives_close(place: Place) -> None:
-    """Neither descriptors nor threads nor tasks grow in number, however often a driver is opened,
-    used and closed."""
+    """Descriptors, threads and tasks do not accumulate when drivers are repeatedly opened, used and
+    closed."""
     await use(place)
     held = held_now()
     for _ in range(3):
@@ -52,7 +53,7 @@ async def test_nothing_outlives_close(place: Place) -> None:
 
 @trial()
 async def test_close_drops_unfinished_uploads(place: Place) -> None:
-    """What was neither committed nor aborted takes no room once the driver is closed; using it is
+    """Uploads that were neither committed nor aborted use no space after close(), and using them is
     an error."""
     driver = place.open()
     nbytes = place.part_nbytes + 1000
@@ -68,7 +69,8 @@ async def test_close_drops_unfinished_uploads(place: Place) -> None:
 
 @trial()
 async def test_an_upload_may_be_aborted_twice_at_once(place: Place) -> None:
-    """As when the driver is closed while a task still cleans up: neither fails, nothing is left."""
+    """As when the driver is closed while a task is still cleaning up: neither call fails, and
+    nothing is left behind."""
     driver = place.open()
     nbytes = place.part_nbytes + 1000
     upload = await driver.create("x", nbytes)
@@ -79,8 +81,8 @@ async def test_an_upload_may_be_aborted_twice_at_once(place: Place) -> None:
 
 @trial()
 async def test_a_process_that_dies_leaves_nothing_visible(place: Place) -> None:
-    """Killed in the middle of an upload: no object, a key that can be used, and nothing once all is
-    deleted."""
+    """A process killed during an upload leaves no object, a usable key, and nothing after
+    delete_all."""
     await child_of(place, "die-writing", "a/x", dies=True)
     driver = place.open()
     assert await place.keys() == []
@@ -96,7 +98,7 @@ async def test_a_process_that_dies_leaves_nothing_visible(place: Place) -> None:
 
 @trial()
 async def test_a_process_that_dies_leaves_what_it_stored(place: Place) -> None:
-    """Killed right after commit and put returned: both objects are there, whole."""
+    """After a kill right after commit and put returned, both objects are there, whole."""
     if not await sees_children(place):
         pytest.skip("not applicable: other processes do not see this storage")
     await child_of(place, "die-committed", "a/x", dies=True)

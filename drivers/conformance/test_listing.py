@@ -1,4 +1,5 @@
-"""Trials of list, delete_all and sweep: whole names, and nothing beside the prefix."""
+"""Trials of list, delete_all and sweep: prefixes match whole names, and nothing outside the prefix
+is touched."""
 
 from __future__ import annotations
 
@@ -27,8 +28,7 @@ LISTED = [
 
 @trial()
 async def test_a_listing_goes_by_whole_names(place: Place) -> None:
-    """A prefix is a key, not a beginning of letters; what does not exist is empty; sizes are those
-    of the objects."""
+    """A prefix matches whole path parts, a missing prefix is empty, and sizes are correct."""
     driver = place.open()
     for key in TREE:
         await driver.put(key, key.encode())
@@ -39,7 +39,7 @@ async def test_a_listing_goes_by_whole_names(place: Place) -> None:
 
 @trial()
 async def test_a_listing_of_many_objects_is_complete(place: Place) -> None:
-    """More objects than one answer of a server holds: each is there once."""
+    """A listing longer than one server response contains every object once."""
     driver = place.open()
     keys = [f"n/{n:04d}" for n in range(1100)]
     limit = asyncio.Semaphore(place.traits.concurrency)
@@ -56,7 +56,7 @@ async def test_a_listing_of_many_objects_is_complete(place: Place) -> None:
 
 @trial()
 async def test_a_listing_may_be_left_early_and_disturbed(place: Place) -> None:
-    """Objects may vanish while it runs, and it need not be read to its end."""
+    """Objects may vanish during a listing, and it need not be read to its end."""
     driver = place.open()
     for n in range(50):
         await driver.put(f"d{n % 5}/{n}", b"")
@@ -68,14 +68,14 @@ async def test_a_listing_may_be_left_early_and_disturbed(place: Place) -> None:
     early = driver.list()
     async for _ in early:
         break
-    await early.aclose()  # type: ignore[attr-defined]  # an async generator, in every driver
+    await early.aclose()  # an async generator in every driver
     assert len(await place.keys()) <= 1
 
 
 @trial()
 async def test_a_listing_while_objects_come_and_go_shows_what_stays(place: Place) -> None:
-    """Objects that are there all the time are listed, once each; unfinished ones never; sizes are
-    never of half a write."""
+    """Objects that exist throughout are listed exactly once, unfinished ones never, and sizes are
+    never partial."""
     driver = place.open()
     writer = place.open()
     stay = [f"a/stay/{n}" for n in range(20)]
@@ -111,8 +111,8 @@ async def test_a_listing_while_objects_come_and_go_shows_what_stays(place: Place
 
 @trial()
 async def test_deleting_all_takes_what_lies_below_and_no_more(place: Place) -> None:
-    """Objects and unfinished uploads below the prefix go; neighbours with a longer name stay; twice
-    is once."""
+    """Objects and unfinished uploads below the prefix are removed; neighbours with longer names
+    stay; repeating it is harmless."""
     driver = place.open()
     for key in TREE:
         await driver.put(key, b"")
@@ -128,8 +128,8 @@ async def test_deleting_all_takes_what_lies_below_and_no_more(place: Place) -> N
 
 @trial()
 async def test_deleting_all_takes_unfinished_uploads(place: Place) -> None:
-    """What an upload had written below the prefix is gone; whatever becomes of that upload, it
-    shows no half object."""
+    """Data of unfinished uploads below the prefix is removed. Whatever happens to such an upload,
+    it never shows a partial object."""
     driver = place.open()
     content = bytes_of(100_000)
     upload = await driver.create("a/b/unfinished", len(content))
@@ -146,8 +146,7 @@ async def test_deleting_all_takes_unfinished_uploads(place: Place) -> None:
 
 @trial()
 async def test_a_sweep_harms_nobody_alive(place: Place) -> None:
-    """Objects stay, and uploads that are under way, of this driver and of another, go on and
-    commit."""
+    """Objects stay, and live uploads of this and another driver continue and commit."""
     driver = place.open()
     other = place.open()
     nbytes = place.part_nbytes + 1000

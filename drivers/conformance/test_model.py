@@ -1,4 +1,4 @@
-"""The driver against ``memory://``, the model: the same calls give the same results, in any
+"""The driver against the model ``memory://``: the same calls give the same results, in any
 order."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.errors import (
     UriError,
 )
 
-# No key is a folder of another one: that is where file systems differ from the model.
+# No key is a folder of another key: there file systems differ from the model.
 KEYS = st.sampled_from(["a", "b/c", "b/d", "b/e/f", "g/h/i/j", ".k"])
 PREFIXES = st.sampled_from(["a", "b", "b/e", "b/c", "g/h", "nowhere"])
 CONTENTS = st.integers(0, 5).map(lambda n: bytes([n]) * (1, 0, 5000, 70_000, 65_536, 140_001)[n])
@@ -42,13 +42,13 @@ STEPS = 25
 EXAMPLES_MAX = 20
 EXAMPLES_MIN = 4
 SECONDS = 8.0
-"""About how long the exploration may take; slow storage is given fewer examples."""
+"""Approximate time budget of the exploration in seconds; slow storage gets fewer examples."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One upload on each driver; of its content ``first`` is written, ``rest`` is not yet. It ends
-    at ``end``; None: where it was declared to."""
+    """One upload on each driver. The first part of ``content`` is written, ``rest`` is not yet. The
+    commit passes ``end``; None means the declared size."""
 
     both: tuple[Upload, ...]
     key: str
@@ -58,7 +58,7 @@ class Pair:
 
 
 class SameAsMemory(RuleBasedStateMachine):
-    """Each rule is done to both drivers; results, or kinds of error, must be equal, and so must the
+    """Applies each rule to both drivers. Results or error types must be equal, and so must
     listings."""
 
     uploads: Bundle[Pair] = Bundle("uploads")
@@ -70,11 +70,11 @@ class SameAsMemory(RuleBasedStateMachine):
         self.drivers: tuple[Driver, ...] = (MemoryDriver(), self.place.open())
 
     def both(self, call: Callable[[Driver], Awaitable[Any]]) -> list[Any]:
-        """The outcomes of one call on both."""
+        """Return the outcomes of a call on both drivers."""
         return [self.outcome(call(driver)) for driver in self.drivers]
 
     def outcome(self, call: Awaitable[Any]) -> Any:
-        """What was returned, or the kind of error."""
+        """Return the result of a call, or its error type."""
 
         async def settled() -> Any:
             try:
@@ -85,7 +85,7 @@ class SameAsMemory(RuleBasedStateMachine):
         return self.place.run(settled())
 
     def same(self, call: Callable[[Driver], Awaitable[Any]]) -> None:
-        """The outcomes are equal."""
+        """Assert that the outcomes are equal."""
         expected, actual = self.both(call)
         assert expected == actual
 
@@ -96,12 +96,12 @@ class SameAsMemory(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def get(self, key: str) -> None:
-        """Get what may not be there."""
+        """Get an object that may not exist."""
         self.same(lambda driver: driver.get(key))
 
     @rule(key=KEYS)
     def stat(self, key: str) -> None:
-        """Ask for the size of what may not be there."""
+        """Get the size of an object that may not exist."""
 
         async def size(driver: Driver) -> int:
             return (await driver.stat(key)).nbytes
@@ -110,7 +110,7 @@ class SameAsMemory(RuleBasedStateMachine):
 
     @rule(key=KEYS, start=st.integers(0, 150_000), nbytes=st.sampled_from([0, 1, 4096, 66_000]))
     def read(self, key: str, start: int, nbytes: int) -> None:
-        """Read, and fetch, a range that may not be there."""
+        """Read, fetch, and read in pieces, a range that may not exist."""
 
         async def read(driver: Driver) -> bytes:
             into = bytearray(nbytes)
@@ -131,24 +131,24 @@ class SameAsMemory(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def delete(self, key: str) -> None:
-        """Delete what may not be there."""
+        """Delete an object that may not exist."""
         self.same(lambda driver: driver.delete(key))
 
     @rule(prefix=PREFIXES)
     def delete_all(self, prefix: str) -> None:
-        """Delete a subtree, unless an upload is going on there: that may die by it, or not."""
+        """Delete a subtree, unless it contains a live upload, which may or may not survive that."""
         if not any(key == prefix or key.startswith(prefix + "/") for key in +self.live):
             self.same(lambda driver: driver.delete_all(prefix))
 
     @rule(prefix=PREFIXES)
     def sweep(self, prefix: str) -> None:
-        """Sweep: whatever is there and lives stays."""
+        """Sweep; all objects and live uploads stay."""
         self.same(lambda driver: driver.sweep(prefix))
 
     @rule(target=uploads, key=KEYS, content=CONTENTS, cut=st.integers(0, 140_001))
     def create(self, key: str, content: bytes, cut: int) -> Pair:
-        """Begin an upload, and write one of its two parts: the second one, where any order will do.
-        Where ``cut`` is behind the end, that much is declared."""
+        """Start an upload and write one of its two parts: the second one if any order is allowed.
+        If ``cut`` exceeds the content, it is the declared size."""
         first, rest = self.halves(len(content), cut)
         both = self.both(lambda driver: driver.create(key, max(cut, len(content))))
         pair = Pair(tuple(both), key, content, rest, len(content) if cut > len(content) else None)
@@ -157,7 +157,7 @@ class SameAsMemory(RuleBasedStateMachine):
         return pair
 
     def halves(self, nbytes: int, cut: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The part to write first, and the rest; the traits allow both."""
+        """Return the part to write first and the rest, as the traits allow."""
         traits = self.place.traits
         if traits.part_min_nbytes <= min(cut, nbytes):
             cut = min(cut, nbytes)
@@ -169,14 +169,14 @@ class SameAsMemory(RuleBasedStateMachine):
         return halves
 
     def write(self, pair: Pair, part: tuple[int, int]) -> None:
-        """Write one part, unless it is empty."""
+        """Write one part unless it is empty."""
         start, stop = part
         for upload in pair.both if stop > start else ():
             assert self.outcome(upload.write(start, memoryview(pair.content)[start:stop])) is None
 
     @rule(pair=consumes(uploads), whole=st.booleans())
     def commit(self, pair: Pair, whole: bool) -> None:
-        """Write the rest, or forget it, and commit."""
+        """Commit, after writing the rest or without it."""
         self.live[pair.key] -= 1
         if whole:
             self.write(pair, pair.rest)
@@ -187,14 +187,14 @@ class SameAsMemory(RuleBasedStateMachine):
 
     @rule(pair=consumes(uploads))
     def abort(self, pair: Pair) -> None:
-        """Give an upload up."""
+        """Abort an upload."""
         self.live[pair.key] -= 1
         for upload in pair.both:
             assert self.outcome(upload.abort()) is None
 
     @invariant()
     def listings_are_equal(self) -> None:
-        """The same keys with the same sizes, whole and below a prefix."""
+        """Both list the same keys with the same sizes, at the root and below a prefix."""
 
         async def listed(driver: Driver) -> list[tuple[str, int]]:
             return sorted(
@@ -208,7 +208,7 @@ class SameAsMemory(RuleBasedStateMachine):
         self.same(listed)
 
     def teardown(self) -> None:
-        """Close, and see that nothing unfinished stays."""
+        """Close both, and check that nothing unfinished remains."""
         visible = self.place.run(_keys(self.drivers[0]))
         for driver in self.drivers:
             self.place.run(driver.close())
@@ -220,7 +220,7 @@ async def _keys(driver: Driver) -> list[str]:
 
 
 async def _put_s(place: Place) -> float:
-    """Seconds that one small put takes here."""
+    """Return the seconds that one small put takes here."""
     driver = place.open()
     begin = time.perf_counter()
     for _ in range(5):
@@ -229,8 +229,8 @@ async def _put_s(place: Place) -> float:
 
 
 def test_the_same_calls_give_the_same_results_as_memory(place: Place) -> None:
-    """Puts, uploads, reads, listings and deletions, explored by hypothesis: the driver and the
-    model never differ."""
+    """Puts, uploads, reads, listings and deletions explored by hypothesis give the same results on
+    the driver and the model."""
     example_s = STEPS * 4 * place.run(_put_s(place))
     examples = max(EXAMPLES_MIN, min(EXAMPLES_MAX, int(SECONDS / example_s)))
     explored = settings(
@@ -239,7 +239,7 @@ def test_the_same_calls_give_the_same_results_as_memory(place: Place) -> None:
         deadline=None,
         derandomize=True,
         database=None,
-        # No shrinking: it takes hundreds of examples, and 25 steps can be read as they are.
+        # No shrinking: it takes hundreds of examples, and 25 steps are readable as they are.
         phases=(Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )

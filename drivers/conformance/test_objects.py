@@ -17,8 +17,8 @@ from holdfast.errors import DamagedError, ExistsError, NotFoundError
 
 @trial()
 async def test_traits_make_sense(place: Place) -> None:
-    """Sizes and counts are positive, parts of the preferred size are aligned, and traits cannot be
-    changed."""
+    """Sizes and counts are positive, parts of the preferred size are aligned, and traits are
+    immutable."""
     traits = place.open().traits
     assert (
         min(traits.part_nbytes, traits.part_min_nbytes, traits.align_nbytes, traits.concurrency)
@@ -36,7 +36,7 @@ async def test_traits_make_sense(place: Place) -> None:
 
 @trial()
 async def test_opening_touches_nothing(place: Place) -> None:
-    """A driver that is opened and closed leaves no trace; its URI is fit to be printed."""
+    """Opening and closing a driver leaves no trace, and its URI is safe to print."""
     driver = place.open()
     assert redact(driver.uri) == driver.uri
     await driver.close()
@@ -45,13 +45,13 @@ async def test_opening_touches_nothing(place: Place) -> None:
 
 @trial()
 async def test_an_object_comes_back(place: Place) -> None:
-    """What was put is got, found by stat and list, and gone once deleted."""
+    """An object that was put can be read, found by stat and list, and is gone after a delete."""
     driver = place.open()
     await driver.put("a/b", b"content")
     assert await driver.get("a/b") == b"content"
     info = await driver.stat("a/b")
     assert (info.key, info.nbytes) == ("a/b", 7)
-    assert abs(info.modified_s - time.time()) < 3600  # clocks of servers differ
+    assert abs(info.modified_s - time.time()) < 3600  # servers' clocks differ
     assert [(info.key, info.nbytes)] == [(found.key, found.nbytes) async for found in driver.list()]
     await place.holds("a/b")
     await driver.delete("a/b")
@@ -62,8 +62,7 @@ async def test_an_object_comes_back(place: Place) -> None:
 
 @trial(PROBE)
 async def test_stored_bytes_are_what_was_written(place: Place) -> None:
-    """Once put or commit has returned, access to the storage by other means finds the bytes,
-    and all of them."""
+    """Once put or commit has returned, the probe finds exactly the written bytes."""
     assert place.probe is not None
     driver = place.open()
     small = bytes_of(1000)
@@ -77,7 +76,7 @@ async def test_stored_bytes_are_what_was_written(place: Place) -> None:
 
 @trial(PROBE)
 async def test_objects_made_by_other_means_are_read(place: Place) -> None:
-    """What somebody else stored is found, whole and in ranges, with its size."""
+    """An object stored by other means can be read, whole and in ranges, with its size."""
     assert place.probe is not None
     content = bytes_of(100_003)
     place.probe.write("a/x", content)
@@ -93,9 +92,8 @@ async def test_objects_made_by_other_means_are_read(place: Place) -> None:
 
 @trial()
 async def test_what_is_not_small_is_not_got(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Get raises DamagedError for an object beyond the limit, lowered here for callers of
-    ``check_small``, and has not read it by then. Up to the limit it is got; read and stat know
-    none."""
+    """get raises DamagedError for an object above the limit, without reading it first. The limit is
+    lowered here for callers of ``check_small``. read and stat have no limit."""
     nbytes = 8 << 20
     driver = place.open()
     content = bytes_of(nbytes)
@@ -119,7 +117,7 @@ async def test_what_is_not_small_is_not_got(place: Place, monkeypatch: pytest.Mo
 
 @trial()
 async def test_a_put_replaces_what_was_there(place: Place) -> None:
-    """A shorter object leaves nothing of a longer one behind, and an upload and a put replace each
+    """A shorter object leaves nothing of a longer one behind, and uploads and puts replace each
     other."""
     driver = place.open()
     for content in (b"long" * 30_000, b"short", b""):
@@ -135,7 +133,7 @@ async def test_a_put_replaces_what_was_there(place: Place) -> None:
 
 @trial()
 async def test_a_replaced_or_deleted_object_is_not_read_again(place: Place) -> None:
-    """A read after another driver replaced the object shows the new one; after a delete it finds
+    """A read after another driver replaced the object returns the new one; after a delete it finds
     nothing."""
     driver = place.open()
     other = place.open()
@@ -156,8 +154,8 @@ async def test_a_replaced_or_deleted_object_is_not_read_again(place: Place) -> N
 
 @trial()
 async def test_an_exclusive_put_to_a_taken_key_changes_nothing(place: Place) -> None:
-    """ExistsError, which names the key, and the object is the one that was there. Once it is
-    deleted the key is free."""
+    """An exclusive put raises ExistsError with the key and leaves the object unchanged. After a
+    delete the key is free."""
     driver = place.open()
     await store(driver, "a/x", b"first")
     with pytest.raises(ExistsError) as caught:
@@ -175,7 +173,7 @@ async def test_an_exclusive_put_to_a_taken_key_changes_nothing(place: Place) -> 
 
 @trial()
 async def test_deleting_what_is_not_there_is_no_error(place: Place) -> None:
-    """The object's absence was all that was asked for."""
+    """Deleting a missing object succeeds, since its absence is the desired result."""
     driver = place.open()
     await driver.delete("a/x")
     await driver.put("a/x", b"")

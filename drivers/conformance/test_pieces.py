@@ -1,4 +1,4 @@
-"""Trials of reads in pieces: the same bytes and errors as a read, cut where the traits say."""
+"""Trials of reads in pieces: same bytes and errors as read, split as the traits say."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANGES = [
 
 
 def _sizes(driver: Driver, start: int, nbytes: int) -> list[int]:
-    """Of the pieces of a range, in order."""
+    """Return the sizes of the pieces of a range, in order."""
     if not nbytes:
         return []
     ends = piece_ends(start, nbytes, driver.traits.piece_nbytes)
@@ -36,7 +36,7 @@ def _sizes(driver: Driver, start: int, nbytes: int) -> list[int]:
 
 @trial()
 async def test_pieces_hold_the_bytes_of_any_range(place: Place) -> None:
-    """Odd starts and lengths, also at once: exactly the bytes that were asked for, in order, in
+    """Reads of odd ranges, also concurrent ones, pass exactly the requested bytes in order, in
     pieces that end at multiples of ``piece_nbytes``, and never on the event loop's thread."""
     driver = place.open()
     content = bytes_of(NBYTES)
@@ -65,8 +65,8 @@ async def test_pieces_hold_the_bytes_of_any_range(place: Place) -> None:
 )
 @trial()
 async def test_pieces_past_the_end_are_damage(place: Place, start: int, nbytes: int) -> None:
-    """The object is shorter than the caller was told: DamagedError, with URI and key; never fewer
-    bytes in silence, and never a part of a piece."""
+    """If the object is shorter than expected, the read raises DamagedError with URI and key. It
+    never silently passes fewer bytes, or a partial piece."""
     driver = place.open()
     await driver.put("a/x", bytes(100_000))
     taken: list[int] = []
@@ -78,8 +78,8 @@ async def test_pieces_past_the_end_are_damage(place: Place, start: int, nbytes: 
 
 @trial()
 async def test_reading_in_pieces_fails_as_a_read_does(place: Place) -> None:
-    """A missing object is a NotFoundError, also where no bytes of it are asked for; a negative
-    start is an error of Holdfast's, and a closed driver a StorageError."""
+    """A missing object is NotFoundError, even for an empty range; a negative start is an error of
+    Holdfast's; a closed driver is StorageError."""
     driver = place.open()
     taken: list[memoryview] = []
     await driver.put("x", b"there")
@@ -96,8 +96,7 @@ async def test_reading_in_pieces_fails_as_a_read_does(place: Place) -> None:
 
 @trial()
 async def test_nothing_is_taken_after_a_cancellation(place: Place) -> None:
-    """Once a read that was cancelled has ended, no piece is passed any more; the driver remains
-    usable."""
+    """Once a cancelled read has ended, no further piece is passed, and the driver stays usable."""
     driver = place.open()
     content = bytes_of(NBYTES)
     await driver.put("x", content)

@@ -1,4 +1,4 @@
-"""Trials of atomicity and concurrency: readers, writers and processes that race."""
+"""Trials of atomicity and concurrency: racing readers, writers and processes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from holdfast.errors import ExistsError, NotFoundError
 
 @trial()
 async def test_a_reader_sees_the_old_or_the_new_object(place: Place) -> None:
-    """While an object is replaced again and again, every get and read of it finds one version,
-    whole."""
+    """While an object is repeatedly replaced, every get and read returns one whole version."""
     driver = place.open()
     other = place.open()
     versions = [bytes([n]) * 80_000 for n in range(40)]
@@ -53,7 +52,7 @@ async def test_a_reader_sees_the_old_or_the_new_object(place: Place) -> None:
 
 @trial()
 async def test_a_new_object_appears_whole(place: Place) -> None:
-    """A client that waits for an object, by stat, list or get, sees all of it as soon as it sees
+    """A client polling for an object with stat, list or get sees all of it as soon as it sees
     it."""
     driver = place.open()
     other = place.open()
@@ -80,7 +79,7 @@ async def test_a_new_object_appears_whole(place: Place) -> None:
 
 @trial(ATOMIC_EXCLUSIVE)
 async def test_an_exclusive_put_has_one_winner(place: Place) -> None:
-    """Of many that race, over several drivers, exactly one succeeds, and its bytes are what is
+    """Of many concurrent puts over several drivers, exactly one succeeds, and its bytes are
     stored."""
     drivers = [place.open() for _ in range(3)]
     for round_ in range(5):
@@ -96,7 +95,7 @@ async def test_an_exclusive_put_has_one_winner(place: Place) -> None:
 
 @trial(ATOMIC_EXCLUSIVE)
 async def test_an_exclusive_put_has_one_winner_among_processes(place: Place) -> None:
-    """Two other processes put exclusively to the same twenty keys: each key has one winner."""
+    """When two processes put exclusively to the same twenty keys, each key has one winner."""
     if not await sees_children(place):
         pytest.skip("not applicable: other processes do not see this storage")
     racers = [asyncio.create_task(child_of(place, "race", str(n))) for n in range(2)]
@@ -109,8 +108,8 @@ async def test_an_exclusive_put_has_one_winner_among_processes(place: Place) -> 
 
 @trial()
 async def test_many_tasks_share_a_driver(place: Place) -> None:
-    """Uploads, reads, listings and deletions of far more tasks than the useful concurrency do not
-    disturb each other."""
+    """Uploads, reads, listings and deletions by far more tasks than the useful concurrency do not
+    interfere."""
     driver = place.open()
     traits = place.traits
     many = min(100, max(40, 4 * place.traits.concurrency))
@@ -135,8 +134,8 @@ async def test_many_tasks_share_a_driver(place: Place) -> None:
 
 @trial()
 async def test_reads_beyond_the_concurrency_all_end(place: Place) -> None:
-    """Four times as many reads at once as the traits call useful: each gets its own bytes, and none
-    starves."""
+    """With four times as many concurrent reads as the traits recommend, each gets its own bytes,
+    and none starves."""
     driver = place.open()
     content = bytes_of(1 << 20)
     await store(driver, "x", content)
@@ -152,7 +151,7 @@ async def test_reads_beyond_the_concurrency_all_end(place: Place) -> None:
 
 @trial()
 async def test_uploads_beyond_the_concurrency_all_end(place: Place) -> None:
-    """Many uploads are open at once, each with its parts in flight; some are given up; the others
+    """Many uploads are open at once, each with parts in flight; some are aborted, and the others
     commit."""
     driver = place.open()
     nbytes = place.part_nbytes + 1000

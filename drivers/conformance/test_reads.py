@@ -1,4 +1,4 @@
-"""Trials of reads: ranges of any start and length, into memory at any address, and past the end."""
+"""Trials of reads: any start and length, memory at any address, and ranges past the end."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ RANGES = [
 @pytest.mark.parametrize("offset", [0, 1, 4095])
 @trial()
 async def test_any_range_can_be_read(place: Place, offset: int) -> None:
-    """Odd starts and lengths, into memory at odd addresses: exactly the bytes that were asked for,
-    none beside them."""
+    """Reads of odd ranges into unaligned memory return exactly the requested bytes and touch no
+    memory outside the buffer."""
     driver = place.open()
     content = bytes_of(NBYTES)
     await driver.put("x", content)
@@ -41,7 +41,7 @@ async def test_any_range_can_be_read(place: Place, offset: int) -> None:
 
 @trial()
 async def test_many_small_ranges_are_read_at_once(place: Place) -> None:
-    """Neighbouring, overlapping and far ranges of one object do not disturb each other."""
+    """Adjacent, overlapping and distant ranges of one object do not interfere."""
     driver = place.open()
     content = bytes_of(NBYTES)
     await driver.put("x", content)
@@ -58,8 +58,8 @@ async def test_many_small_ranges_are_read_at_once(place: Place) -> None:
 )
 @trial()
 async def test_a_read_past_the_end_is_damage(place: Place, start: int, nbytes: int) -> None:
-    """The object is shorter than the caller was told: DamagedError, with URI and key; never fewer
-    bytes in silence."""
+    """If the object is shorter than expected, read raises DamagedError with URI and key, and never
+    silently returns fewer bytes."""
     driver = place.open()
     await driver.put("a/x", bytes(100_000))
     with pytest.raises(DamagedError) as caught:
@@ -69,8 +69,8 @@ async def test_a_read_past_the_end_is_damage(place: Place, start: int, nbytes: i
 
 @trial()
 async def test_an_object_that_became_shorter_is_damage(place: Place) -> None:
-    """A reader that still expects the old size gets an error, also from a driver that has read the
-    old object before."""
+    """A reader that expects the old size gets an error, even from a driver that has read the old
+    object."""
     driver = place.open()
     other = place.open()
     await driver.put("x", bytes_of(100_000))
@@ -82,8 +82,8 @@ async def test_an_object_that_became_shorter_is_damage(place: Place) -> None:
 
 @trial()
 async def test_reading_nothing_still_asks_for_an_object(place: Place) -> None:
-    """An empty range is fine up to the object's end, and damage beyond it; of a missing object it
-    is NotFoundError."""
+    """An empty range is valid up to the object's end and DamagedError beyond it; for a missing
+    object it is NotFoundError."""
     driver = place.open()
     await driver.put("empty", b"")
     await driver.read("empty", 0, memoryview(bytearray(0)))

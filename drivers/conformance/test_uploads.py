@@ -1,4 +1,4 @@
-"""Trials of uploads: parts in and out of order, sizes, holes, abort, several uploads to one key."""
+"""Trials of uploads: part order, sizes, holes, aborts, and several uploads to one key."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from holdfast.errors import DamagedError, NotFoundError, StorageError
 async def test_parts_from_any_address_make_the_object(
     place: Place, part_nbytes: int, offset: int
 ) -> None:
-    """Parts of any size, from aligned memory or not, at once and in random order where the traits
-    allow it."""
+    """Parts of any size, from aligned or unaligned memory, are written concurrently and in random
+    order if the traits allow it."""
     driver = place.open()
     part_nbytes = max(part_nbytes, place.traits.part_min_nbytes)
     nbytes = min(part_nbytes * 9, max(3 << 20, 2 * part_nbytes)) + 5
@@ -49,8 +49,8 @@ async def test_parts_from_any_address_make_the_object(
 
 @trial()
 async def test_an_object_of_preferred_parts_comes_back(place: Place) -> None:
-    """Two whole parts of the preferred size and a small one, written as the traits ask, read as a
-    whole and in pieces."""
+    """An object of two preferred parts and a small one reads back correctly, whole and in
+    ranges."""
     driver = place.open()
     part_nbytes = place.traits.part_nbytes
     content = bytes_of(2 * part_nbytes + 12_345)
@@ -65,7 +65,7 @@ async def test_an_object_of_preferred_parts_comes_back(place: Place) -> None:
 
 @trial(SMALL_OBJECTS)
 async def test_an_object_may_be_as_large_as_the_traits_say(place: Place) -> None:
-    """Saves of images up to that size rely on it."""
+    """An object of the maximum size can be stored, as saves of such images rely on it."""
     driver = place.open()
     content = bytes_of(place.traits.object_max_nbytes or 0)
     await store(driver, "largest", content)
@@ -77,8 +77,8 @@ async def test_an_object_may_be_as_large_as_the_traits_say(place: Place) -> None
 
 @trial(SEVERAL_STREAMS)
 async def test_segments_are_written_at_once(place: Place) -> None:
-    """As many contiguous segments as the traits name, each in its own order, make the object;
-    nothing else stays."""
+    """As many contiguous segments as the traits name, each in its own order, form the object, and
+    leave nothing else behind."""
     driver = place.open()
     traits = place.traits
     content = bytes_of(2 * traits.streams * traits.part_nbytes - 12_345)
@@ -103,8 +103,8 @@ async def test_segments_are_written_at_once(place: Place) -> None:
 )
 @trial()
 async def test_every_size_can_be_stored(place: Place, nbytes: int) -> None:
-    """Sizes around a page and around the least direct write, empty ones too, by upload and by put.
-    An upload that says where it was declared to end is like one that does not say."""
+    """Empty objects and sizes around a page and around the minimum direct write can be uploaded and
+    put. Passing the declared size to commit makes no difference."""
     driver = place.open()
     content = bytes_of(nbytes)
     for end in (None, nbytes):
@@ -120,8 +120,8 @@ async def test_every_size_can_be_stored(place: Place, nbytes: int) -> None:
 
 @trial()
 async def test_an_upload_is_invisible_until_it_commits(place: Place) -> None:
-    """Until then neither get, stat, read, list nor an exclusive put shows anything of it, to any
-    client."""
+    """Before the commit, get, stat, read, list and an exclusive put see nothing of the upload, from
+    any client."""
     driver = place.open()
     nbytes = place.part_nbytes + 1000
     upload = await driver.create("a/x", nbytes)
@@ -142,7 +142,8 @@ async def test_an_upload_is_invisible_until_it_commits(place: Place) -> None:
 
 @trial()
 async def test_a_whole_upload_is_invisible_until_it_commits(place: Place) -> None:
-    """Also with every byte written; commit shows it to everybody at once."""
+    """Even with every byte written, an upload is invisible; the commit shows it to everybody at
+    once."""
     driver = place.open()
     content = bytes_of(100_000)
     upload = await driver.create("a/x", len(content))
@@ -157,7 +158,7 @@ async def test_a_whole_upload_is_invisible_until_it_commits(place: Place) -> Non
 
 @trial()
 async def test_an_aborted_upload_leaves_nothing(place: Place) -> None:
-    """Abort drops what was written, may be called again, and is harmless after a commit."""
+    """abort drops the written data, may be repeated, and is harmless after a commit."""
     driver = place.open()
     nbytes = place.part_nbytes + 1000
     upload = await driver.create("x", nbytes)
@@ -188,8 +189,8 @@ HOLES = [
 async def test_an_incomplete_upload_does_not_commit(
     place: Place, parts: list[tuple[int, int]], start: int, stop: int
 ) -> None:
-    """Holes and overlaps are named; nothing becomes visible, nothing stays behind, and the old
-    object is untouched."""
+    """Holes and overlaps are reported; nothing becomes visible or stays behind, and the old object
+    is untouched."""
     driver = place.open()
     await driver.put("x", b"old")
     upload = await driver.create("x", 100)
@@ -217,8 +218,8 @@ ENDS: dict[str, Callable[[int], int]] = {
 @pytest.mark.parametrize("preferred", [False, True], ids=["small parts", "preferred parts"])
 @trial()
 async def test_an_upload_may_end_early(place: Place, preferred: bool, end: str) -> None:
-    """Where its commit says so: invisible before, it is then whole, of that size, and there is
-    nothing behind its end."""
+    """An upload whose commit gives a smaller size is invisible before, and then whole, of exactly
+    that size."""
     driver = place.open()
     if preferred:
         part_nbytes = place.traits.part_nbytes
@@ -248,8 +249,8 @@ async def test_an_upload_may_end_early(place: Place, preferred: bool, end: str) 
 async def test_an_upload_that_lacks_its_end_does_not_commit(
     place: Place, written: int, end: int | None
 ) -> None:
-    """With no part, or without the last one, wherever it is to end: an error; nothing becomes
-    visible, nothing stays."""
+    """Without its last part, or any part, an upload fails to commit wherever it is to end, and
+    leaves nothing visible or behind."""
     driver = place.open()
     nbytes = place.part_nbytes + 1000
     await driver.put("x", b"old")
@@ -267,7 +268,7 @@ async def test_an_upload_that_lacks_its_end_does_not_commit(
 @pytest.mark.parametrize(("start", "nbytes"), [(0, 11), (10, 1), (-1, 5), (11, 0)])
 @trial()
 async def test_a_part_outside_the_object_is_refused(place: Place, start: int, nbytes: int) -> None:
-    """The declared size is a limit; nor is there an object of negative size."""
+    """Writes beyond the declared size, and negative sizes, are rejected."""
     driver = place.open()
     with pytest.raises(StorageError):
         await driver.create("x", -1)
@@ -281,7 +282,7 @@ async def test_a_part_outside_the_object_is_refused(place: Place, start: int, nb
 
 @trial()
 async def test_two_uploads_to_one_key_do_not_disturb_each_other(place: Place) -> None:
-    """Both can be written in turns, from two drivers; the last commit wins, whole."""
+    """Two drivers can write to one key in turns; the last commit wins, whole."""
     driver = place.open()
     part_nbytes = place.part_nbytes
     first = await driver.create("x", 2 * part_nbytes)
@@ -298,7 +299,7 @@ async def test_two_uploads_to_one_key_do_not_disturb_each_other(place: Place) ->
 
 @trial()
 async def test_aborting_one_upload_spares_the_other(place: Place) -> None:
-    """An abort takes away what that upload wrote, and nothing of another one to the same key."""
+    """An abort removes only the data of its own upload, not of another one to the same key."""
     driver = place.open()
     first = await driver.create("x", 1000)
     second = await driver.create("x", 1000)

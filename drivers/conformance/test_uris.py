@@ -1,4 +1,4 @@
-"""Trials of the driver's URI and options: drivers of one root agree on its URI and its traits."""
+"""Trials of URIs and options: all drivers of one root agree on its URI and traits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from holdfast.errors import NotFoundError, UriError
 
 @trial()
 async def test_the_uri_is_without_options(place: Place) -> None:
-    """Whatever options a driver is opened with, ``uri`` is the root alone: ranks compare where they
-    save to, and options may come from each rank's own environment."""
+    """Whatever the options, ``uri`` is only the root: ranks compare where they save to, and options
+    may come from each rank's environment."""
     expected = place.open().uri
     assert "?" not in expected, "set Driver.uri to uri.root"
     assert redact(expected) == expected
@@ -27,8 +27,7 @@ async def test_the_uri_is_without_options(place: Place) -> None:
 
 @trial()
 async def test_every_option_takes_its_default(place: Place) -> None:
-    """``?name=value`` with the value that an option has by default opens the same root, with the
-    same traits."""
+    """``?name=value`` with an option's default value opens the same root with the same traits."""
     driver = place.open()
     await driver.put("x", b"content")
     for uri in with_each_option(place.uri):
@@ -39,9 +38,9 @@ async def test_every_option_takes_its_default(place: Place) -> None:
 
 @trial()
 async def test_an_option_that_is_not_known_is_refused(place: Place) -> None:
-    """``?options`` are those that the driver declares: any other, also one that is nearly right, is
-    a UriError which names those that are known."""
-    # What looks like a secret is refused as one, whether it is known or not.
+    """Any ``?option`` that the driver does not declare, even a near miss, is a UriError that lists
+    the known options."""
+    # A name that looks like a secret is rejected as a secret, whether it is known or not.
     nearly = [f"{name}x" for name in options_of(place.uri) if not is_secret(name)]
     for name in ("no_such_option", *nearly):
         uri = Uri(place.uri.scheme, place.uri.location, {**place.uri.options, name: "1"})
@@ -51,7 +50,7 @@ async def test_an_option_that_is_not_known_is_refused(place: Place) -> None:
 
 
 def options_of(uri: Uri) -> dict[str, str]:
-    """The options of the driver that serves ``uri``, with the text of each one's default."""
+    """Return the options of the driver that serves ``uri``, with their defaults as text."""
     options = driver_class(serving(uri)).OPTIONS
     return {
         name: option.text(option.default)
@@ -61,11 +60,10 @@ def options_of(uri: Uri) -> dict[str, str]:
 
 
 def with_each_option(uri: Uri) -> list[Uri]:
-    """``uri`` with one more option each, at its default; an option that it has already stays as it
-    is.
+    """Return copies of ``uri``, each with one more option set to its default.
 
-    A default without any text means that nothing was chosen, for which a URI has no words: such an
-    option is left out.
+    Options that ``uri`` already has stay unchanged. Options whose default has no text are skipped:
+    a URI cannot express them.
     """
     found = []
     for name, text in options_of(uri).items():

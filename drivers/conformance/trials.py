@@ -1,5 +1,5 @@
-"""What trials share: the decorator that makes one, what it may need, and the handling of bytes,
-parts and outcomes."""
+"""Shared helpers: the trial decorator, requirements of trials, and handling of bytes, parts and
+outcomes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ E = TypeVar("E", bound=Exception)
 
 @dataclass(frozen=True)
 class Need:
-    """What a trial asks of the storage. Where it is not so, the trial does not apply, and says
-    ``missing``."""
+    """A requirement of a trial. If the storage does not meet it, the trial is skipped with the
+    reason ``missing``."""
 
     missing: str
     met: Callable[[Place], bool]
@@ -57,8 +57,8 @@ def trial(
     [Callable[Concatenate[Place, P], Coroutine[Any, Any, None]]],
     Callable[Concatenate[Place, P], None],
 ]:
-    """Make a test of a coroutine function that takes a place. Where a need is not met it is
-    skipped, with the reason."""
+    """Turn a coroutine function that takes a place into a test, which is skipped if a need is not
+    met."""
 
     def decorate(
         test: Callable[Concatenate[Place, P], Coroutine[Any, Any, None]],
@@ -76,13 +76,13 @@ def trial(
 
 
 def aligned(nbytes: int, offset: int = 0) -> Buffer:
-    """``nbytes`` of memory whose address is ``offset`` bytes past a page."""
+    """Return ``nbytes`` of memory whose address is ``offset`` bytes past a page boundary."""
     return memoryview(mmap.mmap(-1, nbytes + offset + 1))[offset : offset + nbytes]
 
 
 async def refused(kind: type[E], *calls: Awaitable[object]) -> list[E]:
-    """The errors of these calls, made one after the other. Fails where one raises nothing, or
-    another kind."""
+    """Await these calls one after the other and return their errors. Fails if a call succeeds or
+    raises another type."""
     outcomes = [await _outcome(call) for call in calls]
     errors = [outcome for outcome in outcomes if isinstance(outcome, kind)]
     assert len(errors) == len(calls), f"expected {kind.__name__}, got {outcomes}"
@@ -92,5 +92,5 @@ async def refused(kind: type[E], *calls: Awaitable[object]) -> list[E]:
 async def _outcome(call: Awaitable[object]) -> object:
     try:
         return await call
-    except Exception as error:  # whatever it is: the trial looks at it
+    except Exception as error:  # any error: the trial inspects it
         return error
