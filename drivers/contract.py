@@ -197,8 +197,8 @@ class Driver(ABC):
     """Conformance trials that this storage cannot pass, by name, each with the reason. The kit
     prints them."""
     remote: ClassVar[bool] = True
-    """Whether the driver itself uses the network. If so, by default temporary failures are retried
-    and operations have a deadline. If not, the operating system has already retried."""
+    """True if the driver itself uses the network. Then, by default, temporary failures are retried
+    and operations have a deadline. Otherwise the operating system has already retried."""
 
     @abstractmethod
     async def read(self, key: str, start: int, into: Buffer) -> None:

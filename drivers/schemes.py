@@ -26,7 +26,7 @@ class Scheme:
     example: str = ""
     """Example URI, if ``scheme://example`` is not valid."""
     is_path: bool = False
-    """Whether the location is an absolute path on this host."""
+    """True if the location is an absolute path on this host."""
     fs_types: frozenset[str] = frozenset()
     """File system types on which this driver also serves ``file`` URIs."""
     modules: tuple[str, ...] = ()

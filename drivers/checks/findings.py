@@ -73,7 +73,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every probe ran, no problem was found, and nothing was left behind."""
+        """True if every probe ran, no problem was found, and nothing was left behind."""
         return not self.problems and self.left is None and not self._untried
 
     @property
@@ -82,7 +82,7 @@ class Report:
 
     @property
     def may_save(self) -> bool:
-        """Whether checkpoints saved here are safe and can be loaded."""
+        """True if checkpoints saved here are safe and can be loaded."""
         serious = any(
             finding.effect in ("unusable", "unsafe", "unreadable") for finding in self.problems
         )

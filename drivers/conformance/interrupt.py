@@ -26,7 +26,7 @@ class Interrupt:
         self.at = at
         self.delay_s = delay_s
         self.reached = False
-        """Whether any call suspended that often."""
+        """True if any call suspended that often."""
 
     async def __call__(self, work: Coroutine[Any, Any, Any]) -> bool:
         """Await ``work`` and return whether it was cancelled rather than completed. Other errors

@@ -63,7 +63,7 @@ class FolderProbe:
 
 
 class MemoryProbe:
-    """The dict below ``memory://name/prefix``."""
+    """The dict that ``memory://name/prefix`` refers to."""
 
     def __init__(self, uri: Uri) -> None:
         name, _, prefix = uri.location.partition("/")

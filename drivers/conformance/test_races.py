@@ -79,8 +79,7 @@ async def test_a_new_object_appears_whole(place: Place) -> None:
 
 @trial(ATOMIC_EXCLUSIVE)
 async def test_an_exclusive_put_has_one_winner(place: Place) -> None:
-    """Of many concurrent puts over several drivers, exactly one succeeds, and its bytes are
-    stored."""
+    """When many puts over several drivers race, exactly one succeeds, and its bytes are stored."""
     drivers = [place.open() for _ in range(3)]
     for round_ in range(5):
         key = f"lock/{round_}"

@@ -54,7 +54,7 @@ class Tree:
 
     @property
     def is_connected(self) -> bool:
-        """Whether :meth:`disconnect` has a connection to close."""
+        """True if :meth:`disconnect` has a connection to close."""
         return self._fs_made is not None
 
     def disconnect(self) -> None:

@@ -76,7 +76,7 @@ class _File:
         self._writer: RawFileWriter | None = None
         self._broken: BaseException | None = None
         self.answered = False
-        """Whether the name node has answered the request to create the file."""
+        """True if the name node has answered the request to create the file."""
 
     async def write(self, start: int, data: Buffer) -> None:
         """Append ``data`` once everything before ``start`` is written; those writes have already

@@ -33,6 +33,6 @@ def is_reserved(name: str) -> bool:
 
 
 def split(key: str) -> tuple[str, str]:
-    """The key of the folder that holds ``key`` ("" is the root), and its name there."""
+    """Return the key of the folder that holds ``key`` ("" is the root), and the name in it."""
     folder, _, name = key.rpartition("/")
     return folder, name

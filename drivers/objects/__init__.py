@@ -1,9 +1,9 @@
-"""Object stores: ``s3://``, ``gs://``, ``az://``, and ``http(s)://`` for reading, on obstore.
+"""Object stores on obstore: ``s3://``, ``gs://``, ``az://``, and read-only ``http(s)://``.
 
-``driver`` is the contract in terms of obstore; ``upload`` feeds one object to it; ``parts`` cuts
-bytes into parts; ``failures`` turns what it raises into our errors; ``runtime`` guards its threads
-against forks. ``s3``, ``clouds`` and ``http`` say how each kind of store is reached. ``dangling``
-finds and drops unfinished S3 uploads, which obstore cannot.
+``driver`` implements the contract on obstore. ``uploads`` sends one object, ``parts`` splits bytes
+into parts, ``errors`` translates errors, and ``runtime`` guards obstore's threads against forks.
+``s3``, ``gs``, ``az`` and ``http`` configure the kinds of stores. ``s3_unfinished`` finds and drops
+unfinished S3 uploads, which obstore cannot do.
 """
 
 __all__: list[str] = []

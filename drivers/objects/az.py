@@ -1,11 +1,11 @@
 """``az://container/root``: Azure Blob Storage.
 
-Credentials come from Azure's own chain, as obstore follows it: environment, managed identities.
-Only credentials and the account come from the environment; options alone say where requests go, and
-how.
+Credentials come from Azure's own chain, as implemented by obstore: environment, managed identities.
+Only credentials and the account come from the environment; only options determine where and how
+requests are sent.
 
-Unfinished uploads are left to the store, which forgets uncommitted blocks after a week; obstore
-cannot have it forget them earlier.
+The store discards uncommitted blocks of unfinished uploads after a week; obstore cannot discard
+them earlier.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["AzureDriver"]
 
 _ACCOUNT = "AZURE_STORAGE_ACCOUNT_NAME"
 _NEVER_SET = ("AZURE_ENCRYPTION_KEY", "AZURE_STORAGE_ENCRYPTION_KEY")
-"""Variables of obstore for whose settings no value means "not set"."""
+"""Environment variables read by obstore for which no configuration value means "not set"."""
 
 
 class AzureDriver(ObjectDriver):
-    """Objects of one container of Azure Blob Storage. The account is an option, or
+    """Objects in one container of Azure Blob Storage. The account comes from an option, or from
     AZURE_STORAGE_ACCOUNT_NAME."""
 
     _object_max_nbytes = 50_000 * (4000 << 20)
@@ -65,6 +65,6 @@ class AzureDriver(ObjectDriver):
             "use_fabric_endpoint": False,
             "disable_tagging": False,
         }
-        make: Any = AzureStore  # typed by dicts of literals, which options cannot be
+        make: Any = AzureStore  # obstore's types are dicts of literals
         http = self._http(requests, config["endpoint"])
         return made_without(_NEVER_SET, make, self._bucket, config=config, **http)

@@ -1,5 +1,4 @@
-"""The stores of obstore that one driver holds: one for each kind of requests, connected when first
-needed."""
+"""The obstore stores of one driver: one for each kind of request, connected on first use."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ __all__ = ["Connections"]
 
 
 class Connections:
-    """Connects by ``connect``, which blocks, in a thread. Nobody else holds the stores, so letting
-    go of them closes their sockets."""
+    """Connects with ``connect``, which blocks, in a thread. Nothing else references the stores, so
+    dropping them closes their sockets."""
 
     def __init__(self, uri: str, connect: Callable[[Requests], Any], threads: Threads) -> None:
-        """``uri``, redacted, is for messages."""
+        """Take ``uri``, redacted, for messages."""
         self._uri = uri
         self._connect = connect
         self._threads = threads
@@ -30,7 +29,8 @@ class Connections:
         self._closed = False
 
     async def open(self, requests: Requests) -> None:
-        """See that there is a store for this kind of requests. Raises StorageError, UriError."""
+        """Connect the store for this kind of request if needed. Raises StorageError and
+        UriError."""
         runtime.use(self._uri)
         async with self._connecting:
             self.check_open()
@@ -41,27 +41,28 @@ class Connections:
                 self._stores[requests] = store
 
     def ask(self, requests: Requests, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of obstore with the store for this kind of requests, which is open."""
+        """Call a function of obstore with the store for this kind of request, which must be
+        open."""
         import obstore
 
         self.check_open()
         return getattr(obstore, method)(self._stores[requests], *args, **kwargs)
 
     def check_open(self) -> None:
-        """Raise StorageError once the driver is closed."""
+        """Raise StorageError after close()."""
         if self._closed:
             raise StorageError("the driver is closed", uri=self._uri)
 
     def renew(self) -> None:
-        """Connect anew for later requests. Those under way keep their stores."""
+        """Reconnect for later requests. Requests in flight keep their stores."""
         self._stores.clear()
 
     def refuse_requests(self) -> None:
-        """Refuse requests from now on. Those under way go on."""
+        """Reject further requests. Requests in flight continue."""
         self._closed = True
 
     async def close(self) -> None:
-        """Let go of the stores."""
+        """Drop the stores."""
         self.refuse_requests()
         if self._stores:
             self._stores.clear()

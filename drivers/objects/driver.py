@@ -1,9 +1,8 @@
-"""The driver contract in terms of obstore; what differs between kinds of stores is left to
-subclasses.
+"""Driver contract on obstore. Subclasses add the differences between kinds of stores.
 
-A key lies below the root as it is: in ``s3://bucket/run`` the key ``a/b`` is the object
-``run/a/b``, with what object stores do not take in a name percent-encoded. A folder is nothing: a
-prefix that keys share.
+A key is appended to the root: in ``s3://bucket/run`` the key ``a/b`` is the object ``run/a/b``,
+with characters that object stores do not support percent-encoded. A folder does not exist by
+itself: it is a prefix shared by keys.
 """
 
 from __future__ import annotations
@@ -63,45 +62,44 @@ T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 60.0
 SWEEP_QUIET_S = 3600.0
-"""How long nothing must have come to an unfinished upload for it to be swept."""
+"""Seconds without activity after which an unfinished upload is swept."""
 _NBYTES_MAX = 1 << 62
-"""Beyond the size of anything, and within what obstore takes for a number."""
+"""Larger than any object, and within obstore's integer range."""
 _PIECE_NBYTES = 1 << 20
 _ARRIVING_NBYTES = 256 << 10
-"""What obstore joins before it passes it on."""
+"""Bytes that obstore collects before passing them on."""
 _NOBODYS_KEY = ".holdfast-no-such-object"
 """A key that no object has."""
 _BATCH = 1000
-"""Objects of one bulk delete."""
+"""Maximum number of objects in one bulk delete."""
 _LISTED = 100
-"""Objects that obstore collects of a listing before it passes them on."""
+"""Number of objects of a listing that obstore collects before passing them on."""
 _REPEATED = 20
-"""After so many collections in a row without a new object, a listing counts as endless. A page of a
-store is ten, and stores that show one twice, or an object several times, do end."""
+"""Number of successive collections without a new object after which a listing counts as endless. A
+page of a store is ten collections, and stores that repeat a page or an object do end."""
 
 _log = logging.getLogger(__name__)
 
 
 class ObjectDriver(Driver):
-    """Objects in a bucket, below a root. Touches nothing before its first operation."""
+    """Objects in a bucket, below a root. Does no I/O before its first operation."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = COMMON_OPTIONS
 
     _bulk_delete = False
-    """Whether the requests of kind ``ONCE`` delete many objects at a time, where the others delete
-    one."""
+    """True if requests of kind ``ONCE`` delete many objects at a time. Other kinds delete one."""
 
     _states_codes = True
-    """Whether every server of this kind says in XML why it refuses a request."""
+    """True if all servers of this kind give the reason for a refusal in XML."""
 
     _object_max_nbytes: int | None = None
-    """The largest object of this kind of store."""
+    """Maximum object size of this kind of store."""
 
     _labels: Mapping[str, Any] = MappingProxyType({})
-    """What obstore's ``put`` is told of every object."""
+    """Arguments passed to obstore's ``put`` for every object."""
 
     def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
-        """``values``: of OPTIONS, by name."""
+        """Take the values of OPTIONS, by name."""
         self.uri = uri.root
         self._bucket, self._root = self._located(uri)
         self._values = values
@@ -122,7 +120,7 @@ class ObjectDriver(Driver):
             object_max_nbytes=self._object_max_nbytes,
         )
         self._threads = Threads(4, uri=self.uri)
-        # Not daemons: the interpreter must not end while a thread is within obstore.
+        # Not daemons: the interpreter must not exit while a thread is inside obstore.
         self._readers = Pool(self._settings.concurrency, "holdfast-read")
         self._rooms = Rooms(_PIECE_NBYTES)
         self._connections = Connections(self.uri, self._connect, self._threads)
@@ -131,35 +129,36 @@ class ObjectDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> Self:
-        """The driver for ``uri``. Raises UriError for what OPTIONS does not know, and where obstore
-        is not installed."""
+        """Return the driver for ``uri``. Raises UriError for an unknown option or an invalid value,
+        and if obstore is not installed."""
         values = option_values(cls.OPTIONS, uri)
         check_installed(uri.scheme, uri.redacted)
         return cls(uri, values)
 
     @staticmethod
     def _located(uri: Uri) -> tuple[str, str]:
-        """The bucket that a URI names, and the root in it. Raises UriError."""
+        """Return the bucket named by a URI, and the root in it. Raises UriError."""
         return split_location(uri)
 
     @property
     @abstractmethod
     def _container(self) -> tuple[str, ...]:
-        """Names the bucket, for all drivers of this process alike."""
+        """Identifies the bucket across all drivers of this process."""
 
     @abstractmethod
     def _connect(self, requests: Requests) -> Any:
-        """An obstore store for the bucket, for one kind of requests. Blocks. Raises StorageError,
-        UriError, and what obstore raises."""
+        """Return an obstore store of the bucket for one kind of request. Blocks. Raises
+        StorageError, UriError, and obstore's errors."""
 
     @property
     def _ca(self) -> str:
-        """The file of certificates to trust besides the system's, or nothing."""
+        """File of certificates to trust in addition to the system's; "" for none."""
         return os.path.expanduser(self._settings.ca)
 
     def _http(self, requests: Requests, url: str) -> dict[str, Any]:
-        """How obstore is to talk to the server of ``url``. Raises StorageError where its
-        certificate is not trusted, UriError where there are no certificates to trust. Blocks."""
+        """Return obstore's HTTP settings for the server of ``url``. Blocks. Raises StorageError if
+        its certificate is not trusted, and UriError if the file of certificates to trust contains
+        none."""
         options = self._settings.client(requests, http=url.startswith("http://"))
         if self._settings.ca or (self._ca and url.startswith("https://")):
             options["root_certificate"] = certificates(self._ca, self.uri)
@@ -167,14 +166,15 @@ class ObjectDriver(Driver):
         return {"client_options": options, "retry_config": self._settings.retry(requests)}
 
     def _disconnect(self) -> None:
-        """Let go of what :meth:`_connect` has opened besides. Does not block; safe to call
+        """Release everything else that :meth:`_connect` opened. Does not block; safe to call
         twice."""
 
     async def _drop_unfinished(
         self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float
     ) -> None:
-        """Drop unfinished uploads at ``path``, or also below it, that have been quiet for so long,
-        and began within so long. Where the store forgets them by itself, this does nothing."""
+        """Drop unfinished uploads to ``path``, and unless ``whole_key`` also below it. Only affects
+        uploads without activity for ``quiet_s`` that began within the last ``began_within_s``
+        seconds. Does nothing if the store discards them itself."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         data = await self.fetch(key, start, len(into))
@@ -184,7 +184,7 @@ class ObjectDriver(Driver):
             )
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
-        """See :meth:`Driver.fetch`. One request; where it was received is where it stays."""
+        """See :meth:`Driver.fetch`. One request; returns the memory it was received in."""
         path = self._path(key)
         self._check_start(key, start)
         if not nbytes or start > _NBYTES_MAX:
@@ -199,8 +199,8 @@ class ObjectDriver(Driver):
         return data
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
-        """See :meth:`Driver.read_pieces`. One request, whose answer is passed on in a thread as it
-        arrives: no more of it is in memory than a piece."""
+        """See :meth:`Driver.read_pieces`. One request, whose response is passed on by a thread as
+        it arrives, so that no more than a piece of it is in memory."""
         path = self._path(key)
         self._check_start(key, start)
         if not nbytes or start > _NBYTES_MAX:
@@ -234,8 +234,8 @@ class ObjectDriver(Driver):
 
     @contextlib.asynccontextmanager
     async def _reaching(self, key: str, stop: int) -> AsyncIterator[None]:
-        """Where the body fails, raise DamagedError if the object ends before ``stop``: a range
-        beyond the end is refused."""
+        """If the body fails, raise DamagedError if the object ends before ``stop``: stores reject
+        ranges beyond the end."""
         try:
             yield
         except StorageError as error:
@@ -252,9 +252,9 @@ class ObjectDriver(Driver):
         return DamagedError(f"object ends at byte {nbytes}, before {stop}", uri=self.uri, key=key)
 
     async def create(self, key: str, nbytes: int) -> Upload:
-        """See :meth:`Driver.create`. Up to a part's size it is one request, made by ``commit``;
-        above, a multipart upload. Of several uploads from one process to one key, the last to end
-        cleans up after those that failed."""
+        """See :meth:`Driver.create`. Up to one part it is a single request, sent by ``commit``;
+        above that, a multipart upload. Of several uploads from one process to one key, the last to
+        end cleans up after those that failed."""
         path = self._path(key)
         await self._connections.open(Requests.SENDING)
 
@@ -293,7 +293,7 @@ class ObjectDriver(Driver):
         return upload
 
     async def _put(self, path: str, data: Any, **how: Any) -> Any:
-        """Have obstore put ``data`` for an upload. Raises what obstore raises."""
+        """Let obstore put ``data`` for an upload. Raises obstore's errors."""
         await self._connections.open(Requests.SENDING)
         return await self._connections.ask(
             Requests.SENDING, "put_async", path, data, **self._labels, **how
@@ -304,14 +304,14 @@ class ObjectDriver(Driver):
         response = await self._call("get", key, "get_async", path)
         check_small(response.meta["size"], self.uri, key)
         if response.attributes.get("Content-Type", "").startswith("text/html"):
-            raise no_store(self.uri, key)  # a page to log in, say, in place of the object
+            raise no_store(self.uri, key)  # such as a login page in place of the object
         return bytes(await self._timed("get", key, response.bytes_async()))
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. ``exclusive`` is one conditional request, which only the caller
-        repeats: so ExistsError never speaks of this put's own object. With
-        ``conditional=off`` it is a look, then a put: two that race may both succeed, and the traits
-        say so. Cancelled while it runs, it ends first."""
+        """See :meth:`Driver.put`. ``exclusive`` sends one conditional request, which obstore does
+        not retry, so ExistsError never refers to this put's own object. With ``conditional=off`` it
+        checks before writing, so two concurrent puts may both succeed, as the traits state. On
+        cancellation, it still runs to completion."""
         path = self._path(key)
         conditional = self._settings.conditional
         if exclusive and not conditional:
@@ -330,7 +330,7 @@ class ObjectDriver(Driver):
         }
         try:
             await to_the_end(self._call("put", key, "put_async", path, data, **how))
-        except NotFoundError as error:  # there is nothing else that could be missing
+        except NotFoundError as error:  # only the bucket can be missing
             raise missing_container(self.uri, key) from error
         self._container_seen = True
 
@@ -344,10 +344,11 @@ class ObjectDriver(Driver):
         found = None
         with contextlib.suppress(NotFoundError):
             found = await self._call("stat", key, "head_async", path)
-        # Not while that error is handled: it would become the context of obstore's next one, which
-        # lives until it is collected as garbage, and with it whatever the callers hold.
+        # Outside the except block. Otherwise that error would become the context of obstore's next
+        # one, which lives until garbage collection, together with everything the callers hold.
         if found is None:
-            # The answer to HEAD has no body that would say which of the two is missing.
+            # A response to HEAD has no body that would say whether the object or the bucket is
+            # missing.
             await self._check_container(key)
             raise NotFoundError("no such object", uri=self.uri, key=key)
         return ObjectInfo(key, found["size"], found["last_modified"].timestamp())
@@ -357,9 +358,12 @@ class ObjectDriver(Driver):
             await self._check_store(key)
 
     async def _check_store(self, key: str) -> None:
-        """Check that a store answers, and has the bucket, by asking for an object that nobody has.
-        A web page in place of a listing parses as an empty one, but the refusal of a store says
-        why, in XML. Raises StorageError. ``key`` is for messages."""
+        """Check that a store answers and has the bucket, by requesting an object that does not
+        exist.
+
+        A web page in place of a listing parses as an empty listing, but a real store gives the
+        reason for its refusal in XML. Raises StorageError. ``key`` is for messages.
+        """
         try:
             await self._call("look", key, "get_async", self._path(_NOBODYS_KEY))
         except (NotFoundError, AccessError) as error:
@@ -375,7 +379,7 @@ class ObjectDriver(Driver):
         else:
             path = self._root
         if prefix:
-            # One after the other: requests that are cancelled together leave connections open.
+            # One after the other: concurrent requests that are cancelled leave connections open.
             with contextlib.suppress(NotFoundError):
                 yield await self.stat(prefix)
         await self._connections.open(Requests.READING)
@@ -412,8 +416,8 @@ class ObjectDriver(Driver):
             await to_the_end(self._call("delete", key, "delete_async", path))
 
     async def delete_all(self, prefix: str) -> None:
-        """See :meth:`Driver.delete_all`. Many at a time where the store can; unfinished uploads
-        below go, too, alive or not."""
+        """See :meth:`Driver.delete_all`. Deletes in bulk if the store can, including live
+        unfinished uploads below the prefix."""
         path = self._path(prefix)
         keys = [info.key async for info in self.list(prefix)]
         lanes = self._settings.concurrency
@@ -444,15 +448,15 @@ class ObjectDriver(Driver):
             await to_the_end(self._call("delete", prefix, "delete_async", paths))
         except (
             NotFoundError
-        ):  # another process deletes, too, and the store rejects that: one by one
+        ):  # another process is deleting too, and the store rejects missing keys: delete one by one
             for key in keys:
                 await self.delete(key)
         if refusal is not None and not isinstance(refusal, NotFoundError):
             self._remember_refusal(refusal)
 
     def _remember_refusal(self, refusal: StorageError) -> None:
-        """What was refused in one request was done in several: this process asks for no bulk delete
-        there again."""
+        """Stop sending bulk deletes to this store in this process: it rejected one, but deleting
+        one by one worked."""
         if self._container not in KNOWN.no_bulk_delete:
             KNOWN.no_bulk_delete.add(self._container)
             _log.warning(
@@ -463,8 +467,8 @@ class ObjectDriver(Driver):
             )
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. An unfinished upload to which nothing came for an hour, by the
-        store's own clock, is taken for dead."""
+        """See :meth:`Driver.sweep`. An unfinished upload without activity for an hour, by the
+        store's clock, counts as dead."""
         path = self._path(prefix)
         await self._drop_unfinished(
             path, whole_key=False, quiet_s=SWEEP_QUIET_S, began_within_s=float("inf")
@@ -481,8 +485,8 @@ class ObjectDriver(Driver):
         await self._threads.close(CLOSE_TIMEOUT_S)
 
     def _path(self, key: str) -> str:
-        """The object's name in the bucket. Raises UriError for an unsafe key, StorageError once
-        closed."""
+        """Return the object's name in the bucket. Raises UriError for an unsafe key, and
+        StorageError after close()."""
         check_key(key, uri=self.uri)
         self._connections.check_open()
         try:
@@ -511,7 +515,8 @@ class ObjectDriver(Driver):
         return await self._timed(doing, key, work)
 
     async def _timed(self, doing: str, key: str, work: Awaitable[T]) -> T:
-        """What ``work``, which is obstore's, gives. Raises StorageError."""
+        """Await ``work`` of obstore within the time limit and return its result. Raises
+        StorageError."""
         limit_s = self._settings.limit_s
         with failures(doing, self.uri, key):
             try:
@@ -522,8 +527,8 @@ class ObjectDriver(Driver):
 
 
 async def _next(batches: Any) -> Any:
-    """The next batch of a listing, or an empty one. (The builtin ``anext`` with a default cannot
-    await obstore's.)"""
+    """Return the next batch of a listing, empty at the end. The builtin ``anext`` with a default
+    cannot await obstore's iterators."""
     try:
         return await anext(batches)
     except StopAsyncIteration:

@@ -1,9 +1,9 @@
-"""Keeps obstore from reading settings of its own out of the environment.
+"""Keeps obstore from reading settings from the environment.
 
-Every constructor of obstore takes each ``AWS_*``, ``GOOGLE_*`` or ``AZURE_*`` variable whose name
-it knows, and has no argument that says not to. A value in the configuration wins over the variable.
-So a driver puts every setting into the configuration, and names here those that cannot be put
-there, because no value of theirs means "not set".
+Every constructor of obstore reads each ``AWS_*``, ``GOOGLE_*`` or ``AZURE_*`` variable that it
+knows, and no argument disables this. Configuration values take precedence over variables. So a
+driver sets every configuration value, and lists here the variables whose settings have no value
+meaning "not set".
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _hiding = new_lock()
 def made_without(
     variables: Collection[str], make: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """What ``make`` gives when none of ``variables`` is set, in upper or lower case.
+    """Return the result of ``make``, called with none of ``variables`` set, in upper or lower case.
 
-    They are taken out of the environment of the C library, which obstore reads, while ``make``
-    runs, and put back; Python's ``os.environ`` has them all the time. Where none is set, which is
-    the rule, the environment is left alone. So name only variables that nothing but obstore reads.
+    They are removed from the C library's environment, which obstore reads, while ``make`` runs, and
+    then restored; Python's ``os.environ`` is not changed. Usually none is set and nothing happens.
+    Only list variables that nothing but obstore reads.
     """
     with _hidden({name.upper() for name in variables}):
         return make(*args, **kwargs)

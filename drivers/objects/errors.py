@@ -1,5 +1,5 @@
-"""From what obstore, or the store behind it, says to the error that a handler can act on. Nothing
-secret passes."""
+"""Translation of errors from obstore and the stores behind it into Holdfast's errors, with secrets
+removed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
 _STATUS = re.compile(r"status(?:[ _]code)?[:\s]+(\d{3})\b", re.IGNORECASE)
 _OF_ONE = re.compile(r"request failed for key [^\n]*\(code: (\w+)\)")
-"""What became of one object of those that one request was to delete: a code, or a status."""
+"""Result for one object of a bulk delete: a code or a status."""
 _MESSAGE = re.compile(r"<Message>\s*([^<]{1,200})</Message>")
 _QUERY = re.compile(r"(?<=://)([^\s?\"'\\)>]+)\?[^\s\"'\\)>]+")
 
@@ -44,7 +44,7 @@ _SECRETS = re.compile(
     r"\\?[\"']?[ \t]*[:>][ \t]*)[^\n\\<]+",
     re.I,
 )
-"""Secrets of the request, which a gateway in debug mode repeats in its answer."""
+"""Secrets of the request, which a gateway in debug mode repeats in its response."""
 
 _MISSING = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"}
 _BUSY = {
@@ -52,13 +52,13 @@ _BUSY = {
     "TooManyRequests", "ServerBusy", "rateLimitExceeded", "OperationAborted",
 }  # fmt: skip
 _CONFLICT = {"ConditionalRequestConflict", "OperationAborted", "Conflict", "conflict"}
-"""Another request for the same key was under way: nothing was done, and the object need not exist.
-"""
+"""Codes for a conflict with a concurrent request for the same key: nothing was done, and the object
+need not exist."""
 _CREDENTIALS = re.compile(
     r"credential|service account|access key|sas key|token|private key|pem file", re.I
 )
 _QUOTED = re.compile(r"(invalid (?:type|value): ).*?(?=, expected)", re.S)
-"""What a parser repeats of a file that it does not understand, which may hold secrets."""
+"""Text that a parser quotes from a malformed file, which may contain secrets."""
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "AccountQuotaExceeded"}
 _ACCESS = {
     "AccessDenied": (
@@ -93,11 +93,10 @@ _REDIRECTED = ("Received redirect without LOCATION", "error following redirect")
 WRONG_PLACE = (
     "The bucket is in another region, or at another endpoint: name it, ?region=… or ?endpoint=…."
 )
-"""Advice where a store sends clients elsewhere."""
+"""Advice for stores that redirect clients elsewhere."""
 _PLACES = re.compile(r"<(Region|Endpoint)>\s*([\w.:/-]{1,200})\s*</")
 _WHOLE = ("Range request not supported", "Received non-partial response")
-"""What obstore says where a range was asked for, and the server has answered with all of the
-object."""
+"""obstore's messages if a server answers a range request with the whole object."""
 _TOO_SLOW = (
     "A request ends after ?timeout=…, or once nothing has come for ?read_timeout=…. For a slow "
     "line make them longer, or "
@@ -107,8 +106,8 @@ _TOO_SLOW = (
 
 @contextmanager
 def failures(doing: str, uri: str, key: str) -> Iterator[None]:
-    """Turn what obstore raises in the body into the error of its kind. ``doing`` begins the
-    message: "read", say. Errors of ours pass unchanged, and so does what is not obstore's."""
+    """Translate obstore's errors in the body into Holdfast's. ``doing`` starts the message, for
+    example "read". Holdfast's own errors, and those of other libraries, pass unchanged."""
     from obstore.exceptions import BaseError
 
     try:
@@ -125,8 +124,8 @@ def failures(doing: str, uri: str, key: str) -> Iterator[None]:
 
 @contextmanager
 def connecting(uri: str) -> Iterator[None]:
-    """Turn what obstore raises in the body, which makes a client and asks no server, into
-    AccessError, where it is about credentials, or UriError. Errors of ours pass unchanged."""
+    """Translate obstore's errors in a body that creates a client without sending requests:
+    AccessError if it concerns credentials, else UriError. Holdfast's own errors pass unchanged."""
     from obstore.exceptions import BaseError
 
     try:
@@ -142,7 +141,7 @@ def connecting(uri: str) -> Iterator[None]:
 
 
 def _unusable(error: BaseException, uri: str) -> HoldfastError:
-    """Options or the environment say something that no client can be made of."""
+    """Return the error for options or an environment from which no client can be created."""
     reason = _reason(str(error), "", 0)
     if "Account must be specified" in reason:
         advice = "Say which storage account: ?account=…, or AZURE_STORAGE_ACCOUNT_NAME."
@@ -161,7 +160,7 @@ def _unusable(error: BaseException, uri: str) -> HoldfastError:
 
 
 def _panicked(error: BaseException, doing: str, uri: str, key: str | None) -> StorageError:
-    """The client came upon what its authors took for impossible: mostly a name that makes no valid
+    """Return the error for a panic of the client, mostly caused by a name that forms no valid
     URL."""
     reason = " ".join(_QUERY.sub(r"\1?…", str(error)).split())[:200]
     return StorageError(
@@ -173,7 +172,7 @@ def _panicked(error: BaseException, doing: str, uri: str, key: str | None) -> St
 
 
 def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageError:
-    """The error of ours for ``error``, which obstore raised. Its cause is left to the caller."""
+    """Return the Holdfast error for ``error``, raised by obstore. The caller sets its cause."""
     text = str(error)
     name = type(error).__name__
     code, status = _answer(text)
@@ -197,7 +196,7 @@ def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageE
 
 
 def _answer(text: str) -> tuple[str, int]:
-    """(code, status) of what the store answered; "" and 0 where it did not say."""
+    """Return the code and status of the store's response; "" and 0 if not stated."""
     if match := _CODE.search(text):
         code = match[1]
     else:
@@ -219,24 +218,25 @@ def _answer(text: str) -> tuple[str, int]:
 
 
 def _is_taken(code: str, status: int) -> bool:
-    """Whether a refused condition says that the object exists. Status 409 has other meanings,
-    too."""
+    """Return whether a failed precondition means that the object exists. Status 409 also has other
+    meanings."""
     return status != 409 or not code or "Exists" in code or code == "PreconditionFailed"
 
 
 def missing_container(uri: str, key: str | None = None) -> StorageError:
-    """The bucket, or container, itself is not there: no sign that nothing was saved."""
+    """Return the error for a missing bucket or container, which does not mean that nothing was
+    saved."""
     advice = "Create it, or look for a slip in its name, the endpoint, the region, or the account."
     return StorageError("the bucket (or container) does not exist", uri=uri, key=key, advice=advice)
 
 
 def states_code(text: str) -> bool:
-    """Return whether an answer states an error code in XML, as only object stores do."""
+    """Return whether a response contains an error code in XML, as only object stores send."""
     return _CODE.search(text) is not None
 
 
 def no_store(uri: str, key: str | None = None) -> StorageError:
-    """Return the error for a server that answers, but not as an object store does."""
+    """Return the error for a server that does not respond like an object store."""
     message = "the server does not answer as an object store does, but like a web site"
     return StorageError(message, uri=uri, key=key or None, advice=_NO_STORE)
 
@@ -280,7 +280,8 @@ def _refusal(
 
 
 def _failure(message: str, text: str, status: int, where: dict[str, Any]) -> StorageError:
-    """Of a request that was not refused: the connection, the server, or the client failed."""
+    """Return the error for a request that was not rejected: the connection, the server or the
+    client failed."""
     refusal = untrusted(text, where["uri"], where["key"])
     if not status and refusal is not None:
         return refusal
@@ -306,7 +307,7 @@ def _failure(message: str, text: str, status: int, where: dict[str, Any]) -> Sto
 
 
 def _reason(text: str, code: str, status: int) -> str:
-    """In a few words, from the store's own where it has sent some."""
+    """Return a short reason, in the store's own words if it sent any."""
     if match := _MESSAGE.search(text):
         message = match[1].strip()
     else:
@@ -317,10 +318,10 @@ def _reason(text: str, code: str, status: int) -> str:
 
 
 def _clean(error: BaseException) -> BaseException:
-    """The same error without the queries of URLs, where some stores carry signatures, and without
-    the secrets that a store has said back."""
+    """Return the error without URL queries, which may contain signatures, and without secrets that
+    the store repeated."""
     text = _QUOTED.sub(r"\1…", _SECRETS.sub(r"\1…", _QUERY.sub(r"\1?…", str(error))))
     try:
         return type(error)(text)
-    except TypeError:  # a class that wants more than a message
+    except TypeError:  # the class requires further arguments
         return StorageError(text)

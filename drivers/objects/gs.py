@@ -1,10 +1,11 @@
 """``gs://bucket/root``: Google Cloud Storage.
 
 Credentials come from Google's own chain: environment, application default credentials, the metadata
-server. Only credentials come from the environment; options alone say where requests go, and how.
+server. Only credentials come from the environment; only options determine where and how requests
+are sent.
 
-Unfinished uploads are left to the store, which drops them by a life-cycle rule
-(``AbortIncompleteMultipartUpload``); obstore cannot have it forget them earlier.
+The store drops unfinished uploads by a lifecycle rule (``AbortIncompleteMultipartUpload``); obstore
+cannot drop them earlier.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["GcsDriver"]
 
 
 class GcsDriver(ObjectDriver):
-    """Objects of one bucket of Google Cloud Storage."""
+    """Objects in one bucket of Google Cloud Storage."""
 
     _object_max_nbytes = 5 << 40
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -32,7 +33,7 @@ class GcsDriver(ObjectDriver):
         "endpoint": Option(url, "", "URL of another server that speaks this protocol"),
     }
 
-    _states_codes = False  # the usual emulator says it in plain text
+    _states_codes = False  # the usual emulator responds in plain text
 
     @property
     def _container(self) -> tuple[str, ...]:
@@ -45,13 +46,13 @@ class GcsDriver(ObjectDriver):
             "base_url": self._values["endpoint"] or "https://storage.googleapis.com",
             "skip_signature": self._values["anonymous"],
         }
-        make: Any = GCSStore  # typed by dicts of literals, which options cannot be
+        make: Any = GCSStore  # obstore's types are dicts of literals
         http = self._http(requests, config["base_url"])
         return make(self._bucket, config=config, credential_provider=self._token_provider, **http)
 
     @cached_property
     def _token_provider(self) -> Callable[[], dict[str, Any]] | None:
-        """What obstore asks for tokens; None where it finds them itself."""
+        """Callback that provides tokens to obstore; None if obstore finds them itself."""
         if self._values["anonymous"]:
             return _nobody
         file = credentials_file()
@@ -64,6 +65,6 @@ class GcsDriver(ObjectDriver):
 
 
 def _nobody() -> dict[str, Any]:
-    """A token for requests that need none. Without any, obstore would ask the metadata server
-    before it writes."""
+    """Return an empty token for anonymous requests. Without it, obstore would ask the metadata
+    server before it writes."""
     return {"token": "", "expires_at": None}

@@ -1,9 +1,9 @@
-"""Google credentials of kinds that obstore does not know: federated and impersonated ones, by
-Google's own library.
+"""Federated and impersonated Google credentials, which obstore does not support, through
+google-auth.
 
-obstore reads keys of service accounts, and what ``gcloud auth application-default login`` leaves,
-and asks the metadata server. Files of other types are read here: ``external_account`` (workload
-identity federation), ``external_account_authorized_user`` (workforce identity federation), and
+obstore reads service account keys and the result of ``gcloud auth application-default login``, and
+asks the metadata server. This module handles other types: ``external_account`` (workload identity
+federation), ``external_account_authorized_user`` (workforce identity federation), and
 ``impersonated_service_account``.
 """
 
@@ -28,13 +28,13 @@ _FIRST = (
     "GOOGLE_SERVICE_ACCOUNT_KEY",
     "GOOGLE_BEARER_TOKEN",
 )
-"""Variables that obstore takes before any file of application default credentials."""
+"""Variables that obstore prefers to a file of application default credentials."""
 _SCOPE = "https://www.googleapis.com/auth/devstorage.full_control"
 
 
 def credentials_file() -> str | None:
-    """The file of application default credentials, where it is of a type that obstore does not
-    know, and counts."""
+    """Return the file of application default credentials if it takes effect and its type is unknown
+    to obstore."""
     if any(os.environ.get(name) for name in _FIRST):
         return None
     named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
@@ -42,7 +42,7 @@ def credentials_file() -> str | None:
     path = Path(named or Path(folder, "application_default_credentials.json")).expanduser()
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):  # obstore says what is wrong with it
+    except (OSError, ValueError):  # obstore reports the problem
         return None
     if isinstance(content, dict):
         kind = content.get("type")
@@ -56,8 +56,8 @@ def credentials_file() -> str | None:
 def token_provider(
     file: str, verify: str | None, proxy: str, uri: str
 ) -> Callable[[], dict[str, Any]]:
-    """What obstore asks for tokens: it is called again when one expires. ``verify`` names the
-    certificates to trust.
+    """Return a callback that provides tokens to obstore, which calls it again when one expires.
+    ``verify`` names the certificates to trust.
 
     Raises AccessError for a file that google-auth cannot use. Blocks.
     """
@@ -81,17 +81,18 @@ def token_provider(
             ValueError,
             TypeError,
             KeyError,
-        ) as error:  # some for an answer that is no token
+        ) as error:  # some of these for a response that is not a token
             raise _unusable(file, error, uri) from error
         expiry = found.expiry
         return {"token": found.token, "expires_at": expiry and expiry.replace(tzinfo=UTC)}
 
-    provide()  # what is wrong with the credentials is said here, where it can be said well
+    provide()  # reports bad credentials here, where the error can be specific
     return provide
 
 
 def _credentials(content: dict[str, Any]) -> Any:
-    """Of google-auth, for what a file says. Raises many things where that is not right."""
+    """Return google-auth credentials for a file's content. Raises many kinds of errors if it is
+    malformed."""
     from google.auth import (
         aws,
         external_account_authorized_user,
@@ -119,7 +120,8 @@ def _credentials(content: dict[str, Any]) -> Any:
 
 
 def _unusable(file: str, error: Exception, uri: str) -> AccessError:
-    """Google's servers may say more than this; it may hold secrets."""
+    """Return the error for unusable credentials. Only quotes the first argument: the rest of a
+    server's response may contain secrets."""
     reason = " ".join(str(error.args[0] if error.args else error).split())[:200]
     return AccessError(
         f"no token for the credentials in {file}: {reason}",

@@ -1,8 +1,8 @@
-"""``http://host/root`` and ``https://host/root``: checkpoints that any web server hands out, for
-reading only.
+"""``http://host/root`` and ``https://host/root``: read-only access to checkpoints on any web
+server.
 
-The server must answer ranges. It cannot be asked what there is, so nothing is listed; a checkpoint
-is opened by its own URI, and its manifest says which files it has.
+The server must support range requests. It cannot list files, so a checkpoint is opened by its own
+URI, and its manifest names its files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _READING = ("part_size", "concurrency", "timeout", "read_timeout", "deadline", "
 
 
 class HttpDriver(ReadOnly, ObjectDriver):
-    """What lies below one URL. Everything that would change or list it raises StorageError."""
+    """Objects below one URL. Every writing or listing method raises StorageError."""
 
     reading_only: ClassVar[str] = "http:// is for reading only"
     OPTIONS: ClassVar[Mapping[str, Option]] = {name: COMMON_OPTIONS[name] for name in _READING}
@@ -45,7 +45,7 @@ class HttpDriver(ReadOnly, ObjectDriver):
         return make(self._host, **self._http(requests, self._host))
 
     async def _check_container(self, key: str) -> None:
-        """A web server has no buckets."""
+        """Do nothing: a web server has no buckets."""
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         if prefix:
@@ -53,4 +53,4 @@ class HttpDriver(ReadOnly, ObjectDriver):
         raise StorageError(
             "a web server cannot say what there is", uri=self.uri, key=prefix or None
         )
-        yield  # what makes this a generator
+        yield  # makes this a generator

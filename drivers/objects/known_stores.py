@@ -1,4 +1,4 @@
-"""What this process has learnt about stores, so that no driver in it asks a second time."""
+"""Facts about stores that this process has learned, so that no driver has to ask twice."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["KNOWN"]
 @dataclass(frozen=True, slots=True)
 class _KnownStores:
     no_bulk_delete: set[tuple[str, ...]] = field(default_factory=set)
-    """Containers whose store has refused to delete many objects with one request."""
+    """Containers whose store rejected a bulk delete."""
     no_upload_list: set[tuple[str, str]] = field(default_factory=set)
-    """(endpoint, bucket) where the list of unfinished uploads is unknown."""
+    """(endpoint, bucket) pairs whose store cannot list unfinished uploads."""
     wrong_dates: set[tuple[str, str]] = field(default_factory=set)
-    """(endpoint, bucket) where the dates of unfinished uploads are wrong."""
+    """(endpoint, bucket) pairs whose store gives unfinished uploads wrong dates."""
     wants_checksum: set[tuple[str, ...]] = field(default_factory=set)
-    """Containers that take no object without a checksum, as those with Object Lock."""
+    """Containers that reject objects without a checksum, such as those with Object Lock."""
     regions: dict[str, str] = field(default_factory=dict)
-    """The regions of AWS that buckets are in, by the URLs of these."""
+    """AWS regions of buckets, by bucket URL."""
     trusted: set[tuple[str, ...]] = field(default_factory=set)
-    """Servers whose certificates are trusted, with the options that make them so."""
+    """Servers whose certificates are trusted, each with the options used."""
 
     def forget(self) -> None:
-        """Ask every store anew."""
+        """Discard everything, so that stores are asked again."""
         self.no_bulk_delete.clear()
         self.no_upload_list.clear()
         self.wrong_dates.clear()

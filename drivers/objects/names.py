@@ -1,4 +1,4 @@
-"""From URIs to buckets, and from keys to names that object stores take."""
+"""Splitting URIs into bucket and root, and encoding keys as object names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["encoded", "split_location"]
 
 
 def split_location(uri: Uri) -> tuple[str, str]:
-    """(bucket, root): the root without slashes at its ends, decoded. Raises UriError."""
+    """Return bucket and root; the root is decoded and without surrounding slashes. Raises
+    UriError."""
     bucket, _, path = uri.location.partition("/")
     if not bucket:
         raise UriError(
@@ -30,9 +31,9 @@ def split_location(uri: Uri) -> tuple[str, str]:
 
 
 def encoded(key: str) -> str:
-    """``key`` with what cannot be printed percent-encoded, and so "%" too: listings, which are XML,
-    could not carry it. The backslash likewise: some stores take it for a slash. Raises
-    UnicodeEncodeError for what is no text."""
+    """Percent-encode unprintable characters, which XML listings cannot carry, and so "%" too. Also
+    encodes the backslash, which some stores treat as a slash. Raises UnicodeEncodeError for invalid
+    Unicode."""
     if key.isprintable() and "%" not in key and "\\" not in key:
         return key
     return "".join(c if c.isprintable() and c not in "%\\" else quote(c, safe="") for c in key)

@@ -1,4 +1,4 @@
-"""The options that all object stores share, and the settings that they make."""
+"""Options shared by all object stores, and the settings derived from them."""
 
 from __future__ import annotations
 
@@ -44,70 +44,70 @@ COMMON_OPTIONS: Mapping[str, Option] = {
         url, "", "URL of the HTTP proxy to go through; else HTTPS_PROXY, HTTP_PROXY, NO_PROXY"
     ),
 }
-"""What all object stores take."""
+"""Options of all object stores."""
 
 
 class Requests(Enum):
-    """A kind of requests. Each kind has an HTTP client of its own, for a client has one time-out
-    and one way to repeat."""
+    """Kind of a request. Each kind has its own HTTP client, because timeout and retries are set per
+    client."""
 
     READING = "reading"
-    """Requests that send next to nothing. Repeated by the client; silence ends them."""
+    """Requests that send almost nothing. Retried by the client; ended by silence."""
     SENDING = "sending"
-    """Objects and parts on their way to the store. Repeated by the client. While bytes are sent,
-    the store is silent, and the client cannot see how many have left: only ``timeout`` bounds them.
-    """
+    """Uploads of objects and parts. Retried by the client. The store is silent while bytes are
+    sent, and the client cannot see how many have left, so only ``timeout`` limits them."""
     ONCE = "once"
-    """Never repeated by the client: an exclusive put whose repetition meets its own object would
-    report a conflict, and a store that does not know a request would be asked until ``deadline``.
-    What failed for the moment is the caller's to repeat."""
+    """Requests that the client never retries. A retried exclusive put could meet its own object and
+    report a conflict, and an unsupported request would be repeated until ``deadline``. Callers
+    retry temporary failures themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all object stores let one choose."""
+    """Settings common to all object stores."""
 
     part_nbytes: int
     concurrency: int
     timeout_s: float
-    """Of one request, from connecting to the last byte."""
+    """Limit of one request, from connecting to the last byte."""
     read_timeout_s: float
-    """For how long nothing may come while an answer is awaited, or read."""
+    """Limit of silence while a response is awaited or read."""
     deadline_s: float
-    """How long a request that failed for the moment is repeated."""
+    """Time during which temporary failures of a request are retried."""
     conditional: bool
-    """Whether the store knows conditional puts."""
+    """True if the store supports conditional puts."""
     ca: str = ""
-    """A file of certificates to trust, where one is named."""
+    """File of additional certificates to trust; "" for none."""
     proxy: str = ""
-    """The URL of a proxy, where one is named."""
+    """URL of a proxy; "" for none."""
 
     @property
     def limit_s(self) -> float:
-        """By when an operation has ended, one way or the other."""
+        """Time within which any operation has ended."""
         return self.deadline_s + self.timeout_s + 5
 
     def client(self, requests: Requests, *, http: bool) -> dict[str, Any]:
-        """For obstore's HTTP client, but for the certificates that it trusts."""
+        """Return the settings of obstore's HTTP client, except for trusted certificates."""
         options: dict[str, Any] = {
             "timeout": _milliseconds(self.timeout_s),
             "connect_timeout": _milliseconds(min(self.timeout_s, 5.0)),
             "allow_http": http,
         }
-        if requests is not Requests.SENDING:  # the client's runs from the first byte that is sent
+        # the client's read timeout starts with the first byte sent
+        if requests is not Requests.SENDING:
             options["read_timeout"] = _milliseconds(min(self.timeout_s, self.read_timeout_s))
         if self.proxy:
             options["proxy_url"] = self.proxy
         return options
 
     def retry(self, requests: Requests) -> dict[str, Any]:
-        """For obstore's retries: bounded by time, not by number, so that a server may restart
-        meanwhile."""
+        """Return obstore's retry settings. Retries are limited by time, not number, so that a
+        server may restart."""
         if requests is Requests.ONCE:
             return {"max_retries": 0}
         limit_s = self.deadline_s
         if requests is Requests.SENDING and limit_s:
-            # A request whose connection went dead takes that long before it fails.
+            # A request on a dead connection takes that long to fail.
             limit_s += self.timeout_s
         backoff = {
             "init_backoff": timedelta(seconds=0.1),
@@ -126,7 +126,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def settings_of(values: Mapping[str, Any]) -> Settings:
-    """Out of the values of :data:`COMMON_OPTIONS`."""
+    """Build the settings from the values of :data:`COMMON_OPTIONS`."""
     return Settings(
         values["part_size"],
         values["concurrency"],

@@ -1,8 +1,7 @@
-"""Cutting what is written, in ascending order, into the parts of a multipart upload. Pure.
+"""Splits data written in ascending order into the parts of a multipart upload. Pure.
 
-A part that one write fills whole is a view of the caller's memory: nothing is copied. A part that
-several writes fill is put together in memory of its own, so that no write ever waits for bytes that
-a later one brings.
+A part filled by a single write is a view of the caller's memory, without a copy. A part filled by
+several writes is assembled in its own memory, so that no write waits for the bytes of a later one.
 """
 
 from __future__ import annotations
@@ -20,37 +19,36 @@ from ..contract import Buffer
 __all__ = ["PARTS_MAX", "Cutter", "Part", "part_nbytes_for"]
 
 PARTS_MAX = 10_000
-"""What S3 and GCS take; Azure takes 50,000."""
+"""Limit of S3 and GCS. Azure allows 50,000."""
 
 
 class Part(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The bytes of one part. The sender keeps a reference to this very object until they are
-    stored."""
+    """Bytes of one part. The sender references this very object until they are stored."""
 
 
 def part_nbytes_for(nbytes: int, preferred_nbytes: int) -> int:
-    """The size of all parts but the last of an object: a multiple of ``preferred_nbytes``, so that
-    there are at most :data:`PARTS_MAX`."""
+    """Return the size of all parts but the last: the smallest multiple of ``preferred_nbytes`` that
+    needs at most :data:`PARTS_MAX` parts."""
     multiple = ceil_div(nbytes, PARTS_MAX * preferred_nbytes)
     return max(1, multiple) * preferred_nbytes
 
 
 @dataclass
 class Cutter:
-    """Cuts an object of ``nbytes``, or of fewer, into parts of ``part_nbytes``; the last may be
+    """Splits an object of at most ``nbytes`` into parts of ``part_nbytes``; the last may be
     shorter."""
 
     nbytes: int
     part_nbytes: int
     reached: int = 0
-    """How far the object has been given to :meth:`cut`."""
+    """Number of bytes passed to :meth:`cut`."""
     _gathered: npt.NDArray[np.uint8] | None = None
 
     def cut(self, data: Buffer) -> Iterator[Part]:
-        """Take the next bytes of the object; give the parts that they complete, in order.
+        """Take the next bytes of the object and yield the parts they complete, in order.
 
-        A part is either a view of ``data`` or memory of its own, which makes no difference to the
-        sender. Nothing is left to be given when the last byte has been cut.
+        A part is a view of ``data`` or its own memory; the sender treats both alike. After the last
+        of ``nbytes`` is cut, nothing remains.
         """
         taken = 0
         while taken < len(data):
@@ -64,8 +62,8 @@ class Cutter:
                 yield whole.view(Part)
 
     def rest(self) -> Part | None:
-        """What was cut and not given, of an object that ends here, before ``nbytes``: its last
-        part."""
+        """Return the unfinished last part of an object that ends here, before ``nbytes``; None if
+        nothing is left over."""
         rest = self._gathered
         self._gathered = None
         if rest is None:
@@ -75,8 +73,8 @@ class Cutter:
     def _add(
         self, piece: npt.NDArray[np.uint8], offset: int, room: int
     ) -> npt.NDArray[np.uint8] | None:
-        """The part that ``piece``, which belongs at ``offset`` of it, makes whole; None if it is
-        still not."""
+        """Add ``piece`` at ``offset`` of the current part and return the part if it is now
+        complete."""
         full_nbytes = offset + room
         if offset == 0 and len(piece) == room == self.part_nbytes:
             return piece

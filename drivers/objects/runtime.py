@@ -1,11 +1,10 @@
-"""obstore's threads, one set for the process. They do not survive a fork, and what needs them in
-the child would hang.
+"""Guards for obstore's threads, one set per process. They do not survive a fork: a child that needs
+them would hang.
 
-Nor may the interpreter end while one of them waits for its lock: such a thread is made to unwind,
-Rust does not let it, and the process, whose work is done, dies of SIGABRT. A thread waits for the
-lock a moment longer than the task that awaited its result takes to go on; on a busy machine, much
-longer.
-So the end of the process waits for them.
+The interpreter must not exit while one of them waits for the GIL either. Such a thread is forcibly
+unwound, Rust does not allow that, and the process dies of SIGABRT after its work is done. A thread
+may wait for the GIL a moment longer than the task that awaited its result, and much longer on a
+busy machine. So process exit waits for these threads.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ...errors import StorageError
 
 __all__ = ["settle", "use", "wake"]
 
-_NAME = "tokio-runtime-w"  # the kernel keeps 15 letters
+_NAME = "tokio-runtime-w"  # the kernel keeps 15 characters
 _SETTLE_S = 5.0
 _LOOK_S = 0.005
 _TASKS = Path("/proc/self/task")
@@ -30,9 +29,9 @@ _pid: int | None = None
 
 
 def use(uri: str) -> None:
-    """Called before anything that starts obstore's threads, or needs them.
+    """Record the use of obstore's threads. Called before anything that starts or needs them.
 
-    Raises StorageError in a process that was forked from one that had started them.
+    Raises StorageError in a process forked from one that had started them.
     """
     global _pid  # noqa: PLW0603 - as global as the threads are
     if _pid is None:
@@ -50,11 +49,11 @@ def use(uri: str) -> None:
 
 
 async def wake() -> None:
-    """Have obstore's threads look again at what they have to do, now and a moment later.
+    """Wake obstore's threads now and a moment later, so that they close dropped connections.
 
-    A connection of a store that is let go just as a thread falls asleep is otherwise closed only
-    when any store is used next: about one time in fifty, after a listing. After a call that was
-    cancelled a thread lets go last, later than we do.
+    If a store is dropped just as a thread falls asleep (about once in fifty listings), its
+    connection would otherwise stay open until any store is used again. After a cancelled call, a
+    thread releases it later than we do, hence the second time.
     """
     import obstore
     from obstore.store import MemoryStore
@@ -65,11 +64,10 @@ async def wake() -> None:
 
 
 def settle() -> None:
-    """Leave the interpreter's lock to obstore's threads until none of them wants it; for a few
-    seconds at most.
+    """Release the GIL to obstore's threads until none is waiting for it, for a few seconds at most.
 
-    A thread that waited for the lock can run as soon as this one sleeps. So when all of them sleep
-    after that, twice, none waits. Where there is no /proc it sleeps for a moment.
+    A thread waiting for the GIL can run as soon as this one sleeps. So if all of them are asleep
+    twice in a row, none is waiting. Without /proc, this just sleeps for a moment.
     """
     if _pid != os.getpid():
         return
@@ -85,7 +83,7 @@ def settle() -> None:
 
 def _all_sleep() -> bool:
     for task in _TASKS.glob("*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
             if name == _NAME and rest.split()[0] in "RD":
                 return False

@@ -1,6 +1,6 @@
-"""``s3://bucket/root``: S3, and whatever speaks its protocol (Ceph, MinIO, R2, …), at any endpoint.
+"""``s3://bucket/root``: S3 and compatible stores (Ceph, MinIO, R2, …), at any endpoint.
 
-Credentials come from the chain that all AWS tools share: environment, shared profiles, single
+Credentials come from the chain shared by all AWS tools: environment, shared profiles, single
 sign-on, roles of the container or the host. Never from the URI.
 """
 
@@ -47,20 +47,20 @@ _OF_UPLOADS = (
     "UploadPart",
     "AbortMultipartUpload",
 )
-"""What :class:`Unfinished` asks for."""
+"""Operations used by :class:`Unfinished`."""
 _CHECKSUMS = {"sha256": "SHA256", "crc64nvme": "CRC64NVME"}
 T = TypeVar("T")
 
 _STALE = re.compile(
     r"ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|SignatureDoesNotMatch"
 )
-"""What a store says of credentials that may have been replaced."""
+"""Errors that may mean that the credentials were replaced."""
 _ALREADY = timedelta(seconds=1)
-"""How long ago credentials have expired, as obstore is told: so it asks for every request, and the
-next part of a long upload is signed with credentials that were renewed meanwhile. To ask costs
-microseconds; botocore renews in time what really expires."""
+"""Age of the expiry time reported to obstore. Because credentials look expired, obstore asks for
+them before every request, so the next part of a long upload uses renewed ones. Asking costs
+microseconds; botocore renews real expiry in time."""
 
-# What obstore would read from the environment, with the values that mean "not set".
+# Settings that obstore would read from the environment, with values that mean "not set".
 _UNSET: Mapping[str, Any] = {
     "conditional_put": "etag",
     "copy_if_not_exists": "multipart",
@@ -74,11 +74,11 @@ _NEVER_SET = (
     "AWS_SSE_CUSTOMER_KEY_BASE64",
     "AWS_SSE_KMS_KEY_ID",
 )
-"""Variables of obstore alone, for whose settings no value means "not set"."""
+"""Variables used only by obstore, whose settings have no value meaning "not set"."""
 
 
 class S3Driver(ObjectDriver):
-    """Objects of one S3 bucket."""
+    """Objects in one S3 bucket."""
 
     _object_max_nbytes = 5 << 40
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -116,8 +116,8 @@ class S3Driver(ObjectDriver):
 
     @classmethod
     def open(cls, uri: Uri) -> Self:
-        """See :meth:`ObjectDriver.open`. Raises UriError also for ways of storing that the bucket
-        does not have."""
+        """See :meth:`ObjectDriver.open`. Also raises UriError for storage options that the bucket
+        does not support."""
         driver = super().open(uri)
         check_storing(driver._bucket, driver._values, uri)
         return driver
@@ -141,8 +141,8 @@ class S3Driver(ObjectDriver):
 
     @cached_property
     def _place(self) -> Place:
-        """Where requests go. AWS is asked for the bucket's region, once in a process, unless the
-        URI says it."""
+        """Place that requests are sent to. Unless the URI sets the region, asks AWS for the
+        bucket's region, once per process."""
         place = self._place_in(self._region)
         if self._values["region"] or place.endpoint or not may_be_elsewhere(self._bucket):
             return place
@@ -181,7 +181,7 @@ class S3Driver(ObjectDriver):
             "region": place.region,
             "endpoint": place.bucket_url,
             "aws_endpoint_url_s3": place.bucket_url,
-            "virtual_hosted_style_request": True,  # the bucket is in the endpoint already
+            "virtual_hosted_style_request": True,  # the endpoint already contains the bucket
             "skip_signature": self._values["anonymous"],
             **_UNSET,
             "disable_bulk_delete": requests is not Requests.ONCE,
@@ -190,11 +190,11 @@ class S3Driver(ObjectDriver):
         }
         http = self._http(requests, place.bucket_url)
         if place.clear and not self._values["anonymous"] and not self._proxied:
-            # Nothing is encrypted: to read the host's certificates takes 5 to 10 ms, and there are
-            # up to three clients. A redirect to https:// would lose the signature, so no signed
-            # request has followed one.
+            # Without encryption, skip reading the host's certificates, which takes 5 to 10 ms for
+            # each of up to three clients. A redirect to https:// would lose the signature, so
+            # signed requests never follow one.
             http["client_options"]["disable_system_certificates"] = True
-        make: Any = S3Store  # typed by dicts of literals, which options cannot be
+        make: Any = S3Store  # obstore's types are dicts of literals
         return made_without(
             _NEVER_SET,
             make,
@@ -206,7 +206,7 @@ class S3Driver(ObjectDriver):
 
     @property
     def _proxied(self) -> bool:
-        """Whether requests go through a proxy, which may want TLS."""
+        """True if requests go through a proxy, which may require TLS."""
         return bool(self._settings.proxy or getproxies())
 
     def _checksum(self) -> dict[str, Any]:
@@ -225,8 +225,8 @@ class S3Driver(ObjectDriver):
         return {"unsigned_payload": chosen == "none"}
 
     def _credentials(self) -> Callable[[], dict[str, Any]]:
-        """What obstore asks for credentials, again and again: of files that have changed since, the
-        new ones. Raises AccessError where there are none."""
+        """Return a callback that provides credentials to obstore, from the current state of the
+        shared files. Raises AccessError if there are no credentials."""
         if self._session.get_credentials() is None:
             raise AccessError(
                 "no credentials found",
@@ -272,7 +272,7 @@ class S3Driver(ObjectDriver):
         except Exception as error:
             if not await self._threads.run(self._renewed, error):
                 raise
-            # Parts that were sent are gone.
+            # The parts already sent are lost.
             raise UploadLostError(
                 "upload failed: its credentials were replaced meanwhile",
                 uri=self.uri,
@@ -280,8 +280,8 @@ class S3Driver(ObjectDriver):
             ) from error
 
     async def _with_renewal(self, call: Callable[[], Awaitable[T]]) -> T:
-        """What ``call`` gives; a second time, with other credentials, where it is refused and there
-        are others."""
+        """Call ``call``, and repeat it once with renewed credentials if it fails and they have
+        changed."""
         try:
             return await call()
         except Exception as error:
@@ -290,18 +290,18 @@ class S3Driver(ObjectDriver):
         return await call()
 
     def _renewed(self, error: Exception) -> bool:
-        """Return whether later requests differ from the one that ``error`` came of: they have other
-        credentials, or the checksum that buckets with Object Lock ask for.
+        """Return whether a retry would use other credentials, or the checksum that buckets with
+        Object Lock require.
 
-        There are where the shared files were written since, and there may be, once, where the store
-        does not know what was found.
+        Credentials have changed if the shared files were written since. Once, credentials that the
+        store does not accept are also looked up again.
         """
         if self._wants_checksum(error):
             KNOWN.wants_checksum.add(self._container)
             self._connections.renew()
             return True
         if self._session_used is None or isinstance(error, NotFoundError | ExistsError):
-            return False  # no credentials were used, or they were good
+            return False  # no credentials were used, or they were valid
         if self._session_used is self._session:
             if self._looked_again or not _STALE.search(f"{error} {error.__cause__}"):
                 return False
@@ -312,7 +312,7 @@ class S3Driver(ObjectDriver):
         return True
 
     def _wants_checksum(self, error: Exception) -> bool:
-        """Return whether ``error`` asks for a checksum that was not sent, and may be."""
+        """Return whether ``error`` demands a checksum that was not sent and can be."""
         if self._values["checksum"] != "auto" or "Content-MD5" not in f"{error} {error.__cause__}":
             return False
         return self._container not in KNOWN.wants_checksum
@@ -334,7 +334,7 @@ class S3Driver(ObjectDriver):
         )
 
     def _client(self, place: Place, *, signed: bool) -> Any:
-        """botocore's client, for the same place as obstore's."""
+        """Return botocore's client for the same place as obstore's."""
         from botocore import UNSIGNED
 
         s = self._settings
@@ -367,10 +367,11 @@ class S3Driver(ObjectDriver):
 
 
 def _pay(params: Mapping[str, Any], **_: Any) -> dict[str, Any]:
-    """The parameters of a request of botocore's, with the promise to pay for it."""
+    """Return the parameters of a botocore request with consent to pay for it."""
     return {**params, "RequestPayer": "requester"}
 
 
 def _nobody() -> dict[str, Any]:
-    """Credentials that are never asked for: without any, obstore would look for its own."""
+    """Return dummy credentials for anonymous access; without any, obstore would look for its
+    own."""
     return {"access_key_id": "", "secret_access_key": "", "token": None, "expires_at": None}

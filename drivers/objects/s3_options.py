@@ -1,5 +1,4 @@
-"""What S3 is told of each object that is stored: how it is encrypted, its storage class, its tags,
-and who pays."""
+"""Per-object storage options of S3: encryption, storage class, tags, and who pays."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def _matching(pattern: re.Pattern[str], meaning: str) -> Callable[[str], str]:
 
 
 def _tags(text: str) -> str:
-    """``team=ml,run=7``, as it is."""
+    """Validate a list of tags such as ``team=ml,run=7`` and return it unchanged."""
     pairs = [pair.partition("=") for pair in text.split(",")]
     if not all(
         _TAG.fullmatch(name) and equals and _TAG.fullmatch(value or "-")
@@ -69,17 +68,17 @@ STORING_OPTIONS: Mapping[str, Option] = {
         "whether it is a directory bucket of S3 Express; auto: by its name",
     ),
 }
-"""What ``s3://`` takes besides."""
+"""Further options of ``s3://``."""
 
 
 def is_express(bucket: str, values: Mapping[str, Any]) -> bool:
-    """Whether ``bucket`` is to be talked to as a directory bucket of S3 Express."""
+    """Return whether to treat ``bucket`` as a directory bucket of S3 Express."""
     chosen = values["express"]
     return chosen == "on" or (chosen == "auto" and bucket.endswith(DIRECTORY_BUCKET))
 
 
 def check_storing(bucket: str, values: Mapping[str, Any], uri: Uri) -> None:
-    """Raise UriError where options do not go together."""
+    """Raise UriError for contradictory options."""
     for wrong, message, advice in _contradictions(bucket, values):
         if wrong:
             raise UriError(message, uri=uri.redacted, advice=advice)
@@ -141,7 +140,8 @@ def _is_key(text: str) -> bool:
 
 
 def store_config(bucket: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """For obstore's configuration. What is not there is as the bucket says."""
+    """Return obstore's configuration for these options. Unset options follow the bucket's
+    defaults."""
     config: dict[str, Any] = {
         "request_payer": values["requester_pays"],
         "s3_express": is_express(bucket, values),
@@ -162,7 +162,7 @@ def store_config(bucket: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def labels(values: Mapping[str, Any]) -> dict[str, Any]:
-    """For each put: what is no matter of obstore's configuration."""
+    """Return the arguments of each put that are not part of obstore's configuration."""
     given: dict[str, Any] = {}
     if values["storage_class"]:
         given["attributes"] = {"Storage-Class": values["storage_class"]}

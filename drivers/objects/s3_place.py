@@ -1,10 +1,9 @@
-"""Where the requests for an S3 bucket go, and who signs them: one answer, for obstore and for
-botocore.
+"""Endpoint and signing region of an S3 bucket, shared by obstore and botocore.
 
-botocore knows how a region, a profile, the environment and the name of a bucket make an endpoint:
-partitions such as China, FIPS, dual-stack, access points, directory buckets, the ``services``
-section of a profile. So it is asked for the request that it would send, and both clients are given
-what it says.
+botocore knows how region, profile, environment and bucket name determine an endpoint: partitions
+such as China, FIPS, dual-stack, access points, directory buckets, the ``services`` section of a
+profile. So this module asks botocore which request it would send, and configures both clients
+accordingly.
 """
 
 from __future__ import annotations
@@ -37,46 +36,46 @@ __all__ = [
     "session_for",
 ]
 
-# A session may be used by many threads, but not make clients in two at once.
+# Threads may share a session, but must not create clients concurrently.
 _making = new_lock()
 
 DIRECTORY_BUCKET = "--x-s3"
-"""How the names of S3 Express's buckets end, and no others."""
+"""Suffix that the names of S3 Express buckets have, and no others."""
 
 _ARN = re.compile(r"arn:aws[a-z-]*:s3:[a-z0-9-]+:[0-9]{12}:accesspoint[:/][A-Za-z0-9.-]{1,63}")
 _ARN_LOCATION = re.compile(rf"({_ARN.pattern})((?:/.*)?)", re.DOTALL)
 _BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 _SERVICES = ("s3", "s3express")
-"""The services for which obstore can sign."""
+"""Services for which obstore can sign."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One bucket, as requests name it."""
+    """One bucket, as addressed by requests."""
 
     bucket_url: str
-    """A slash and a key behind it make the URL of an object."""
+    """URL of the bucket; append a slash and a key for the URL of an object."""
     region: str
-    """For which requests are signed."""
+    """Region for which requests are signed."""
     endpoint: str
-    """Of a store that somebody named; empty for AWS as botocore knows it."""
+    """Endpoint of a non-AWS store; empty for AWS."""
     style: str
-    """How botocore is told to name the bucket: "path", "virtual", or "auto"."""
+    """Addressing style for botocore: "path", "virtual", or "auto"."""
 
     @property
     def clear(self) -> bool:
-        """Whether requests are sent without TLS."""
+        """True if requests are sent without TLS."""
         return self.bucket_url.startswith("http://")
 
 
 def session_for(profile: str) -> Any:
-    """botocore's session: shared, for the first client of each costs a third of a second, and later
-    ones next to nothing.
+    """Return a shared botocore session. The first client of a session takes a third of a second,
+    later ones almost nothing.
 
-    It reads the environment and the shared files, once; so a call after these have changed
-    returns another one. Raises BotoCoreError where there is no such profile, or a file that cannot
-    be read.
+    A session reads the environment and the shared files once, so a call after these have changed
+    returns a new session. Raises BotoCoreError if the profile does not exist or a file cannot be
+    read.
     """
     names = [name for name in list(os.environ) if name.startswith("AWS_")]
     environment = frozenset((name, os.environ.get(name, "")) for name in names)
@@ -88,7 +87,7 @@ def session_for(profile: str) -> Any:
 
 
 def forget_sessions() -> None:
-    """Have every later :func:`session_for` look for credentials anew."""
+    """Make later calls of :func:`session_for` look up credentials again."""
     _session.cache_clear()
 
 
@@ -96,7 +95,8 @@ def forget_sessions() -> None:
 def _session(
     profile: str, environment: frozenset[tuple[str, str]], files: tuple[tuple[Any, ...], ...]
 ) -> Any:
-    """``environment`` and ``files`` tell sessions apart; botocore reads both by itself."""
+    """Create a session. ``environment`` and ``files`` only serve as cache keys: botocore reads both
+    itself."""
     import botocore.session
 
     session = botocore.session.Session(profile=profile or None)
@@ -105,7 +105,7 @@ def _session(
 
 
 def _state(file: str) -> tuple[Any, ...]:
-    """What changes when ``file`` is written, replaced or removed."""
+    """Return a value that changes when ``file`` is written, replaced or removed."""
     path = Path(file).expanduser()
     try:
         found = path.stat()
@@ -115,8 +115,8 @@ def _state(file: str) -> tuple[Any, ...]:
 
 
 def make_client(session: Any, region: str, endpoint: str, verify: str | None, **how: Any) -> Any:
-    """botocore's S3 client. ``how`` is for its ``Config``; without an ``endpoint``, botocore finds
-    it."""
+    """Return botocore's S3 client. ``how`` goes to its ``Config``. Without an ``endpoint``,
+    botocore determines it."""
     from botocore.config import Config
 
     s3 = {"us_east_1_regional_endpoint": "regional", **how.pop("s3", {})}
@@ -128,11 +128,11 @@ def make_client(session: Any, region: str, endpoint: str, verify: str | None, **
 
 
 def place_of(session: Any, bucket: str, region: str, endpoint: str, style: str, uri: str) -> Place:
-    """Where requests for ``bucket`` go. Nothing is sent. Without an ``endpoint``, environment and
-    profile may name one.
+    """Return where requests for ``bucket`` go, without sending any. Without an ``endpoint``,
+    environment and profile may set one.
 
-    Raises UriError, with ``uri``, for what botocore refuses, and for what it would sign in a way
-    that obstore cannot.
+    Raises UriError, with ``uri``, if botocore rejects the settings, or would sign in a way that
+    obstore cannot.
     """
     from botocore.exceptions import BotoCoreError
 
@@ -141,7 +141,7 @@ def place_of(session: Any, bucket: str, region: str, endpoint: str, style: str, 
     except BotoCoreError as error:
         reason = " ".join(str(error).split())
         raise UriError(f"no endpoint for bucket {bucket!r}: {reason[:300]}", uri=uri) from error
-    except ValueError:  # whose text repeats the endpoint, with the password that it may hold
+    except ValueError:  # its text repeats the endpoint, which may contain a password
         needed = "is not a URL, http:// or https://, without user, password, query and fragment"
         raise UriError(
             f"the endpoint, which the environment or a profile sets, {needed}", uri=uri
@@ -159,7 +159,8 @@ def place_of(session: Any, bucket: str, region: str, endpoint: str, style: str, 
 def _resolved(
     session: Any, bucket: str, region: str, endpoint: str, style: str
 ) -> tuple[Place, str]:
-    """The place, and the service that requests are signed for. A session never changes its mind."""
+    """Return the place, and the service that requests are signed for. Cached: sessions do not
+    change."""
     named = endpoint.rstrip("/") or _named_endpoint(session, region)
     if style == "auto":
         style = _profile_style(session) or ("path" if named else "auto")
@@ -171,8 +172,8 @@ def _resolved(
 
 
 def _named_endpoint(session: Any, region: str) -> str:
-    """The endpoint that the environment or the profile names, or nothing. Raises ValueError where
-    it is no plain URL."""
+    """Return the endpoint set by environment or profile; "" if none. Raises ValueError if it is not
+    a plain URL."""
     found = make_client(session, region, "", None).meta.endpoint_url
     usual = make_client(
         session, region, "", None, ignore_configured_endpoint_urls=True
@@ -183,7 +184,7 @@ def _named_endpoint(session: Any, region: str) -> str:
 
 
 def _profile_style(session: Any) -> str:
-    """How the profile wants buckets to be named, or nothing."""
+    """Return the addressing style set by the profile; "" if none."""
     chosen = session.get_scoped_config().get("s3")
     if isinstance(chosen, dict):
         return str(chosen.get("addressing_style", ""))
@@ -191,8 +192,8 @@ def _profile_style(session: Any) -> str:
 
 
 def _first_request(client: Any, bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """The URL of ``bucket``, and how requests for it are signed: of the request that botocore was
-    about to send."""
+    """Return the URL of ``bucket`` and the signing parameters, from a botocore request intercepted
+    before it is sent."""
     from botocore.awsrequest import AWSResponse
 
     asked: list[tuple[str, Mapping[str, Any]]] = []
@@ -201,7 +202,7 @@ def _first_request(client: Any, bucket: str) -> tuple[str, Mapping[str, Any]]:
         params: Mapping[str, Any], context: Mapping[str, Any], **_: Any
     ) -> tuple[AWSResponse, dict[str, Any]]:
         asked.append((params["url"], context.get("signing") or {}))
-        return AWSResponse(params["url"], 204, {}, None), {}  # in place of sending it
+        return AWSResponse(params["url"], 204, {}, None), {}  # replaces the actual request
 
     client.meta.events.register("before-call.s3", keep)
     client.delete_object(Bucket=bucket, Key="k")
@@ -210,13 +211,13 @@ def _first_request(client: Any, bucket: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def may_be_elsewhere(bucket: str) -> bool:
-    """Whether the name of ``bucket`` leaves open in which region it is."""
+    """Return whether the name of ``bucket`` leaves its region open."""
     return not _ARN.fullmatch(bucket) and not bucket.endswith(DIRECTORY_BUCKET)
 
 
 def bucket_region(place: Place, bucket: str, make_unsigned_client: Callable[[], Any]) -> str:
-    """The region that AWS, asked at ``place``, says ``bucket`` is in, or nothing. One request,
-    which needs no permission, and is made once in a process."""
+    """Return the region of ``bucket`` according to AWS at ``place``; "" if unknown. Sends one
+    request, which needs no permission, once per process."""
     if place.bucket_url not in KNOWN.regions:
         with contextlib.closing(make_unsigned_client()) as client:
             found = _asked_region(client, bucket)
@@ -233,14 +234,14 @@ def _asked_region(client: Any, bucket: str) -> str:
         answer = client.head_bucket(Bucket=bucket)
     except ClientError as error:
         answer = error.response
-    except BotoCoreError:  # whether it can be reached is for the first operation to say
+    except BotoCoreError:  # the first operation will report whether the server is reachable
         return ""
     return str(answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region") or "")
 
 
 def bucket_and_root(uri: Uri) -> tuple[str, str]:
-    """Like :func:`split_location`; the bucket may be the ARN of an access point. Raises
-    UriError."""
+    """Split a location like :func:`split_location`; the bucket may be the ARN of an access point.
+    Raises UriError."""
     match = _ARN_LOCATION.fullmatch(uri.location)
     if match is None:
         bucket, root = split_location(uri)

@@ -1,7 +1,6 @@
-"""Unfinished multipart uploads of S3: found and dropped. obstore can do neither, so this asks
-botocore.
+"""Finds and drops unfinished multipart uploads of S3, with botocore, because obstore cannot.
 
-They are never visible, but are stored, and paid for, until somebody drops them. All of this blocks.
+They are never visible, but are stored and billed until dropped. All functions block.
 """
 
 from __future__ import annotations
@@ -31,33 +30,37 @@ _UNKNOWN = {
     "501",
     "405",
 }
-"""How servers that keep no list of unfinished uploads answer a request for it."""
+"""Error codes of servers that cannot list unfinished uploads."""
 
 _CLOCK_S = 2.0
-"""Servers tell their time in whole seconds, and several of one store may differ a little."""
+"""Tolerance in seconds: servers report whole seconds, and those of one store may differ
+slightly."""
 _CLOCK_KEY = ".holdfast-clock"
 _DATES_S = 300.0
-"""How far the date of an upload may be off for uploads to be judged by their age."""
+"""Maximum error, in seconds, of a store's dates for uploads to be judged by their age."""
 
 
 @dataclass
 class Unfinished:
-    """The unfinished uploads of one bucket. ``client`` is botocore's; ``uri`` is for messages."""
+    """Unfinished uploads of one bucket. ``client`` is botocore's; ``uri`` appears in messages."""
 
     client: Any
     bucket: str
     uri: str
     limit_s: float
     by_folder: bool = False
-    """Whether the store lists whole folders only, as directory buckets do."""
+    """True if the store only lists whole folders, as directory buckets do."""
     is_live: Callable[[str], bool] = lambda path: False
-    """Whether this process uploads to a path."""
+    """Returns whether this process is uploading to a path."""
 
     def drop(self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float) -> int:
-        """Drop those to ``path``, or, unless ``whole_key``, also below it: if nothing came for
-        ``quiet_s`` and they began in the last ``began_within_s`` seconds, by the store's clock.
-        With a ``quiet_s``, spares what this process uploads, and everything where the store's dates
-        are wrong. Return how many were dropped. Raises StorageError."""
+        """Drop unfinished uploads to ``path``, and unless ``whole_key`` also below it. Returns how
+        many were dropped.
+
+        Only affects uploads without activity for ``quiet_s`` that began in the last
+        ``began_within_s`` seconds, by the store's clock. With a ``quiet_s``, spares uploads of this
+        process, and all uploads if the store's dates are wrong. Raises StorageError.
+        """
         deadline_s = time.monotonic() + self.limit_s
         dropped = 0
         if self._place in KNOWN.no_upload_list:
@@ -78,7 +81,7 @@ class Unfinished:
         return dropped
 
     def _is_dead(self, upload: dict[str, Any], now_s: float, quiet_s: float, path: str) -> bool:
-        """Return whether nothing came to ``upload`` for ``quiet_s``, as far as dates can tell."""
+        """Return whether ``upload`` had no activity for ``quiet_s``, as far as dates can tell."""
         if self.is_live(upload["Key"]) or self._place in KNOWN.wrong_dates:
             return False
         if now_s - _seconds(upload["Initiated"]) < quiet_s:
@@ -95,8 +98,8 @@ class Unfinished:
         return True
 
     def _dates_are_right(self, path: str) -> bool:
-        """Return whether an upload that begins now, and its part, have dates of now. Some stores
-        give all uploads the same date, and live ones would look dead."""
+        """Return whether a new upload and its part are dated now. Some stores give all uploads the
+        same date, so live ones would look dead."""
         name = {"Bucket": self.bucket, "Key": f"{path}/{_CLOCK_KEY}"}
         upload = {**name, **self.client.create_multipart_upload(**name)}
         try:
@@ -113,8 +116,8 @@ class Unfinished:
         return bool(ages_s) and all(abs(age_s) < _DATES_S for age_s in ages_s[0])
 
     def _all(self, path: str, deadline_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Every upload whose key begins with ``path``, and the store's time when it was listed, in
-        seconds."""
+        """Yield every upload whose key begins with ``path``, with the store's time in seconds when
+        it was listed."""
         more: dict[str, str] = {}
         while True:
             if time.monotonic() > deadline_s:
@@ -135,7 +138,7 @@ class Unfinished:
             more = {name: marker for name, marker in markers.items() if marker}
 
     def _page(self, path: str, more: dict[str, str]) -> dict[str, Any] | None:
-        """A part of the list; None where the server keeps none."""
+        """Return one page of the list; None if the server cannot list uploads."""
         from botocore.exceptions import ClientError
 
         if self.by_folder:
@@ -168,7 +171,7 @@ class Unfinished:
         return self.client.meta.endpoint_url, self.bucket
 
     def _quiet_s(self, upload: dict[str, Any], now_s: float) -> float:
-        """Return for how long no part came."""
+        """Return the seconds since the last part arrived."""
         return min(self._ages_s(upload, now_s))
 
     def _ages_s(self, upload: dict[str, Any], now_s: float) -> list[float]:
@@ -187,7 +190,8 @@ class Unfinished:
                 Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
             )
         except ClientError as error:
-            if error.response["Error"]["Code"] != "NoSuchUpload":  # finished, or dropped by another
+            # completed, or dropped by another process
+            if error.response["Error"]["Code"] != "NoSuchUpload":
                 raise
 
     @contextmanager

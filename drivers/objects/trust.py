@@ -1,8 +1,7 @@
-"""Whose certificates are trusted. One file says it, to obstore and to botocore alike, and what is
-wrong is said at once.
+"""Trusted certificates: one file for obstore and botocore alike, with early and specific errors.
 
-obstore takes a certificate that it does not trust for a connection that failed, and tries again
-until its deadline. So the first connection to a server is tried apart, without repetitions.
+obstore treats an untrusted certificate as a failed connection and retries until its deadline. So
+the first connection to a server is tested separately, without retries.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _SYSTEM = (
     "/etc/ssl/ca-bundle.pem",
     "/etc/ssl/cert.pem",
 )
-"""Where distributions keep the certificates that programs trust; obstore looks there by itself."""
+"""Files in which distributions keep trusted certificates; obstore finds them itself."""
 
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)")
 _NO_TLS = "InvalidMessage(\n"
@@ -53,7 +52,7 @@ _ADVICE = {
 
 
 def certificates(path: str, uri: str) -> str:
-    """The certificates in the file ``path``, in PEM. Raises UriError where there are none."""
+    """Return the PEM certificates in the file ``path``. Raises UriError if there are none."""
     try:
         text = Path(path).read_text("ascii", "replace")
     except OSError as error:
@@ -72,18 +71,18 @@ _NAMED = "The option ca names this file, or AWS_CA_BUNDLE, or the profile's ca_b
 
 
 def system_certificates() -> str | None:
-    """The file of the certificates that programs on this host trust. botocore would trust its own
-    collection instead."""
+    """Return the file of certificates trusted on this host. By default, botocore would trust its
+    own collection."""
     named = os.environ.get("SSL_CERT_FILE")
     return next((file for file in (named, *_SYSTEM) if file and os.path.isfile(file)), None)
 
 
 def check_trusted(url: str, options: Mapping[str, Any], uri: str) -> None:
-    """See that obstore, made with the client options ``options``, trusts the server of ``url``. One
-    request in a process.
+    """Check, once per process, that obstore with client options ``options`` trusts the server of
+    ``url``. Sends one request.
 
-    Raises StorageError, which is final, where it does not, or where the server does not speak TLS.
-    Whether the server can be reached is left to the first operation.
+    Raises StorageError, which is permanent, if it does not, or if the server does not speak TLS. An
+    unreachable server is left to the first operation.
     """
     import obstore
     from obstore.exceptions import BaseError
@@ -111,8 +110,7 @@ def check_trusted(url: str, options: Mapping[str, Any], uri: str) -> None:
 
 
 def untrusted(text: str, uri: str, key: str | None = None) -> StorageError | None:
-    """The error for what obstore says, ``text``, of a server that it does not trust; None where it
-    says something else."""
+    """Return the error if obstore's message ``text`` is about an untrusted server, else None."""
     if match := _CERTIFICATE.search(text):
         reason = match[1].removesuffix("Context")
         advice = _ADVICE.get(

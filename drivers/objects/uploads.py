@@ -1,10 +1,10 @@
-"""One object on its way to a store: in one request, or in parts that are sent while others are
-still being written.
+"""Uploads to an object store: in one request, or in parts that are sent while others are still
+being written.
 
-obstore takes the parts of an upload from an iterator, and holds on to each until the store has it.
-It says when by letting go: the part is then finalized, and the write that brought it returns. So a
-caller's memory is read until its write returns and no longer, and nothing is copied but what
-several writes bring for one part.
+obstore takes the parts of an upload from an iterator and references each until the store has it.
+When it drops the reference, the part is finalized, and the write that supplied it returns. So a
+caller's memory is only read until its write returns, and only parts assembled from several writes
+are copied.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ from .parts import Cutter, Part, part_nbytes_for
 __all__ = ["PartsUpload", "Target", "WholeUpload", "is_live"]
 
 _RELEASE_S = 10.0
-"""How long obstore may take to let go of the parts of an upload that is over."""
+"""Seconds that obstore may take to release the parts of an ended upload."""
 _CLOCKS_S = 60.0
-"""How far the clock of this host may be ahead of the store's."""
+"""Seconds that this host's clock may be ahead of the store's."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an upload goes, and how. ``uri``, redacted, and ``key`` are for messages."""
+    """Destination of an upload. ``uri``, redacted, and ``key`` appear in messages."""
 
     uri: str
     key: str
     place: tuple[str, ...]
-    """The object, as every driver of this process would name it."""
+    """Identifies the object across all drivers of this process."""
     nbytes: int
     part_nbytes: int
     concurrency: int
     limit_s: float
-    """How long nothing may happen before the store is given up."""
+    """Seconds of inactivity after which the store counts as down."""
     put: Callable[..., Awaitable[Any]]
     """obstore's ``put_async``, bound to store and path."""
     stat: Callable[[], Awaitable[ObjectInfo]]
-    """Asks the store about the object."""
+    """Returns the store's information about the object."""
     drop_unfinished: Callable[[float], Awaitable[None]]
-    """Has the store forget what began to be uploaded to this path in the last so many seconds."""
+    """Drops unfinished uploads to this path that began in the given last seconds."""
 
 
 async def _check_stored(target: Target, nbytes: int) -> None:
-    """Some stores acknowledge what they have not kept: the size tells."""
+    """Raise StorageError if the stored size differs: some stores acknowledge data that they did not
+    keep."""
     stored_nbytes = (await target.stat()).nbytes
     if stored_nbytes != nbytes:
         raise StorageError(
@@ -71,7 +72,7 @@ async def _check_stored(target: Target, nbytes: int) -> None:
 
 
 class WholeUpload(Upload):
-    """An object of one request, made when all of it is there. Its bytes are copied."""
+    """An object sent in one request at commit. Its bytes are copied."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -81,7 +82,7 @@ class WholeUpload(Upload):
         )
 
     async def begin(self) -> None:
-        """Nothing to do: the store hears of it when all is there."""
+        """Do nothing: the store is only contacted at commit."""
 
     async def write(self, start: int, data: Buffer) -> None:
         content = self._open_content()
@@ -90,8 +91,8 @@ class WholeUpload(Upload):
         self._written.add(start, len(data))
 
     async def commit(self, nbytes: int | None = None) -> None:
-        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be
-        visible afterwards."""
+        """See :meth:`Upload.commit`. If cancelled, it still runs to completion, so the object may
+        become visible."""
         content = self._open_content()
         target = self._target
         self._content = None
@@ -110,8 +111,8 @@ class WholeUpload(Upload):
 
 @dataclass
 class _Place:
-    """What this process uploads to one object: how many uploads are under way, and since when there
-    may be leftovers."""
+    """Uploads of this process to one object: the number in progress, and since when there may be
+    leftovers."""
 
     live: int = 0
     left_since_s: float | None = None
@@ -121,16 +122,16 @@ _places: dict[tuple[str, ...], _Place] = {}
 
 
 def is_live(place: tuple[str, ...]) -> bool:
-    """Return whether this process is uploading to an object, in parts."""
+    """Return whether this process has a multipart upload to an object in progress."""
     return place in _places
 
 
 class _Feed:
-    """The iterator that obstore takes parts from."""
+    """Iterator from which obstore takes parts."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
-        """Set once obstore wants the first part: the store has begun the upload."""
+        """Set when obstore asks for the first part: the store has started the upload."""
         self._parts: deque[Part] = deque()
         self._news = asyncio.Event()
         self._ended = False
@@ -161,7 +162,7 @@ class _Feed:
 
 
 class PartsUpload(Upload):
-    """A multipart upload. Writes come in ascending order."""
+    """A multipart upload. Writes are in ascending order."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -172,16 +173,15 @@ class PartsUpload(Upload):
         self._put: asyncio.Future[Any] | None = None
         self._open = True
         self._given_up = False
-        """Whether a write failed, or was cancelled, and stopped the upload."""
+        """True if a failed or cancelled write has stopped the upload."""
         self._first_returned = asyncio.Event()
         """Set when that write returns."""
         self._leaving: asyncio.Future[None] | None = None
-        """What tidies up behind an upload that is over, which every caller that asks for it waits
-        for."""
+        """Cleanup of an ended upload, which every caller of abort awaits."""
         _places.setdefault(target.place, _Place()).live += 1
 
     async def begin(self) -> None:
-        """Have the store begin the upload. Raises StorageError where it does not want to."""
+        """Start the upload on the store. Raises StorageError if the store rejects it."""
         self._put = asyncio.ensure_future(self._run())
         asked = asyncio.ensure_future(self._feed.asked.wait())
         try:
@@ -209,9 +209,8 @@ class PartsUpload(Upload):
             )
 
     async def write(self, start: int, data: Buffer) -> None:
-        """See :meth:`Upload.write`. An upload whose write failed, or was cancelled, cannot be
-        committed. That the store has refused a part may come to light only at a later write, or at
-        ``commit``."""
+        """See :meth:`Upload.write`. An upload with a failed or cancelled write cannot be committed.
+        A rejected part may only be reported by a later write or by ``commit``."""
         self._check_open()
         self._written.check(start, len(data))
         if start != self._cutter.reached:
@@ -233,8 +232,8 @@ class PartsUpload(Upload):
         self._written.add(start, len(data))
 
     def _send(self, part: Part) -> asyncio.Future[None] | None:
-        """Hand a part to obstore; tells when the store has it. None for a short last one, which is
-        only sent when the upload is committed, and which is our own memory."""
+        """Hand a part to obstore. Returns a future that is done when the store has it; None for a
+        short last part, which is in our own memory and is only sent at commit."""
         short = len(part) < self._cutter.part_nbytes
         stored = None
         if not short:
@@ -258,7 +257,7 @@ class PartsUpload(Upload):
             waiting -= done
 
     async def _raise_failure(self, doing: str) -> None:
-        """What became of the upload, which is over before its end, or of which nothing is heard."""
+        """Raise the error of an upload that ended early or is not responding."""
         assert self._put is not None
         if not self._put.done():
             message = f"{doing} failed: nothing was heard for {self._target.limit_s:g} s"
@@ -268,8 +267,8 @@ class PartsUpload(Upload):
         await self._put
 
     async def commit(self, nbytes: int | None = None) -> None:
-        """See :meth:`Upload.commit`. Cancelled while it runs, it ends first: the object may be
-        visible afterwards."""
+        """See :meth:`Upload.commit`. If cancelled, it still runs to completion, so the object may
+        become visible."""
         self._check_open()
         try:
             self._written.check_complete(nbytes)
@@ -297,11 +296,13 @@ class PartsUpload(Upload):
         await _check_stored(self._target, self._written.nbytes)
 
     async def _was_completed(self, began_s: float) -> bool:
-        """Whether the store has the object, though it no longer knows the upload: the client
-        repeats the request that completes an upload when its answer is lost, and the store has done
-        it by then. So the object counts if it has the right size and is no older than that request,
-        which began at ``began_s`` by this host's clock. Where somebody has dropped the upload
-        instead, there is no such object."""
+        """Return whether the store has the object although it no longer knows the upload.
+
+        The client repeats the completion request if its answer is lost, when the store may have
+        already performed it. So the object counts if it has the right size and is no older than the
+        request, which began at ``began_s`` by this host's clock. If somebody dropped the upload
+        instead, there is no such object.
+        """
         try:
             found = await self._target.stat()
         except NotFoundError:
@@ -309,8 +310,8 @@ class PartsUpload(Upload):
         return found.nbytes == self._written.nbytes and found.modified_s >= began_s - _CLOCKS_S
 
     async def abort(self) -> None:
-        """See :meth:`Upload.abort`. The store is asked to forget the parts that it has; if it
-        cannot be reached, they stay until :meth:`Driver.sweep` or :meth:`Driver.delete_all` finds
+        """See :meth:`Upload.abort`. Asks the store to discard the parts it has. If it is
+        unreachable, they stay until :meth:`Driver.sweep` or :meth:`Driver.delete_all` finds
         them."""
         if self._put is None:
             return
@@ -329,13 +330,16 @@ class PartsUpload(Upload):
         assert self._put is not None
         await asyncio.wait([self._put], timeout=_RELEASE_S)
         if self._put.done() and not self._put.cancelled():
-            self._put.exception()  # retrieved, so that asyncio does not warn of it
+            self._put.exception()  # retrieved, so that asyncio does not warn about it
         await self._leave(failed=self._feed.asked.is_set())
 
     async def _leave(self, *, failed: bool) -> None:
-        """The last upload of this process to an object has the store drop what those before it have
-        left. The store does not say who began an upload, so they are recognised by their object and
-        time, and nothing is dropped while another one is under way."""
+        """Deregister the upload. The process's last upload to an object drops the leftovers of the
+        failed ones.
+
+        The store does not tell who started an upload, so leftovers are identified by object and
+        time, and nothing is dropped while another upload is in progress.
+        """
         place = _places[self._target.place]
         place.live -= 1
         if failed:
@@ -355,11 +359,11 @@ class PartsUpload(Upload):
         self._put.cancel()
 
     async def _give_up(self, stored: Collection[asyncio.Future[None]]) -> None:
-        """Stop the upload, and wait until the memory of a write that failed, or was cancelled, is
-        the caller's again.
+        """Stop the upload and wait until the memory of a failed or cancelled write belongs to the
+        caller again.
 
-        The write that stops the upload knows why. So it is the first to return, and those beside it
-        follow.
+        Only the write that stops the upload knows the reason, so it returns first, followed by
+        concurrent writes.
         """
         is_first = not self._given_up
         self._given_up = True
@@ -384,13 +388,13 @@ class PartsUpload(Upload):
 
 
 def _mark_stored(loop: asyncio.AbstractEventLoop, stored: asyncio.Future[None]) -> None:
-    """Called wherever the last reference to a part is dropped: in any thread."""
+    """Mark a part as stored. Called in any thread, when the last reference to it is dropped."""
 
     def set_result() -> None:
         if not stored.done():
             stored.set_result(None)
 
-    with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits any more
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting
         loop.call_soon_threadsafe(set_result)
 
 
