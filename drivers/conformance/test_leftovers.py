@@ -35,7 +35,7 @@ async def use(place: Place) -> None:
     await asyncio.sleep(0)
     write.cancel()
     await asyncio.wait([write])
-    await listing.aclose()  # an async generator in every driver
+    await listing.aclose()  # type: ignore[attr-defined]  # an async generator in every driver
     await driver.close()
 
 
