@@ -1,4 +1,4 @@
-"""Deletes what a benchmark has written."""
+"""Deletes a benchmark's data."""
 
 from __future__ import annotations
 

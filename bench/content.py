@@ -1,4 +1,4 @@
-"""The bytes that a bare client moves: those of a state's tensors, or random bytes.
+"""The bytes that a bare client moves: a state's tensors, or random bytes.
 
 Every program that uses a client directly has to move tensors as well. Random bytes show the best
 that the client can do.

@@ -38,7 +38,7 @@ BUDGET_NBYTES = 64 << 20
 DEADLINE_S = 60.0
 HOW = ("boxes", "flat ranges")
 OFF_ROWS = 17
-"""Elements by which ranges are offset from the beginning of a row."""
+"""Offset of ranges from the beginning of a row, in elements."""
 
 
 def _tensors(gib: float) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ class Options:
     runs: int
     gib: float
     alone: bool
-    """Whether to omit the peers."""
+    """True to omit the peers."""
     json: Path | None
     svg: Path | None
 

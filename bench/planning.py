@@ -1,7 +1,7 @@
 """Measures the planning of a large simulated job on each rank and on the leader: Llama-3 405B with
 Adam.
 
-The engine's own functions get the input of such a job's ranks: tensors of the right names, shapes
+The engine's own functions get the input of that job's ranks: tensors of the right names, shapes
 and placements, whose memory is never touched. Ranks run one after the other, so a laptop is enough;
 the messages of all ranks are merged. Times are processor times on one core.
 """

@@ -13,7 +13,7 @@ from .report import Target
 __all__ = ["HEADER", "MIB", "Found", "draw", "targets_of"]
 
 TARGETS = 8960
-"""Number of ranks to which the targets apply."""
+"""Number of ranks of the job with targets."""
 MIB = 1 << 20
 
 

@@ -36,7 +36,7 @@ _Kind = tuple[tuple[int, ...], tuple[Replicated | Split, ...]]
 
 
 def agreed_by_mesh(flat: FlatState) -> Agreed:
-    """Return the agreement in such a job: all tensors are laid out by their mesh, and the random
+    """Return the job's agreement: all tensors are laid out by their mesh, and the random
     state is each rank's own."""
     return Agreed({row: layout.holders or () for row, layout in enumerate(flat.layouts)}, {})
 

@@ -46,7 +46,7 @@ class Target:
     value: float
     bound: float
     at_least: bool
-    """Whether ``bound`` is a lower limit of ``value``. False: an upper one."""
+    """True if ``bound`` is a lower limit of ``value``, False if it is an upper one."""
 
     @property
     def met(self) -> bool:

@@ -39,7 +39,7 @@ def each_alone(
     argv: Sequence[str] | None,
     calibrate: Callable[[Options], float] = lambda _: 0.0,
 ) -> int:
-    """Run a contest in which each of ``names`` has a fresh process, and return the exit status.
+    """Run a contest with a fresh process for each of ``names``, and return the exit status.
 
     ``measure(name, options, calibrated)`` returns the series of a contestant as JSON values.
     ``--alone`` runs the first contestant only. ``calibrate`` is called once beforehand, and its

@@ -16,7 +16,7 @@ from .manual import MANUAL, HelpFormatter, closing_words
 __all__ = ["command_parser", "run"]
 
 Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""The object to which commands are added."""
+"""Registry of subcommands."""
 
 
 def run(arguments: Sequence[str]) -> int:

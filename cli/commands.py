@@ -1,4 +1,4 @@
-"""How commands end, and what they print with.
+"""Helpers of all commands: exit statuses and output.
 
 Exit statuses:
 

@@ -26,7 +26,7 @@ def run(
     overwrite: bool,
     json_output: bool,
 ) -> int:
-    """Export, print what was written, and return 0."""
+    """Export, print a summary, and return 0."""
     rules = rules_of(rename)
     with progress_bar("export", lines=True) as progress:
         report = export(

@@ -84,7 +84,7 @@ class Placed:
             )
 
     def alias_of(self, tensor: PlacedTensor) -> str | None:
-        """Return the name of the tensor to which this one is tied; None if it is not."""
+        """Return the name of the tensor that this one is tied to; None if it is not tied."""
         alias = int(self._m.tensors.alias[tensor.rows[0]])
         if alias < 0:
             return None

@@ -55,8 +55,8 @@ def grid(
     """Return all combinations of part sizes and concurrencies. None picks values around the
     driver's preferences.
 
-    ``options`` are those that the driver declares. ``given`` names those that the URI sets, which a
-    grid cannot vary. Raises UsageError for a point that the driver does not take.
+    ``options`` are the driver's. ``given`` names the options that the URI sets, which a grid cannot
+    vary. Raises UsageError for a point that the driver does not take.
     """
     part_sizes = sorted(set(part_sizes or _default_parts(options, traits, given)))
     concurrencies = sorted(set(concurrencies or _default_concurrencies(options, traits, given)))

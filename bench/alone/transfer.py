@@ -32,7 +32,7 @@ _FILL_NBYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Shape:
-    """How an object is moved: in parts of ``part_nbytes``, ``concurrency`` at a time.
+    """Parameters of a transfer: parts of ``part_nbytes``, ``concurrency`` at a time.
 
     ``random`` moves the parts in an arbitrary order that is the same in every run. Otherwise the
     order is ascending; an upload that prefers several streams gets them all at the same time.

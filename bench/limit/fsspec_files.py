@@ -28,7 +28,7 @@ class FsspecFiles:
     """One file, opened and written in parts; or, with ``piped``, a file per part, several at a
     time.
 
-    Both are read by ``cat_ranges``. Each run connects anew, as saves and loads do.
+    Both are read by ``cat_ranges``. Each run makes a new connection, as saves and loads do.
     """
 
     uri: Uri

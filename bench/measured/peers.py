@@ -105,7 +105,7 @@ class PeerContest:
 
 
 def _save(peer: Peer, uri: Uri, state: State) -> None:
-    """Save durably: sync what a peer leaves in the page cache."""
+    """Save durably: sync the peer's data from the page cache."""
     peer.save(uri, state)
     folder = local_folder(uri)
     if folder is not None and not peer.durable:

@@ -100,7 +100,7 @@ class Phases:
             noted.stall_s.append(time.perf_counter() - began_s)
             handle.wait()
         except KeyboardInterrupt:
-            # The folder is about to be deleted, and a save still running would report an error.
+            # The folder will be deleted next, and a save still running would report an error.
             with contextlib.suppress(HoldfastError):
                 handle.wait(LEAVE_S)
             raise

@@ -28,11 +28,11 @@ class Peer:
     save: Callable[[Uri, State], None]
     load: Callable[[Uri, State], None]
     durable: bool = False
-    """Whether data is durable when ``save`` returns. If not, the benchmark adds the fsyncs."""
+    """True if data is durable when ``save`` returns. If not, the benchmark adds the fsyncs."""
     saves: bool = True
-    """Whether to measure its saves. A peer that only loads uses another peer's ``save``."""
+    """True to measure its saves. A peer that only loads uses another peer's ``save``."""
     loads: bool = True
-    """Whether to measure its loads. False if they equal those of an earlier peer."""
+    """True to measure its loads. False if they equal an earlier peer's."""
     schemes: tuple[str, ...] = ("file", "lustre")
     """Schemes that it supports. "fsspec+" stands for all schemes with that prefix."""
     modules: tuple[str, ...] = ()
@@ -49,5 +49,5 @@ class Peer:
 
     @property
     def is_installed(self) -> bool:
-        """Whether all its modules are installed."""
+        """Return whether all its modules are installed."""
         return all(importlib.util.find_spec(module) is not None for module in self.modules)

@@ -34,7 +34,7 @@ MOVES = {
     "prune": "neither",
     "delete": "neither",
 }
-"""How each phase of a single-process measurement moves the bytes of the state."""
+"""Direction of each phase's transfers in a measurement by one process."""
 
 
 @dataclass(frozen=True)

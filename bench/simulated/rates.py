@@ -26,7 +26,7 @@ class Limits:
 
     @property
     def is_known(self) -> bool:
-        """Whether any limit is known."""
+        """Return whether any limit is known."""
         return (self.rank, self.host, self.total) != (None, None, None)
 
     def seconds(self, rank_nbytes: Sequence[int], host_ranks: int) -> float | None:

@@ -21,7 +21,7 @@ __all__ = ["UploadShape", "upload_shape"]
 
 @dataclass(frozen=True)
 class UploadShape:
-    """How a driver sends an object.
+    """Parameters of a driver's uploads.
 
     ``part_nbytes`` is the part size of an object store's uploads; smaller objects take one request.
     It is 0 for a storage without such requests, which is written chunk by chunk.

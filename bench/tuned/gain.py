@@ -28,7 +28,7 @@ class Gain:
 
     @property
     def is_shown(self) -> bool:
-        """Whether it is faster, with confidence."""
+        """Return whether it is faster, with confidence."""
         return self.low > 1
 
 

@@ -66,7 +66,7 @@ class Tuning:
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Whether the best options are faster than the defaults, with confidence."""
+        """Return whether the best options are faster than the defaults, with confidence."""
         return self.gain is not None and self.gain.is_shown
 
     @property

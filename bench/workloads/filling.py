@@ -49,7 +49,7 @@ class _Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole block."""
+        """Return whether it is the whole block."""
         return self.into.numel() == self.drawn
 
 

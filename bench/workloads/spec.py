@@ -91,7 +91,7 @@ class Workload(Protocol):
 
     @property
     def world(self) -> int | None:
-        """Number of ranks for which it is defined; None for any number."""
+        """Required number of ranks; None for any number."""
 
     def specs(self, rank: int, world: int) -> list[Spec]:
         """Return the tensors of ``rank`` in a job of ``world`` ranks, in state order. Raises

@@ -28,7 +28,7 @@ __all__ = [
 
 DEFAULT_SIZE = "1GiB"
 _KINDS = ("workload", "model", "index", "size")
-"""Arguments of which at most one may be given."""
+"""Mutually exclusive arguments."""
 
 
 def add_workload_arguments(group: _ArgumentGroup) -> None:

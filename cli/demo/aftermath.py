@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def as_expected(self) -> bool:
-        """Whether the job resumed from the expected step and the expected tier."""
+        """Return whether the job resumed from the expected step and the expected tier."""
         return self.step == self.accident.expected and bool(self.tiers.get(self.accident.tier))
 
     def row(self) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ class Hosts:
 
     def end(self) -> None:
         """End every keeper and every other process of the jobs. An interrupted job may have left a
-        keeper that is about to start."""
+        keeper that is still starting."""
         for name in HOSTS:
             for folder in keeper_folders(self.base / name):
                 self._end(folder)

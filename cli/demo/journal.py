@@ -17,7 +17,7 @@ __all__ = ["Event", "Journal", "Watcher"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event: its ``kind``, its time in seconds since the epoch, and its data in ``told``."""
+    """An event: its ``kind``, its time in seconds since the epoch, and its data."""
 
     kind: str
     rank: int

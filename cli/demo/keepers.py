@@ -87,7 +87,7 @@ class _Demo:
 
     @property
     def as_expected(self) -> bool:
-        """Whether every resume and every loss was as expected."""
+        """Return whether every resume and every loss was as expected."""
         return not self.differing and all(outcome.as_expected for outcome in self.outcomes)
 
     def run(self) -> None:

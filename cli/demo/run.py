@@ -72,7 +72,7 @@ class _Demo:
         self.killed_at = plan.kill_at
         self.torn: list[Found] = []
         self.missed = True
-        """Whether the kill came after the commit."""
+        """True if the kill came after the commit."""
         self.seconds = 0.0
 
     def run(self) -> None:

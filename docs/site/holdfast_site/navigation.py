@@ -29,7 +29,7 @@ def sections_of(text: str) -> dict[str, list[str]]:
 
 
 def contents_of(text: str) -> list[str]:
-    """Return the pages to which a document links, in order, each once."""
+    """Return the pages that a document links to, in order, each once."""
     return list(dict.fromkeys(_pages_of(text)))
 
 

@@ -15,7 +15,7 @@ __all__ = ["options_page"]
 
 
 def options_page() -> str:
-    """Return a page with the options of each scheme, and those that all schemes share."""
+    """Return a page with the options of each scheme, and the shared ones."""
     lines = [
         "# Options by scheme",
         "",

@@ -77,7 +77,7 @@ def on_site(
 
 
 def shown_markers(text: str) -> str:
-    """Return a document with a note beside each block that the tests do not run, giving the
+    """Return a document with a note at each block that the tests do not run, giving the
     reason."""
 
     def show(match: re.Match[str]) -> str:

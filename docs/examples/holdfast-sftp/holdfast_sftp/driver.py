@@ -1,6 +1,6 @@
 """The SFTP driver: requests that each method of the contract sends to the server.
 
-An upload is a temporary file beside its object. A commit syncs it, renames it and syncs the folder.
+An upload is a temporary file next to its object. A commit syncs it, renames it and syncs the folder.
 An exclusive put links instead of renaming, because a link fails if the name exists. This needs
 OpenSSH's extensions on the server.
 """
@@ -157,7 +157,7 @@ class SftpDriver(AsyncDriver):
         return {}
 
     async def _unfinished(self, prefix: str) -> list[ObjectInfo]:
-        """Return the temporary files of uploads to a prefix. They lie beside it and below it."""
+        """Return the temporary files of uploads to a prefix. They lie next to it and below it."""
         beside = await self._entries(dirname(prefix))
         found = [self._info(key, attrs) for key, attrs in beside.items() if _target(key) == basename(prefix)[:48]]
         async for files in self._walk(prefix):
