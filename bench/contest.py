@@ -5,15 +5,33 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
+from typing import TypeVar
 
+from ..drivers.uri import Uri
+from ..errors import HoldfastError, StorageError
 from .machine import PeakMemory, flush, processor_s
 from .options import GIB
 from .report import LIMIT, OURS, Series, ratio
 
-__all__ = ["CHECKED", "NO_TENSORS", "Contestant", "busy", "contest", "header", "rows", "shares"]
+__all__ = [
+    "CHECKED",
+    "NO_TENSORS",
+    "Contestant",
+    "blamed",
+    "blaming",
+    "busy",
+    "contest",
+    "header",
+    "rows",
+    "shares",
+]
+
+T = TypeVar("T")
 
 NO_TENSORS = "no tensors"
 """The bare client with random bytes."""
@@ -38,6 +56,34 @@ class Contestant:
     run: Callable[[], float | None]
     before: Callable[[], None] = _nothing
     after: Callable[[], None] = _nothing
+
+
+@contextmanager
+def blaming(name: str, uri: Uri) -> Iterator[None]:
+    """Raise a StorageError that names ``name`` for any error of another program in the block.
+    Errors of Holdfast pass unchanged."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise StorageError(f"{name} failed: {reason}", uri=uri.redacted) from error
+
+
+def blamed(contestant: Contestant, uri: Uri) -> Contestant:
+    """Return the contestant with its errors raised by :func:`blaming`."""
+
+    def call(step: Callable[[], T]) -> T:
+        with blaming(contestant.name, uri):
+            return step()
+
+    return replace(
+        contestant,
+        run=partial(call, contestant.run),
+        before=partial(call, contestant.before),
+        after=partial(call, contestant.after),
+    )
 
 
 def _print(line: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...drivers.uri import Uri, join
-from ..contest import Contestant
+from ..contest import Contestant, blamed, blaming
 from ..limit.alone import Alone
 from ..limit.fio import Fio
 from ..limit.of import limit_of
@@ -40,7 +40,9 @@ class Beside:
             Path(folder).mkdir(parents=True, exist_ok=True)
         if ranks.rank:
             say = _say_nothing
-        self._limit = limit_of(own, nbytes, say=say, slowest=lambda s: max(ranks.gather(s)))
+        with blaming("the client that measures the limit", own):
+            self._limit = limit_of(own, nbytes, say=say, slowest=lambda s: max(ranks.gather(s)))
+        self._uri = own
         self._alone = Alone(own, nbytes) if plan.driver_alone else None
         self._peers = PeerContest(chosen(plan.peers, plan.parsed), place, state, say)
         self.limits = {
@@ -63,8 +65,8 @@ class Beside:
             try:
                 fio.try_out()
             except OSError as error:
-                say(f"fio is left out: {error}")
-                self.invalid[name] = (f"left out, since it failed: {error}",)
+                say(f"fio is not measured: {error}")
+                self.invalid[name] = (f"not measured, because it failed: {error}",)
             else:
                 self._fio[name] = fio
                 self.limits[name] = fio.name
@@ -78,11 +80,13 @@ class Beside:
             alone.append(Contestant(WRITE_ALONE, self._alone.write, after=self._alone.remove))
         fio = self._fio.get(FIO_WRITE)
         also = [Contestant(FIO_WRITE, fio.write, after=fio.remove)] if fio else []
-        return [limit, *also, *alone, *ours, *self._peers.saving()]
+        others = [limit, *also, *alone]
+        return [*self._blamed(others), *ours, *self._blamed(self._peers.saving())]
 
     def reading(self, ours: Sequence[Contestant]) -> list[Contestant]:
         """Return our phases that read, with their baselines. Writes the baselines' objects."""
-        self._limit.prepare()
+        with blaming(READ_LIMIT, self._uri):
+            self._limit.prepare()
         limit = Contestant(READ_LIMIT, self._limit.read)
         alone = []
         if self._alone is not None:
@@ -91,10 +95,15 @@ class Beside:
         also = []
         fio = self._fio.get(FIO_READ)
         if fio is not None:
-            fio.write()
+            with blaming(FIO_READ, self._uri):
+                fio.write()
             also.append(Contestant(FIO_READ, fio.read))
         self._peers.prepare()
-        return [limit, *also, *alone, *ours, *self._peers.loading()]
+        others = [limit, *also, *alone]
+        return [*self._blamed(others), *ours, *self._blamed(self._peers.loading())]
+
+    def _blamed(self, contestants: Sequence[Contestant]) -> list[Contestant]:
+        return [blamed(contestant, self._uri) for contestant in contestants]
 
 
 def _say_nothing(line: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...drivers.uri import Uri, join
 from ..clearing import clear
-from ..contest import Contestant
+from ..contest import Contestant, blaming
 from ..machine import sync_tree
 from ..options import TINY_GIB
 from ..peers.peer import Peer
@@ -20,7 +20,7 @@ from .plan import local_folder
 
 __all__ = ["PeerContest"]
 
-NOT_EQUAL = "what it gave back is not what was saved"
+NOT_EQUAL = "it loaded other bytes than were saved"
 Say = Callable[[str], None]
 
 
@@ -43,7 +43,9 @@ class PeerContest:
         if self._loading:
             self._expected = digests(self._state)
         for peer in self._loading:
-            _save(peer, self._at(peer), self._state)
+            uri = self._at(peer)
+            with blaming(f"load: {peer.name}", uri):
+                _save(peer, uri, self._state)
 
     def loading(self) -> list[Contestant]:
         """Return a contestant for each peer that loads, into the zeroed tensors of the state."""
@@ -87,8 +89,8 @@ class PeerContest:
             peer.load(uri, small)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            say(f"{peer.name} is left out: {reason}")
-            self._reject(peer, f"left out, since it failed: {reason}")
+            say(f"{peer.name} is not measured: {reason}")
+            self._reject(peer, f"not measured, because it failed: {reason}")
             return False
         finally:
             _remove(uri)

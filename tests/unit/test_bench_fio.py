@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
+from holdfast.bench.contest import Contestant, blamed
 from holdfast.bench.limit.fio import Fio, fio_seconds
 from holdfast.bench.limit.raw_file import RawFile
 from holdfast.bench.measured.result import Measurement, Phase
 from holdfast.bench.peers.choice import asks_for_fio, chosen
 from holdfast.cli import app
 from holdfast.drivers.uri import parse
-from holdfast.errors import UsageError
+from holdfast.errors import FullError, StorageError, UsageError
 
 MIB = 1 << 20
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
@@ -104,3 +107,68 @@ def test_it_says_why_it_fails() -> None:
     """Where no file can be made."""
     with pytest.raises(OSError, match="error=No such file or directory"):
         Fio(RawFile(Path("/proc/self/file"), MIB, 4)).try_out()
+
+
+FAKE_FIO = """#!{python} -IS
+import json, pathlib, sys
+given = dict(each.lstrip("-").partition("=")[::2] for each in sys.argv[1:])
+calls = pathlib.Path({calls!r})
+calls.write_text(calls.read_text() + "x" if calls.exists() else "x")
+if len(calls.read_text()) > 4:
+    sys.exit("fio: io error on the device")
+pathlib.Path(given["filename"]).touch()
+moved = int(given["size"]) * int(given["numjobs"])
+job = {{"error": 0, given["rw"]: {{"io_bytes": moved, "runtime": 1}}}}
+print(json.dumps({{"jobs": [job]}}))
+"""
+
+
+def test_it_fails_in_mid_contest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command names it and its last words, without a traceback, and deletes its folder."""
+    program, folder = tmp_path / "bin" / "fio", tmp_path / "scratch"
+    program.parent.mkdir()
+    calls = str(tmp_path / "calls")
+    program.write_text(FAKE_FIO.format(python=sys.executable, calls=calls))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    arguments = ["bench", str(folder), "--size", "1MiB", "--runs", "1", "--peer", "fio"]
+    assert app.run(arguments) == 2
+    said = capsys.readouterr().err
+    assert "fio write failed: fio ended with 1: fio: io error on the device" in said
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["before", "run", "after"])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "save: torch failed: .*No space left on device"),
+        (RuntimeError("first\nlast"), "save: torch failed: last"),
+        (KeyError(), "save: torch failed: KeyError"),
+    ],
+)
+def test_errors_of_other_programs_name_them(step: str, error: Exception, said: str) -> None:
+    """Whatever they raise, in each of their steps."""
+
+    def fail() -> None:
+        raise error
+
+    contestant = Contestant("save: torch", **{"run": lambda: None, step: fail})
+    with pytest.raises(StorageError, match=said) as caught:
+        getattr(blamed(contestant, parse("memory://x")), step)()
+    assert caught.value.__cause__ is error
+    assert caught.value.uri == "memory://x"
+
+
+@pytest.mark.parametrize("error", [FullError("no space"), KeyboardInterrupt()])
+def test_our_own_errors_stay_as_they_are(error: BaseException) -> None:
+    """They say all that there is to say."""
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        blamed(Contestant("write alone", fail), parse("memory://x")).run()
+    assert caught.value is error

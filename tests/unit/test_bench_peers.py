@@ -115,9 +115,9 @@ def test_a_peer_that_fails_is_left_out_and_named(tmp_path: Path) -> None:
     broken = replace(good, name="broken", load=_fails, saves=False)
     said: list[str] = []
     found = PeerContest([broken], parse(tmp_path), build(TINY_GIB), said.append)
-    assert said == ["broken is left out: cannot load 3 things"]
+    assert said == ["broken is not measured: cannot load 3 things"]
     assert found.invalid == {
-        "load: broken": ("left out, since it failed: cannot load 3 things",),
+        "load: broken": ("not measured, because it failed: cannot load 3 things",),
     }
     assert (found.saving(), found.loading()) == ([], [])
     assert list(tmp_path.iterdir()) == []
