@@ -49,7 +49,7 @@ def parse_prices(text: str) -> Prices:
         usd = _usd(value)
         if not is_there or name not in found or usd is None:
             raise UsageError(
-                f"--prices {text!r}: {item!r} is no price of a request",
+                f"--prices {text!r}: {item!r} is not a price of a request",
                 advice="Give USD per request, such as put=5e-6,get=4e-7.",
             )
         found[name] = usd

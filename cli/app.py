@@ -41,7 +41,7 @@ def command_parser() -> argparse.ArgumentParser:
             "Save and load the state of a distributed training job: any layout, any "
             "storage, never torn."
         ),
-        epilog="holdfast COMMAND --help tells more, with examples.",
+        epilog="holdfast COMMAND --help shows details and examples.",
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
@@ -103,7 +103,7 @@ def _add_ls(commands: Parsers) -> None:
         "--last",
         type=_count,
         metavar="N",
-        help="only the N that were stored last; the manifests of others are not read",
+        help="show only the N checkpoints stored last, and read only their manifests",
     )
     _with_json(parser)
 
@@ -117,17 +117,15 @@ def _add_show(commands: Parsers) -> None:
     parser = _command(
         commands,
         show,
-        "show the state in a checkpoint as a tree: tensors, where they lie, and small values",
+        "show the state in a checkpoint as a tree: tensors with layouts, and small values",
     )
     parser.add_argument("uri", metavar="URI", help="a checkpoint")
-    parser.add_argument(
-        "--values", action="store_true", help="print small values whole, however long"
-    )
+    parser.add_argument("--values", action="store_true", help="print small values in full")
     parser.add_argument(
         "--depth",
         type=_count,
         metavar="N",
-        help="sum up what lies deeper than N levels; --json gives all",
+        help="summarise everything deeper than N levels; --json prints everything",
     )
     _with_json(parser)
 
@@ -155,7 +153,7 @@ def _add_diff(commands: Parsers) -> None:
         "compare two checkpoints: names, shapes, dtypes and values, whatever their layouts",
     )
     parser.add_argument("a", metavar="A", help="a checkpoint")
-    parser.add_argument("b", metavar="B", help="another one")
+    parser.add_argument("b", metavar="B", help="another checkpoint")
     _with_json(parser)
 
 
@@ -168,8 +166,8 @@ def _add_cp(commands: Parsers) -> None:
     parser = _command(
         commands,
         cp,
-        "copy a checkpoint to another URI, verified on the way",
-        "Interrupted, the same command goes on where it stopped.",
+        "copy a checkpoint to another URI, and verify it on the way",
+        "After an interruption, the same command continues where it stopped.",
     )
     parser.add_argument(
         "src",
@@ -177,13 +175,15 @@ def _add_cp(commands: Parsers) -> None:
         help="a checkpoint; with --recursive, a folder with checkpoints below it",
     )
     parser.add_argument(
-        "dst", metavar="DST", help="the URI of the copy, or of the folder of copies"
+        "dst", metavar="DST", help="the URI of the copy; with --recursive, of the folder for copies"
     )
     parser.add_argument(
         "-r", "--recursive", action="store_true", help="copy every checkpoint at and below SRC"
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace other checkpoints, and mend damaged ones"
+        "--overwrite",
+        action="store_true",
+        help="replace other checkpoints, and repair damaged ones",
     )
     _with_json(parser)
 
@@ -197,17 +197,17 @@ def _add_export(commands: Parsers) -> None:
     parser = _command(
         commands,
         export,
-        "write a checkpoint as a Hugging Face model, a file of torch.save, or a folder of DCP",
+        "export a checkpoint as a Hugging Face model, a torch.save file, or a DCP folder",
         "A * in a pattern stands for any text; patterns match whole names.",
     )
     parser.add_argument("uri", metavar="CKPT", help="a checkpoint")
-    parser.add_argument("dest", metavar="DEST", help="the URI of a folder; with torch, of a file")
+    parser.add_argument("dest", metavar="DEST", help="the URI of a folder; for torch, of a file")
     parser.add_argument(
         "--format",
         choices=("hf", "torch", "dcp"),
         default="hf",
-        help="safetensors files as Hugging Face has them (default), a file of torch.save, or a "
-        "folder of torch's distributed checkpoint",
+        help="safetensors files in Hugging Face's layout (default), a torch.save file, or a "
+        "folder of torch.distributed.checkpoint",
     )
     parser.add_argument(
         "--dtype", metavar="DTYPE", help="convert floating-point tensors: bf16, fp16, fp32, fp64"
@@ -218,7 +218,7 @@ def _add_export(commands: Parsers) -> None:
         type=_size,
         metavar="SIZE",
         default=5_000_000_000,
-        help="at most so much in a file, such as 500MB or 2GiB (default: 5GB)",
+        help="limit of the size of a file, such as 500MB or 2GiB (default: 5GB)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     _with_json(parser)
@@ -233,7 +233,7 @@ def _add_import(commands: Parsers) -> None:
     parser = _command(
         commands,
         _import,
-        "make a checkpoint of what other programs have written",
+        "make a checkpoint from files of other programs",
         "A * in a pattern stands for any text; patterns match whole names.",
     )
     parser.add_argument(
@@ -249,9 +249,9 @@ def _add_import(commands: Parsers) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="leave out what has such names: 'optim.*'; may be given several times",
+        help="skip matching names, such as 'optim.*'; may be given several times",
     )
-    parser.add_argument("--step", type=_count, metavar="N", help="the step that is recorded")
+    parser.add_argument("--step", type=_count, metavar="N", help="the step to record")
     parser.add_argument("--overwrite", action="store_true", help="replace another checkpoint")
     _with_json(parser)
 
@@ -262,14 +262,14 @@ def _with_names(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="take tensors with such names alone: 'model.*'; may be given several times",
+        help="take only matching names, such as 'model.*'; may be given several times",
     )
     parser.add_argument(
         "--rename",
         action="append",
         default=[],
         metavar="OLD=NEW",
-        help="rename tensors: 'model.*=*'; the first rule that matches a name applies",
+        help="rename tensors, such as 'model.*=*'; the first matching rule applies",
     )
 
 
@@ -282,11 +282,10 @@ def _add_prune(commands: Parsers) -> None:
     parser = _command(
         commands,
         prune,
-        "delete checkpoints that are not to be kept, and what dead saves left",
+        "delete checkpoints that no rule keeps, and leftovers of dead saves",
         (
-            "Deletes no checkpoint without a --keep option or --abandoned, and never the "
-            "only whole "
-            "one of a folder."
+            "Without a --keep option or --abandoned it deletes no checkpoint, and it never "
+            "deletes the only whole one of a folder."
         ),
     )
     parser.add_argument("uri", metavar="URI", help="a folder with checkpoints below it")
@@ -299,24 +298,24 @@ def _add_prune(commands: Parsers) -> None:
     parser.add_argument(
         "--abandoned",
         action="store_true",
-        help="delete checkpoints that training went back before, too",
+        help="also delete checkpoints that training went back before",
     )
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="read every byte of what is kept, before anything goes",
+        help="read every byte of the kept checkpoints before deleting any",
     )
     parser.add_argument(
         "--idle-hours",
         type=float,
         metavar="H",
         default=24.0,
-        help="an unfinished save is dead when it wrote nothing for so long (default: 24)",
+        help="an unfinished save without a write for this long is dead (default: 24)",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be deleted, and delete nothing"
+        "--dry-run", action="store_true", help="print what would be deleted, and delete nothing"
     )
-    parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
     _with_json(parser)
 
 
@@ -329,22 +328,20 @@ def _add_report(commands: Parsers) -> None:
     parser = _command(
         commands,
         report,
-        "show where the time of a save went, and which ranks kept the others waiting",
-        "Of a folder of checkpoints, their saves one after the other.",
+        "show where a save spent its time, and which ranks delayed the others",
+        "For a folder of checkpoints, it shows a line for each save.",
     )
     parser.add_argument(
         "uri", metavar="URI", help="a checkpoint, or a folder with checkpoints below it"
     )
     parser.add_argument(
-        "--html", metavar="FILE", help="write it as a page for a browser as well, with pictures"
+        "--html", metavar="FILE", help="also write the report as an HTML page with charts"
     )
-    parser.add_argument(
-        "--trace", metavar="FILE", help="write a trace as well, which ui.perfetto.dev opens"
-    )
+    parser.add_argument("--trace", metavar="FILE", help="also write a trace for ui.perfetto.dev")
     parser.add_argument(
         "--bench",
         metavar="FILE",
-        help="hold rates against a result of `holdfast bench --json` for the same storage",
+        help="compare rates with a result of `holdfast bench --json` for the same storage",
     )
     _with_json(parser)
 
@@ -360,8 +357,8 @@ def _add_bench(commands: Parsers) -> None:
     parser = _command(
         commands,
         bench,
-        "measure what a storage gives checkpoints, beside what it gives a bare client",
-        "`holdfast bench compare A.json B.json` holds two results against each other.",
+        "measure checkpoints on a storage, next to what a bare client reaches",
+        "`holdfast bench compare A.json B.json` compares two results.",
     )
     add_arguments(parser)
     _with_json(parser)
@@ -381,8 +378,8 @@ def _add_drivers(commands: Parsers) -> None:
         commands,
         drivers,
         (
-            "list the storages that can be used, or show one's traits and options, and where each "
-            "comes from"
+            "list the available storages, or show the traits and options of one, with the source "
+            "of each option"
         ),
     )
     parser.add_argument("scheme", metavar="SCHEME", nargs="?", help="a scheme such as s3, or a URI")
@@ -390,8 +387,8 @@ def _add_drivers(commands: Parsers) -> None:
         "--check",
         action="store_true",
         help=(
-            "try the storage at a URI, in a scratch folder that is removed: is it fit for "
-            "checkpoints?"
+            "test whether the storage at a URI is fit for checkpoints, in a scratch folder that "
+            "is removed"
         ),
     )
     _with_json(parser)
@@ -408,8 +405,8 @@ def _add_keeper(commands: Parsers) -> None:
     parser = _command(
         commands,
         keeper,
-        "work with keepers, which hold checkpoints in the memory of hosts",
-        "`holdfast keeper COMMAND --help` tells what each of its commands takes.",
+        "manage keepers, which hold checkpoints in host memory",
+        "`holdfast keeper COMMAND --help` describes each command.",
     )
     add_commands(parser, _with_json)
 
@@ -419,7 +416,7 @@ def _add_demo(commands: Parsers) -> None:
         from importlib.util import find_spec
 
         if not (find_spec("matplotlib") and find_spec("rich")):
-            complain("the demo draws with matplotlib and rich: pip install matplotlib rich")
+            complain("the demo needs matplotlib and rich: pip install matplotlib rich")
             return 2
         from .demo.run import main
 
@@ -428,20 +425,20 @@ def _add_demo(commands: Parsers) -> None:
     parser = _command(
         commands,
         demo,
-        "train, kill a rank in the middle of a save, go on with fewer ranks, and compare",
+        "train, kill a rank during a save, resume with fewer ranks, and compare",
         "It takes about a minute.",
     )
     parser.add_argument(
-        "uri", metavar="URI", nargs="?", help="where the checkpoints go, below it; else into --out"
+        "uri", metavar="URI", nargs="?", help="store the checkpoints below it (default: in --out)"
     )
     options: Sequence[tuple[str, type, Any, str]] = (
         ("--out", str, "demo-run", "folder for logs and pictures; emptied first"),
-        ("--steps", int, 40, "training steps in all"),
-        ("--kill-at", int, 24, "in the save of which step a rank is killed"),
+        ("--steps", int, 40, "number of training steps"),
+        ("--kill-at", int, 24, "step during whose save a rank is killed"),
         ("--every", int, 8, "steps between two saves"),
-        ("--ranks-before", int, 4, "ranks until the kill"),
-        ("--ranks-after", int, 2, "ranks after it"),
-        ("--seed", int, 0, "of weights and batches"),
+        ("--ranks-before", int, 4, "ranks before the kill"),
+        ("--ranks-after", int, 2, "ranks after the kill"),
+        ("--seed", int, 0, "seed of weights and batches"),
     )
     for name, kind, default, text in options:
         parser.add_argument(
@@ -452,7 +449,7 @@ def _add_demo(commands: Parsers) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
 
 

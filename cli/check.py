@@ -66,8 +66,8 @@ def _watched(place: Uri) -> Report:
 
 def _warn(report: Report) -> None:
     complain(
-        f"the check could not remove what it has stored: {report.why_left}. It is at "
-        f"{report.left}: remove it yourself"
+        f"the check could not remove its scratch folder: {report.why_left}. It is "
+        f"{report.left}: remove it by hand"
     )
 
 

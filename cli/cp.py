@@ -21,8 +21,8 @@ def run(src: str, dst: str, *, recursive: bool, overwrite: bool, json_output: bo
             report = copy(src, dst, recursive=recursive, overwrite=overwrite, progress=progress)
     except KeyboardInterrupt:
         complain(
-            "nothing of the checkpoint under way is visible; the same command goes on where "
-            "it stopped"
+            "the checkpoint being copied is not visible at the destination; the same command "
+            "continues where it stopped"
         )
         raise
     if json_output:

@@ -24,24 +24,24 @@ class Manual(NamedTuple):
 
 
 _COMMON = {
-    2: "the call was wrong, or could not be carried out; stderr says why",
-    3: "a fault of Holdfast itself, with a traceback",
+    2: "wrong usage, or a failure; stderr says why",
+    3: "a bug in Holdfast, with a traceback",
     130: "interrupted",
-    141: "what read the output has closed it, as head does",
+    141: "the reader of the output has closed it, as head does",
 }
 
 MANUAL: Mapping[str, Manual] = {
     "ls": Manual(
         (
             ("holdfast ls s3://bucket/run", "all checkpoints of a run"),
-            ("holdfast ls s3://bucket/run --last 5", "the five that were stored last"),
-            ("holdfast ls /checkpoints --json", "the same for a program, as one document"),
+            ("holdfast ls s3://bucket/run --last 5", "the five stored last"),
+            ("holdfast ls /checkpoints --json", "the same as JSON, for a program"),
         ),
         {0: "there are checkpoints", 1: "there are none"},
     ),
     "show": Manual(
         (
-            ("holdfast show /checkpoints/step-500", "every tensor, and where it lies"),
+            ("holdfast show /checkpoints/step-500", "every tensor, with its layout"),
             ("holdfast show s3://bucket/run/step-500 --depth 2", "a summary of two levels"),
         ),
         {0: "the checkpoint was shown"},
@@ -57,7 +57,7 @@ MANUAL: Mapping[str, Manual] = {
     "cp": Manual(
         (
             ("holdfast cp /nvme/run/step-500 s3://bucket/run/step-500", "one checkpoint"),
-            ("holdfast cp --recursive /nvme/run s3://bucket/run", "all that are missing there"),
+            ("holdfast cp --recursive /nvme/run s3://bucket/run", "all checkpoints missing there"),
         ),
         {0: "everything was copied", 1: "with --recursive: a checkpoint was damaged"},
     ),
@@ -92,20 +92,26 @@ MANUAL: Mapping[str, Manual] = {
                 "keep the newest three, and every thousandth step",
             ),
         ),
-        {0: "it was done, or there was nothing to do", 1: "you answered no"},
+        {
+            0: "checkpoints were deleted, or there was nothing to delete",
+            1: "you answered no, or a folder could not be pruned",
+        },
     ),
     "report": Manual(
         (
             ("holdfast report s3://bucket/run/step-500", "which rank was slow, and why"),
-            ("holdfast report s3://bucket/run --html report.html", "all saves, with pictures"),
+            ("holdfast report s3://bucket/run --html report.html", "all saves, with charts"),
         ),
-        {0: "the saves were shown", 1: "nothing was recorded"},
+        {0: "the saves were shown", 1: "there is no telemetry"},
     ),
     "bench": Manual(
         (
-            ("holdfast bench /scratch/bench --size 8GiB", "what this file system gives"),
-            ("holdfast bench s3://bucket/x --peer all --html a.html", "beside other libraries"),
-            ("holdfast bench s3://bucket/x --ranks 8", "by eight processes of this host"),
+            ("holdfast bench /scratch/bench --size 8GiB", "measure a file system"),
+            (
+                "holdfast bench s3://bucket/x --peer all --html a.html",
+                "compare with other libraries",
+            ),
+            ("holdfast bench s3://bucket/x --ranks 8", "measure with eight processes"),
             ("holdfast bench s3://bucket/x --tune", "find the best options, and keep them"),
             ("holdfast bench /scratch/bench --workload raw", "the driver, without checkpoints"),
             (
@@ -115,34 +121,34 @@ MANUAL: Mapping[str, Manual] = {
             ("holdfast bench compare before.json after.json", "did it become slower?"),
         ),
         {
-            0: "the result is valid; of compare: nothing became slower",
-            1: "a result is not to be believed; of compare: something became slower",
+            0: "the result is valid; for compare: nothing became slower",
+            1: "the result is invalid; for compare: something became slower",
         },
     ),
     "keeper": Manual(
         (("holdfast keeper status", "what the keepers of this host hold"),),
-        {0: "it was done"},
+        {0: "success"},
     ),
     "keeper run": Manual(
         (
-            ("holdfast keeper run s3://bucket/run --memory 200GiB", "be the keeper of a run"),
+            ("holdfast keeper run s3://bucket/run --memory 200GiB", "run the keeper of a run"),
             (
                 "holdfast keeper run /run --local /nvme/keepers --local-every 50",
-                "survive a reboot, too",
+                "also survive a reboot",
             ),
         ),
-        {0: "it has ended", 1: "another keeper of the run is alive"},
+        {0: "the keeper has exited", 1: "another keeper of the run is alive"},
     ),
     "keeper status": Manual(
         (
-            ("holdfast keeper status", "of all runs of this user"),
-            ("holdfast keeper status s3://bucket/run --watch", "of one, again and again"),
+            ("holdfast keeper status", "all keepers of this user"),
+            ("holdfast keeper status s3://bucket/run --watch", "one keeper, every second"),
         ),
-        {0: "it was shown, also where there is none"},
+        {0: "success, also if there is no keeper"},
     ),
     "keeper stop": Manual(
-        (("holdfast keeper stop", "end all keepers of this user, and free the memory"),),
-        {0: "they end", 1: "there was none"},
+        (("holdfast keeper stop", "stop all keepers of this user, and free the memory"),),
+        {0: "the keepers stop", 1: "there was no keeper"},
     ),
     "keeper periods": Manual(
         (
@@ -155,19 +161,19 @@ MANUAL: Mapping[str, Manual] = {
                 "how often to save to storage",
             ),
         ),
-        {0: "it was worked out"},
+        {0: "the periods were computed"},
     ),
     "keeper demo": Manual(
         (
             ("holdfast keeper demo", "with storage in a temporary folder"),
-            ("holdfast keeper demo s3://bucket/demo --json", "on a storage of yours, in figures"),
+            ("holdfast keeper demo s3://bucket/demo --json", "on your storage, with JSON output"),
         ),
-        {0: "all went on as it should", 1: "a loss or a step is another one"},
+        {0: "every job resumed as expected", 1: "a loss or a step was wrong"},
     ),
     "drivers": Manual(
         (
-            ("holdfast drivers", "what can be used here"),
-            ("holdfast drivers s3://bucket/run", "its options, and where each comes from"),
+            ("holdfast drivers", "the available storages"),
+            ("holdfast drivers s3://bucket/run", "its options, with their sources"),
             ("holdfast drivers --check s3://bucket/run", "is it fit for checkpoints?"),
         ),
         {
@@ -178,9 +184,9 @@ MANUAL: Mapping[str, Manual] = {
     "demo": Manual(
         (
             ("holdfast demo", "four ranks, then two"),
-            ("holdfast demo s3://bucket/demo --ranks-after 1", "on a storage of yours"),
+            ("holdfast demo s3://bucket/demo --ranks-after 1", "on your storage"),
         ),
-        {0: "training went on as if nothing had happened", 1: "the loss is another one"},
+        {0: "the loss continued as without the kill", 1: "the loss differs"},
     ),
 }
 

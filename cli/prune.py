@@ -51,7 +51,7 @@ def run(
         print_json({**asdict(report), "nbytes": report.nbytes})
     elif dry_run:
         _print_plan(report)
-        print("nothing was deleted: a dry run")
+        print("dry run: nothing was deleted")
     elif refused:
         print("nothing was deleted")
     elif not _is_nothing(report):
@@ -64,7 +64,7 @@ def _ask(plan: PruneReport) -> bool:
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError(
             "nothing was deleted: there is no terminal to ask",
-            advice="Say so with --yes, or --dry-run.",
+            advice="Give --yes or --dry-run.",
         )
     print(f"Delete {_sum(plan)}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -80,7 +80,7 @@ def check_raw(plan: RawPlan, free: Callable[[str], int] = free_nbytes) -> list[P
     """
     if plan.nbytes < _LEAST_NBYTES:
         raise UsageError(
-            f"{size_text(plan.nbytes)} are too few to measure", advice="Give 1 MiB or more."
+            f"{size_text(plan.nbytes)} is too little to measure", advice="Give 1 MiB or more."
         )
     _check_runs(plan.runs)
     _check_positive("--part-sizes", plan.part_sizes)
@@ -134,5 +134,6 @@ def _check_runs(runs: int) -> None:
 def _check_positive(argument: str, values: Sequence[int] | None) -> None:
     if values is not None and (not values or min(values) < 1):
         raise UsageError(
-            f"{argument} has a value below 1", advice=f"Such as {argument} 4MiB,16MiB or 1,8."
+            f"{argument} has a value below 1",
+            advice=f"Give values such as {argument} 4MiB,16MiB or 1,8.",
         )

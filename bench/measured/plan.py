@@ -142,7 +142,7 @@ def check_here(plan: Plan, ranks: int = 1, hosts: int = 1) -> None:
     """Run the checks that do not need the storage. Raises UsageError."""
     if plan.nbytes < 1 << 20:
         raise UsageError(
-            f"{size_text(plan.nbytes)} are too few to measure", advice="Give 1 MiB or more."
+            f"{size_text(plan.nbytes)} is too little to measure", advice="Give 1 MiB or more."
         )
     if ranks > 1 and plan.peers:
         raise UsageError(
@@ -153,7 +153,9 @@ def check_here(plan: Plan, ranks: int = 1, hosts: int = 1) -> None:
     if plan.runs < 1:
         raise UsageError(f"{plan.runs} rounds measure nothing", advice="Give --runs 5.")
     if plan.warm_ups < 0:
-        raise UsageError(f"{plan.warm_ups} rounds to warm up", advice="Give --warm-ups 1.")
+        raise UsageError(
+            f"{plan.warm_ups} is not a number of warm-up rounds", advice="Give --warm-ups 1."
+        )
     if not 1 <= ranks <= RANKS_MAX * hosts:
         raise UsageError(f"{ranks} ranks cannot measure", advice=f"Give 1 to {RANKS_MAX}.")
     check_memory(
@@ -175,7 +177,8 @@ def check_memory(what: str, needed: int, *, advice: str) -> None:
     available = available_nbytes()
     if needed > available:
         raise UsageError(
-            f"{what} needs {size_text(needed)} of host memory, and {size_text(available)} are free",
+            f"{what} needs {size_text(needed)} of host memory, but only {size_text(available)} are "
+            "free",
             advice=advice,
         )
 
@@ -184,8 +187,7 @@ def check_room(folder: str, needed: int, free: int) -> None:
     """Raise UsageError if a local folder has too little space."""
     if needed > free:
         raise UsageError(
-            f"{size_text(needed)} would be stored at a time in {folder}, and {size_text(free)} "
-            f"are free",
+            f"{size_text(needed)} would be stored in {folder}, but only {size_text(free)} are free",
             advice="Give a smaller --size.",
         )
 

@@ -87,7 +87,7 @@ class _Job(Ranks):
             raise self._gone() from error
 
     def _gone(self) -> CoordinationError:
-        return CoordinationError("a rank has gone while others waited for it", rank=self.rank)
+        return CoordinationError("a rank ended while others waited for it", rank=self.rank)
 
     def gather(self, value: Any) -> list[Any]:
         self._calls += 1
@@ -123,7 +123,9 @@ def job_of(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
             rank = _number(environment, rank_name)
             world = _number(environment, world_name)
             if not 0 <= rank < world:
-                raise UsageError(f"{rank_name}={rank} and {world_name}={world} make no sense")
+                raise UsageError(
+                    f"{rank_name}={rank} and {world_name}={world} contradict each other"
+                )
             if world > 1:
                 _check_address(environment)
             return rank, world
@@ -134,7 +136,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(environment[name])
     except ValueError as error:
-        raise UsageError(f"{name}={environment[name]!r} is no number") from error
+        raise UsageError(f"{name}={environment[name]!r} is not a number") from error
 
 
 def _check_address(environment: Mapping[str, str]) -> None:
@@ -163,7 +165,7 @@ def joined() -> Iterator[Ranks]:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=JOIN_S))
     except (RuntimeError, ValueError) as error:
         raise CoordinationError(
-            f"the other {world - 1} ranks did not come within {JOIN_S:.0f} s",
+            f"the other {world - 1} ranks did not join within {JOIN_S:.0f} s",
             rank=rank,
             advice="To measure with this process alone, unset RANK and WORLD_SIZE.",
         ) from error

@@ -254,7 +254,7 @@ def decoded(text: str, name: str) -> Measurement:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{name} is no result of `holdfast bench` that this release can read: {error!r}"
+            f"{name} is not a result of `holdfast bench` that this release can read: {error!r}"
         ) from error
 
 

@@ -68,4 +68,4 @@ def _of_phase(phase: Phase, least_s: float) -> Iterator[str]:
     half = len(seconds) // 2
     first, last = median(seconds[:half]), median(seconds[-half:])
     if max(first, last) > DRIFT * min(first, last) and len(seconds) >= 4:
-        yield f"it drifts: {first:.2f} s in the first half, {last:.2f} s in the second"
+        yield f"times drift: {first:.2f} s in the first half, {last:.2f} s in the second"

@@ -90,7 +90,9 @@ def _named(name: str, uri: Uri) -> Peer:
     known = [peer for peer in PEERS if peer.key == name]
     if not known:
         keys = ", ".join(dict.fromkeys([*(peer.key for peer in PEERS), FIO]))
-        raise UsageError(f"no peer is called {name!r}", advice=f"There are {keys}, and {ALL}.")
+        raise UsageError(
+            f"no peer is called {name!r}", advice=f"Known names are {keys}, and {ALL}."
+        )
     serving = [peer for peer in known if peer.serves(uri)]
     if not serving:
         raise UsageError(
@@ -114,10 +116,10 @@ def _advice(uri: Uri) -> str:
     """Return advice that names the possible peers."""
     able = _keys(_able(uri))
     if able:
-        return f"What can be measured here: {able}."
+        return f"These can be measured here: {able}."
     others = _keys(peer for peer in PEERS if peer.serves(uri))
     if others:
-        return f"What could be, once it is installed: {others}."
+        return f"These could be measured once installed: {others}."
     return "Leave --peer out."
 
 

@@ -65,7 +65,9 @@ def parse_rate(option: str, text: str) -> float:
     except ValueError:
         rate = 0.0
     if rate <= 0:
-        raise UsageError(f"{option} {text!r} is no rate", advice="Such as 2GB/s or 2500MiB/s.")
+        raise UsageError(
+            f"{option} {text!r} is not a rate", advice="Give one such as 2GB/s or 2500MiB/s."
+        )
     return rate
 
 

@@ -50,11 +50,11 @@ def check_tuning(plan: TuningPlan, free: Callable[[str], int] = free_nbytes) -> 
     """
     if plan.nbytes < 1 << 20:
         raise UsageError(
-            f"{size_text(plan.nbytes)} are too few to measure", advice="Give 1 MiB or more."
+            f"{size_text(plan.nbytes)} is too little to measure", advice="Give 1 MiB or more."
         )
     if plan.time_limit_s < _LEAST_LIMIT_S:
         raise UsageError(
-            f"in {plan.time_limit_s:g} s nothing can be found", advice="Give --time-limit 60s."
+            f"{plan.time_limit_s:g} s is too short for tuning", advice="Give --time-limit 60s."
         )
     space = space_of(plan.parsed)
     check_memory(

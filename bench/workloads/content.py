@@ -53,7 +53,7 @@ def parse_content(text: str) -> Content:
         share = -1.0
     if not 1 / PAGE_NBYTES <= share <= 1:
         raise UsageError(
-            f"--entropy {text!r} is no content",
+            f"--entropy {text!r} is not a kind of content",
             advice="Give normal, uniform, or the share of bytes that are random, such as 25%.",
         )
     return Content("uniform", share)

@@ -142,12 +142,12 @@ def equal_tensors(nbytes: int, count: int) -> EqualTensors:
     would have no element, and for too many tensors."""
     if not 1 <= count <= TENSORS_MAX:
         raise UsageError(
-            f"--tensors {count} cannot be", advice=f"Give a number from 1 to {TENSORS_MAX:,}."
+            f"--tensors {count} is out of range", advice=f"Give a number from 1 to {TENSORS_MAX:,}."
         )
     elements = nbytes // (2 * count)
     if not elements:
         raise UsageError(
-            f"{count:,} tensors have no element each in {size_text(nbytes)}",
+            f"{count:,} tensors do not fit in {size_text(nbytes)}",
             advice="Give a larger --size, or fewer --tensors.",
         )
     return EqualTensors(count, elements)

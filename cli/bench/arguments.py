@@ -19,20 +19,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "targets",
         metavar="URI",
         nargs="+",
-        help="a folder or bucket to measure in; what is written there is deleted again. Or: "
+        help="a folder or bucket to measure in; all data written there is deleted. Or: "
         "compare A.json B.json",
     )
-    _add_workload(parser.add_argument_group("what is saved and loaded"))
-    _add_course(parser.add_argument_group("how it is measured"))
-    _add_beside(parser.add_argument_group("what it is held against"))
-    _add_output(parser.add_argument_group("what is said"))
-    add_driver_arguments(parser.add_argument_group("the driver alone"))
+    _add_workload(parser.add_argument_group("workload"))
+    _add_course(parser.add_argument_group("measurement"))
+    _add_beside(parser.add_argument_group("comparison"))
+    _add_output(parser.add_argument_group("output"))
+    add_driver_arguments(parser.add_argument_group("driver alone"))
     add_tuning_arguments(parser.add_argument_group("tuning"))
-    add_simulation_arguments(parser.add_argument_group("without measuring"))
+    add_simulation_arguments(parser.add_argument_group("simulation"))
 
 
 def _add_workload(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--size", help=f"about the size of the state (default: {DEFAULT_SIZE})")
+    group.add_argument("--size", help=f"approximate size of the state (default: {DEFAULT_SIZE})")
     add_workload_arguments(group)
 
 
@@ -41,30 +41,31 @@ def _add_course(group: argparse._ArgumentGroup) -> None:
         "--runs",
         type=int,
         metavar="N",
-        help="rounds (default: 5; of a checkpoint of MLPerf Storage 10)",
+        help="rounds (default: 5; for checkpoints of MLPerf Storage: 10)",
     )
     group.add_argument(
         "--warm-ups",
         type=int,
         default=0,
         metavar="N",
-        help="rounds before those, which do not count (default: %(default)s)",
+        help="warm-up rounds, which do not count (default: %(default)s)",
     )
     group.add_argument(
         "--time-limit",
         metavar="TIME",
-        help="begin no further round after so long, such as 90s or 10min; of --tune: about how "
-        "long it may take (default of that: 60s)",
+        help="start no new round after this time, such as 90s or 10min; with --tune: approximate "
+        "total time (default: 60s)",
     )
     group.add_argument(
         "--ranks",
         type=int,
         metavar="N",
-        help="measure with so many processes of this host (default: 1); under torchrun or mpirun "
-        "the ranks of the job measure. Of --simulate: as many as the job has (default: those of "
-        "the --workload)",
+        help="number of processes on this host (default: 1); under torchrun or mpirun, the ranks "
+        "of the job measure. With --simulate: ranks of the job (default: those of the --workload)",
     )
-    group.add_argument("--compression", choices=("lz4",), help="of saves (default: none)")
+    group.add_argument(
+        "--compression", choices=("lz4",), help="compression of saves (default: none)"
+    )
 
 
 def _add_beside(group: argparse._ArgumentGroup) -> None:
@@ -72,14 +73,14 @@ def _add_beside(group: argparse._ArgumentGroup) -> None:
         "--peer",
         default="",
         metavar="NAMES",
-        help="save and load with these libraries, too: dcp, dcp4, torchsave, safetensors, "
-        "torchsnapshot, tensorizer, runai, fastsafetensors, s3torchconnector, fio, with commas "
-        "between them; or all that are installed and can do this storage: all",
+        help="also measure these, separated by commas: dcp, dcp4, torchsave, safetensors, "
+        "torchsnapshot, tensorizer, runai, fastsafetensors, s3torchconnector, fio; all: every "
+        "one that is installed and supports the storage",
     )
     group.add_argument(
         "--driver-alone",
         action="store_true",
-        help="measure Holdfast's driver without its engine, too: which of the two costs",
+        help="also measure Holdfast's driver without the engine, to tell their costs apart",
     )
 
 
@@ -87,16 +88,18 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--prices",
         metavar="USD",
-        help="of one request each, such as put=5e-6,get=4e-7: what requests cost is said, too",
+        help="prices per request, such as put=5e-6,get=4e-7, to show what requests cost",
     )
     group.add_argument(
         "--slower",
         default="5%",
         metavar="PART",
-        help="of compare: so much slower may B be (default: %(default)s)",
+        help="for compare: how much slower B may be (default: %(default)s)",
     )
-    group.add_argument("--csv", metavar="FILE", help="write a line for each round of each phase")
-    group.add_argument("--html", metavar="FILE", help="write it as a page for a browser as well")
+    group.add_argument(
+        "--csv", metavar="FILE", help="write a CSV line for each round of each phase"
+    )
+    group.add_argument("--html", metavar="FILE", help="also write the result as an HTML page")
 
 
 def add_driver_arguments(group: argparse._ArgumentGroup) -> None:
@@ -104,19 +107,19 @@ def add_driver_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--part-sizes",
         metavar="SIZE,…",
-        help="of raw, such as 4MiB,16MiB (default: around what the driver prefers)",
+        help="for raw, such as 4MiB,16MiB (default: around the driver's preference)",
     )
     group.add_argument(
         "--concurrencies",
         metavar="N,…",
-        help="of raw, such as 1,8,32 (default: around what the driver prefers)",
+        help="for raw, such as 1,8,32 (default: around the driver's preference)",
     )
     group.add_argument(
         "--objects",
         type=int,
         default=1000,
         metavar="N",
-        help="of meta (default: %(default)s)",
+        help="number of objects for meta (default: %(default)s)",
     )
 
 
@@ -129,7 +132,9 @@ def add_tuning_arguments(group: argparse._ArgumentGroup) -> None:
         "in your configuration if they are faster than the defaults",
     )
     group.add_argument(
-        "--only-show", action="store_true", help="of --tune: keep nothing, only say what was found"
+        "--only-show",
+        action="store_true",
+        help="with --tune: print the result, and keep no profile",
     )
     group.add_argument(
         "--forget", action="store_true", help="remove the profile that --tune has kept"

@@ -38,13 +38,16 @@ def _run(targets: Sequence[str], asked: Mapping[str, Any], slower: str, output: 
         return run_comparison(targets[1:], slower, json_output=output.json)
     if len(targets) > 1:
         raise UsageError(
-            f"{len(targets)} storages cannot be measured at a time",
-            advice="Measure one after the other, and hold the results against each other: "
+            f"only one storage can be measured at a time, not {len(targets)}",
+            advice="Measure them one after the other, and compare the results: "
             "holdfast bench compare A.json B.json.",
         )
     uri = targets[0]
     if asked["ranks"] is not None and _is_for_one(asked):
-        raise UsageError("this is done by one process", advice="Leave --ranks out.")
+        raise UsageError(
+            "--tune, --forget and the workloads of a driver use one process",
+            advice="Leave --ranks out.",
+        )
     if asked["tune"] or asked["forget"]:
         return run_tuning(uri, asked, output)
     check_alone(asked)

@@ -34,9 +34,9 @@ def run_comparison(files: Sequence[str], slower: str, *, json_output: bool) -> i
     found = compare(a, b)
     for path, measurement in zip(files, (a, b), strict=True):
         if measurement.invalid:
-            complain(f"{path} is marked as invalid: its figures are not to be believed")
+            complain(f"{path} is marked as invalid: do not rely on its figures")
     if a.config_hash != b.config_hash:
-        complain("the two are not of the same storage and size")
+        complain("the two results differ in storage or settings")
     if json_output:
         print_comparison_json(found, part)
     else:
@@ -52,8 +52,9 @@ def _results(files: Sequence[str]) -> tuple[Measurement, Measurement]:
     of_a, of_b = map(driver_result.workload_of, texts)
     if of_a != of_b:
         raise UsageError(
-            f"{files[0]} is of {of_a or 'checkpoints'}, {files[1]} of {of_b or 'checkpoints'}",
-            advice="Only results of the same workload can be held against each other.",
+            f"{files[0]} measures {of_a or 'checkpoints'}, {files[1]} measures "
+            f"{of_b or 'checkpoints'}",
+            advice="Only results of the same workload can be compared.",
         )
 
     def decode(text: str, path: str) -> Measurement:
@@ -71,5 +72,5 @@ def _part(text: str) -> float:
     except ValueError:
         part = -1.0
     if not 0 <= part < 1:
-        raise UsageError(f"--slower {text!r} is no part", advice="Such as 5%.")
+        raise UsageError(f"--slower {text!r} is not a share", advice="Give one such as 5%.")
     return part

@@ -132,13 +132,13 @@ def size_of(argument: str, text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise UsageError(
-            f"{argument} {text!r} is no size: {error}", advice="Such as 4MiB."
+            f"{argument} {text!r} is not a size: {error}", advice="Give one such as 4MiB."
         ) from error
 
 
 def _number(argument: str, text: str) -> int:
     if not text.isdecimal():
-        raise UsageError(f"{argument} {text!r} is no number", advice="Such as 8.")
+        raise UsageError(f"{argument} {text!r} is not a number", advice="Give one such as 8.")
     return int(text)
 
 

@@ -128,4 +128,6 @@ def _seconds(text: str | None) -> float | None:
     try:
         return parse_duration(text, needs_unit=True)
     except ValueError as error:
-        raise UsageError(f"--time-limit is no time: {error}", advice="Such as 90s.") from error
+        raise UsageError(
+            f"--time-limit is not a duration: {error}", advice="Give one such as 90s."
+        ) from error

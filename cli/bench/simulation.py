@@ -29,22 +29,22 @@ def add_simulation_arguments(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--simulate",
         action="store_true",
-        help="plan a save and a load of all ranks of a job, in this process and without a byte",
+        help="plan a save and a load of all ranks of a job in this process, without data",
     )
     group.add_argument(
-        "--dry-run", action="store_true", help="say what would be measured here, and do nothing"
+        "--dry-run", action="store_true", help="print what would be measured, and measure nothing"
     )
     group.add_argument(
         "--ranks-per-host",
         type=int,
         metavar="N",
-        help=f"of --simulate (default: {DEFAULT_HOST_RANKS})",
+        help=f"for --simulate (default: {DEFAULT_HOST_RANKS})",
     )
-    group.add_argument("--rate", metavar="RATE", help="what one rank moves, such as 2GB/s")
-    group.add_argument("--host-rate", metavar="RATE", help="what all ranks of a host move at most")
-    group.add_argument("--total-rate", metavar="RATE", help="what the storage takes at most")
+    group.add_argument("--rate", metavar="RATE", help="throughput of one rank, such as 2GB/s")
+    group.add_argument("--host-rate", metavar="RATE", help="limit of all ranks of a host together")
+    group.add_argument("--total-rate", metavar="RATE", help="limit of the storage")
     group.add_argument(
-        "--rates-from", metavar="FILE", help="a result of holdfast bench --json, in place of --rate"
+        "--rates-from", metavar="FILE", help="take rates from a result of holdfast bench --json"
     )
 
 
@@ -52,9 +52,9 @@ def check_alone(asked: Mapping[str, Any]) -> None:
     """Raise UsageError for arguments that exclude each other, or that need ``--simulate`` or
     ``--dry-run``."""
     if asked["simulate"] and asked["dry_run"]:
-        raise UsageError("--simulate and --dry-run are two things", advice="Give one of them.")
+        raise UsageError("--simulate and --dry-run exclude each other", advice="Give one of them.")
     if asked["rates_from"] is not None and asked["rate"] is not None:
-        raise UsageError("--rates-from and --rate say the same", advice="Give one of them.")
+        raise UsageError("--rates-from and --rate exclude each other", advice="Give one of them.")
     simulating = ("ranks_per_host", "host_rate", "total_rate")
     either = ("rate", "rates_from")
     if not asked["simulate"]:
@@ -82,7 +82,7 @@ def run_simulation(
         world = workload.world
     if world is None:
         raise UsageError(
-            f"{workload.name} is not made for any number of ranks", advice="Give --ranks 8."
+            f"{workload.name} has no number of ranks of its own", advice="Give --ranks 8."
         )
     host_ranks = asked["ranks_per_host"]
     if host_ranks is None:
@@ -101,7 +101,7 @@ def run_dry(uri: str, asked: Mapping[str, Any], *, json_output: bool) -> int:
     from .measuring import plan_of
 
     if asked["ranks"] is not None:
-        raise UsageError("--dry-run is of one process", advice="Leave --ranks out.")
+        raise UsageError("--dry-run plans for one process", advice="Leave --ranks out.")
     plan = plan_of(uri, asked, 1)
     found = dry_run(plan, _rates(asked), prices_of(asked))
     if json_output:
@@ -178,7 +178,7 @@ def _usd(usd: float | None) -> str:
 
 
 def _print_dry_run(found: DryRun) -> None:
-    print(f"{printable(found.uri)}: {printable(found.workload)}, {found.content}: nothing is done")
+    print(f"{printable(found.uri)}: {printable(found.workload)}, {found.content}: dry run")
     print(
         f"{size_text(found.state_nbytes)} in {one_of(found.tensors, 'tensor')}; host memory "
         f"{size_text(found.memory_nbytes)}, room in storage {size_text(found.stored_nbytes)}"
@@ -206,7 +206,7 @@ def _print_dry_run(found: DryRun) -> None:
 
 def _totals(found: DryRun) -> tuple[str, ...]:
     return (
-        "in all, rests included",
+        "total, with rests",
         "",
         size_text(found.written_nbytes),
         size_text(found.read_nbytes),

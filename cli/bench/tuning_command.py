@@ -29,12 +29,12 @@ def run_tuning(uri: str, given: Mapping[str, Any], output: Output) -> int:
     status."""
     if given["tune"] and given["forget"]:
         raise UsageError(
-            "--tune and --forget contradict each other", advice="--tune replaces what is there."
+            "--tune and --forget exclude each other", advice="--tune replaces an earlier profile."
         )
     if output.csv is not None or output.html is not None or given["workload"] is not None:
         raise UsageError(
             "--tune and --forget go with none of --csv, --html and --workload",
-            advice="--json prints all that was found.",
+            advice="--json prints the full result.",
         )
     if given["forget"]:
         return _forget(uri, output)
@@ -88,7 +88,7 @@ def _duration(text: str) -> float:
         return parse_duration(text)
     except ValueError as error:
         raise UsageError(
-            f"--time-limit {text!r} is no time: {error}", advice="Such as 60s."
+            f"--time-limit {text!r} is not a duration: {error}", advice="Give one such as 60s."
         ) from error
 
 
@@ -117,16 +117,16 @@ def verdict_lines(found: Tuning) -> list[str]:
     """Return the conclusions in words."""
     lines = []
     if found.tried < len(found.space.candidates):
-        lines.append("There was no time for the others: give a larger --time-limit.")
+        lines.append("The others were not tried in this time. Give a larger --time-limit.")
     if found.gain is None or found.save is None or found.load is None:
-        return [*lines, "The defaults were the best of those: there is nothing to keep."]
+        return [*lines, "The defaults were the best, so there is nothing to keep."]
     lines += [
         f"saves and loads of {size_text(found.nbytes)}: {_gain_text(found.gain)}",
         f"  saves alone: {_gain_text(found.save)}",
         f"  loads alone: {_gain_text(found.load)}",
     ]
     if not found.is_worth_keeping:
-        lines.append("No difference from the defaults is shown: there is nothing to keep.")
+        lines.append("No gain over the defaults is shown, so there is nothing to keep.")
     return lines
 
 

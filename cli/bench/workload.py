@@ -35,7 +35,7 @@ def add_workload_arguments(group: _ArgumentGroup) -> None:
     """Add every argument but ``--size``. Names are checked on use, because their lists are slow to
     import."""
     group.add_argument(
-        "--tensors", type=int, metavar="N", help="with --size: so many equal tensors instead"
+        "--tensors", type=int, metavar="N", help="with --size: this many equal tensors"
     )
     group.add_argument(
         "--workload",
@@ -52,7 +52,7 @@ def add_workload_arguments(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--optimizer",
         metavar="KIND",
-        help="with --model: save none, adam or adam+master beside the weights (default: none)",
+        help="with --model: optimizer state: none, adam or adam+master (default: none)",
     )
     group.add_argument(
         "--layers", type=int, metavar="N", help="with --model: its first N layers only"
@@ -66,8 +66,8 @@ def add_workload_arguments(group: _ArgumentGroup) -> None:
         "--entropy",
         default="normal",
         metavar="WHAT",
-        help="the bytes of tensors: normal, uniform, or the share that is random among zeros, such "
-        "as 25%% (default: %(default)s)",
+        help="content of tensors: normal, uniform, or the random share among zeros, such as 25%% "
+        "(default: %(default)s)",
     )
 
 
@@ -126,12 +126,10 @@ def _of_size(size: str, tensors: int | None) -> Workload:
 def _check_combination(asked: Mapping[str, Any]) -> None:
     given = [f"--{name}" for name in _KINDS if asked[name] is not None]
     if len(given) > 1:
-        raise UsageError(
-            f"{' and '.join(given)} each say what is saved", advice="Give one of them."
-        )
+        raise UsageError(f"{' and '.join(given)} exclude each other", advice="Give one of them.")
     for name in ("optimizer", "layers"):
         if asked[name] is not None and asked["model"] is None:
-            raise UsageError(f"--{name} is of a --model", advice="Give --model llama3-8b.")
+            raise UsageError(f"--{name} needs --model", advice="Give --model llama3-8b.")
     if asked["tensors"] is not None and given not in ([], ["--size"]):
         raise UsageError(f"--tensors goes with --size, not with {given[0]}")
 
@@ -140,4 +138,6 @@ def _size(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError as error:
-        raise UsageError(f"--size {text!r} is no size: {error}", advice="Such as 4GiB.") from error
+        raise UsageError(
+            f"--size {text!r} is not a size: {error}", advice="Give one such as 4GiB."
+        ) from error

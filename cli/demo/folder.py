@@ -22,11 +22,11 @@ def prepare(out: str) -> Path:
     it."""
     folder = Path(os.path.abspath(out))
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is no folder")
+        raise UsageError(f"{folder} is not a folder")
     marker = folder / _MARKER
     if folder.exists() and any(folder.iterdir()) and not marker.exists():
         raise UsageError(
-            f"{folder} holds something else than an earlier demo",
+            f"{folder} holds something other than an earlier demo",
             advice="Give another folder with --out.",
         )
     folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ class Plan:
             if ranks < 1 or SEQUENCES % ranks:
                 raise UsageError(f"{ranks} ranks cannot share {SEQUENCES} sequences evenly")
         if self.before < 2:
-            raise UsageError("with one rank there is none to outlive the other")
+            raise UsageError("with one rank, none survives the kill")
         if self.seed < 0:
             raise UsageError("a seed is not negative")
         if (

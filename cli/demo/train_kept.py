@@ -143,7 +143,7 @@ def _settle(saving: holdfast.SaveHandle) -> None:
         saving.wait()
         saving.protected.wait(SETTLE_S)
     except (holdfast.SaveError, holdfast.DeadlineError) as error:
-        print(f"a step is not kept, or not protected: {error}", file=sys.stderr)
+        print(f"a step was not kept or not protected: {error}", file=sys.stderr)
 
 
 def _wait_for_guard(step: int) -> None:

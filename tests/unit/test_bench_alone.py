@@ -208,21 +208,21 @@ def test_results_are_compared_with_their_like(
     assert app.run(["bench", "compare", str(a), str(b), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["slower"] == ["write 4MiB × 8"]
     assert app.run(["bench", "compare", str(a), str(c)]) == 2
-    assert "a.json is of raw" in capsys.readouterr().err
+    assert "a.json measures raw" in capsys.readouterr().err
     a.write_text(encoded(measurement(workload="meta")))
     assert app.run(["bench", "compare", str(a), str(b)]) == 2
-    assert "is of meta" in capsys.readouterr().err
+    assert "measures meta" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--workload", "raw", "--size", "1KiB"], "too few"),
+        (["--workload", "raw", "--size", "1KiB"], "too little"),
         (["--workload", "raw", "--runs", "0"], "measure nothing"),
-        (["--workload", "raw", "--part-sizes", "much"], "no size"),
+        (["--workload", "raw", "--part-sizes", "much"], "not a size"),
         (["--workload", "raw", "--part-sizes", "0"], "below 1"),
         (["--workload", "raw", "--part-sizes", "2GiB"], "larger than the object"),
-        (["--workload", "raw", "--concurrencies", "1,two"], "no number"),
+        (["--workload", "raw", "--concurrencies", "1,two"], "not a number"),
         (["--workload", "raw", "--concurrencies", "1000"], "beyond this storage's limits"),
         (["--workload", "raw", "--size", "900TiB"], "would be stored"),
         (
@@ -249,10 +249,10 @@ def test_a_disk_is_not_filled(tmp_path: Path) -> None:
     """By objects large or small."""
     uri = f"file://{tmp_path}"
     raw = RawPlan(uri, 4 * MIB, 1, concurrencies=[1])
-    with pytest.raises(UsageError, match="would be stored at a time"):
+    with pytest.raises(UsageError, match="would be stored in"):
         check_raw(raw, free=lambda folder: 12 * MIB - 1)
     check_raw(raw, free=lambda folder: 12 * MIB)
-    with pytest.raises(UsageError, match="would be stored at a time"):
+    with pytest.raises(UsageError, match="would be stored in"):
         check_meta(MetaPlan(uri, 4096, 1, objects=1000), free=lambda folder: 8_000_000)
     assert list(tmp_path.iterdir()) == []
 

@@ -120,7 +120,7 @@ def test_what_is_said_follows_from_what_was_found() -> None:
     """That there was too little time, that too few pairs show nothing, and how sure a gain is."""
     space = Space(({"threads": "8"}, {"threads": "32"}), {})
     defaults = verdict_lines(tuning(space, None))
-    assert defaults[0] == "There was no time for the others: give a larger --time-limit."
+    assert defaults[0] == "The others were not tried in this time. Give a larger --time-limit."
     assert "nothing to keep" in defaults[1]
     few = "\n".join(verdict_lines(tuning(space, Gain(2.0, 0.0, math.inf, 3))))
     assert "2.00 × as fast as with the defaults (by 3 pairs, which are too few" in few
@@ -171,12 +171,12 @@ def test_a_folder_is_tuned_for(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--tune", "--forget"], "contradict"),
+        (["--tune", "--forget"], "exclude each other"),
         (["--tune", "--html", "x.html"], "go with none of"),
         (["--tune", "--workload", "raw"], "go with none of"),
-        (["--tune", "--time-limit", "soon"], "is no time"),
-        (["--tune", "--time-limit", "0.1"], "nothing can be found"),
-        (["--tune", "--size", "1KiB"], "too few"),
+        (["--tune", "--time-limit", "soon"], "not a duration"),
+        (["--tune", "--time-limit", "0.1"], "too short for tuning"),
+        (["--tune", "--size", "1KiB"], "too little"),
         (["--tune", "--size", "900TiB"], "host memory"),
     ],
 )

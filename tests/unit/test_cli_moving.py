@@ -187,7 +187,7 @@ def test_prune_asks_nobody_who_is_not_there(folder: Path) -> None:
     assert refused.returncode == 2
     assert "--yes" in refused.stderr
     out, _ = run("prune", str(folder), "--keep-last", "2", "--dry-run")
-    assert out.splitlines()[-1] == "nothing was deleted: a dry run"
+    assert out.splitlines()[-1] == "dry run: nothing was deleted"
     assert steps(folder) == [1, 2, 3]
     out, err = run("prune", str(folder), "--keep-last", "3")
     assert (out, err) == ("", "holdfast: nothing to delete; 3 checkpoints kept\n")
@@ -270,7 +270,7 @@ def test_ctrl_c_ends_a_copy_cleanly(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "goes on where it stopped" in err
+    assert "continues where it stopped" in err
     assert "Traceback" not in err
     assert [p.name for p in (tmp_path / "dst").rglob("*") if p.is_file()] == ["attempt.json"]
     run(*arguments)
