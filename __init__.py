@@ -48,16 +48,16 @@ if TYPE_CHECKING:
     )
     from .storage.api import async_save, fence, load, release_memory, save
     from .storage.format.save_telemetry import RankTelemetry, SaveTelemetry
-    from .storage.operations.copy import CopyReport, copy
-    from .storage.operations.diff import DiffReport, diff
-    from .storage.operations.export import ExportReport, export
-    from .storage.operations.handle import SaveHandle
-    from .storage.operations.importing import ImportReport, import_
-    from .storage.operations.listing import ListedCheckpoint, list_checkpoints
+    from .storage.operations.conversion.export import ExportReport, export
+    from .storage.operations.conversion.importing import ImportReport, import_
+    from .storage.operations.maintenance.copy import CopyReport, copy
+    from .storage.operations.maintenance.listing import ListedCheckpoint, list_checkpoints
+    from .storage.operations.maintenance.prune import PruneReport, prune
     from .storage.operations.outcomes import Outcome, listen
-    from .storage.operations.prune import PruneReport, prune
-    from .storage.operations.reader import Checkpoint, TensorInfo, open
+    from .storage.operations.reading.diff import DiffReport, diff
+    from .storage.operations.reading.reader import Checkpoint, TensorInfo, open
     from .storage.operations.report import LoadReport, SaveReport
+    from .storage.operations.saving.handle import SaveHandle
     from .storage.state.adapters.per_rank import PerRank
     from .storage.state.adapters.shards import Shard
     from .storage.state.adapters.stateful import RNGState
@@ -68,41 +68,41 @@ if TYPE_CHECKING:
     from .storage.training.stats import Counters
 
 _HOME = {
-    "Checkpoint": ".storage.operations.reader",
+    "Checkpoint": ".storage.operations.reading.reader",
     "Checkpointer": ".storage.training.checkpointer",
-    "CopyReport": ".storage.operations.copy",
+    "CopyReport": ".storage.operations.maintenance.copy",
     "Counters": ".storage.training.stats",
-    "DiffReport": ".storage.operations.diff",
-    "ExportReport": ".storage.operations.export",
-    "ImportReport": ".storage.operations.importing",
+    "DiffReport": ".storage.operations.reading.diff",
+    "ExportReport": ".storage.operations.conversion.export",
+    "ImportReport": ".storage.operations.conversion.importing",
     "Keep": ".storage.training.retention",
     "Keeper": ".storage.training.keeper_option",
-    "ListedCheckpoint": ".storage.operations.listing",
+    "ListedCheckpoint": ".storage.operations.maintenance.listing",
     "LoadReport": ".storage.operations.report",
     "Outcome": ".storage.operations.outcomes",
-    "PruneReport": ".storage.operations.prune",
+    "PruneReport": ".storage.operations.maintenance.prune",
     "PerRank": ".storage.state.adapters.per_rank",
     "RankTelemetry": ".storage.format.save_telemetry",
     "RNGState": ".storage.state.adapters.stateful",
     "Resumed": ".storage.training.resume",
-    "SaveHandle": ".storage.operations.handle",
+    "SaveHandle": ".storage.operations.saving.handle",
     "SaveReport": ".storage.operations.report",
     "SaveTelemetry": ".storage.format.save_telemetry",
     "Shard": ".storage.state.adapters.shards",
     "SlowOperation": ".core.spans",
     "StageReport": ".core.spans",
-    "TensorInfo": ".storage.operations.reader",
+    "TensorInfo": ".storage.operations.reading.reader",
     "async_save": ".storage.api",
-    "copy": ".storage.operations.copy",
-    "diff": ".storage.operations.diff",
-    "export": ".storage.operations.export",
+    "copy": ".storage.operations.maintenance.copy",
+    "diff": ".storage.operations.reading.diff",
+    "export": ".storage.operations.conversion.export",
     "fence": ".storage.api",
-    "import_": ".storage.operations.importing",
-    "list_checkpoints": ".storage.operations.listing",
+    "import_": ".storage.operations.conversion.importing",
+    "list_checkpoints": ".storage.operations.maintenance.listing",
     "listen": ".storage.operations.outcomes",
     "load": ".storage.api",
-    "open": ".storage.operations.reader",
-    "prune": ".storage.operations.prune",
+    "open": ".storage.operations.reading.reader",
+    "prune": ".storage.operations.maintenance.prune",
     "release_memory": ".storage.api",
     "save": ".storage.api",
 }

@@ -12,7 +12,7 @@ from typing import get_args
 
 import holdfast
 
-from ..storage.operations.export import Format
+from ..storage.operations.conversion.export import Format
 from .contest import Contestant, contest
 from .machine import describe, drop_caches
 from .options import TINY_GIB, Options, parse, work_folder

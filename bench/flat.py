@@ -19,12 +19,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import holdfast
 
 from ..drivers.registry import open_driver
-from ..storage.operations.save import run_save
-from ..storage.operations.save_job import SaveJob
+from ..storage.operations.saving.save import run_save
+from ..storage.operations.saving.save_job import SaveJob
 from ..storage.ranks.keys import StoreLike
 from ..storage.ranks.store_team import StoreTeam
 from ..storage.runtime.engine import start
-from ..storage.state.flatten import flatten
+from ..storage.state.flattening.flatten import flatten
 from .machine import describe
 from .options import GIB, Options, parse, work_folder
 from .report import Report, Series, Target, ratio

@@ -26,12 +26,12 @@ from ..planner.parity import ParityBlock
 from ..storage.arenas.hosts import GuardedGroup
 from ..storage.arenas.label import GenerationId, Label
 from ..storage.arenas.memory import Memory, reserved_memory
-from ..storage.keeper.combining import Block
-from ..storage.keeper.guarding import guard
+from ..storage.keeper.parity.combining import Block
+from ..storage.keeper.parity.guarding import guard
 from ..storage.keeper.sealing import seal
-from ..storage.keeper.serve import serve
-from ..storage.keeper.serve_options import ServeOptions
-from ..storage.keeper.shelf import Content, Item
+from ..storage.keeper.serving.catalog import Content, Item
+from ..storage.keeper.serving.serve import serve
+from ..storage.keeper.serving.serve_options import ServeOptions
 
 __all__ = ["ASKED", "GENERATION", "GROUP", "RUN", "key_of", "label_key", "room", "serve_group"]
 
@@ -67,23 +67,23 @@ class _Shelf:
         self.objects = objects
 
     def listing(self) -> Sequence[Item]:
-        """See ``Shelf``."""
+        """See ``Catalog``."""
         return [Item(f"{RUN}/{key}", len(view), 0.0) for key, view in self.objects.items()]
 
     @contextmanager
     def open(self, key: str) -> Iterator[Content]:
-        """See ``Shelf``."""
+        """See ``Catalog``."""
         view = self.objects.get(key.removeprefix(f"{RUN}/"))
         if view is None:
             raise NotFoundError("no such object", key=key)
         yield Content(view, 0.0)
 
     def status(self) -> Mapping[str, object]:
-        """See ``Shelf``."""
+        """See ``Catalog``."""
         return {}
 
     def metrics(self) -> str:
-        """See ``Shelf``."""
+        """See ``Catalog``."""
         return ""
 
 

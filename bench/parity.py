@@ -15,7 +15,7 @@ from statistics import median
 
 import numpy as np
 
-from ..storage.keeper.galois import Bytes, Isal, find_isal, make_pq, make_xor, recover
+from ..storage.keeper.parity.galois import Bytes, Isal, find_isal, make_pq, make_xor, recover
 from ..storage.runtime.buffers import HostBuffer
 from .contest import Contestant, contest
 from .machine import describe

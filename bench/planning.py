@@ -24,9 +24,9 @@ from ..storage.format.manifest import Manifest, check_complete
 from ..storage.format.merge import merge
 from ..storage.format.verified import VerifiedManifest
 from ..storage.runtime.engine import start
-from ..storage.state.flatten import flatten
+from ..storage.state.filling.targets import match
+from ..storage.state.flattening.flatten import flatten
 from ..storage.state.plan import Agreed, plan_save
-from ..storage.state.targets import match
 from .llama import KINDS, MODEL, TINY, Job
 from .machine import PeakMemory, describe, map_large_blocks
 from .options import bare_parser

@@ -12,13 +12,13 @@ from ..planner.layout import MeshLayout
 from ..planner.placement import Replicated, Split, holders, local_pieces, local_shape
 from ..storage.format.digest import digest
 from ..storage.format.fragment import Fragment, Group, StateLayout
-from ..storage.operations.global_plan import GlobalPlan, Route
-from ..storage.operations.held import Held
-from ..storage.operations.plan_leader import PlanLeader
 from ..storage.operations.rounds import Findings, SaveStatement
+from ..storage.operations.saving.global_plan import GlobalPlan, Route
+from ..storage.operations.saving.plan_leader import PlanLeader
+from ..storage.operations.saving.replica_labels import Held
 from ..storage.ranks.messages import codec
 from ..storage.state.flat_state import FlatState
-from ..storage.state.flatten import flatten
+from ..storage.state.flattening.flatten import flatten
 from ..storage.state.plan import Agreed, plan_image
 from .llama import RNG_NBYTES, Job, placement_of
 from .simulated.fragments import HEAD, HOST_RANKS, fragment_told

@@ -23,9 +23,9 @@ from ..drivers.peer.driver import PeerDriver
 from ..drivers.uri import parse as parse_uri
 from ..planner.parity import Lane
 from ..storage.arenas.label import Label
-from ..storage.keeper.combining import Block
-from ..storage.keeper.guarding import guard, image_nbytes, rebuild
-from ..storage.keeper.serve_options import new_token
+from ..storage.keeper.parity.combining import Block
+from ..storage.keeper.parity.guarding import guard, image_nbytes, rebuild
+from ..storage.keeper.serving.serve_options import new_token
 from ..storage.runtime.engine import run
 from .contest import Contestant, contest
 from .guarded_group import (

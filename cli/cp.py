@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from ..core.units import size_text
-from ..storage.operations.copy import CopiedCheckpoint, CopyReport, copy
+from ..storage.operations.maintenance.copy import CopiedCheckpoint, CopyReport, copy
 from .commands import complain, print_json
 from .progress import progress_bar
 from .text import one_of, paint, printable

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from ..core.units import size_text
-from ..storage.operations.importing import ImportReport, import_
-from ..storage.operations.selection import rules_of
+from ..storage.operations.conversion.importing import ImportReport, import_
+from ..storage.operations.reading.selection import rules_of
 from .commands import print_json
 from .progress import progress_bar
 from .text import one_of, paint, printable

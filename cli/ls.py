@@ -7,9 +7,9 @@ from typing import Any
 
 from ..core.units import size_text
 from ..drivers.uri import Uri, join, parse
-from ..storage.operations.foreign import found_at
-from ..storage.operations.listing import ListedCheckpoint, list_checkpoints
+from ..storage.operations.foreign_formats import found_at
 from ..storage.operations.location import Place
+from ..storage.operations.maintenance.listing import ListedCheckpoint, list_checkpoints
 from ..storage.runtime import engine
 from .commands import complain, print_json
 from .text import age_text, paint, printable, time_text

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from ..core.units import size_text
 from ..errors import UsageError
-from ..storage.operations.prune import PruneReport, prune
+from ..storage.operations.maintenance.prune import PruneReport, prune
 from .commands import complain, print_json
 from .text import one_of, paint, printable
 

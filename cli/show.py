@@ -14,7 +14,7 @@ from ..core.units import size_text
 from ..drivers.registry import open_driver
 from ..storage.format.manifest import Manifest
 from ..storage.format.tree import Key, Value, format_path
-from ..storage.operations.foreign import explains
+from ..storage.operations.foreign_formats import explains
 from ..storage.protocol.current import read_manifest
 from ..storage.runtime.engine import start
 from .commands import print_json

@@ -9,7 +9,7 @@ from ..core.units import size_text
 from ..drivers.uri import parse
 from ..errors import DamagedError
 from ..storage.format.manifest import MANIFEST_KEY
-from ..storage.operations.reader import open as open_checkpoint
+from ..storage.operations.reading.reader import open as open_checkpoint
 from ..storage.pipeline.verifier import Damage, VerifyReport
 from .commands import print_json
 from .progress import progress_bar

@@ -10,8 +10,8 @@ protects snapshots in host memory in this way. All members hold equally much par
 Hosts with several ranks have several images each: the first images of all members form one lane,
 the second ones another, and so on. Lanes are independent.
 
-Scope: byte ranges and names. ``storage/keeper/galois.py`` computes the bytes, and the keepers
-decide when.
+Scope: byte ranges and names. ``storage/keeper/parity/galois.py`` computes the bytes, and the
+keepers decide when.
 """
 
 from __future__ import annotations

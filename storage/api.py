@@ -7,10 +7,10 @@ from typing import Any, TypeVar, overload
 
 from .format.packed import Compression
 from .operations.call_errors import announcing_errors_of_call
-from .operations.differences import Strict
-from .operations.foreign import explains
-from .operations.handle import SaveHandle
-from .operations.load import Exchanging
+from .operations.foreign_formats import explains
+from .operations.loading.differences import Strict
+from .operations.loading.load import Exchanging
+from .operations.loading.start_load import load_state
 from .operations.options import (
     BUDGET_NBYTES,
     DEADLINE_S,
@@ -21,15 +21,15 @@ from .operations.options import (
     UriLike,
 )
 from .operations.report import LoadReport, SaveReport
-from .operations.start_load import load_state
-from .operations.start_save import Destination, begin_save, step_of_state
+from .operations.saving.handle import SaveHandle
+from .operations.saving.start_save import Destination, begin_save, step_of_state
 from .operations.telemetry import Telemetry
 from .ranks.process_group import Group, acting_in
 from .runtime.buffers import release_pools
 from .runtime.engine import check_may_wait, interrupt
 from .runtime.progress import ProgressCallback
-from .state.default import Default
-from .state.lazy import fence
+from .state.capture.lazy import fence
+from .state.flattening.default import Default
 
 __all__ = ["async_save", "fence", "load", "release_memory", "save"]
 

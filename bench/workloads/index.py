@@ -2,7 +2,7 @@
 
 Names, shapes and dtypes come from the headers; no element is read. The files may come from
 anywhere, so they are read as in an import: with size limits, and never outside the folder
-(:mod:`...storage.operations.model_source`).
+(:mod:`...storage.operations.conversion.model_source`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...drivers.uri import Uri, divided, parse
 from ...errors import UsageError
-from ...storage.operations.model_source import Files, Model, SourceTensor, find_files, read_model
+from ...storage.operations.conversion.model_source import (
+    Files,
+    Model,
+    SourceTensor,
+    find_files,
+    read_model,
+)
 from .spec import Spec, check_rank, nbytes_of_specs
 
 __all__ = ["Indexed", "indexed"]

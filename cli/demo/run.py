@@ -14,7 +14,7 @@ from typing import Any
 from ...core.units import size_text
 from ...drivers.uri import redact
 from ...errors import SaveError
-from ...storage.operations.listing import list_checkpoints
+from ...storage.operations.maintenance.listing import list_checkpoints
 from .. import show
 from ..text import one_of
 from .account import Account

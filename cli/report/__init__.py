@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...drivers.uri import parse
 from ...errors import UsageError
-from ...storage.operations.report_saves import RecordedSave, recorded_saves
+from ...storage.operations.reporting.report_saves import RecordedSave, recorded_saves
 from ..commands import complain, print_json, write_text
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _print(
 
 
 def _write_trace(path: str, saves: Sequence[RecordedSave]) -> None:
-    from ...storage.operations.trace import chrome_trace
+    from ...storage.operations.reporting.trace import chrome_trace
 
     known = [save.telemetry for save in saves if save.telemetry is not None]
     write_text(path, json.dumps(chrome_trace(known)))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ...storage.operations.findings import stragglers
-from ...storage.operations.report_saves import RecordedSave
+from ...storage.operations.reporting.findings import stragglers
+from ...storage.operations.reporting.report_saves import RecordedSave
 from .against import Against
 from .words import words
 

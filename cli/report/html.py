@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from ...core.units import size_text
 from ...storage.format.save_telemetry import SaveTelemetry
-from ...storage.operations.findings import Straggler, retries_of, stragglers
-from ...storage.operations.report_saves import RecordedSave
+from ...storage.operations.reporting.findings import Straggler, retries_of, stragglers
+from ...storage.operations.reporting.report_saves import RecordedSave
 from ..page.charts import curve, legend
 from ..page.elements import Element, element, page, table
 from .against import Against, all_facts

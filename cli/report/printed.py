@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...storage.format.save_telemetry import SaveTelemetry
-from ...storage.operations.findings import stragglers
-from ...storage.operations.report_saves import RecordedSave
+from ...storage.operations.reporting.findings import stragglers
+from ...storage.operations.reporting.report_saves import RecordedSave
 from ..tables import print_table
 from ..text import paint, printable
 from .against import Against, all_facts

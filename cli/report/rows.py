@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from ...core.spans import StageReport
 from ...core.units import size_text
 from ...storage.format.save_telemetry import RankTelemetry, SaveTelemetry
-from ...storage.operations.findings import Straggler, retries_of, typical
-from ...storage.operations.report_saves import RecordedSave
+from ...storage.operations.reporting.findings import Straggler, retries_of, typical
+from ...storage.operations.reporting.report_saves import RecordedSave
 from ..text import time_text
 from .against import Against
 from .words import NONE, nbytes_of, rate_text

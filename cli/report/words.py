@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ...core.units import size_text
 from ...storage.format.save_telemetry import SaveTelemetry
-from ...storage.operations.findings import Cause, Straggler, retries_of
+from ...storage.operations.reporting.findings import Cause, Straggler, retries_of
 from ..text import one_of, time_text
 
 __all__ = ["NONE", "facts", "nbytes_of", "rate_text", "recurring", "words"]

@@ -96,7 +96,7 @@ class Capture:
     has_shards: bool
     created_s: float
     draft: bytes
-    accord: str = ""
+    agreement: str = ""
     equal: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -262,7 +262,7 @@ class Arena:
             layout.chunk_nbytes,
             layout.block_nbytes,
             capture.created_s,
-            capture.accord,
+            capture.agreement,
             dict(capture.equal),
         )
         self._listeners[generation] = listener

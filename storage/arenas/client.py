@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from ...errors import CoordinationError, DeadlineError
 from .hosts import KeeperHost
-from .line import Line, MessageError, Received, connected
 from .messages import (
     Answer,
     Event,
@@ -28,6 +27,7 @@ from .messages import (
     decode,
     encode,
 )
+from .sockets import Line, MessageError, Received, connected
 
 __all__ = ["KeeperClient", "Refusal", "go_on"]
 

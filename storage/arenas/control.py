@@ -9,8 +9,8 @@ import os
 from ...core.decoded_json import Json, object_in
 from ...errors import CoordinationError
 from .folder import KeeperFolder
-from .line import MessageError, connected
 from .messages import Done, Message, Status, StatusAsked, Stop, decode, encode
+from .sockets import MessageError, connected
 
 __all__ = ["status_of", "stop"]
 

@@ -55,7 +55,7 @@ class Label:
     chunk_nbytes: int
     block_nbytes: int
     created_s: float
-    accord: str = ""
+    agreement: str = ""
     """The plan by which ranks share the writing; "" for a rank without peers."""
     equal: Mapping[str, str] = field(default_factory=dict)
     """Digests of the values that must be equal in a group of ranks, by the name of the group."""

@@ -55,7 +55,7 @@ def reserved_memory(nbytes: int, moved: Callable[[], None] = lambda: None) -> Me
     first write, as huge pages if possible. Calls ``moved()`` on progress. Raises OSError.
 
     Pages are charged to the control group of this process. Exceeding its limit kills the process,
-    so check :func:`.room.available_nbytes` first.
+    so check :func:`.free_memory.available_nbytes` first.
     """
     memory = Memory(sealed_memory(nbytes), nbytes)
     try:

@@ -102,7 +102,7 @@ class Captured:
     chunk_nbytes: int
     block_nbytes: int
     created_s: float
-    accord: str = ""
+    agreement: str = ""
     equal: Mapping[str, str] = field(default_factory=dict)
 
 

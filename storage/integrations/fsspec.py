@@ -33,8 +33,8 @@ from ...core import safetensors
 from ...core.forks.cached import cached_property
 from ...errors import UsageError
 from ..format.values import encode_value
-from ..operations.reader import Checkpoint, TensorInfo
-from ..operations.reader import open as open_checkpoint
+from ..operations.reading.reader import Checkpoint, TensorInfo
+from ..operations.reading.reader import open as open_checkpoint
 
 __all__ = ["HoldfastFileSystem"]
 

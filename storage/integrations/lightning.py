@@ -26,12 +26,12 @@ from ...drivers.uri import parse
 from ...errors import MismatchError, UsageError
 from ..api import async_save, load, save
 from ..format.packed import Compression
+from ..operations.maintenance.remove import remove
 from ..operations.options import Lazy
-from ..operations.remove import remove
 from ..ranks.process_group import Group
 from ..state.adapters.per_rank import PerRank
-from .by_value import from_stored, to_stored
-from .under_way import SavesUnderWay
+from .pending_saves import PendingSaves
+from .value_conversion import from_stored, to_stored
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -176,7 +176,7 @@ class HoldfastAsyncCheckpointIO(HoldfastCheckpointIO):
         self._lazy = lazy
         self._step: int | None = None
         """The step of the saves in flight."""
-        self._saves = SavesUnderWay()
+        self._saves = PendingSaves()
 
     def save_state(
         self,

@@ -42,8 +42,8 @@ from ...errors import MismatchError, StateError
 from ...planner.box import Box, flat_to_boxes
 from ..api import load, save
 from ..format.packed import Compression
-from ..operations.reader import TensorInfo
-from ..operations.reader import open as open_checkpoint
+from ..operations.reading.reader import TensorInfo
+from ..operations.reading.reader import open as open_checkpoint
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from ...drivers.uri import Uri, join, parse
-from ..operations.listing import check_lineages, list_checkpoints
+from ..operations.maintenance.listing import check_lineages, list_checkpoints
 
 __all__ = ["as_path_or_uri", "newest_checkpoint"]
 

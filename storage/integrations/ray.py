@@ -20,7 +20,7 @@ from ray.train import Checkpoint, CheckpointUploadMode
 from ...drivers.uri import parse
 from ...errors import UsageError
 from ..api import load, save
-from ..operations.differences import Strict
+from ..operations.loading.differences import Strict
 from ..operations.options import UriLike
 from .newest import as_path_or_uri, newest_checkpoint
 

@@ -29,9 +29,9 @@ from torchtitan.tools import filesystem
 from ...drivers.uri import divided, join, parse
 from ...errors import HoldfastError, UsageError
 from ..api import async_save, load, save
-from ..operations.handle import SaveHandle
-from ..operations.listing import list_checkpoints
-from ..operations.remove import remove
+from ..operations.maintenance.listing import list_checkpoints
+from ..operations.maintenance.remove import remove
+from ..operations.saving.handle import SaveHandle
 from .newest import as_path_or_uri
 
 __all__ = ["HoldfastCheckpointManager"]

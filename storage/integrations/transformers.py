@@ -28,13 +28,13 @@ from transformers.trainer_callback import ExportableState
 from ...drivers.uri import join, parse
 from ...errors import NotACheckpointError, UsageError
 from ..api import async_save, load, save
-from ..operations.listing import list_checkpoints
+from ..operations.maintenance.listing import list_checkpoints
+from ..operations.maintenance.remove import remove
 from ..operations.options import UriLike
-from ..operations.remove import remove
 from ..state.adapters.stateful import RNGState
 from .engine_counters import counters_of, set_counters
 from .newest import as_path_or_uri, newest_checkpoint
-from .under_way import SavesUnderWay
+from .pending_saves import PendingSaves
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -72,7 +72,7 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         self._checkpoints = self.args.output_dir if checkpoints is None else checkpoints
         self._storage_options = storage_options
         self._asynchronous = asynchronous
-        self._saves = SavesUnderWay()
+        self._saves = PendingSaves()
         self._resumed_from = ""
         self._counters: Mapping[str, int] = {}
         self._refuse_what_is_not_known()

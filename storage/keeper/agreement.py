@@ -9,13 +9,13 @@ from typing import Any
 from ..arenas.hosts import GuardedGroup, KeeperHost
 from ..arenas.label import GenerationId, Label
 from ..arenas.messages import Agreed, Event, Protected, Voided
-from .guards import Guards
-from .held import Held
+from .decisions.standing import Report, Standing
+from .decisions.votes import KEPT, Outcome, Vote
+from .flushing.writing import Writing
+from .parity.guards import Guards
 from .reporting import Reporting
-from .standing import Report, Standing
+from .slot_memory import Held
 from .status import Counters
-from .votes import KEPT, Outcome, Vote
-from .writing import Writing
 
 __all__ = ["Agreement"]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ...errors import DamagedError
 from ..arenas.label import LABEL_NBYTES_MAX, Label, check_sizes
 from ..arenas.memory import Memory, check_sealed, read_sealed
-from .held import Held, HeldSlot
+from .slot_memory import Held, HeldSlot
 
 __all__ = ["DescriptorStore", "KeptImage"]
 

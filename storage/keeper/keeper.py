@@ -1,5 +1,5 @@
-"""Serves the trainers of one host: the shell around :mod:`.generations`, which decides about slots.
-:mod:`.agreement` coordinates with other keepers.
+"""Serves the trainers of one host: the shell around :mod:`.decisions.generations`, which decides
+about slots. :mod:`.agreement` coordinates with other keepers.
 
 Everything runs on one event loop. Trainers are identified by their processes. Only after a process
 has ended is its memory no longer mapped, and only a pidfd tells when: a forked child may keep its
@@ -22,9 +22,9 @@ from typing import Any
 
 from ...core.units import size_text
 from ...errors import CoordinationError, DamagedError, HoldfastError
+from ..arenas.free_memory import available_nbytes
 from ..arenas.hosts import KeeperHost
 from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label, check_sizes
-from ..arenas.line import Line, MessageError
 from ..arenas.memory import Memory, read_sealed, sealed_bytes
 from ..arenas.messages import (
     VERSION,
@@ -57,21 +57,21 @@ from ..arenas.messages import (
     decode,
     encode,
 )
-from ..arenas.room import available_nbytes
+from ..arenas.sockets import Line, MessageError
 from ..runtime.engine import offload
 from .agreement import Agreement
+from .decisions.slots import Grant, Reason, Refusal
 from .descriptor_store import DescriptorStore
-from .guards import Guards, rebuilt
-from .held import RESERVE_NBYTES, Held, HeldSlot
-from .held_shelf import HeldShelf
-from .local_level import LocalLevel
+from .flushing.local_level import LocalLevel
+from .flushing.writing import Writing
 from .options import KeeperOptions
-from .recall import recall_kept, recall_local
+from .parity.guards import Guards, rebuilt
+from .recovery import recall_kept, recall_local
 from .sealing import seal
-from .slots import Grant, Reason, Refusal
+from .serving.memory_catalog import MemoryCatalog
+from .slot_memory import RESERVE_NBYTES, Held, HeldSlot
 from .status import Counters, KeeperStatus
 from .trainers import Recalling, Trainer, Trainers
-from .writing import Writing
 
 __all__ = ["Keeper"]
 
@@ -125,7 +125,7 @@ class Keeper:
             self._agreement.damaged,
         )
         self._agreement.writes(self._writing)
-        self.shelf = HeldShelf(
+        self.shelf = MemoryCatalog(
             self.held,
             self._guards,
             options.run,
@@ -377,7 +377,7 @@ class Keeper:
             chunk_nbytes=message.chunk_nbytes,
             block_nbytes=message.block_nbytes,
             created_s=message.created_s,
-            accord=message.accord,
+            agreement=message.agreement,
             equal=dict(message.equal),
             host=trainer.host,
             draft=read_sealed(fds[0], LABEL_NBYTES_MAX),
@@ -457,7 +457,7 @@ class Keeper:
         if struck is not None and await struck.is_whole():
             return Done()
         options = self.options
-        moved = self._trainers.under_way(trainer)
+        moved = self._trainers.in_flight(trainer)
         try:
             label, memory = await rebuilt(message, options.run, options.certificate, moved)
         except HoldfastError as error:

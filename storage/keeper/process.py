@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING
 
 from ...errors import HoldfastError, UsageError
 from ..arenas.folder import KeeperFolder
-from ..arenas.line import Line, listening
+from ..arenas.sockets import Line, listening
 from ..runtime.engine import CPU_THREADS
 from .descriptor_store import DescriptorStore
 from .keeper import Keeper
 from .options import KeeperOptions, cpus_of
-from .serve import address_and_port, interface_and_port, is_token, serve
-from .serve_options import ServeOptions, new_token
+from .serving.serve import address_and_port, interface_and_port, is_token, serve
+from .serving.serve_options import ServeOptions, new_token
 
 if TYPE_CHECKING:
-    from .http_server import MemoryServer
+    from .serving.http_server import MemoryServer
 
 __all__ = ["RunningError", "keep", "main"]
 

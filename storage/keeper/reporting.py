@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import CoordinationError
 from ..arenas.hosts import GuardedGroup, KeeperHost
 from ..ranks.messages import codec
-from .lead import Lead, incarnation_of, is_newer
-from .standing import FlushEnd, FlushOrder, Report, Standing
+from .decisions.lead import Lead, incarnation_of, is_newer
+from .decisions.standing import FlushEnd, FlushOrder, Report, Standing
 
 if TYPE_CHECKING:
     import aiohttp

@@ -15,8 +15,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..arenas.line import Line
 from ..arenas.messages import Event, Hello, UnderWay, encode
+from ..arenas.sockets import Line
 
 __all__ = ["Recalling", "Trainer", "Trainers"]
 
@@ -127,7 +127,7 @@ class Trainers:
         """Send an event to a trainer, unless it has disconnected."""
         await self._send(trainer, encode(0, event), fds)
 
-    def under_way(self, trainer: Trainer) -> Callable[[], Awaitable[None]]:
+    def in_flight(self, trainer: Trainer) -> Callable[[], Awaitable[None]]:
         """Return a callback that reports progress on the trainer's current request. May be called
         often: messages are rate-limited."""
         number, told_s = trainer.asks, time.monotonic()

@@ -11,9 +11,9 @@ from ...errors import UsageError
 from ..format.packed import Compression, checked_compression
 from ..format.part import Only
 from ..runtime.progress import ProgressCallback
-from ..state.default import Default
-from .differences import Strict
-from .load import Exchanging
+from ..state.flattening.default import Default
+from .loading.differences import Strict
+from .loading.load import Exchanging
 from .report import LoadReport
 from .telemetry import Telemetry, check_telemetry
 

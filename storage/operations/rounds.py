@@ -225,8 +225,8 @@ class FitReport:
     """A rank's findings before anything is filled.
 
     ``manifest``: its digest, empty if the checkpoint was replaced; ``peers``: an id shared by ranks
-    that exchange. Texts by name: see ``state.targets.Match``. ``tensors`` and ``values``: bit masks
-    of the parts of the checkpoint that the rank has a place for.
+    that exchange. Texts by name: see ``state.filling.targets.Match``. ``tensors`` and ``values``:
+    bit masks of the parts of the checkpoint that the rank has a place for.
     """
 
     manifest: bytes

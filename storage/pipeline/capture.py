@@ -15,8 +15,8 @@ from ..runtime.buffers import HostBuffer, host_pool
 from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.scheduler import Budget
+from ..state.capture.switch_interval import switch_interval
 from ..state.source import ImageSource
-from ..state.switch_interval import switch_interval
 from .chunks import chunks_to_write
 
 __all__ = ["TensorChunks", "capture_into"]

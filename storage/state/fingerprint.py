@@ -14,9 +14,9 @@ import torch
 import xxhash
 
 from .bits import address_of, as_bits
+from .capture.lazy import LazyCapture
 from .device import copied_to_host
 from .flat_state import FlatState
-from .lazy import LazyCapture
 
 __all__ = ["fingerprint", "fingerprints", "label", "unsure_rows"]
 

@@ -1,6 +1,6 @@
 """A flattened state: one row per tensor, and a tree of everything else.
 
-Scope: data only. :mod:`.flatten` builds it.
+Scope: data only. :mod:`.flattening.flatten` builds it.
 """
 
 from __future__ import annotations

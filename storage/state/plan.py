@@ -17,10 +17,10 @@ from ...planner.regions import regions_of
 from ...planner.saving import Holdings, divide
 from ...planner.table import ShardTable, TensorTable
 from ..format.fragment import StateLayout, layout_of
+from .capture.lazy import LazyCapture
 from .dtypes import dtype_name
 from .fingerprint import label
 from .flat_state import FlatState
-from .lazy import LazyCapture
 from .source import ImageSource
 
 __all__ = ["Agreed", "ImagePlan", "SavePlan", "plan_image", "plan_images", "plan_save"]

@@ -14,10 +14,10 @@ from ...planner.image import ImageLayout
 from ...planner.saving import Holdings
 from ..runtime.buffers import HostBuffer
 from .bits import address_of, copy_memory, pack, typed
+from .capture.device_snapshot import Doubt
+from .capture.lazy import LazyCapture
+from .capture.process_memory import GoneError, gather, gather_segments
 from .device import allocate_pinned, beside, devices_of, pack_windows
-from .device_snapshot import Doubt
-from .lazy import LazyCapture
-from .process_memory import GoneError, gather, gather_segments
 from .windows import Place
 
 __all__ = ["ImageSource"]

@@ -28,18 +28,18 @@ from ...drivers.uri import join
 from ...errors import CoordinationError, HoldfastError, UsageError
 from ..format.packed import Compression, checked_compression
 from ..operations.deadline import Deadline
-from ..operations.differences import Strict
-from ..operations.handle import SaveHandle
-from ..operations.keeping import ByKeeper, Storage
+from ..operations.loading.differences import Strict
 from ..operations.location import Place
 from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions, UriLike
-from ..operations.start_save import Destination, begin_memory_step, begin_save
+from ..operations.saving.handle import SaveHandle
+from ..operations.saving.keeper_request import ByKeeper, Storage
+from ..operations.saving.start_save import Destination, begin_memory_step, begin_save
 from ..operations.telemetry import Telemetry, check_telemetry
 from ..ranks.process_group import Group, acting_in, check_group
 from ..runtime.engine import start
 from ..runtime.progress import ProgressCallback
-from ..state.default import Default
-from ..state.lazy import fence, hook_optimizers
+from ..state.capture.lazy import fence, hook_optimizers
+from ..state.flattening.default import Default
 from .decisions import Decision, Decisions
 from .follower import PendingSave, follow, follow_memory
 from .keeper_option import KeeperOption
@@ -440,11 +440,11 @@ class Checkpointer:
             room = 1
         else:
             room = 0
-        under_way = self._under_way()
-        if len(under_way) <= room:
+        in_flight = self._under_way()
+        if len(in_flight) <= room:
             return
         began_s = time.perf_counter()
-        for save in under_way[: len(under_way) - room]:
+        for save in in_flight[: len(in_flight) - room]:
             _settled(save.ended)
         self._stats.waited(time.perf_counter() - began_s)
 
@@ -461,10 +461,10 @@ class Checkpointer:
     def _begin(self, step: int, state: object, metric: float | None) -> SaveHandle | None:
         began_s = time.perf_counter()
         name = checkpoint_name(step)
-        under_way = self._under_way()
+        in_flight = self._under_way()
         after = None
-        if under_way and self._when_busy == "queue":
-            after = under_way[-1].ended
+        if in_flight and self._when_busy == "queue":
+            after = in_flight[-1].ended
         self._last = step
         self._accord_made = True
         try:

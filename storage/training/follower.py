@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ...errors import HoldfastError
-from ..operations.handle import SaveHandle
+from ..operations.saving.handle import SaveHandle
 from ..operations.telemetry import log_safely
 from .retention import Retention
 from .stats import Stats
@@ -38,12 +38,12 @@ async def follow(
     metric: float | None,
     stats: Stats,
     retention: Retention | None,
-    under_way: Callable[[], Collection[int]],
+    in_flight: Callable[[], Collection[int]],
 ) -> None:
     """Wait for the save of ``step``, then do the work that follows it. Never raises.
 
     ``retention`` is set on the leader only. The metric counts once the save is durable.
-    ``under_way()`` returns the steps being saved, which must not be deleted.
+    ``in_flight()`` returns the steps being saved, which must not be deleted.
     """
     try:
         await handle.durable.reached()
@@ -59,7 +59,7 @@ async def follow(
     except BaseException as error:
         log_safely(_warn, "step %d: its metric could not be stored: %s", step, error)
     try:
-        report = await retention.apply(step, [other for other in under_way() if other != step])
+        report = await retention.apply(step, [other for other in in_flight() if other != step])
     except BaseException as error:
         log_safely(_warn, "step %d: old checkpoints could not be deleted: %s", step, error)
     else:

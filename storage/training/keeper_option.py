@@ -17,7 +17,7 @@ from ...errors import CoordinationError, UsageError
 from ...planner.parity import GROUP_HOSTS, Mode
 from ..arenas.folder import KeeperFolder
 from ..keeper.options import KeeperOptions, cpus_of
-from ..keeper.serve import interface_and_port
+from ..keeper.serving.serve import interface_and_port
 from ..runtime.engine import offload
 
 __all__ = ["Keeper", "KeeperOption", "checked_keeper", "start_keeper"]

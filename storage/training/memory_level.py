@@ -12,18 +12,18 @@ from ..arenas.arena import Arena
 from ..arenas.folder import KeeperFolder
 from ..arenas.hosts import KeeperHost
 from ..arenas.messages import VERSION, Enter, Hello, Rebuild
-from ..keeper.choice import Choice
+from ..keeper.decisions.choice import Choice
 from ..keeper.reading import Peers
 from ..keeper.tiers import HeldImage, PeerImage, TiersDriver, manifest_of
-from ..operations.keeping import ByKeeper, Storage
+from ..operations.loading.start_load import load_state
 from ..operations.options import LoadOptions
-from ..operations.start_load import load_state
+from ..operations.saving.keeper_request import ByKeeper, Storage
 from ..ranks.process_group import current_rank, current_world
 from ..runtime.engine import offload, run, start
+from ..state.capture.switch_interval import switch_interval
 from ..state.pinned import pin
-from ..state.switch_interval import switch_interval
+from .keeper_inventory import GuardOption, InMemory, Meeting, Struck
 from .keeper_option import Keeper, KeeperOption, checked_keeper, start_keeper
-from .memory_survey import GuardOption, InMemory, Meeting, Struck
 from .naming import checkpoint_name
 
 __all__ = ["LoadedBytes", "MemoryLevel", "memory_level_of"]

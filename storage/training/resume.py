@@ -11,17 +11,16 @@ from functools import partial
 from ...drivers.uri import join
 from ...errors import DamagedError, UsageError
 from ..arenas.hosts import KeeperHost
-from ..keeper.choice import Choice, Stock
-from ..operations.listing import ListedCheckpoint
+from ..keeper.decisions.choice import Choice, Stock
+from ..operations.loading.start_load import load_state
 from ..operations.location import Place
+from ..operations.maintenance.listing import ListedCheckpoint
 from ..operations.options import LoadOptions
 from ..operations.report import LoadReport
-from ..operations.start_load import load_state
 from ..ranks.calls import Call
 from ..ranks.messages import Nothing, Round
 from .epochs import Epochs, put_epochs, read_epochs
-from .memory_level import LoadedBytes, MemoryLevel
-from .memory_survey import (
+from .keeper_inventory import (
     GuardOption,
     InMemory,
     Meeting,
@@ -31,9 +30,10 @@ from .memory_survey import (
     next_epoch,
     stocks_of,
 )
+from .load_attempts import Outcome, held_at_length, held_round, tried, tried_at_length
+from .memory_level import LoadedBytes, MemoryLevel
 from .run_identity import run_id
 from .run_lineage import RunLineage, Survey, is_own
-from .tries import Outcome, held_at_length, held_round, tried, tried_at_length
 
 __all__ = ["Back", "Resumed", "begin_run", "resumed"]
 
@@ -209,12 +209,12 @@ class _Leader:
     async def take_up(self, taken: _Taken) -> None:
         """Record where training resumes."""
         assert self._survey is not None
-        gone_on_from = None
+        resumed_from = None
         if taken.chosen is not None:
-            gone_on_from = self._tried[taken.chosen]
+            resumed_from = self._tried[taken.chosen]
         elif taken.step is not None and self._tried:
-            gone_on_from = self._tried[0]  # memory continues the newest checkpoint
-        await self._lineage.take_up(gone_on_from, self._survey, record=self._back.asked)
+            resumed_from = self._tried[0]  # memory continues the newest checkpoint
+        await self._lineage.take_up(resumed_from, self._survey, record=self._back.asked)
         if self._guards is not None:
             async with self._root.opened() as driver:
                 await put_epochs(driver, self._epochs.with_next(taken.epoch, taken.step))

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from ...drivers.contract import Driver
 from ...errors import NotFoundError, UsageError
-from ..operations.choice import choose
-from ..operations.listing import ListedCheckpoint
 from ..operations.location import Place
-from ..operations.prune import PruneReport, prune_here
+from ..operations.maintenance.choice import choose
+from ..operations.maintenance.listing import ListedCheckpoint
+from ..operations.maintenance.prune import PruneReport, prune_here
 from .naming import step_of
 from .run_lineage import is_own
 
@@ -106,10 +106,10 @@ class Retention:
                     json.dumps({str(s): m for s, m in sorted(metrics.items())}).encode(),
                 )
 
-    async def apply(self, saved: int, under_way: Collection[int]) -> PruneReport:
+    async def apply(self, saved: int, in_flight: Collection[int]) -> PruneReport:
         """Delete the checkpoints that no rule keeps, now that ``saved`` is committed.
 
-        Never deletes a step that is ``under_way``. Raises StorageError, DamagedError.
+        Never deletes a step that is ``in_flight``. Raises StorageError, DamagedError.
         """
         async with self._turn:
             async with self._root.opened() as driver:
@@ -122,7 +122,7 @@ class Retention:
 
             def only(path: str) -> bool:
                 step = step_of(path)
-                return step is not None and step not in under_way
+                return step is not None and step not in in_flight
 
             return await prune_here(self._root, chosen, only)
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from ...drivers.contract import Driver
 from ...errors import AccessError, DamagedError, StorageError, UsageError
 from ..format.lineage import LINEAGE_KEY, Lineage
-from ..operations.listing import ListedCheckpoint, Listing, read_lineage
 from ..operations.location import Place
+from ..operations.maintenance.listing import ListedCheckpoint, Listing, read_lineage
 from .naming import checkpoint_name, step_of
 from .run_folder import RunFolder
 
@@ -89,7 +89,7 @@ class RunLineage:
         return Survey(known, broken, sorted(path for path in folders if path not in taken))
 
     async def take_up(
-        self, gone_on_from: ListedCheckpoint | None, survey: Survey, *, record: bool
+        self, resumed_from: ListedCheckpoint | None, survey: Survey, *, record: bool
     ) -> None:
         """Continue training from a checkpoint (None: from the beginning), and abandon later ones.
 
@@ -97,13 +97,13 @@ class RunLineage:
         """
         assert self._lineage is not None
         self._admits = True
-        if gone_on_from is None:
+        if resumed_from is None:
             return
-        later = [c for c in survey.steps if not c.abandoned and _step(c) > _step(gone_on_from)]
-        if not later and not gone_on_from.abandoned and not self._is_unknown:
+        later = [c for c in survey.steps if not c.abandoned and _step(c) > _step(resumed_from)]
+        if not later and not resumed_from.abandoned and not self._is_unknown:
             return
         self._lineage = self._lineage.gone_back(
-            gone_on_from.branch, _step(gone_on_from), secrets.token_hex(8)
+            resumed_from.branch, _step(resumed_from), secrets.token_hex(8)
         )
         self._recorded = False
         if record:

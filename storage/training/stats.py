@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, replace
 
 from ...core.forks.renewal import new_lock
-from ..operations.prune import PruneReport
+from ..operations.maintenance.prune import PruneReport
 from ..operations.report import SaveReport
 
 __all__ = ["Counters", "Stats", "log_if_unsaved"]
@@ -41,7 +41,7 @@ class Counters:
     not_kept: int = 0
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """The number of saves in flight."""
         return self.due - self.saved - self.failed - self.skipped
 

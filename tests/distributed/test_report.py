@@ -11,7 +11,7 @@ from support.troubled_saves import DELAY_S, LATE_S, troubled_save
 
 import holdfast
 from holdfast.cli import app
-from holdfast.storage.operations.findings import Cause, stragglers
+from holdfast.storage.operations.reporting.findings import Cause, stragglers
 
 NOISE_S = 0.4
 """By so much ranks differ on a busy machine."""

@@ -20,7 +20,7 @@ from torch import nn
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
-from holdfast.storage.integrations.by_value import to_stored
+from holdfast.storage.integrations.value_conversion import to_stored
 
 if find_spec("lightning") is None:
     pytest.skip("lightning is not installed: make frameworks", allow_module_level=True)

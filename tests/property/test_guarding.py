@@ -12,7 +12,7 @@ from support.guarded import Members, members
 
 from holdfast.errors import DamagedError
 from holdfast.storage.arenas.label import Label
-from holdfast.storage.keeper.guarding import image_nbytes, parity_is_intact
+from holdfast.storage.keeper.parity.guarding import image_nbytes, parity_is_intact
 
 NBYTES = st.one_of(st.just(0), st.integers(1, 5000), st.integers(1, 100_000))
 

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.effort import examples
 
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.keeper.generations import Generations
-from holdfast.storage.keeper.slots import Grant
+from holdfast.storage.keeper.decisions.generations import Generations
+from holdfast.storage.keeper.decisions.slots import Grant
 
 WORLD = 2
 SIZES = (10, 14)

@@ -28,10 +28,10 @@ from holdfast.errors import (
     StorageDownError,
     StorageError,
 )
-from holdfast.storage.operations.load import run_build
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.loading.load import run_build
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks.team import Solo
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 seconds = st.floats(0, 60, allow_nan=False)
 

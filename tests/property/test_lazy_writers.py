@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support.effort import examples
 from support.writers import complaint
 
-from holdfast.storage.state.host_snapshot import HostSnapshot
-from holdfast.storage.state.write_tracking import WriteTracker, write_tracker
+from holdfast.storage.state.capture.host_snapshot import HostSnapshot
+from holdfast.storage.state.capture.write_tracking import WriteTracker, write_tracker
 
 pytestmark = pytest.mark.skipif(
     write_tracker() is None, reason="writes cannot be tracked on this machine"

@@ -16,7 +16,7 @@ from holdfast.planner.parity import (
     lanes,
     protection,
 )
-from holdfast.storage.keeper.galois import Bytes, find_isal, make_pq, make_xor, recover
+from holdfast.storage.keeper.parity.galois import Bytes, find_isal, make_pq, make_xor, recover
 
 IMAGE_NBYTES = st.one_of(st.integers(0, 10), st.integers(0, 60_000))
 

@@ -19,7 +19,9 @@ from holdfast.storage.exchange import broadcast, setup
 from holdfast.storage.operations import rounds
 from holdfast.storage.ranks import answer, calls, failures, messages
 from holdfast.storage.ranks.messages import Nothing, codec
-from holdfast.storage.training import decisions, memory_survey, resume, tries
+from holdfast.storage.training import decisions, resume
+from holdfast.storage.training import keeper_inventory as memory_survey
+from holdfast.storage.training import load_attempts as tries
 
 MODULES = [broadcast, setup, rounds, calls, failures, messages, answer, decisions, resume, tries]
 KINDS = [

@@ -20,8 +20,8 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.digest import digest, page_of
 from holdfast.storage.format.manifest import Manifest
 from holdfast.storage.format.tables import ImageTable
-from holdfast.storage.operations.copy import Orders, copy_checkpoint
-from holdfast.storage.operations.load import run_build
+from holdfast.storage.operations.loading.load import run_build
+from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
 from holdfast.storage.pipeline.verifier import verify_images
 
 BUDGET_NBYTES = 64 << 20

@@ -119,7 +119,7 @@ states = st.dictionaries(keys, st.recursive(small, branches, max_leaves=12), max
 
 def tree_of(state: Any, rank: int = 0) -> Tree:
     """A state without tensors as a tree, of one rank."""
-    from holdfast.storage.state.flatten import flatten
+    from holdfast.storage.state.flattening.flatten import flatten
 
     tree = flatten(state).tree
     for value in tree.values:

@@ -20,11 +20,11 @@ import holdfast
 from holdfast.core.lru import LruCache
 from holdfast.planner.box import Box
 from holdfast.planner.layout import MeshLayout, Piece
-from holdfast.storage.operations.global_plan import GlobalPlans, agree
+from holdfast.storage.operations.saving.global_plan import GlobalPlans, agree
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.fingerprint import fingerprints, unsure_rows
 from holdfast.storage.state.flat_state import FlatState
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import Agreed
 
 WORLD = 3

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import holdfast
 from holdfast.storage.state.adapters.dtensor import layouts_on
 from holdfast.storage.state.flat_state import FlatState
-from holdfast.storage.state.flatten import KnownStates, flatten
+from holdfast.storage.state.flattening.flatten import KnownStates, flatten
 from holdfast.storage.state.plan import Agreed, plan_save
 
 MESHES = [

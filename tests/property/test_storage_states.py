@@ -28,7 +28,7 @@ from holdfast.storage.format.merge import merge
 from holdfast.storage.format.tables import ImageTable
 from holdfast.storage.format.tree import Tree
 from holdfast.storage.state.fingerprint import unsure_rows
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import Agreed, SavePlan, plan_save
 
 DTYPES = [

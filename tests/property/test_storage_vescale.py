@@ -21,7 +21,7 @@ from support.vescale_standin import (
 )
 
 from holdfast.errors import StateError
-from holdfast.storage.state.adapters.made_of import is_made_of
+from holdfast.storage.state.adapters.composite import is_made_of
 from holdfast.storage.state.adapters.tensors import layout_of
 
 

@@ -21,7 +21,7 @@ import holdfast
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.registry import open_driver
-from holdfast.storage.operations.copy import Orders, copy_checkpoint
+from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
 from holdfast.storage.runtime.engine import run
 
 

@@ -36,9 +36,9 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.storage.arenas.memory import reserved_memory
-from holdfast.storage.keeper.serve import address_of, serve
-from holdfast.storage.keeper.serve_options import ServeOptions, new_token
-from holdfast.storage.keeper.shelf import Content
+from holdfast.storage.keeper.serving.catalog import Content
+from holdfast.storage.keeper.serving.serve import address_of, serve
+from holdfast.storage.keeper.serving.serve_options import ServeOptions, new_token
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
@@ -625,7 +625,7 @@ def test_a_host_without_aiohttp_is_told_what_to_install(
     shelf: MemfdShelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything listens."""
-    monkeypatch.delitem(sys.modules, "holdfast.storage.keeper.http_server")
+    monkeypatch.delitem(sys.modules, "holdfast.storage.keeper.serving.http_server")
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(UsageError, match="pip install aiohttp"):
         serve(shelf, ServeOptions(new_token()))

@@ -19,7 +19,7 @@ from holdfast.cli.bench.page import measurement_page
 from holdfast.cli.report.html import report_page
 from holdfast.core.histogram import BUCKETS
 from holdfast.storage.format.save_telemetry import SaveTelemetry
-from holdfast.storage.operations.report_saves import RecordedSave
+from holdfast.storage.operations.reporting.report_saves import RecordedSave
 
 pytestmark = pytest.mark.skipif(
     find_chromium() is None, reason="Chromium is not installed: make test-servers"

@@ -18,7 +18,7 @@ from support.simulation.turns import Actor, Simulation, run_inline, save_of
 
 import holdfast
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
-from holdfast.storage.operations.prune import PrunedCheckpoint, delete_checkpoint
+from holdfast.storage.operations.maintenance.prune import PrunedCheckpoint, delete_checkpoint
 
 STATES = {
     name: {"who": name, "x": torch.full((3,), float(i))}

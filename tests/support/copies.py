@@ -10,12 +10,12 @@ import torch
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.operations.copy import Orders, copy_checkpoint
-from holdfast.storage.operations.load import run_build
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.loading.load import run_build
+from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks.team import Solo
 from holdfast.storage.runtime.engine import start
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 from .drivers import contents
 from .ranks import save_as_ranks

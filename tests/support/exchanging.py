@@ -17,8 +17,8 @@ import holdfast
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.storage.exchange import exchange as ranks_exchange
 from holdfast.storage.exchange.group import ExchangeLimits
-from holdfast.storage.operations import start_load
-from holdfast.storage.operations.load import LoadJob
+from holdfast.storage.operations.loading import start_load
+from holdfast.storage.operations.loading.load import LoadJob
 from holdfast.storage.protocol import current as committed
 from holdfast.storage.ranks.process_group import current_member
 

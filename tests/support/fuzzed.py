@@ -29,7 +29,7 @@ from holdfast.storage.format.columns import decode_columns, encode_columns
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import Manifest, check_complete
 from holdfast.storage.format.packed import Compression
-from holdfast.storage.keeper.http_requests import (
+from holdfast.storage.keeper.serving.http_requests import (
     RequestError,
     asked_of,
     is_authorized,

@@ -23,8 +23,8 @@ from holdfast.planner.parity import ParityBlock
 from holdfast.storage.arenas.hosts import GuardedGroup
 from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.arenas.memory import Memory, sealed_memory
-from holdfast.storage.keeper.combining import Block
-from holdfast.storage.keeper.guarding import Guarded, guard, rebuild
+from holdfast.storage.keeper.parity.combining import Block
+from holdfast.storage.keeper.parity.guarding import Guarded, guard, rebuild
 from holdfast.storage.keeper.sealing import seal
 
 __all__ = ["STEP", "Members", "members", "room"]

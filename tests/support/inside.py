@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.storage.operations import reader
+from holdfast.storage.operations.reading import reader
 from holdfast.storage.pipeline.image_writer import ImageWriter
 from holdfast.storage.protocol import limits
 from holdfast.storage.runtime.buffers import HostBuffer

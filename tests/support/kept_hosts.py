@@ -11,12 +11,12 @@ from holdfast.storage.arenas.arena import Arena
 from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import Agreed, Enter, Event, Rebuild, Voided
-from holdfast.storage.keeper.choice import Choice, Stock
+from holdfast.storage.keeper.decisions.choice import Choice, Stock
 from holdfast.storage.keeper.keeper import Keeper
-from holdfast.storage.keeper.serve import serve
-from holdfast.storage.keeper.serve_options import ServeOptions
+from holdfast.storage.keeper.serving.serve import serve
+from holdfast.storage.keeper.serving.serve_options import ServeOptions
 from holdfast.storage.training.epochs import Epochs
-from holdfast.storage.training.memory_survey import (
+from holdfast.storage.training.keeper_inventory import (
     GuardOption,
     Struck,
     kept_in_memory,

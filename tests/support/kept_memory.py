@@ -14,14 +14,14 @@ import torch
 
 from holdfast.storage.arenas.arena import Arena, Capture, FillingSlot
 from holdfast.storage.arenas.folder import KeeperFolder
-from holdfast.storage.arenas.line import Line, listening
 from holdfast.storage.arenas.messages import VERSION, Event, Hello
+from holdfast.storage.arenas.sockets import Line, listening
 from holdfast.storage.format.fragment import fragment_of
 from holdfast.storage.format.tables import ImageTable
 from holdfast.storage.keeper.descriptor_store import DescriptorStore
 from holdfast.storage.keeper.keeper import Keeper
 from holdfast.storage.keeper.options import KeeperOptions
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import SavePlan, plan_save
 
 __all__ = ["DEADLINE_S", "RUN", "Told", "capture", "kept", "planned", "run", "state_of", "trainer"]

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
-from holdfast.storage.operations import save
+from holdfast.storage.operations.saving import save
 from holdfast.storage.ranks.process_group import current_member
 
 from .bits import difference

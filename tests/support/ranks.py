@@ -15,15 +15,15 @@ from holdfast.drivers.contract import Driver
 from holdfast.planner.box import Box
 from holdfast.planner.layout import MeshLayout, Piece
 from holdfast.storage.exchange.group import ExchangeLimits
-from holdfast.storage.operations.differences import Strict
-from holdfast.storage.operations.load import Exchanging, LoadJob, finish, run_load
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.loading.differences import Strict
+from holdfast.storage.operations.loading.load import Exchanging, LoadJob, finish, run_load
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.member import Member
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flat_state import FlatState
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 __all__ = ["load_as_ranks", "save_as_ranks", "save_cut", "save_flats"]
 

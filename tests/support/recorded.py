@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.core.histogram import BUCKETS, bucket_of
 from holdfast.core.spans import SlowOperation, StageReport
 from holdfast.storage.format.save_telemetry import RankTelemetry, SaveTelemetry
-from holdfast.storage.operations.listing import ListedCheckpoint
+from holdfast.storage.operations.maintenance.listing import ListedCheckpoint
 
 __all__ = ["CHUNKS", "NBYTES", "listed", "record", "save_of", "slow_write", "stage"]
 

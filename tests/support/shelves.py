@@ -15,9 +15,9 @@ from typing import Any
 from holdfast.drivers import memory
 from holdfast.errors import NotFoundError
 from holdfast.storage.arenas.memory import Memory, sealed_bytes
-from holdfast.storage.keeper.serve import serve
-from holdfast.storage.keeper.serve_options import ServeOptions, new_token
-from holdfast.storage.keeper.shelf import Content, Item
+from holdfast.storage.keeper.serving.catalog import Content, Item
+from holdfast.storage.keeper.serving.serve import serve
+from holdfast.storage.keeper.serving.serve_options import ServeOptions, new_token
 
 __all__ = ["MemfdShelf", "Showing", "StoreShelf", "showing", "until"]
 
@@ -44,12 +44,12 @@ class MemfdShelf:
         self.objects[key] = Memory(sealed_bytes(data), len(data), writable=False)
 
     def listing(self) -> Sequence[Item]:
-        """See Shelf."""
+        """See Catalog."""
         return [Item(key, held.nbytes, self.modified_s) for key, held in self.objects.items()]
 
     @contextmanager
     def open(self, key: str) -> Iterator[Content]:
-        """See Shelf."""
+        """See Catalog."""
         held = self.objects.get(key)
         if held is None:
             raise NotFoundError("no such object", key=key)
@@ -60,11 +60,11 @@ class MemfdShelf:
             self.pinned[key] -= 1
 
     def status(self) -> Mapping[str, object]:
-        """See Shelf."""
+        """See Catalog."""
         return {"objects": len(self.objects)}
 
     def metrics(self) -> str:
-        """See Shelf."""
+        """See Catalog."""
         return f"# TYPE objects gauge\nobjects {len(self.objects)}\n"
 
 
@@ -79,13 +79,13 @@ class StoreShelf:
         return memory.STORES.setdefault(self.name, {})
 
     def listing(self) -> Sequence[Item]:
-        """See Shelf."""
+        """See Catalog."""
         held = self._objects.copy()
         return [Item(key, len(data), when) for key, (data, when) in held.items()]
 
     @contextmanager
     def open(self, key: str) -> Iterator[Content]:
-        """See Shelf."""
+        """See Catalog."""
         try:
             data, modified_s = self._objects[key]
         except KeyError as error:
@@ -93,11 +93,11 @@ class StoreShelf:
         yield Content(memoryview(data), modified_s)
 
     def status(self) -> Mapping[str, object]:
-        """See Shelf."""
+        """See Catalog."""
         return {}
 
     def metrics(self) -> str:
-        """See Shelf."""
+        """See Catalog."""
         return ""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 __all__ = ["Held", "Seen", "Training"]
 

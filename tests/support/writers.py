@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.storage.state import host_snapshot, process_memory, source
-from holdfast.storage.state.write_history import write_history
+from holdfast.storage.state import source
+from holdfast.storage.state.capture import host_snapshot, process_memory
+from holdfast.storage.state.capture.write_history import write_history
 from support.bits import fresh_uri, raw
 
 __all__ = ["WRITERS", "Moments", "complaint", "state_of"]

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.bench import rebuild
 from holdfast.errors import DamagedError
-from holdfast.storage.keeper import combining
+from holdfast.storage.keeper.parity import combining
 
 pytestmark = pytest.mark.heavy
 

@@ -32,7 +32,7 @@ from holdfast.cli import app
 from holdfast.drivers.layers.metrics import snapshots
 from holdfast.drivers.uri import parse
 from holdfast.errors import UsageError
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import Agreed, plan_image
 
 MIB = 1 << 20

@@ -25,8 +25,8 @@ from holdfast.drivers.registry import open_driver
 from holdfast.drivers.uri import join
 from holdfast.errors import UriError
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.operations.choice import choose
-from holdfast.storage.operations.listing import ListedCheckpoint
+from holdfast.storage.operations.maintenance.choice import choose
+from holdfast.storage.operations.maintenance.listing import ListedCheckpoint
 from holdfast.storage.training.decisions import Decisions
 from holdfast.storage.training.schedule import schedule_of
 
@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path) -> Non
             ckpt.step(step, second.state)
     assert again == losses[10:]
     assert steps(tmp_path) == [15, 20]
-    assert (ckpt.counters.saved, ckpt.counters.pruned, ckpt.counters.under_way) == (2, 2, 0)
+    assert (ckpt.counters.saved, ckpt.counters.pruned, ckpt.counters.in_flight) == (2, 2, 0)
 
 
 def test_a_damaged_checkpoint_is_passed_over(
@@ -172,7 +172,7 @@ def test_a_save_that_is_due_while_another_is_under_way_is_skipped(
         commits.open.clear()
         handles = [ckpt.step(step, state(step)) for step in range(1, 7)]
         assert [h is not None for h in handles] == [False, True, False, False, False, False]
-        assert (ckpt.counters.due, ckpt.counters.skipped, ckpt.counters.under_way) == (3, 2, 1)
+        assert (ckpt.counters.due, ckpt.counters.skipped, ckpt.counters.in_flight) == (3, 2, 1)
         commits.open.set()
         ckpt.wait()
         assert ckpt.step(8, state(8)) is not None
@@ -189,7 +189,7 @@ def test_a_save_that_is_due_while_another_is_under_way_waits(commits: Commits) -
         ckpt.step(1, state(1))
         threading.Timer(0.1, commits.open.set).start()
         ckpt.step(2, state(2))
-        assert ckpt.counters.saved + ckpt.counters.under_way == 2
+        assert ckpt.counters.saved + ckpt.counters.in_flight == 2
     assert (ckpt.counters.saved, ckpt.counters.waited, ckpt.counters.skipped) == (2, 1, 0)
     assert ckpt.counters.stalled_s > 0
     assert steps(uri) == [1, 2]
@@ -208,7 +208,7 @@ def test_a_save_that_is_due_while_another_is_under_way_is_queued(commits: Commit
             assert handle is not None
             ckpt.fence()
             assert handle.captured.done()
-        assert (ckpt.counters.queued, ckpt.counters.waited, ckpt.counters.under_way) == (1, 0, 2)
+        assert (ckpt.counters.queued, ckpt.counters.waited, ckpt.counters.in_flight) == (1, 0, 2)
         assert steps(uri) == []
         values["x"].fill_(3)
         threading.Timer(0.1, commits.open.set).start()

@@ -163,7 +163,7 @@ def test_whatever_retention_raises_the_next_save_goes_on(
             for step in (1, 2):
                 ckpt.step(step, state(step), metric=0.5)
             ckpt.wait()
-            assert (ckpt.counters.saved, ckpt.counters.under_way) == (2, 0)
+            assert (ckpt.counters.saved, ckpt.counters.in_flight) == (2, 0)
             assert steps(uri)[-1] == 2
     assert caplog.text.count("could not be") == 2
     assert holdfast.load(f"{uri}/step-00000002")["step"] == 2
@@ -188,13 +188,15 @@ def test_whatever_a_listing_raises_the_next_save_goes_on(
         ckpt.wait()
         with monkeypatch.context() as patch:
             if where == "listing":
-                patch.setattr("holdfast.storage.operations.listing.Listing.checkpoints", fails)
+                patch.setattr(
+                    "holdfast.storage.operations.maintenance.listing.Listing.checkpoints", fails
+                )
             else:
                 patch.setattr(retention, "prune_here", fails)
             ckpt.step(2, state(2))
             ckpt.wait()
         ckpt.step(3, state(3))
-    assert (ckpt.counters.saved, ckpt.counters.under_way) == (3, 0)
+    assert (ckpt.counters.saved, ckpt.counters.in_flight) == (3, 0)
     assert "old checkpoints could not be deleted" in caplog.text
     assert steps(uri) == [3]
 
@@ -275,9 +277,9 @@ def test_wait_returns_when_old_checkpoints_are_deleted_too(monkeypatch: pytest.M
     """Also those that a save deletes which had ended when the next one began."""
     uri, go, plain = fresh_uri(), threading.Event(), Retention.apply
 
-    async def held(self: Retention, saved: int, under_way: Any) -> Any:
+    async def held(self: Retention, saved: int, in_flight: Any) -> Any:
         await asyncio.to_thread(go.wait, 60)
-        return await plain(self, saved, under_way)
+        return await plain(self, saved, in_flight)
 
     monkeypatch.setattr(Retention, "apply", held)
     with holdfast.Checkpointer(uri, every=1, keep=1, when_busy="wait") as ckpt:

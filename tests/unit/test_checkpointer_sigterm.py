@@ -284,7 +284,7 @@ def test_a_save_that_takes_longer_than_the_grace_period(serve: Serve) -> None:
         assert ckpt.preempted
         assert ckpt.step(1, {"x": torch.ones(3)}) is None
         assert handled == [signal.SIGTERM]
-        assert ckpt.counters.under_way == 1
+        assert ckpt.counters.in_flight == 1
         go.set()
         ckpt.close()
         assert handled == [signal.SIGTERM]
@@ -412,7 +412,7 @@ def test_the_last_of_several_to_end_hands_the_signal_over(order: tuple[int, ...]
                 made[n].close()
             else:
                 assert made[n].step(1, {"x": torch.ones(3)}) is None
-                assert made[n].counters.saved + made[n].counters.under_way == 1
+                assert made[n].counters.saved + made[n].counters.in_flight == 1
         assert heard == [signal.SIGTERM]
         term()
         assert len(heard) == 2

@@ -25,9 +25,9 @@ import holdfast
 from holdfast.cli import app, text
 from holdfast.drivers.layers.metrics import snapshots
 from holdfast.drivers.registry import open_driver
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks.store_team import StoreTeam
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 ESCAPE = "\x1b"
 HOLDFAST = [sys.executable, "-c", "import holdfast.cli; holdfast.cli.main()"]
@@ -452,7 +452,7 @@ def test_commands_do_without_rich(uri: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_fault_of_ours_is_not_taken_for_an_answer() -> None:
     """An error outside of the tree ends with 3, for 1 would mean damage; its traceback is shown."""
     code = (
-        "import sys, holdfast.cli, holdfast.storage.operations.listing as listing\n"
+        "import sys, holdfast.cli, holdfast.storage.operations.maintenance.listing as listing\n"
         "def broken(uri, **_): raise RuntimeError('broken')\n"
         "listing.list_checkpoints = broken\n"
         "sys.argv = ['holdfast', 'ls', 'memory://x']; holdfast.cli.main()"

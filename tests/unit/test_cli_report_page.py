@@ -17,7 +17,7 @@ import holdfast
 from holdfast.cli import app
 from holdfast.cli.report.html import report_page
 from holdfast.storage.format.save_telemetry import SaveTelemetry
-from holdfast.storage.operations.report_saves import RecordedSave
+from holdfast.storage.operations.reporting.report_saves import RecordedSave
 
 URI = "s3://bucket/run"
 

@@ -20,8 +20,8 @@ from holdfast.storage.ranks.member import Member
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.training import decisions
 from holdfast.storage.training.decisions import Decision, Decisions
+from holdfast.storage.training.load_attempts import Attempted, Outcome, verdict_of
 from holdfast.storage.training.schedule import schedule_of
-from holdfast.storage.training.tries import Attempted, Outcome, verdict_of
 
 pytestmark = pytest.mark.clocked
 

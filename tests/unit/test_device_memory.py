@@ -14,11 +14,11 @@ from support.forked import in_a_fork
 import holdfast
 from holdfast.storage.runtime.buffers import HostBuffer, host_pool
 from holdfast.storage.state.bits import as_bits, pack
-from holdfast.storage.state.block_sums import BlockSums
+from holdfast.storage.state.capture.block_sums import BlockSums
+from holdfast.storage.state.capture.device_snapshot import DeviceSnapshot
+from holdfast.storage.state.capture.write_history import WriteHistory
+from holdfast.storage.state.capture.write_watch import Watch, Watched
 from holdfast.storage.state.device import copied_to_host, pack_windows, refuse_capture
-from holdfast.storage.state.device_snapshot import DeviceSnapshot
-from holdfast.storage.state.write_history import WriteHistory
-from holdfast.storage.state.write_watch import Watch, Watched
 
 
 @pytest.mark.parametrize("begin", range(8))

@@ -62,7 +62,7 @@ class ShelfFile(AbstractBufferedFile):
         type(self.fs).discarded += 1
 
 
-class Shelf(AbstractFileSystem):
+class Catalog(AbstractFileSystem):
     """An object store: no folders, no rename; an object appears whole, when its file is closed."""
 
     protocol = "oci"
@@ -119,13 +119,13 @@ class Shelf(AbstractFileSystem):
 
 
 @pytest.fixture
-def shelf() -> Iterator[type[Shelf]]:
+def shelf() -> Iterator[type[Catalog]]:
     """An empty object store, known to fsspec under the protocol of one."""
-    register_implementation("oci", Shelf, clobber=True)
-    Shelf.shelf.clear()
-    Shelf.broken = None
-    yield Shelf
-    Shelf.broken = None
+    register_implementation("oci", Catalog, clobber=True)
+    Catalog.shelf.clear()
+    Catalog.broken = None
+    yield Catalog
+    Catalog.broken = None
 
 
 def opened_by_others(driver: FsspecDriver) -> tuple[AbstractFileSystem, str]:
@@ -143,7 +143,7 @@ def bare(uri: str) -> FsspecDriver:
 
 @pytest.fixture(params=["memory", "file", "shelf"])
 def driver(
-    request: pytest.FixtureRequest, tmp_path: Path, shelf: type[Shelf]
+    request: pytest.FixtureRequest, tmp_path: Path, shelf: type[Catalog]
 ) -> Iterator[FsspecDriver]:
     """One driver of each kind: what is copied into place, what is renamed, and what is shown when
     it is closed."""
@@ -162,7 +162,7 @@ def driver(
 # URIs
 
 
-def test_each_protocol_has_a_driver_with_its_options(shelf: type[Shelf]) -> None:
+def test_each_protocol_has_a_driver_with_its_options(shelf: type[Catalog]) -> None:
     """The named arguments of the file system, typed by their defaults, and the driver's own."""
     cls = driver_class("fsspec+oci")
     ours = {"part_size", "threads", "object_max_nbytes"}
@@ -176,7 +176,7 @@ def test_each_protocol_has_a_driver_with_its_options(shelf: type[Shelf]) -> None
     ]
     with pytest.raises(ValueError, match="JSON"):
         parsed["settings"]("{")
-    assert options_of("oci", Shelf)["limit"].default == 5
+    assert options_of("oci", Catalog)["limit"].default == 5
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_each_protocol_has_a_driver_with_its_options(shelf: type[Shelf]) -> None
         ("fsspec+dropbox://x", "cannot be imported"),
     ],
 )
-def test_uris_that_cannot_be_are_refused(shelf: type[Shelf], uri: str, message: str) -> None:
+def test_uris_that_cannot_be_are_refused(shelf: type[Catalog], uri: str, message: str) -> None:
     """Unknown options and protocols, wrong values, and roots that are none, before any I/O."""
     with pytest.raises(UriError, match=message):
         open_driver(uri)
@@ -208,14 +208,14 @@ def test_uris_that_cannot_be_are_refused(shelf: type[Shelf], uri: str, message: 
         "fsspec+ftp://host/run?password=hunter2",
     ],
 )
-def test_secrets_are_refused_and_not_repeated(shelf: type[Shelf], uri: str) -> None:
+def test_secrets_are_refused_and_not_repeated(shelf: type[Catalog], uri: str) -> None:
     """As an option, inside of one, or before the host: an error that does not show it."""
     with pytest.raises(UriError, match="secret") as caught:
         open_driver(uri)
     assert "hunter2" not in str(caught.value) + repr(caught.value)
 
 
-def test_options_reach_the_file_system(shelf: type[Shelf]) -> None:
+def test_options_reach_the_file_system(shelf: type[Catalog]) -> None:
     """Those that were given, as values of their types; nothing is cached between drivers."""
 
     async def run() -> None:
@@ -232,7 +232,7 @@ def test_options_reach_the_file_system(shelf: type[Shelf]) -> None:
     ("option", "limit_nbytes"), [("", None), ("?object_max_nbytes=512MiB", 512 << 20)]
 )
 def test_the_largest_object_is_an_option(
-    shelf: type[Shelf], option: str, limit_nbytes: int | None
+    shelf: type[Catalog], option: str, limit_nbytes: int | None
 ) -> None:
     """No limit is known of a file system that somebody else has registered."""
     assert bare(f"fsspec+oci://bucket/run{option}").traits.object_max_nbytes == limit_nbytes
@@ -295,7 +295,7 @@ def test_an_upload_that_is_not_committed_leaves_nothing(driver: FsspecDriver, nb
     assert [name for name in fs.find(root) if not fs.isdir(name)] == []
 
 
-def test_a_failed_write_discards_what_the_store_has(shelf: type[Shelf]) -> None:
+def test_a_failed_write_discards_what_the_store_has(shelf: type[Catalog]) -> None:
     """The store's error comes as one of ours, and its upload is discarded, not completed."""
 
     async def run() -> None:
@@ -375,7 +375,7 @@ class EndpointConnectionError(Exception):
     ],
 )
 def test_errors_are_ours(
-    shelf: type[Shelf], raised: Exception, expected: type[StorageError]
+    shelf: type[Catalog], raised: Exception, expected: type[StorageError]
 ) -> None:
     """Whatever a file system raises comes as the kind that a handler knows, with URI, key and
     cause, and no secret."""
@@ -458,7 +458,10 @@ IN_AN_HOUR = {"Retry-After": email.utils.formatdate(time.time() + 3600, usegmt=T
     ],
 )
 def test_what_a_server_answered_is_honoured(
-    shelf: type[Shelf], raised: Exception, expected: type[StorageError], retry_after_s: float | None
+    shelf: type[Catalog],
+    raised: Exception,
+    expected: type[StorageError],
+    retry_after_s: float | None,
 ) -> None:
     """The status counts, in whatever it is wrapped, and so does Retry-After, in seconds or as a
     date: a server that asks for patience is busy, and not permanently broken; nor is an object
@@ -542,7 +545,7 @@ def test_times_are_read_whatever_they_are_called(info: dict[str, Any], expected:
 @pytest.mark.heavy
 @pytest.mark.parametrize("where", ["memory", "file", "shelf"])
 def test_a_checkpoint_is_saved_loaded_and_replaced(
-    where: str, tmp_path: Path, shelf: type[Shelf], rng: np.random.Generator
+    where: str, tmp_path: Path, shelf: type[Catalog], rng: np.random.Generator
 ) -> None:
     """Bit for bit, over several chunks; the second save replaces the first."""
     uris = {

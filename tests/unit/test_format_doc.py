@@ -25,9 +25,9 @@ import xxhash
 
 import holdfast
 from holdfast.drivers.registry import open_driver
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks.store_team import StoreTeam
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 KINDS = {"dict": dict, "list": list, "tuple": tuple}

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from holdfast.storage.keeper import galois
-from holdfast.storage.keeper.galois import Isal, find_isal, make_pq, make_xor, recover
+from holdfast.storage.keeper.parity import galois
+from holdfast.storage.keeper.parity.galois import Isal, find_isal, make_pq, make_xor, recover
 
 ODD_NBYTES = 2 * galois.XOR_PIECE_NBYTES + 12_345
 """Several pieces of every kind, and a part of one that is no multiple of anything."""

@@ -19,8 +19,13 @@ from holdfast.storage.arenas.hosts import GuardedGroup
 from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.arenas.memory import Memory
 from holdfast.storage.format.digest import digest
-from holdfast.storage.keeper.combining import BUFFERS_NBYTES, PULLED_NBYTES_MAX, WORKERS, Block
-from holdfast.storage.keeper.guarding import guard, image_nbytes, parity_is_intact, rebuild
+from holdfast.storage.keeper.parity.combining import (
+    BUFFERS_NBYTES,
+    PULLED_NBYTES_MAX,
+    WORKERS,
+    Block,
+)
+from holdfast.storage.keeper.parity.guarding import guard, image_nbytes, parity_is_intact, rebuild
 
 SHAPES = [
     pytest.param("copy", [[70_000], [50_000]], 1, id="copy of 2"),

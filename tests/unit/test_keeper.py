@@ -26,7 +26,6 @@ from holdfast.storage.arenas.arena import Arena, Capture, KeeperLost
 from holdfast.storage.arenas.client import KeeperClient, Refusal
 from holdfast.storage.arenas.folder import KeeperFolder
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.arenas.line import Line, Received, connected
 from holdfast.storage.arenas.memory import Memory, read_sealed, reserved_memory, sealed_bytes
 from holdfast.storage.arenas.messages import (
     VERSION,
@@ -47,7 +46,9 @@ from holdfast.storage.arenas.messages import (
     decode,
     encode,
 )
-from holdfast.storage.keeper import held, writing
+from holdfast.storage.arenas.sockets import Line, Received, connected
+from holdfast.storage.keeper import slot_memory as held
+from holdfast.storage.keeper.flushing import writing
 from holdfast.storage.keeper.keeper import Keeper
 from holdfast.storage.keeper.options import KeeperOptions
 from holdfast.storage.keeper.trainers import UNDER_WAY_S
@@ -237,7 +238,7 @@ def test_a_step_does_not_wait_for_memory_that_takes_long(monkeypatch: pytest.Mon
         assert may_go_on.wait(60)
         return reserved_memory(nbytes)
 
-    monkeypatch.setattr("holdfast.storage.keeper.held.reserved_memory", slowly)
+    monkeypatch.setattr("holdfast.storage.keeper.slot_memory.reserved_memory", slowly)
 
     async def body() -> None:
         async with kept() as (keeper, folder), trainer(folder, deadline_s=0.5) as arena:

@@ -12,9 +12,9 @@ from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
 from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.arenas.messages import Agreed, Event, Protected, Voided
 from holdfast.storage.keeper.agreement import Agreement
-from holdfast.storage.keeper.generations import Generations
-from holdfast.storage.keeper.slots import Grant
-from holdfast.storage.keeper.standing import FlushEnd, FlushOrder, Standing
+from holdfast.storage.keeper.decisions.generations import Generations
+from holdfast.storage.keeper.decisions.slots import Grant
+from holdfast.storage.keeper.decisions.standing import FlushEnd, FlushOrder, Standing
 from holdfast.storage.keeper.status import Counters
 
 HOSTS = (KeeperHost("a", "a", "a", ranks=(0,)), KeeperHost("b", "b", "b", ranks=(1,)))
@@ -442,12 +442,12 @@ async def test_what_is_being_flushed_is_agreed_on_however_old_it_is() -> None:
     has forgotten, as later ones are known; it was void, and the checkpoint never came to storage."""
     flush = FlushOrder(id(1), "attempt")
     failed = FlushEnd(id(1), "attempt", problem="storage is away", final=False)
-    for under_way in ({"flush": flush}, {"ended": failed}):
+    for in_flight in ({"flush": flush}, {"ended": failed}):
         host = Host()
         host.enter(0, None)
         host.seal(1)
         await host.agreement.vote(label_of(1), handed_over=True)
-        await host.hear("x", 0, agreed=(id(30),), settled=id(29), **under_way)
+        await host.hear("x", 0, agreed=(id(30),), settled=id(29), **in_flight)
         assert Agreed(id(1)) in host.told
         assert host.held() == {id(1)}
     host = Host()

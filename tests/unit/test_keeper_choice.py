@@ -10,7 +10,7 @@ from holdfast.planner.parity import Mode
 from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import HeldGeneration, HeldGuard, Inventory
-from holdfast.storage.keeper.choice import Choice, Stock, choices
+from holdfast.storage.keeper.decisions.choice import Choice, Stock, choices
 
 NAMES = "abcd"
 """Hosts, of which each had one rank when the images were captured."""

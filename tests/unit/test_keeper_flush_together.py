@@ -9,8 +9,8 @@ import pytest
 from support.clock import run_virtual
 
 from holdfast.errors import SaveError, SupersededError
-from holdfast.storage.keeper.flush_together import _written
-from holdfast.storage.keeper.standing import Written
+from holdfast.storage.keeper.decisions.standing import Written
+from holdfast.storage.keeper.flushing.flush_together import _written
 
 
 class Waiting:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.keeper.generations import Generations
-from holdfast.storage.keeper.slots import Grant, Reason, Refusal
+from holdfast.storage.keeper.decisions.generations import Generations
+from holdfast.storage.keeper.decisions.slots import Grant, Reason, Refusal
 
 SIZE = 100
 A, B, C = 1, 2, 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.keeper.guards import Guards
+from holdfast.storage.keeper.parity.guards import Guards
 
 
 class Parity:

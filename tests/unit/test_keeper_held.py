@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.arenas.memory import reserved_memory
-from holdfast.storage.keeper.held import Held, HeldSlot
+from holdfast.storage.keeper.slot_memory import Held, HeldSlot
 
 NBYTES = 4096
 

@@ -30,8 +30,8 @@ from holdfast.storage.arenas.messages import (
     Voided,
 )
 from holdfast.storage.keeper import keeper as keeper_module
-from holdfast.storage.keeper.lead import Lead
-from holdfast.storage.keeper.standing import Report
+from holdfast.storage.keeper.decisions.lead import Lead
+from holdfast.storage.keeper.decisions.standing import Report
 from holdfast.storage.keeper.status import KeeperStatus
 from holdfast.storage.ranks.messages import codec
 
@@ -309,7 +309,7 @@ def test_a_step_that_one_host_has_left_out_does_not_hold_up_the_others() -> None
 
 def test_replicas_that_differ_between_hosts_void_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """No host goes on from it."""
-    from holdfast.storage.keeper.votes import Vote
+    from holdfast.storage.keeper.decisions.votes import Vote
 
     real = Vote.of
 

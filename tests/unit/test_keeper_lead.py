@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.keeper.lead import REST_MAX, Lead, is_newer
-from holdfast.storage.keeper.standing import FlushEnd, FlushOrder, Report, Written
-from holdfast.storage.keeper.votes import KEPT, Vote
+from holdfast.storage.keeper.decisions.lead import REST_MAX, Lead, is_newer
+from holdfast.storage.keeper.decisions.standing import FlushEnd, FlushOrder, Report, Written
+from holdfast.storage.keeper.decisions.votes import KEPT, Vote
 
 NAMES = ("a", "b")
 """Keepers of the ranks 0 and 1."""

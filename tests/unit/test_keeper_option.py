@@ -21,18 +21,18 @@ from holdfast.storage.arenas.folder import (
     base_folder,
     keeper_folders,
 )
+from holdfast.storage.arenas.free_memory import available_nbytes
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import HeldGeneration, Inventory
-from holdfast.storage.arenas.room import available_nbytes
-from holdfast.storage.keeper.choice import Choice, Stock
+from holdfast.storage.keeper.decisions.choice import Choice, Stock
 from holdfast.storage.keeper.options import cpus_of
 from holdfast.storage.operations.options import LoadOptions
 from holdfast.storage.runtime.engine import run
 from holdfast.storage.training import checkpointer
 from holdfast.storage.training.epochs import EPOCHS_KEY, Epochs, put_epochs, read_epochs
+from holdfast.storage.training.keeper_inventory import kept_in_memory, next_epoch
 from holdfast.storage.training.memory_level import memory_level_of
-from holdfast.storage.training.memory_survey import kept_in_memory, next_epoch
 from holdfast.storage.training.run_identity import RUN_KEY, known_run_id, run_id
 
 RUN = "a" * 32

@@ -10,9 +10,9 @@ from support.clock import run_virtual
 
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.keeper.lead import Lead
+from holdfast.storage.keeper.decisions.lead import Lead
+from holdfast.storage.keeper.decisions.standing import Report, Standing
 from holdfast.storage.keeper.reporting import Reporting
-from holdfast.storage.keeper.standing import Report, Standing
 
 HOSTS = (KeeperHost("a", "a", "a", ranks=(0,)), KeeperHost("b", "b", "b", ranks=(1,)))
 

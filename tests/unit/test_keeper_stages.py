@@ -13,7 +13,7 @@ import holdfast
 from holdfast.errors import HoldfastError, SaveError, UsageError
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import Agreed, Event, Local, Protected, Sealed, Voided
-from holdfast.storage.operations.keeping import ByKeeper, Keeping, KeptStages
+from holdfast.storage.operations.saving.keeper_request import ByKeeper, Keeping, KeptStages
 
 ID = GenerationId(0, 7)
 

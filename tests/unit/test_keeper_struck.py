@@ -15,13 +15,13 @@ import holdfast
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.memory import sealed_bytes
 from holdfast.storage.arenas.messages import Protected, Rebuild
-from holdfast.storage.keeper.choice import Choice
-from holdfast.storage.keeper.held import HeldSlot
+from holdfast.storage.keeper.decisions.choice import Choice
+from holdfast.storage.keeper.slot_memory import HeldSlot
 from holdfast.storage.keeper.tiers import PeerImage, TiersDriver
 from holdfast.storage.operations.options import LoadOptions
 from holdfast.storage.runtime import engine
+from holdfast.storage.training.keeper_inventory import Struck
 from holdfast.storage.training.memory_level import memory_level_of
-from holdfast.storage.training.memory_survey import Struck
 
 HOSTS = "abcd"
 NEWEST = GenerationId(0, 2)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from holdfast.storage.arenas.label import GenerationId, Label
-from holdfast.storage.keeper.votes import KEPT, Ballot, Outcome, Vote
+from holdfast.storage.keeper.decisions.votes import KEPT, Ballot, Outcome, Vote
 
 ID = GenerationId(2, 7)
 
 
 def vote(
-    rank: int, world: int = 2, accord: str = "plan", id: GenerationId = ID, **equal: str
+    rank: int, world: int = 2, agreement: str = "plan", id: GenerationId = ID, **equal: str
 ) -> Vote:
     """One rank's."""
-    return Vote(id, rank, world, accord, equal)
+    return Vote(id, rank, world, agreement, equal)
 
 
-def label(rank: int, world: int, accord: str = "plan") -> Label:
+def label(rank: int, world: int, agreement: str = "plan") -> Label:
     """That of an image whose vote it is."""
-    return Label("run", ID, rank, world, 16, 0, 65536, 65536, 0.0, accord)
+    return Label("run", ID, rank, world, 16, 0, 65536, 65536, 0.0, agreement)
 
 
 def test_a_generation_is_agreed_with_the_last_vote() -> None:
@@ -47,9 +47,9 @@ def test_a_vote_that_comes_twice_counts_once() -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (vote(0), vote(1, accord="other plan")),
+        (vote(0), vote(1, agreement="other plan")),
         (vote(0, group="aa"), vote(1, group="bb")),
-        (vote(0), vote(0, accord="other plan")),
+        (vote(0), vote(0, agreement="other plan")),
         (vote(0), vote(1, world=3)),
         (vote(0), vote(2)),
         (vote(0), vote(-1)),

@@ -13,12 +13,12 @@ from support.clock import run_virtual
 from holdfast.errors import StorageError
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import Durable, Event, Flush, FlushFailed
-from holdfast.storage.keeper import writing
-from holdfast.storage.keeper.generations import Generations
-from holdfast.storage.keeper.slots import Grant
-from holdfast.storage.keeper.standing import FlushEnd, FlushOrder, Standing
+from holdfast.storage.keeper.decisions.generations import Generations
+from holdfast.storage.keeper.decisions.slots import Grant
+from holdfast.storage.keeper.decisions.standing import FlushEnd, FlushOrder, Standing
+from holdfast.storage.keeper.flushing import writing
+from holdfast.storage.keeper.flushing.writing import Writing
 from holdfast.storage.keeper.status import Counters
-from holdfast.storage.keeper.writing import Writing
 
 SLOTS = 5
 

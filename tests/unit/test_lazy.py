@@ -19,9 +19,9 @@ from support.inside import around_copies, around_image_writes
 from torch import nn
 
 import holdfast
-from holdfast.storage.state import process_memory
-from holdfast.storage.state.lazy import LazyCapture, hook_optimizers
-from holdfast.storage.state.switch_interval import SWITCH_INTERVAL_S
+from holdfast.storage.state.capture import process_memory
+from holdfast.storage.state.capture.lazy import LazyCapture, hook_optimizers
+from holdfast.storage.state.capture.switch_interval import SWITCH_INTERVAL_S
 
 pytestmark = pytest.mark.usefixtures("no_write_history")
 

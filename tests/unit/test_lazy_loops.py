@@ -20,9 +20,9 @@ from torch import nn
 
 import holdfast
 from holdfast.storage.runtime.engine import start
-from holdfast.storage.state import lazy
-from holdfast.storage.state.write_history import write_history
-from holdfast.storage.state.write_tracking import write_tracker
+from holdfast.storage.state.capture import lazy
+from holdfast.storage.state.capture.write_history import write_history
+from holdfast.storage.state.capture.write_tracking import write_tracker
 
 pytestmark = pytest.mark.usefixtures("no_write_history")
 needs_tracking = pytest.mark.skipif(

@@ -9,7 +9,7 @@ from support.layouts import Halves
 from holdfast.planner.box import Box
 from holdfast.planner.layout import MeshLayout, Piece, local_layout
 from holdfast.storage.state.adapters import tensors
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import plan_image
 
 

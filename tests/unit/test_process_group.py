@@ -49,7 +49,7 @@ def test_an_undecided_step_counts_as_one_failed_save(second_of_three: None, tmp_
         with holdfast.Checkpointer(tmp_path, every=every, deadline_s=0.05) as ckpt:
             assert ckpt.step(1, {"w": torch.ones(1)}) is None
         counters = ckpt.counters
-        assert (counters.due, counters.failed, counters.under_way) == (1, 1, 0)
+        assert (counters.due, counters.failed, counters.in_flight) == (1, 1, 0)
 
 
 def test_a_launched_process_may_save_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from holdfast.storage.state.fingerprint import fingerprint
-from holdfast.storage.state.flatten import flatten
-from holdfast.storage.state.signature import SignatureScan
+from holdfast.storage.state.flattening.flatten import flatten
+from holdfast.storage.state.flattening.signature import SignatureScan
 
 
 class One:

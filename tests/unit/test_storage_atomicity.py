@@ -22,12 +22,12 @@ import holdfast
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
-from holdfast.storage.operations.load import run_build
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.loading.load import run_build
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.protocol import limits
 from holdfast.storage.ranks.team import Solo
 from holdfast.storage.runtime.engine import start
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 pytestmark = pytest.mark.clocked
 

@@ -17,7 +17,7 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.planner.layout import MeshLayout, Piece
 from holdfast.storage.state.flat_state import FlatState
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 
 def in_two_shards() -> str:

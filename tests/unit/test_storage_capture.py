@@ -27,7 +27,7 @@ from holdfast.storage.pipeline.chunks import ChunkSource, MemoryChunks
 from holdfast.storage.pipeline.image_writer import Callbacks, ImageWriter
 from holdfast.storage.runtime.buffers import HostBuffer, HostPool
 from holdfast.storage.runtime.engine import CPU_THREADS, start
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import SavePlan, plan_save
 
 

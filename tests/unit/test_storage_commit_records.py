@@ -18,7 +18,7 @@ from holdfast.drivers.contract import Driver
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
-from holdfast.storage.operations.copy import Orders, copy_checkpoint
+from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
 from holdfast.storage.protocol import collect, commit, prune_lock, records
 from holdfast.storage.protocol.attempt import Attempt
 from holdfast.storage.protocol.current import read_manifest

@@ -15,7 +15,7 @@ from support.inside import on_allocation
 import holdfast
 from holdfast.drivers.contract import Buffer, PartOrder, Upload
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.operations.load import run_build
+from holdfast.storage.operations.loading.load import run_build
 from holdfast.storage.pipeline.image_copier import balanced
 from holdfast.storage.runtime.buffers import host_pool
 

@@ -29,8 +29,8 @@ from holdfast.drivers.contract import Driver
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
-from holdfast.storage.operations.copy import Orders, copy_checkpoint
-from holdfast.storage.operations.load import run_build
+from holdfast.storage.operations.loading.load import run_build
+from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
 from holdfast.storage.protocol import limits
 from holdfast.storage.runtime.engine import start
 

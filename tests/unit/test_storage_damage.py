@@ -17,7 +17,7 @@ from support.simulation.turns import BUDGET_NBYTES, run_inline, save_of
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.operations.load import run_build
+from holdfast.storage.operations.loading.load import run_build
 from holdfast.storage.pipeline.verifier import VerifyReport, verify_images
 from holdfast.storage.protocol.current import read_manifest
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import holdfast
 from holdfast.cli import app
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.operations import dcp_export
+from holdfast.storage.operations.conversion import dcp_export
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

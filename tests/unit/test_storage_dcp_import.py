@@ -32,7 +32,7 @@ from holdfast.drivers.contract import Buffer
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.torch_pickle import StoredTensor
-from holdfast.storage.operations.archive_reader import WholeArchive
+from holdfast.storage.operations.conversion.archive_reader import WholeArchive
 from holdfast.storage.pipeline.file_chunks import Stretch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

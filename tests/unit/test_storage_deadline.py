@@ -20,11 +20,11 @@ import holdfast
 from holdfast.drivers.memory import STORES, MemoryDriver
 from holdfast.errors import DeadlineError, StorageDownError, UsageError
 from holdfast.storage.operations.deadline import Deadline
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.ranks.team import Solo
 from holdfast.storage.runtime.engine import start
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 pytestmark = pytest.mark.clocked
 

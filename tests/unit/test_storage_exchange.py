@@ -25,7 +25,7 @@ from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.ranks.team import Solo
 from holdfast.storage.runtime import buffers
 from holdfast.storage.runtime.engine import offload, start
-from holdfast.storage.state.scatter import Scatter
+from holdfast.storage.state.filling.scatter import Scatter
 
 
 class Replaced(MemoryDriver):

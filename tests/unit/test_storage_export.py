@@ -25,7 +25,7 @@ import holdfast
 from holdfast.cli import app
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
-from holdfast.storage.operations.selection import chosen, renamed, rules_of
+from holdfast.storage.operations.reading.selection import chosen, renamed, rules_of
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float8_e4m3fn,

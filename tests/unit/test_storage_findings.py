@@ -10,8 +10,8 @@ from support.recorded import CHUNKS, NBYTES, record, save_of, stage
 
 from holdfast.core.histogram import bucket_of
 from holdfast.core.spans import SlowOperation, StageReport
-from holdfast.storage.operations.findings import CALL, Cause, stragglers, typical
-from holdfast.storage.operations.trace import chrome_trace
+from holdfast.storage.operations.reporting.findings import CALL, Cause, stragglers, typical
+from holdfast.storage.operations.reporting.trace import chrome_trace
 
 
 def few_slow(seconds: float) -> StageReport:

@@ -194,5 +194,5 @@ def test_a_bounded_number_of_names_is_looked_at(
 ) -> None:
     """A bucket may have millions."""
     touch(tmp_path / "c", *(f"{i}.distcp" for i in range(50)))
-    monkeypatch.setattr("holdfast.storage.operations.foreign.LOOKED_AT", 10)
+    monkeypatch.setattr("holdfast.storage.operations.foreign_formats.LOOKED_AT", 10)
     assert "torch.distributed.checkpoint" in said(tmp_path / "c")

@@ -19,7 +19,7 @@ from support.given import Serve
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.operations.importing import ImportReport
+from holdfast.storage.operations.conversion.importing import ImportReport
 from holdfast.storage.runtime.engine import run
 
 IMAGE_NBYTES = 40_000

@@ -18,7 +18,7 @@ from torch.optim import swa_utils
 import holdfast
 from holdfast.errors import DamagedError
 from holdfast.storage.format.tree import Container, Tree, merge_trees
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 
 def kinds(value: Any, path: str = "") -> dict[str, str]:

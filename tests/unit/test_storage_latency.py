@@ -17,11 +17,11 @@ from support.simulation.turns import run_inline, save_of
 import holdfast
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.pipeline.image_writer import Callbacks
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.runtime.engine import start
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 pytestmark = pytest.mark.clocked
 

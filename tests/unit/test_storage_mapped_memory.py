@@ -17,10 +17,10 @@ from support.bits import fresh_uri
 from support.inside import around_copies
 
 import holdfast
-from holdfast.storage.state import host_snapshot, lazy, process_memory
-from holdfast.storage.state.host_snapshot import ChangedError, HostSnapshot, Region
-from holdfast.storage.state.mappings import listed_files, mapped_files
-from holdfast.storage.state.write_tracking import write_tracker
+from holdfast.storage.state.capture import host_snapshot, lazy, process_memory
+from holdfast.storage.state.capture.host_snapshot import ChangedError, HostSnapshot, Region
+from holdfast.storage.state.capture.mappings import listed_files, mapped_files
+from holdfast.storage.state.capture.write_tracking import write_tracker
 
 pytestmark = pytest.mark.usefixtures("no_write_history")
 NUMEL = 40_000
@@ -285,7 +285,7 @@ def test_a_mapping_whose_pages_were_all_replaced_is_tracked(tmp_path: Path) -> N
 
 def test_threads_read_what_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one thread does where the interpreter starts no other one."""
-    from holdfast.storage.state import memory_digests
+    from holdfast.storage.state.capture import memory_digests
 
     data = torch.arange(10 << 20, dtype=torch.int32)
     memory = [(data.data_ptr(), data.nbytes - 5), (data.data_ptr(), 3)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.storage.state.memory_table import MemoryTable
+from holdfast.storage.state.filling.memory_table import MemoryTable
 
 
 def test_rows_are_what_each_tensor_says_of_itself() -> None:

@@ -32,13 +32,13 @@ from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.format.packed import Index, index_nbytes
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
-from holdfast.storage.operations.copy import Orders, copy_checkpoint
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.pipeline.unpacking import image_driver
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.runtime.buffers import host_pool
 from holdfast.storage.runtime.engine import start
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 CHUNK_NBYTES = 16 << 20
 

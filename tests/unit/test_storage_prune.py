@@ -24,8 +24,8 @@ from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations import location
-from holdfast.storage.operations.choice import Rules, choose, chosen_by
-from holdfast.storage.operations.listing import ListedCheckpoint
+from holdfast.storage.operations.maintenance.choice import Rules, choose, chosen_by
+from holdfast.storage.operations.maintenance.listing import ListedCheckpoint
 from holdfast.storage.protocol import collect, limits
 from holdfast.storage.protocol.prune_lock import new_lock
 

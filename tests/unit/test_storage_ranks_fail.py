@@ -17,14 +17,14 @@ import holdfast
 from holdfast import errors
 from holdfast.core.lru import LruCache
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.operations.global_plan import GlobalPlan, GlobalPlans, Route, agree
-from holdfast.storage.operations.handle import SaveHandle
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.saving.global_plan import GlobalPlan, GlobalPlans, Route, agree
+from holdfast.storage.operations.saving.handle import SaveHandle
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks import process_group
 from holdfast.storage.ranks.failures import Failure
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.fingerprint import fingerprints
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import Agreed
 
 pytestmark = pytest.mark.clocked

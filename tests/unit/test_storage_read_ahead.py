@@ -30,7 +30,7 @@ class Seen:
     uri: str = ""
     fetched: list[tuple[int, int]] = field(default_factory=list)
     in_pieces: list[tuple[int, int]] = field(default_factory=list)
-    under_way: int = 0
+    in_flight: int = 0
     delay_s: float = 0.0
     fails: Exception | None = None
     first: Callable[[], Awaitable[None]] | None = None
@@ -50,7 +50,7 @@ class Far(MemoryDriver):
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         seen = self.seen
         seen.fetched.append((start, start + nbytes))
-        seen.under_way += 1
+        seen.in_flight += 1
         first = seen.first
         seen.first = None
         try:
@@ -61,7 +61,7 @@ class Far(MemoryDriver):
                 raise seen.fails
             return await super().fetch(key, start, nbytes)
         finally:
-            seen.under_way -= 1
+            seen.in_flight -= 1
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
         self.seen.in_pieces.append((start, start + nbytes))
@@ -165,7 +165,7 @@ def test_a_state_that_does_not_fit_waits_for_nothing(seen: Seen) -> None:
         _load(seen, target)
     assert not any(int(tensor.sum()) for tensor in target.values())
     assert len(seen.fetched) > 2
-    assert seen.under_way == 0
+    assert seen.in_flight == 0
 
 
 def test_a_state_that_cannot_be_filled_waits_for_nothing(seen: Seen) -> None:
@@ -174,7 +174,7 @@ def test_a_state_that_cannot_be_filled_waits_for_nothing(seen: Seen) -> None:
     seen.delay_s = 3600
     with pytest.raises(holdfast.StateError):
         _load(seen, {"t0": torch.zeros(3), "bad": {1.5j: 1}})
-    assert seen.under_way == 0
+    assert seen.in_flight == 0
 
 
 def test_an_error_of_what_was_read_ahead_is_the_load_s(seen: Seen) -> None:
@@ -183,7 +183,7 @@ def test_an_error_of_what_was_read_ahead_is_the_load_s(seen: Seen) -> None:
     seen.fails = StorageDownError("out", temporary=False)
     with pytest.raises(StorageDownError, match="out"):
         _load(seen, state)
-    assert seen.under_way == 0
+    assert seen.in_flight == 0
 
 
 def test_damage_of_what_was_read_ahead_is_found(seen: Seen) -> None:
@@ -218,7 +218,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew(seen: Seen) -> N
     seen.first = replace
     found, _ = _load(seen, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
     assert all(torch.equal(found[name], other[name]) for name in other)
-    assert seen.under_way == 0
+    assert seen.in_flight == 0
 
 
 def test_after_the_close_nothing_is_begun() -> None:

@@ -20,14 +20,14 @@ import holdfast
 from holdfast.core.lru import LruCache
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
-from holdfast.storage.operations import save
-from holdfast.storage.operations.global_plan import GlobalPlans, Route
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.saving import save
+from holdfast.storage.operations.saving.global_plan import GlobalPlans, Route
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.member import Member
 from holdfast.storage.ranks.store_team import StoreTeam
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 HOSTS = [
     list("aabb"),

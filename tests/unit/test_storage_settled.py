@@ -16,10 +16,10 @@ from support.drivers import HookedDriver, age
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.protocol import limits
 from holdfast.storage.ranks.team import Solo
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 OLD, NEW, LAST = (
     {"who": who, "x": torch.full((5,), float(i))} for i, who in enumerate(["old", "new", "last"])

@@ -14,7 +14,7 @@ from support.ranks import load_as_ranks, save_as_ranks
 import holdfast
 from holdfast import Shard
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 WHOLE = torch.arange(60.0).reshape(3, 4, 5)
 

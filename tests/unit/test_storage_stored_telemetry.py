@@ -37,13 +37,13 @@ from holdfast.storage.format.save_telemetry import (
     encode_record,
     telemetry_key,
 )
-from holdfast.storage.operations.reader import read_telemetry
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.reading.reader import read_telemetry
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.protocol import limits
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.ranks.team import Solo, Team
 from holdfast.storage.runtime.engine import run, start
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 _numbers = itertools.count()
 

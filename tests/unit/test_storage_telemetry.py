@@ -19,11 +19,11 @@ from support.ranks import load_as_ranks, save_as_ranks
 import holdfast
 from holdfast.core.spans import Recorder, StageReport, Summary, recording
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks.messages import Nothing, Round
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.runtime.engine import start
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 _numbers = itertools.count()
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
 from holdfast.planner.box import Box
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 
 def dtypes() -> list[torch.dtype]:

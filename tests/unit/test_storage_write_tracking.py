@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from holdfast.storage.state.write_tracking import PAGE_NBYTES, write_tracker
+from holdfast.storage.state.capture.write_tracking import PAGE_NBYTES, write_tracker
 
 NBYTES = 256 << 20
 COMPACT = "/proc/sys/vm/compact_memory"

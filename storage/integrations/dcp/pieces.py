@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from ....errors import SaveError, StateError
 from ...format.tree import format_path
-from ...operations.dcp_contents import OPAQUE_KEY
+from ...operations.conversion.dcp_contents import OPAQUE_KEY
 from ...state.adapters.shards import Shard
-from ...state.by_path import Path, flat_state_of_items, put
 from ...state.flat_state import FlatState
-from ...state.flatten import flatten
+from ...state.flattening.by_path import Path, flat_state_of_items, put
+from ...state.flattening.flatten import flatten
 
 __all__ = ["flat_state_of"]
 

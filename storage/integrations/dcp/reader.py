@@ -19,17 +19,17 @@ from ....planner.box import Box
 from ....planner.layout import BoxLayout
 from ...format.manifest import Manifest
 from ...operations.call_errors import closing, printed_uri
-from ...operations.dcp_contents import Contents, serialized
-from ...operations.fill import fill
+from ...operations.conversion.dcp_contents import Contents, serialized
+from ...operations.loading.fill import fill
+from ...operations.loading.overlaps import overlapping, read_overlaps
 from ...operations.options import BUDGET_NBYTES, UriLike, check_budget
-from ...operations.overlaps import overlapping, read_overlaps
 from ...pipeline.unpacking import image_driver
 from ...protocol.current import is_current, read_manifest
 from ...ranks.process_group import current_rank
 from ...runtime.engine import offload, run
+from ...state.capture.lazy import fence
 from ...state.dtypes import dtype_name
-from ...state.lazy import fence
-from ...state.targets import Wanted
+from ...state.filling.targets import Wanted
 from .at_uri import AtUri
 
 __all__ = ["HoldfastReader"]
@@ -191,7 +191,8 @@ async def _manifest(driver: Driver) -> Manifest:
 async def _filled(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes: int) -> None:
     """Read all wanted ranges.
 
-    Tensors that share memory are filled one after the other, see :mod:`...operations.overlaps`.
+    Tensors that share memory are filled one after the other, see
+    :mod:`...operations.loading.overlaps`.
     """
     images = image_driver(driver, manifest)
     groups = await offload(overlapping, wanted)

@@ -21,8 +21,8 @@ from ...format.tree import ROOT, ByRank
 from ...operations.call_errors import announcing_errors_of_call, closing, printed_uri
 from ...operations.options import BUDGET_NBYTES, DEADLINE_S, UriLike, check_budget
 from ...operations.rounds import Division
-from ...operations.save_job import SaveJob
-from ...operations.steps import commit_together, divide, write_image
+from ...operations.saving.save_job import SaveJob
+from ...operations.saving.steps import commit_together, divide, write_image
 from ...protocol.attempt import Attempt
 from ...protocol.collect import give_up
 from ...protocol.commit import begin

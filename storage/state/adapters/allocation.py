@@ -18,9 +18,9 @@ from torch.distributed.tensor.placement_types import Placement
 from ....errors import MismatchError
 from ..compat import ShardedTensor, overlaps_itself
 from ..dtypes import dtype_name
+from .composite import inner_tensor, is_made_of
 from .dtensor import mesh_layout
-from .in_parts import InParts, parts_of
-from .made_of import inner_tensor, is_made_of
+from .multipart import InParts, parts_of
 from .shards import Shard
 
 __all__ = [

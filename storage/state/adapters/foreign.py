@@ -7,7 +7,7 @@ before any I/O.
 
 Scope: recognizes layouts, and says what to do instead. Imports no framework: attributes and class
 names are enough. Tensors that have lost their attributes (``module.state_dict()`` detaches them)
-are left to :mod:`..placeholders`.
+are left to :mod:`..flattening.placeholders`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from .allocation import Entry
+from .composite import is_made_of
 from .flat_parts import FlatPart
-from .made_of import is_made_of
 from .shards import Shard
 from .tensors import local_of
 

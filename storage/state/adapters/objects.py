@@ -25,9 +25,9 @@ from .allocation import (
     fitting_parts,
     value_at,
 )
-from .in_parts import InParts, is_in_parts
 from .kept_dtypes import StoredDtypes, kept_entry
 from .module_names import Walked
+from .multipart import InParts, is_in_parts
 from .shards import Shard
 
 __all__ = ["object_allocator"]

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from ....errors import StateError
 from ..compat import plain_state_dict
 from .allocation import Allocate, Entry, empty_for, fits, fitting, value_at
+from .composite import with_present
 from .exact_dtypes import exact_values
 from .flat_parts import FlatPart, FlatStates, joined
 from .kept_dtypes import Held, StoredDtypes, kept_entry
-from .made_of import with_present
 from .module_names import Walked
 from .parameter_groups import Matched, ParameterKey, StoredGroup
 from .shards import Shard
@@ -380,7 +380,7 @@ def entries_with_present(
 ) -> dict[object, object]:
     """Return ``entries`` of a built state, with the optimizer's composite tensors filled in.
 
-    See :func:`.made_of.with_present`. ``keys`` lead to the optimizer.
+    See :func:`.composite.with_present`. ``keys`` lead to the optimizer.
     """
     parameters = _by_key(held, matched)
     state = cast(Mapping[object, object], optimizer.state)

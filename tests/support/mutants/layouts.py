@@ -51,14 +51,14 @@ MUTANTS = [
     ),
     Mutant(
         says="a rank alone decides that a state is hollow",
-        file="storage/state/placeholders.py",
+        file="storage/state/flattening/placeholders.py",
         old="    on_all = set.intersection(*(set(of_rank) for of_rank in found))\n",
         new="    on_all = set.union(*(set(of_rank) for of_rank in found))\n",
         tests="tests/distributed/test_foreign.py",
     ),
     Mutant(
         says="placeholders beside whole tensors are saved",
-        file="storage/state/placeholders.py",
+        file="storage/state/flattening/placeholders.py",
         old="    found |= _without_weights(flat, placeholders)\n",
         new="",
         tests="tests/unit/test_foreign.py",
@@ -86,7 +86,7 @@ MUTANTS = [
     ),
     Mutant(
         says="ranks that hold one part are taken for one rank",
-        file="storage/operations/held.py",
+        file="storage/operations/saving/replica_labels.py",
         old="                ranks = layout.holders or (rank,)\n",
         new="                ranks = layout.holders\n",
         tests="tests/unit/test_storage_shards.py",

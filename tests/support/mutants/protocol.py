@@ -107,7 +107,7 @@ MUTANTS = [
     ),
     Mutant(
         says="two saves of one process to one URI do not take turns",
-        file="storage/operations/start_save.py",
+        file="storage/operations/saving/start_save.py",
         old=(
             "        if before is not None:\n"
             "            await asyncio.wait([asyncio.wrap_future(before)])\n"
@@ -131,14 +131,14 @@ MUTANTS = [
     ),
     Mutant(
         says="layouts are sent each time (perf only)",
-        file="storage/operations/save.py",
+        file="storage/operations/saving/save.py",
         old="    plan.sent_layouts.update((group.layout.key for group in fragment.groups))\n",
         new="",
         tests="tests/unit/test_storage_reports_to_the_leader.py::test_a_layout_is_sent_once",
     ),
     Mutant(
         says="replaced data is never deleted",
-        file="storage/operations/save.py",
+        file="storage/operations/saving/save.py",
         old=(
             "        if self._obsolete is not None:\n"
             "            await delete_attempt(self._driver, self._obsolete)\n"
@@ -148,7 +148,7 @@ MUTANTS = [
     ),
     Mutant(
         says="pruning deletes the marker before the manifest",
-        file="storage/operations/prune.py",
+        file="storage/operations/maintenance/prune.py",
         old=(
             "    if not await delete_manifest(driver, attempt):\n"
             "        return False\n"
@@ -170,14 +170,14 @@ MUTANTS = [
     ),
     Mutant(
         says="copy: another one that was faster is replaced / not-overwrite not asked again",
-        file="storage/operations/copy.py",
+        file="storage/operations/maintenance/copy.py",
         old="        if pair.same is None and await _same(ours, pair.identity, orders) is not None:\n",
         new="        if False:\n",
         tests="tests/unit/test_storage_copy_resume.py::test_two_copies_of_one_checkpoint_to_one_place",
     ),
     Mutant(
         says="negative index",
-        file="storage/operations/slices.py",
+        file="storage/operations/reading/slices.py",
         old="    return (index % size, 1, 0, False)\n",
         new="    return (index if index >= 0 else size - index, 1, 0, False)\n",
         tests="tests/unit/test_storage_reader.py::test_an_index_means_what_it_means_to_numpy",
@@ -205,7 +205,7 @@ MUTANTS = [
     ),
     Mutant(
         says="pruning does not ask whether the attempt is settled",
-        file="storage/operations/prune.py",
+        file="storage/operations/maintenance/prune.py",
         old=(
             "    if not await is_settled(driver, attempt, partial(storage_time_s, driver)):\n"
             "        return False\n"

@@ -100,28 +100,28 @@ MUTANTS = [
     ),
     Mutant(
         says="plans of different ids are taken for one",
-        file="storage/operations/plan_leader.py",
+        file="storage/operations/saving/plan_leader.py",
         old=("    if len({plan.id for plan in followed}) > 1:\n        return False\n"),
         new="",
         tests="tests/property/test_storage_global_plan.py::test_layouts_that_were_never_together_are_not_taken_for_one_plan",
     ),
     Mutant(
         says="plan id without seal: equal verdicts of other layouts share an id",
-        file="storage/operations/plan_leader.py",
+        file="storage/operations/saving/plan_leader.py",
         old="        plan_id = digest(codec(PlanDecision).encode(decision) + self._seal)\n",
         new="        plan_id = digest(codec(PlanDecision).encode(decision))\n",
         tests="tests/property/test_storage_global_plan.py::test_layouts_that_were_never_together_are_not_taken_for_one_plan",
     ),
     Mutant(
         says="plan goes on though what differed is equal now",
-        file="storage/operations/plan_leader.py",
+        file="storage/operations/saving/plan_leader.py",
         old="    return all((len(values) > 1 for values in divergent.values()))\n",
         new="    return True\n",
         tests="tests/property/test_storage_global_plan.py::test_what_was_alike_and_is_not_is_found_out_anew",
     ),
     Mutant(
         says="ranks may compress differently",
-        file="storage/operations/plan_leader.py",
+        file="storage/operations/saving/plan_leader.py",
         old=(
             "        if other.compression != first.compression:\n"
             "            raise UsageError(f'rank {rank} saves with compression={other.compression!r}, rank 0 with {first.compression!r}', rank=rank)\n"
@@ -178,7 +178,7 @@ MUTANTS = [
     ),
     Mutant(
         says="parts of one DTensor that differ between meshes are not refused",
-        file="storage/operations/plan_leader.py",
+        file="storage/operations/saving/plan_leader.py",
         old="    _refuse_different_parts(findings, _names_where(names, ~is_identical))\n",
         new="",
         tests="tests/property/test_storage_global_plan.py::test_parts_of_one_tensor_that_differ_between_meshes_are_refused",

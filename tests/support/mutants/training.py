@@ -10,7 +10,7 @@ MUTANTS = [
     Mutant(
         says="retention deletes what is under way",
         file="storage/training/retention.py",
-        old="                return step is not None and step not in under_way\n",
+        old="                return step is not None and step not in in_flight\n",
         new="                return step is not None\n",
         tests="tests/unit/test_checkpointer_background.py::test_nothing_is_deleted_of_a_step_that_is_under_way",
     ),
@@ -30,7 +30,7 @@ MUTANTS = [
     ),
     Mutant(
         says="dry run lists live attempts as leftovers",
-        file="storage/operations/prune.py",
+        file="storage/operations/maintenance/prune.py",
         old="        if silent_s >= await _spared_s(driver, attempt, files, current, idle_s):\n",
         new="        if await _spared_s(driver, attempt, files, current, idle_s) < float('inf'):\n",
         tests="tests/unit/test_storage_prune.py::test_a_dry_run_lists_no_attempt_that_may_be_alive",
@@ -44,7 +44,7 @@ MUTANTS = [
     ),
     Mutant(
         says="a manifest does not say its branch",
-        file="storage/operations/save.py",
+        file="storage/operations/saving/save.py",
         old="        manifest = replace(manifest, branch=self._branch)\n",
         new="",
         tests="tests/unit/test_checkpointer_back.py::test_a_save_at_an_abandoned_step_replaces_it",

@@ -20,11 +20,11 @@ from holdfast.errors import (
     ReplacedError,
     UsageError,
 )
-from holdfast.storage.operations import choice, copy, prune
-from holdfast.storage.operations.listing import ListedCheckpoint
-from holdfast.storage.operations.load import finish, run_build, run_load
+from holdfast.storage.operations.loading.load import finish, run_build, run_load
 from holdfast.storage.operations.location import Place
-from holdfast.storage.operations.save import run_save
+from holdfast.storage.operations.maintenance import choice, copy, prune
+from holdfast.storage.operations.maintenance.listing import ListedCheckpoint
+from holdfast.storage.operations.saving.save import run_save
 from holdfast.storage.pipeline.read_ahead import ReadAhead
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.ranks.team import Solo

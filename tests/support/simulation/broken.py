@@ -25,8 +25,10 @@ from holdfast.errors import (
     SupersededError,
 )
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.operations import load, prune, save
+from holdfast.storage.operations.loading import load
+from holdfast.storage.operations.maintenance import prune
 from holdfast.storage.operations.rounds import Arrived, Differences, Fit
+from holdfast.storage.operations.saving import save
 from holdfast.storage.pipeline.image_writer import ImageWriter
 from holdfast.storage.protocol import attempt as attempts
 from holdfast.storage.protocol import collect, commit, limits, records

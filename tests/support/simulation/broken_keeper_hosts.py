@@ -9,14 +9,15 @@ from typing import Any
 
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import Inventory
-from holdfast.storage.keeper import choice, flush_together
 from holdfast.storage.keeper.agreement import Agreement
-from holdfast.storage.keeper.generations import Generations
-from holdfast.storage.keeper.guards import Guards
-from holdfast.storage.keeper.lead import Lead
+from holdfast.storage.keeper.decisions import choice
+from holdfast.storage.keeper.decisions.generations import Generations
+from holdfast.storage.keeper.decisions.lead import Lead
+from holdfast.storage.keeper.decisions.standing import Report, Standing
+from holdfast.storage.keeper.flushing import flush_together
+from holdfast.storage.keeper.parity.guards import Guards
 from holdfast.storage.keeper.reporting import Reporting
-from holdfast.storage.keeper.standing import Report, Standing
-from holdfast.storage.training import memory_survey
+from holdfast.storage.training import keeper_inventory as memory_survey
 from holdfast.storage.training.epochs import Epochs
 
 from . import keeper_peers

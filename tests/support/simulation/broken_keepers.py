@@ -9,10 +9,10 @@ from typing import Any
 
 from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.arenas.messages import Inventory
-from holdfast.storage.keeper import votes
-from holdfast.storage.keeper.generations import Generations
-from holdfast.storage.keeper.slots import Grant, Refusal
-from holdfast.storage.keeper.votes import Ballot, Outcome, Vote
+from holdfast.storage.keeper.decisions import votes
+from holdfast.storage.keeper.decisions.generations import Generations
+from holdfast.storage.keeper.decisions.slots import Grant, Refusal
+from holdfast.storage.keeper.decisions.votes import Ballot, Outcome, Vote
 from holdfast.storage.training.epochs import Epochs
 
 from .breaking import Broken, Patch, listed_in

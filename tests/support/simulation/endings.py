@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from holdfast.drivers.contract import Driver
 from holdfast.errors import NotACheckpointError, StorageDownError
-from holdfast.storage.operations.load import run_build
-from holdfast.storage.operations.save import run_save
+from holdfast.storage.operations.loading.load import run_build
+from holdfast.storage.operations.saving.save import run_save
 from holdfast.storage.ranks.team import Solo
 
 from .checker import FEW, LAST, MAIN, Checker, Violation

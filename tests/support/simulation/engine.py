@@ -27,17 +27,12 @@ from holdfast.drivers.threads import OperationThreads
 from holdfast.errors import StorageError
 from holdfast.planner import image
 from holdfast.storage.format import fragment, manifest, packed
-from holdfast.storage.operations import (
-    copy,
-    global_plan,
-    kept_save,
-    load,
-    plan_leader,
-    prune,
-    reader,
-    rounds,
-    save,
-)
+from holdfast.storage.operations import rounds
+from holdfast.storage.operations.loading import load
+from holdfast.storage.operations.maintenance import copy, prune
+from holdfast.storage.operations.reading import reader
+from holdfast.storage.operations.saving import global_plan, plan_leader, save
+from holdfast.storage.operations.saving import keeper_save as kept_save
 from holdfast.storage.pipeline import (
     capture,
     image_copier,

@@ -24,12 +24,12 @@ from holdfast.storage.arenas.messages import (
     Voided,
 )
 from holdfast.storage.keeper.agreement import Agreement
-from holdfast.storage.keeper.guards import Guards, rebuilt
-from holdfast.storage.keeper.lead import Lead
-from holdfast.storage.keeper.slots import Refusal
+from holdfast.storage.keeper.decisions.lead import Lead
+from holdfast.storage.keeper.decisions.slots import Refusal
+from holdfast.storage.keeper.flushing.writing import Writing
+from holdfast.storage.keeper.parity.guards import Guards, rebuilt
 from holdfast.storage.keeper.status import Counters
-from holdfast.storage.keeper.writing import Writing
-from holdfast.storage.training.memory_survey import Meeting
+from holdfast.storage.training.keeper_inventory import Meeting
 
 from .keeper_peers import KeeperProcess
 from .keepers import RUN, Held, Job, Memory, SimulatedKeeper, Trainer, step_of

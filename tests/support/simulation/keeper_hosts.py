@@ -19,10 +19,10 @@ from random import Random
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import Rebuild
-from holdfast.storage.keeper.choice import Choice, Stock
-from holdfast.storage.training import memory_survey
+from holdfast.storage.keeper.decisions.choice import Choice, Stock
+from holdfast.storage.training import keeper_inventory as memory_survey
 from holdfast.storage.training.epochs import Epochs
-from holdfast.storage.training.memory_survey import GuardOption, InMemory, Struck
+from holdfast.storage.training.keeper_inventory import GuardOption, InMemory, Struck
 
 from .keeper_host import STATE_NBYTES, Host, HostJob, HostKeeper, HostTrainer
 from .keeper_peers import KeeperProcess, installed

@@ -18,9 +18,11 @@ from holdfast.errors import CoordinationError, DamagedError, NotFoundError, Stor
 from holdfast.planner.parity import parity_of
 from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
 from holdfast.storage.arenas.label import GenerationId, Label
-from holdfast.storage.keeper import agreement, flush, flush_together, guards
+from holdfast.storage.keeper import agreement
+from holdfast.storage.keeper.decisions.standing import Report, Standing
+from holdfast.storage.keeper.flushing import flush, flush_together
+from holdfast.storage.keeper.parity import guards
 from holdfast.storage.keeper.reporting import ANSWER_S, Reporting, StaleReportError
-from holdfast.storage.keeper.standing import Report, Standing
 from holdfast.storage.ranks.messages import codec
 
 from .keepers import PIECES, Held, Memory, State

@@ -19,13 +19,13 @@ from holdfast.errors import DamagedError
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.arenas.messages import HeldGeneration, Inventory
-from holdfast.storage.keeper.choice import Choice
-from holdfast.storage.keeper.generations import Generations
-from holdfast.storage.keeper.slots import Reason, Refusal
-from holdfast.storage.keeper.votes import Ballot, Outcome, Vote
-from holdfast.storage.training import memory_survey
+from holdfast.storage.keeper.decisions.choice import Choice
+from holdfast.storage.keeper.decisions.generations import Generations
+from holdfast.storage.keeper.decisions.slots import Reason, Refusal
+from holdfast.storage.keeper.decisions.votes import Ballot, Outcome, Vote
+from holdfast.storage.training import keeper_inventory as memory_survey
 from holdfast.storage.training.epochs import Epochs
-from holdfast.storage.training.memory_survey import InMemory
+from holdfast.storage.training.keeper_inventory import InMemory
 
 __all__ = ["SIZE_MAX", "SimulatedKeeper", "Trainer", "Violation", "World", "run_seed"]
 
@@ -275,7 +275,7 @@ class SimulatedKeeper:
             chunk_nbytes=1,
             block_nbytes=1,
             created_s=0.0,
-            accord=str(trainer.job.number),
+            agreement=str(trainer.job.number),
             equal={"replicas": "other" if differs else "same"},
         )
         self.tasks.append(self.seal(trainer, slot, self.slots[slot], label))

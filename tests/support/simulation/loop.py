@@ -18,8 +18,8 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 from holdfast.core.lru import LruCache
-from holdfast.storage.operations.global_plan import GlobalPlans
-from holdfast.storage.operations.save_job import PLANS_KEPT
+from holdfast.storage.operations.saving.global_plan import GlobalPlans
+from holdfast.storage.operations.saving.save_job import PLANS_KEPT
 
 from ..clock import WithoutThreads
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from holdfast.errors import HoldfastError, StateError
-from holdfast.storage.operations.load import run_load
+from holdfast.storage.operations.loading.load import run_load
 from holdfast.storage.ranks.calls import Call
 from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.member import Member

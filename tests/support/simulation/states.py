@@ -17,14 +17,14 @@ from holdfast.planner.layout import MeshLayout, Piece
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import Manifest
 from holdfast.storage.format.packed import Compression
-from holdfast.storage.operations.load import LoadJob
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.loading.load import LoadJob
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks.calls import RankStatus
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.ranks.team import Solo
 from holdfast.storage.state.fingerprint import fingerprints
 from holdfast.storage.state.flat_state import FlatState
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 from .engine import CHUNK_NBYTES, aside
 from .loop import PROCESS, SimLoop

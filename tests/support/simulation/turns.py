@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.operations.load import run_build
-from holdfast.storage.operations.save import SaveJob, run_save
+from holdfast.storage.operations.loading.load import run_build
+from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks.team import Solo
-from holdfast.storage.state.flatten import flatten
+from holdfast.storage.state.flattening.flatten import flatten
 
 from ..drivers import HookedDriver
 from .loop import Crashed, SimLoop

@@ -172,7 +172,7 @@ class World:
             [
                 "torch",
                 "holdfast.storage.api",
-                "holdfast.storage.operations.copy",
+                "holdfast.storage.operations.maintenance.copy",
                 "__main__",
                 __name__,
             ]

@@ -1,0 +1,1 @@
+"""Pure decisions of keepers: no I/O, no clock, no event loop."""

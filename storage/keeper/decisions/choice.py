@@ -1,0 +1,148 @@
+"""Chooses the generation to resume from, given the inventories of all reachable keepers. Pure.
+
+A generation is usable if the image of every rank is available: held by a keeper, or recoverable
+from the parity of a group that has lost no more members than its mode tolerates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ....planner.parity import parity_of
+from ...arenas.hosts import GuardedGroup, KeeperHost
+from ...arenas.label import GenerationId
+from ...arenas.messages import HeldGuard, Inventory
+
+__all__ = ["Choice", "Lost", "Stock", "choices"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """A keeper and its inventory."""
+
+    host: KeeperHost
+    inventory: Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """An image to be rebuilt by the keeper ``at``, from the members of ``group`` that are not in
+    ``lost``."""
+
+    rank: int
+    at: str
+    group: GuardedGroup
+    lost: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A generation to resume from. ``holders``: for each rank, the names of the keepers that hold
+    its image, or will hold it after the rebuild."""
+
+    generation: GenerationId
+    world: int
+    holders: tuple[tuple[str, ...], ...]
+    rebuilt: tuple[Lost, ...] = ()
+
+
+def choices(
+    stocks: Sequence[Stock],
+    rebuilders: Sequence[str],
+    is_of_use: Callable[[GenerationId], bool],
+    struck: Collection[tuple[GenerationId, int, str]] = (),
+) -> tuple[list[Choice], list[str]]:
+    """Return the usable generations, best first, and the reasons why newer ones are not usable.
+
+    ``rebuilders``: names of keepers that may rebuild images; one whose own copy is damaged does so
+    only if no other can. ``is_of_use``: whether a generation is worth considering. ``struck``:
+    damaged images, as (generation, rank, keeper).
+    """
+    worlds: dict[GenerationId, int] = {}
+    for stock in stocks:
+        for held in stock.inventory.generations:
+            if held.agreed:
+                worlds[held.generation] = held.world
+        for guard in stock.inventory.guards:
+            worlds[guard.generation] = guard.world
+    found: list[Choice] = []
+    problems: list[str] = []
+    for generation in sorted(worlds, key=lambda id: (id.step, id.epoch), reverse=True):
+        if not is_of_use(generation):
+            continue
+        outcome = _choice(generation, worlds[generation], stocks, rebuilders, struck)
+        if isinstance(outcome, Choice):
+            found.append(outcome)
+        elif not found:
+            problems.append(f"step {generation.step} in memory is lost: {outcome}")
+    return found, problems
+
+
+def _choice(
+    generation: GenerationId,
+    world: int,
+    stocks: Sequence[Stock],
+    rebuilders: Sequence[str],
+    struck: Collection[tuple[GenerationId, int, str]],
+) -> Choice | str:
+    """Return how to resume from a generation, or why that is impossible."""
+    holders: list[list[str]] = [[] for _ in range(world)]
+    for stock in stocks:
+        for held in stock.inventory.generations:
+            if held.generation == generation and held.world == world:
+                for rank in held.ranks:
+                    if (generation, rank, stock.host.name) not in struck:
+                        holders[rank].append(stock.host.name)
+    missing = [rank for rank in range(world) if not holders[rank]]
+    guards = {
+        stock.host.name: guard
+        for stock in stocks
+        for guard in stock.inventory.guards
+        if guard.generation == generation
+    }
+    load = Counter(dict.fromkeys(rebuilders, 0))
+    load.update(name for names in holders for name in names if name in rebuilders)
+    rebuilt: list[Lost] = []
+    for rank in missing:
+        outcome = _rebuilt(rank, holders, guards)
+        if isinstance(outcome, str):
+            return outcome
+        if not rebuilders:
+            return "no keeper can rebuild images"
+        intact = [name for name in rebuilders if (generation, rank, name) not in struck]
+        at = min(intact or rebuilders, key=lambda name: (load[name], rebuilders.index(name)))
+        load[at] += 1
+        rebuilt.append(Lost(rank, at, *outcome))
+    for lost in rebuilt:
+        holders[lost.rank] = [lost.at]
+    return Choice(generation, world, tuple(tuple(names) for names in holders), tuple(rebuilt))
+
+
+def _rebuilt(
+    rank: int, holders: Sequence[Sequence[str]], guards: Mapping[str, HeldGuard]
+) -> tuple[GuardedGroup, tuple[int, ...]] | str:
+    """Return the group that can rebuild an image, and its lost members in the lane of that image
+    (lanes are independent); otherwise the reason why no group can."""
+    groups = dict.fromkeys(guard.group for guard in guards.values() if _has(guard.group, rank))
+    problem = f"the image of rank {rank} is lost, and no keeper has parity of it"
+    for group in groups:
+        number = group.ranks[group.member_of(rank)].index(rank)
+        lost = tuple(
+            member
+            for member, name in enumerate(group.names)
+            if name not in guards
+            or any(name not in holders[of] for of in group.ranks[member][number : number + 1])
+        )
+        if len(lost) <= parity_of(group.mode):
+            return group, lost
+        problem = (
+            f"{len(lost)} of {len(group.names)} hosts of a group are lost, and {group.mode} "
+            f"tolerates {parity_of(group.mode)}"
+        )
+    return problem
+
+
+def _has(group: GuardedGroup, rank: int) -> bool:
+    return any(rank in ranks for ranks in group.ranks)

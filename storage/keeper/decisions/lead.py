@@ -1,0 +1,251 @@
+"""State machine of the leader, the keeper of rank 0. Decides which generations are agreed, which
+one to encode, and which one to flush together. Pure.
+
+All decisions follow from reports, which keepers repeat until they have seen an answer. A restarted
+leader therefore reaches the same decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ...arenas.label import GenerationId
+from .standing import FlushEnd, FlushOrder, Report, Standing, Written
+from .votes import Ballot, Outcome
+
+__all__ = ["REST_MAX", "Lead", "incarnation_of", "is_newer"]
+
+REST_MAX = 32
+"""Most outcomes to skip after failed encodings."""
+
+
+def incarnation_of(version: str) -> str:
+    """Return which leader made a standing: each process that leads has its own incarnation."""
+    return version.rpartition("/")[0]
+
+
+def is_newer(version: str, than: str) -> bool:
+    """Return whether a standing is newer than another one, since answers may overtake each other. A
+    standing of another incarnation counts as newer."""
+    if incarnation_of(version) != incarnation_of(than):
+        return True
+    return int(version.rpartition("/")[2]) > int(than.rpartition("/")[2])
+
+
+class Lead:
+    """The leader's state. ``incarnation``: prefix of its standings' versions, unique to each
+    process."""
+
+    def __init__(self, incarnation: str = "") -> None:
+        self._incarnation = incarnation
+        self._count = 0
+        self._ballot = Ballot()
+        self._epoch = -1
+        self._names: frozenset[str] = frozenset()
+        self._heard: set[str] = set()
+        """Keepers that have reported in this epoch after seeing a standing of this leader. By then
+        they have passed on everything they know from an earlier one."""
+        self._guards = False
+        self._guard: GenerationId | None = None
+        self._attempt = ""
+        """Version of the standing that first requested the encoding of ``_guard``."""
+        self._have_guarded: set[str] = set()
+        self._guarded: GenerationId | None = None
+        self._told: dict[str, GenerationId] = {}
+        """Newest generation that each keeper knows to be encoded on all keepers."""
+        self._protected: GenerationId | None = None
+        self._failures = 0
+        self._rest = 0
+        """Number of outcomes to skip before the next encoding."""
+        self._newest: GenerationId | None = None
+        """Newest generation with an outcome in this epoch."""
+        self._tried: GenerationId | None = None
+        """Newest generation whose encoding was requested."""
+        self._flush: FlushOrder | None = None
+        self._written: dict[str, Written] = {}
+        self._ended: FlushEnd | None = None
+        self._wanted: set[GenerationId] = set()
+
+    @property
+    def epoch(self) -> int:
+        """Current epoch; -1 before the first."""
+        return self._epoch
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the keepers that report."""
+        return self._names
+
+    @property
+    def version(self) -> str:
+        """Version of the current standing."""
+        return f"{self._incarnation}/{self._count}"
+
+    @property
+    def wanted(self) -> frozenset[GenerationId]:
+        """Generations that wait at other keepers to be flushed."""
+        return frozenset(self._wanted)
+
+    def begin(self, epoch: int, names: Collection[str], *, guards: bool) -> None:
+        """Begin an epoch with these keepers, and drop older votes. ``guards``: whether they encode
+        parity."""
+        if epoch <= self._epoch:
+            return
+        self._epoch = epoch
+        self._names = frozenset(names)
+        self._guards = guards
+        self._heard = set()
+        self._guard = self._tried = self._newest = None
+        self._guarded = self._protected = None  # reports will tell
+        self._told = {}
+        self._have_guarded = set()
+        self._failures = self._rest = 0
+        self._wanted = set()
+        # A flush that was ordered stays pending: keepers report its result in this epoch, too.
+        self._written = {}
+        self._count += 1
+
+    def hear(self, report: Report) -> None:
+        """Take a report into account. Ignores other epochs and unknown keepers."""
+        if report.epoch != self._epoch or report.name not in self._names:
+            return
+        before = self._state()
+        if incarnation_of(report.seen) == self._incarnation:
+            self._heard.add(report.name)
+        self._note_told(report)
+        for vote in report.votes:
+            if vote.generation.epoch == self._epoch:
+                self._ballot.cast(vote)
+        for generation in report.missing:
+            self._decide(generation, Outcome.VOID)
+        if report.agreed is not None:
+            self._decide(report.agreed, Outcome.AGREED)
+        for generation in report.wanted:
+            self._decide(generation, Outcome.AGREED)
+            self._note_wanted(generation)
+        self._note_guards(report)
+        self._protect()
+        part, flush = report.written, self._flush
+        if part is not None and flush is not None and part.attempt == flush.attempt:
+            self._written[report.name] = part
+        self._choose_guard()
+        if self._state() != before:
+            self._count += 1
+
+    def _decide(self, generation: GenerationId, outcome: Outcome) -> None:
+        if generation.epoch == self._epoch and generation not in self._ballot.outcomes:
+            self._ballot.decide(generation, outcome)
+
+    def _note_wanted(self, generation: GenerationId) -> None:
+        ended = self._ended
+        if generation.epoch != self._epoch:
+            return
+        if ended is None or not ended.final or generation > ended.generation:
+            self._wanted.add(generation)
+
+    def void(self, generation: GenerationId) -> None:
+        """Void a generation whose image has changed in memory."""
+        self._ballot.decide(generation, Outcome.VOID)
+        self._choose_guard()
+        self._count += 1
+
+    def _state(self) -> object:
+        return (self.standing(), tuple(sorted(self._written)), self.wanted)
+
+    def _note_guards(self, report: Report) -> None:
+        guard = self._guard
+        if guard is None:
+            return
+        if report.guarded == guard:
+            self._have_guarded.add(report.name)
+            if self._have_guarded == self._names:
+                self._note_guarded(guard)
+                self._failures = 0
+                self._release_guard()
+        elif report.unguarded == guard and report.attempt == self._attempt:
+            self._failures += 1
+            self._rest = min(2 ** (self._failures - 1), REST_MAX)
+            self._tried = None
+            self._release_guard()
+
+    def _note_told(self, report: Report) -> None:
+        if report.told is not None:
+            self._told[report.name] = max(report.told, self._told.get(report.name, report.told))
+            self._note_guarded(report.told)
+
+    def _note_guarded(self, id: GenerationId) -> None:
+        if self._guarded is None or id > self._guarded:
+            self._guarded = id
+
+    def _protect(self) -> None:
+        """Mark the encoded generation as protected once all keepers know that it is encoded. Only
+        then are trainers told and older parity is dropped: any surviving keeper can now tell the
+        next leader or the next epoch."""
+        if all(self._told.get(name) == self._guarded for name in self._names):
+            self._protected = self._guarded
+
+    def _release_guard(self) -> None:
+        self._guard = None
+        self._have_guarded = set()
+
+    def _choose_guard(self) -> None:
+        """Request the encoding of the newest agreed generation, one at a time.
+
+        Waits until all keepers have reported, and know the last one to be encoded; they retain its
+        predecessor until then. After a failure some outcomes are skipped, since retained
+        generations take memory that steps need. Void outcomes count as well: if there are too few
+        slots, only a newer encoded generation frees any.
+        """
+        if self._guard is not None and self._ballot.outcomes.get(self._guard) is Outcome.VOID:
+            self._release_guard()
+        if not self._guards or self._heard != self._names or self._guarded != self._protected:
+            return
+        outcome = max((id for id in self._ballot.outcomes if id.epoch == self._epoch), default=None)
+        if outcome is not None and (self._newest is None or outcome > self._newest):
+            self._newest = outcome
+            self._rest = max(0, self._rest - 1)
+        newest = max((id for id in self._ballot.agreed if id.epoch == self._epoch), default=None)
+        if newest is None:
+            return
+        if self._guard is None and self._rest == 0 and newest != self._tried:
+            self._guard = self._tried = newest
+            self._attempt = f"{self._incarnation}/{self._count + 1}"
+
+    def order(self, flush: FlushOrder) -> None:
+        """Order all keepers to write their images for this flush."""
+        self._flush = flush
+        self._written = {}
+        self._count += 1
+
+    def written(self) -> dict[str, Written]:
+        """Return the results of the ordered flush, by keeper."""
+        return dict(self._written)
+
+    def end(self, flush: FlushEnd) -> None:
+        """Record the end of a flush."""
+        self._flush = None
+        self._written = {}
+        self._ended = flush
+        if flush.final:
+            self._wanted = {id for id in self._wanted if id > flush.generation}
+        self._count += 1
+
+    def standing(self) -> Standing:
+        """Return the current standing."""
+        outcomes = self._ballot.outcomes
+        settled = self._ballot.settled
+        return Standing(
+            self.version,
+            self._epoch,
+            tuple(sorted(id for id, of in outcomes.items() if of is Outcome.AGREED)),
+            tuple(sorted(id for id, of in outcomes.items() if of is Outcome.VOID)),
+            tuple(sorted(id for id in self._ballot.open if id.epoch == self._epoch)),
+            self._guard,
+            "" if self._guard is None else self._attempt,
+            self._guarded,
+            self._protected,
+            self._heard == self._names,
+            settled if settled is not None and settled.epoch == self._epoch else None,
+            self._flush,
+            self._ended,
+        )

@@ -1,0 +1,89 @@
+"""Slots of a keeper, and the answers to requests for one. :mod:`.generations` decides about
+them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from ...arenas.label import GenerationId
+
+__all__ = ["Content", "Grant", "HeldRanks", "Reason", "Refusal", "Slot"]
+
+
+class Reason(enum.Enum):
+    """Reasons to refuse a request."""
+
+    STALE_EPOCH = "stale-epoch"
+    OLD_STEP = "old-step"
+    NO_FREE_SLOT = "no-free-slot"
+    NO_MEMORY = "no-memory"
+    DUPLICATE = "duplicate"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A reason, and a sentence that explains it."""
+
+    reason: Reason
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A slot to fill. ``fresh``: its memory must be allocated, followed by a call of
+    :meth:`.generations.Generations.made` or ``unmade``. ``freed``: slots that were removed for
+    it."""
+
+    slot: int
+    fresh: bool
+    freed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRanks:
+    """A generation, and the ranks with sealed images."""
+
+    id: GenerationId
+    world: int
+    ranks: tuple[int, ...]
+    agreed: bool
+
+
+class Content(enum.Enum):
+    """Contents of a slot."""
+
+    FREE = enum.auto()
+    FILLING = enum.auto()
+    CAPTURED = enum.auto()
+    SEALED = enum.auto()
+    ABANDONED = enum.auto()
+    """Dropped by a resume while it is being sealed, which still writes to it."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory of ``nbytes`` for one image of ``rank``. ``filler``: the client that fills it."""
+
+    rank: int
+    nbytes: int
+    content: Content = Content.FREE
+    generation: GenerationId | None = None
+    filler: int = -1
+    mappers: set[int] = field(default_factory=set)
+    """Clients that can write to it."""
+    readers: set[int] = field(default_factory=set)
+    """Clients that restore from it, or may do so."""
+    flushes: int = 0
+    """Number of flushes that read it."""
+    made: bool = True
+    """False until its memory is allocated."""
+    outlived: bool = False
+    """True if its memory outlived a keeper. Unknown processes may have it mapped, so it is never
+    filled again."""
+
+    def empty(self) -> None:
+        """Mark the slot as free."""
+        self.content = Content.FREE
+        self.generation = None
+        self.filler = -1

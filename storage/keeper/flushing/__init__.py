@@ -1,0 +1,1 @@
+"""Writing images from memory to storage and to the local level."""

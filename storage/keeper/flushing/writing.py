@@ -1,0 +1,331 @@
+"""Writes generations to storage on request, and to the local level when due.
+
+Writes block nothing else: failures are reported, counted and retried. The leader commits to
+storage. With several keepers, each writes the images that it holds once the leader has named the
+attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from ....errors import DamagedError, HoldfastError, SupersededError
+from ...arenas.label import GenerationId
+from ...arenas.messages import Durable, Event, Flush, FlushFailed, Local
+from ..decisions.standing import FlushEnd, FlushOrder, Standing, Written
+from ..reporting import Reporting
+from ..slot_memory import Held
+from ..status import Counters
+from .flush import flush_part, flush_to
+from .flush_together import flush_together
+from .local_level import LocalLevel
+
+__all__ = ["Writing"]
+
+FLUSH_PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Pauses after consecutive failed flushes; the last one repeats."""
+_REPLACED = "a later step is flushed instead of this one"
+_OVERTAKEN = "the flush of a later step has ended, and the result of this one is unknown"
+_LOST = "some images of this step are no longer in memory, so it cannot be committed"
+
+_log = logging.getLogger(__name__)
+
+
+class Writing:
+    """Pending and running writes of one keeper. ``tell(event)`` notifies the trainers;
+    ``damaged(generation)`` is called if an image has changed in memory."""
+
+    def __init__(
+        self,
+        held: Held,
+        local: LocalLevel | None,
+        counters: Counters,
+        reporting: Reporting,
+        tell: Callable[[Event], Awaitable[None]],
+        damaged: Callable[[GenerationId], None],
+    ) -> None:
+        self._held = held
+        self._local = local
+        self._counters = counters
+        self._reporting = reporting
+        self._run_later = reporting.run_later
+        self._tell = tell
+        self._damaged = damaged
+        self._wanted: dict[GenerationId, Flush] = {}
+        self._begun: set[GenerationId] = set()
+        """Generations being flushed, or queued for it."""
+        self._turn = asyncio.Lock()
+        self._writes_locally = False
+        self._parts: dict[GenerationId, Flush] = {}
+        """Generations pinned here until the leader has them flushed."""
+        self._order: FlushOrder | None = None
+        """Newest order that was followed."""
+        self._ended: FlushEnd | None = None
+        """Newest end of a flush known here."""
+        self.written: Written | None = None
+        """Result of this keeper's part of the newest flush."""
+        self.flushing: GenerationId | None = None
+        """Generation being flushed."""
+
+    def want(self, generation: GenerationId, request: Flush) -> None:
+        """Request that a generation is flushed once it is agreed. A trainer that has reconnected
+        repeats its request, even if the flush is pending or has ended."""
+        if generation in self._parts or self.handed_over(generation):
+            return
+        over = self._over
+        if over is not None and generation < over.generation:
+            self._run_later(self._fail([generation], _OVERTAKEN))
+            return
+        self._wanted[generation] = request
+        self.begin(generation)
+        self._give_up_lost()
+
+    def handed_over(self, generation: GenerationId) -> bool:
+        """Handle a generation handed over by a reconnected trainer. If its flush was the last to
+        end, announce that again, since the trainer may have missed it, and return True."""
+        over = self._over
+        if over is None or generation != over.generation:
+            return False
+        self._run_later(self._say(over))
+        return True
+
+    @property
+    def _over(self) -> FlushEnd | None:
+        """The newest end of a flush, unless it will be retried."""
+        ended = self._ended
+        return ended if ended is not None and ended.final else None
+
+    def agreed(self, generation: GenerationId) -> bool:
+        """Begin the flush of an agreed generation, if wanted, and the write to the local level, if
+        due; both pin it. Return whether the local write has begun."""
+        self.begin(generation)
+        local = self._local
+        if local is None or not local.due(generation.step) or self._writes_locally:
+            return False
+        self._writes_locally = True
+        self._held.generations.flushing(generation)
+        self._run_later(self._write_locally(local, generation))
+        return True
+
+    def forget_dropped(self) -> None:
+        """Forget flushes that can no longer be agreed, since a resume began a new epoch."""
+        generations = self._held.generations
+        for generation in list(self._wanted):
+            is_old = generation.epoch < generations.epoch
+            if is_old and not generations.is_agreed(generation):
+                del self._wanted[generation]
+        for generation in [id for id in self._parts if id.epoch < generations.epoch]:
+            self._release_part(generation)
+
+    def begin(self, generation: GenerationId) -> None:
+        """Begin a flush if it is wanted, agreed, and complete on this host: trainers hand over
+        their images one by one."""
+        if generation not in self._wanted or generation in self._begun:
+            return
+        if not self._held.generations.is_agreed(generation) or not self._is_whole(generation):
+            return
+        self._held.generations.flushing(generation)
+        if self._reporting.leads:
+            self._begun.add(generation)
+            self._run_later(self._flush_until_durable(generation, self._wanted[generation]))
+            return
+        self._parts[generation] = self._wanted.pop(generation)
+        self._run_later(self._settle_parts())
+
+    def _is_whole(self, generation: GenerationId) -> bool:
+        """Return whether the images of all ranks of this host are held."""
+        labels = [image.label for image in self._held.images(generation)]
+        ranks = {label.rank for label in labels}
+        return bool(labels) and ranks.issuperset(self._reporting.own_ranks(labels[0].world))
+
+    def _is_lost(self, generation: GenerationId) -> bool:
+        """Return whether an image of this host is missing for good."""
+        is_whole = self._is_whole(generation)
+        return not is_whole and self._held.generations.will_not_come(generation)
+
+    async def _settle_parts(self) -> None:
+        """Keep only the newest pending part, and the part being written, since each takes a slot.
+        If the flush of one has already ended, because it was agreed late here, announce that."""
+        order = None if self._order is None else self._order.generation
+        await self._fail_parts([id for id in sorted(self._parts)[:-1] if id != order], _REPLACED)
+        over = self._over
+        if over is not None and any(id <= over.generation for id in self._parts):
+            await self._tell_end(over)
+        await self._reporting.tell()
+
+    def waiting(self, epoch: int) -> tuple[GenerationId, ...]:
+        """Return the agreed generations that wait for the leader of this epoch."""
+        return tuple(id for id in sorted(self._parts) if id.epoch == epoch)
+
+    async def _fail_parts(self, generations: Sequence[GenerationId], problem: str) -> None:
+        for generation in generations:
+            self._release_part(generation)
+        await self._fail(generations, problem)
+
+    async def _fail(self, generations: Sequence[GenerationId], problem: str) -> None:
+        for generation in generations:
+            await self._tell(FlushFailed(generation, problem, final=True))
+
+    def _release_part(self, generation: GenerationId) -> None:
+        del self._parts[generation]
+        self._held.generations.flushed(generation)
+
+    async def follow(self, standing: Standing) -> None:
+        """Act on a standing: write the ordered part, and announce flushes that have ended. The
+        leader only ends the flushes that are lost."""
+        self._give_up_lost()
+        if self._reporting.leads:
+            self._end_lost()
+            return
+        order, ended = standing.flush, standing.ended
+        if order is not None and order != self._order:
+            self._order = order
+            self._run_later(self._write_part(order))
+        if ended is not None and ended != self._ended:
+            self._ended = ended
+            await self._tell_end(ended)
+
+    def _give_up_lost(self) -> None:
+        """Fail requested flushes with images missing for good, as when a keeper was replaced and
+        some trainer had no image to hand over."""
+        waiting = self._wanted.keys() - self._begun
+        lost = sorted(filter(self._is_lost, waiting))
+        for generation in lost:
+            del self._wanted[generation]
+        if lost:
+            self._run_later(self._fail(lost, _LOST))
+
+    def _end_lost(self) -> None:
+        """Fail the flush that other keepers wait for, but whose images are missing here for good.
+        One at a time, since keepers learn only of the newest end."""
+        lost = max(filter(self._is_lost, self._reporting.lead.wanted), default=None)
+        if lost is not None and self.flushing is None:
+            self._reporting.end(FlushEnd(lost, "", problem=_LOST))
+
+    async def _write_part(self, order: FlushOrder) -> None:
+        """Write the images held here for this order, and report the result."""
+        request = self._parts.get(order.generation)
+        images = self._held.images(order.generation)
+        if request is None or not images:
+            problem = f"this keeper has nothing of step {order.generation.step} to write"
+            gone = self._is_lost(order.generation)
+            written = Written(order.attempt, problem=problem, gone=gone)
+        else:
+            try:
+                written = await flush_part(request, order.attempt, images)
+            except (HoldfastError, OSError) as error:
+                is_damaged = isinstance(error, DamagedError)
+                if is_damaged:
+                    self._damaged(order.generation)
+                written = Written(order.attempt, problem=str(error), damaged=is_damaged)
+        if self._order == order:
+            self.written = written
+            await self._reporting.tell()
+
+    async def fail_parts(self, problem: str) -> None:
+        """Fail the parts that wait for an unreachable leader."""
+        self._order = None
+        await self._fail_parts(sorted(self._parts), problem)
+
+    async def _tell_end(self, ended: FlushEnd) -> None:
+        self._counters.flushed += not ended.problem
+        await self._say(ended)
+        if ended.final:
+            self._wanted.pop(ended.generation, None)
+            if ended.generation in self._parts:
+                self._release_part(ended.generation)
+            older = [id for id in sorted(self._parts) if id < ended.generation]
+            await self._fail_parts(older, _OVERTAKEN)
+
+    async def _say(self, ended: FlushEnd) -> None:
+        """Announce the end of a flush to the trainers."""
+        if ended.problem:
+            await self._tell(FlushFailed(ended.generation, ended.problem, ended.final))
+        else:
+            await self._tell(Durable(ended.generation, ended.attempt, ended.nbytes))
+
+    async def _write_locally(self, local: LocalLevel, generation: GenerationId) -> None:
+        problem = ""
+        try:
+            await local.write(self._held.images(generation))
+            self._counters.local += 1
+        except (HoldfastError, OSError) as error:
+            self._counters.local_failures += 1
+            _log.warning(
+                "step %d could not be written to local storage: %s", generation.step, error
+            )
+            problem = str(error)
+        finally:
+            self._writes_locally = False
+            self._held.generations.flushed(generation)
+        await self._tell(Local(generation, problem))
+
+    async def _flush_until_durable(self, generation: GenerationId, request: Flush) -> None:
+        """Flush, with retries, until the generation is durable, superseded, dropped or damaged."""
+        try:
+            async with self._turn:
+                self.flushing = generation
+                for tried in itertools.count():
+                    if await self._has_ended(generation, request):
+                        return
+                    await asyncio.sleep(FLUSH_PAUSES_S[min(tried, len(FLUSH_PAUSES_S) - 1)])
+        finally:
+            self.flushing = None
+            self._wanted.pop(generation, None)
+            self._begun.discard(generation)
+            self._held.generations.flushed(generation)
+
+    def _is_overtaken(self, generation: GenerationId) -> bool:
+        return any(
+            other > generation and self._held.generations.is_agreed(other) for other in self._wanted
+        )
+
+    def _is_dropped(self, generation: GenerationId) -> bool:
+        """Return whether a resume has dropped the generation, here or on other keepers."""
+        generations = self._held.generations
+        is_old = generation.epoch < generations.epoch
+        return not generations.is_agreed(generation) or (is_old and not self._reporting.is_alone)
+
+    async def _has_ended(self, generation: GenerationId, request: Flush) -> bool:
+        """Flush once. Return whether no retry is needed."""
+        began_s = time.perf_counter()
+        try:
+            attempt, nbytes = await self._flush(generation, request)
+        except (HoldfastError, OSError) as error:
+            self._counters.flush_failures += 1
+            is_damaged = isinstance(error, DamagedError)
+            is_over = is_damaged or isinstance(error, SupersededError)
+            final = is_over or self._is_dropped(generation) or self._is_overtaken(generation)
+            _log.warning("step %d could not be flushed: %s", generation.step, error)
+            if is_damaged:
+                self._damaged(generation)
+            await self._end(FlushEnd(generation, "", problem=str(error), final=final))
+            return final
+        _log.info("step %d is durable after %.1f s", generation.step, time.perf_counter() - began_s)
+        self._counters.flushed += 1
+        await self._end(FlushEnd(generation, attempt, nbytes))
+        return True
+
+    async def _end(self, ended: FlushEnd) -> None:
+        """Announce the end of a flush to keepers and trainers."""
+        self._ended = ended
+        self._reporting.end(ended)
+        await self._say(ended)
+
+    async def _flush(self, generation: GenerationId, request: Flush) -> tuple[str, int]:
+        """Flush, and return the id of the attempt and the total size of the images in bytes."""
+
+        def is_wanted() -> bool:
+            return self._held.generations.is_agreed(generation)
+
+        images = self._held.images(generation)
+        if not self._reporting.is_alone:
+            return await flush_together(request, generation, images, self._reporting, is_wanted)
+        if not images or len(images) < images[0].label.world:
+            raise DamagedError(f"not all images of step {generation.step} are in memory")
+        attempt = await flush_to(request, images, is_wanted)
+        return attempt, sum(image.label.nbytes for image in images if image.label.digests)

@@ -1,0 +1,1 @@
+"""Parity of other hosts' images, and rebuilding lost images from it."""

@@ -1,0 +1,1 @@
+"""A keeper's memory, served to other hosts over HTTP."""

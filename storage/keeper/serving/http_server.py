@@ -1,0 +1,378 @@
+"""HTTP server of a keeper, on aiohttp. Sends memory without copies, 1 MiB at a time.
+
+No client can stop the server: lines, headers, concurrent requests, connections and idle times are
+limited. Only reports of other keepers have a body, of limited size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import ssl
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from email.utils import formatdate
+from typing import Self, cast
+
+from aiohttp import hdrs, web
+
+from ....errors import CoordinationError, HoldfastError, NotFoundError
+from ..reporting import REPORT_NBYTES_MAX, StaleReportError
+from .catalog import Catalog, Content
+from .http_requests import REPORT_PATH, Asked, RequestError, asked_of, is_authorized, range_of
+from .serve_options import ServeOptions
+
+__all__ = ["MODIFIED_HEADER", "Hear", "MemoryServer", "Served"]
+
+Hear = Callable[[bytes], Awaitable[bytes]]
+"""Takes the report of another keeper, and returns the answer. Raises CoordinationError if it is no
+report, :class:`..reporting.StaleReportError`."""
+
+MODIFIED_HEADER = "X-Holdfast-Modified"
+"""Modification time in seconds since the epoch, with the fraction that Last-Modified lacks."""
+
+_WRITE_NBYTES = 1 << 20
+_LINE_NBYTES_MAX = 8190
+_GRACE_S = 5.0
+_BACKLOG = 128
+
+_log = logging.getLogger(__name__)
+_unread = logging.getLogger(f"{__name__}.unread")
+"""Logger for malformed requests. Silenced, since anyone can send these."""
+_unread.setLevel(logging.CRITICAL)
+
+
+@dataclass
+class Served:
+    """Counters since the server began. ``nbytes``: bytes of objects sent."""
+
+    requests: int = 0
+    refused: int = 0
+    nbytes: int = 0
+
+
+class MemoryServer:
+    """An HTTP server that runs during its ``async with`` body, where ``port`` is known."""
+
+    def __init__(
+        self,
+        shelf: Catalog,
+        options: ServeOptions,
+        address: str,
+        tls: ssl.SSLContext | None,
+        hear: Hear | None = None,
+    ) -> None:
+        """Create the server. ``hear``: takes reports; None: reports are rejected."""
+        self.address = address
+        self.port = options.port
+        self.served = Served()
+        self._shelf = shelf
+        self._hear = hear
+        self._options = options
+        self._tls = tls
+        self._connections: dict[asyncio.BaseTransport, _Connection] = {}
+        self._running = 0
+
+    @property
+    def connections(self) -> int:
+        """Number of open connections."""
+        return len(self._connections)
+
+    async def __aenter__(self) -> Self:
+        """Start to listen. Raises OSError if the address cannot be used."""
+        loop = asyncio.get_running_loop()
+        self._http = web.Server(
+            self._answer,
+            access_log=None,
+            logger=_unread,
+            keepalive_timeout=self._options.quiet_s,
+            max_line_size=_LINE_NBYTES_MAX,
+            max_field_size=_LINE_NBYTES_MAX,
+            lingering_time=0,
+        )
+        self._listening = await loop.create_server(
+            self._connection,
+            self.address,
+            self.port,
+            ssl=self._tls,
+            ssl_handshake_timeout=self._options.quiet_s if self._tls else None,
+            backlog=_BACKLOG,
+        )
+        self.port = self._listening.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop listening, and allow running requests a few seconds to finish."""
+        self._listening.close()
+        self._http.pre_shutdown()
+        await self._http.shutdown(_GRACE_S)
+        for connection in list(self._connections.values()):
+            connection.abort()
+        await self._listening.wait_closed()
+
+    def _connection(self) -> _Connection:
+        return _Connection(self._http(), self._connections, self._options)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        connection = self._connections.get(request.transport) if request.transport else None
+        if connection is None:
+            raise ConnectionResetError("the client is gone")
+        connection.asked()
+        self.served.requests += 1
+        self._running += 1
+        try:
+            return await self._answered(request, connection)
+        except RequestError as error:
+            self.served.refused += 1
+            return _refusal(error)
+        except (ConnectionError, TimeoutError) as error:
+            _log.debug("the client is gone, or has stopped reading: %s", error)
+            connection.abort()
+            return web.Response(status=400)  # never delivered
+        except Exception:  # must not affect other requests
+            _log.exception("a request of %s has failed", request.remote)
+            return web.Response(status=500)
+        finally:
+            self._running -= 1
+            connection.answered()
+
+    async def _answered(
+        self, request: web.BaseRequest, connection: _Connection
+    ) -> web.StreamResponse:
+        is_report = request.raw_path == REPORT_PATH and request.method == hdrs.METH_POST
+        if not is_report and request.method not in (hdrs.METH_GET, hdrs.METH_HEAD):
+            raise RequestError(405, "only GET and HEAD are served")
+        if not is_report and request.can_read_body:
+            raise RequestError(400, "this request takes no body")
+        if self._running > self._options.requests_max:
+            raise RequestError(503, "too many requests at a time")
+        target = request.raw_path
+        if target.partition("?")[0] != "/health" and not is_authorized(
+            request.headers.get(hdrs.AUTHORIZATION), self._options.token
+        ):
+            _log.warning("a request from %s lacks the token of this run", request.remote)
+            raise RequestError(401, "the token of the run is missing or wrong")
+        if is_report:
+            return await self._report(request)
+        asked = asked_of(target)
+        if asked.what == "object":
+            return await self._send_object(request, connection, asked.key)
+        return self._small(asked)
+
+    async def _report(self, request: web.BaseRequest) -> web.Response:
+        """Answer the report of another keeper."""
+        if self._hear is None:
+            raise RequestError(404, "this keeper takes no reports")
+        body = await self._body(request)
+        try:
+            answer = await self._hear(body)
+        except CoordinationError as error:
+            raise RequestError(400, error.message) from error
+        except StaleReportError as error:
+            raise RequestError(503 if error.later else 409, str(error)) from error
+        return web.Response(body=answer)
+
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        """Receive the whole body within ``quiet_s``."""
+        nbytes = request.content_length
+        if not nbytes or nbytes > REPORT_NBYTES_MAX:
+            raise RequestError(
+                400, f"a report must state its length, at most {REPORT_NBYTES_MAX:,}"
+            )
+        try:
+            async with asyncio.timeout(self._options.quiet_s):
+                return await request.content.readexactly(nbytes)
+        except asyncio.IncompleteReadError as error:
+            raise ConnectionResetError("the report is cut short") from error
+
+    def _small(self, asked: Asked) -> web.Response:
+        if asked.what == "health":
+            return web.Response(text="ok\n")
+        if asked.what == "status":
+            return web.json_response(self._shelf.status())
+        if asked.what == "metrics":
+            return web.Response(text=self._metrics(), headers={hdrs.CONTENT_TYPE: _PROMETHEUS})
+        return web.Response(text=self._list(asked.key), content_type="application/jsonl")
+
+    def _list(self, prefix: str) -> str:
+        lines = [
+            json.dumps({"key": item.key, "nbytes": item.nbytes, "modified_s": item.modified_s})
+            for item in self._shelf.listing()
+            if not prefix or item.key == prefix or item.key.startswith(prefix + "/")
+        ]
+        return "".join(line + "\n" for line in lines)
+
+    def _metrics(self) -> str:
+        counted = {
+            "requests": self.served.requests,
+            "refused_requests": self.served.refused,
+            "sent_bytes": self.served.nbytes,
+        }
+        own = "".join(
+            f"# TYPE holdfast_keeper_http_{name}_total counter\n"
+            f"holdfast_keeper_http_{name}_total {value}\n"
+            for name, value in counted.items()
+        )
+        return self._shelf.metrics() + own
+
+    async def _send_object(
+        self, request: web.BaseRequest, connection: _Connection, key: str
+    ) -> web.StreamResponse:
+        with ExitStack() as pinned:
+            try:
+                content = pinned.enter_context(self._shelf.open(key))
+            except NotFoundError as error:
+                raise RequestError(404, "no such object") from error
+            except HoldfastError as error:
+                _log.warning("%s cannot be served: %s", key, error)
+                raise RequestError(503, "the object cannot be served now") from error
+            nbytes = len(content.view)
+            try:
+                wanted = range_of(request.headers.get(hdrs.RANGE), nbytes)
+            except RequestError as error:
+                if error.status == 416:
+                    self.served.refused += 1
+                    return web.Response(
+                        status=416, headers={hdrs.CONTENT_RANGE: f"bytes */{nbytes}"}
+                    )
+                raise
+            response = _headed(content, wanted)
+            await response.prepare(request)
+            if request.method == hdrs.METH_GET:
+                await self._write(response, connection, content.view, wanted or range(nbytes))
+            return response
+
+    async def _write(
+        self,
+        response: web.StreamResponse,
+        connection: _Connection,
+        view: memoryview,
+        wanted: range,
+    ) -> None:
+        """Send the selected bytes. On return the system has all of them, so the memory may be
+        reused."""
+        try:
+            for start in range(wanted.start, wanted.stop, _WRITE_NBYTES):
+                async with asyncio.timeout(self._options.quiet_s):
+                    part = view[start : min(start + _WRITE_NBYTES, wanted.stop)]
+                    await response.write(part)
+                    await connection.drained()
+                self.served.nbytes += len(part)
+        except BaseException:  # cancelled, timed out, or disconnected
+            connection.abort()
+            raise
+
+
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def _headed(content: Content, wanted: range | None) -> web.StreamResponse:
+    """Return a response with headers, and no body yet."""
+    nbytes = len(content.view)
+    headers = {
+        hdrs.ACCEPT_RANGES: "bytes",
+        hdrs.CONTENT_TYPE: "application/octet-stream",
+        hdrs.LAST_MODIFIED: formatdate(content.modified_s, usegmt=True),
+        MODIFIED_HEADER: repr(content.modified_s),
+    }
+    if wanted is None:
+        response = web.StreamResponse(status=200, headers=headers)
+        response.content_length = nbytes
+        return response
+    headers[hdrs.CONTENT_RANGE] = f"bytes {wanted.start}-{wanted.stop - 1}/{nbytes}"
+    response = web.StreamResponse(status=206, headers=headers)
+    response.content_length = len(wanted)
+    return response
+
+
+def _refusal(error: RequestError) -> web.Response:
+    headers = {}
+    if error.status == 401:
+        headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
+    elif error.status == 405:
+        headers[hdrs.ALLOW] = "GET, HEAD"
+    elif error.status == 503:
+        headers[hdrs.RETRY_AFTER] = "1"
+    response = web.Response(status=error.status, text=f"{error}\n", headers=headers)
+    if error.status in (400, 405):  # an unread body may follow
+        response.force_close()
+    return response
+
+
+class _Connection(asyncio.Protocol):
+    """Wraps aiohttp's handler of one connection. Closes it if there are too many, or if no complete
+    request arrives in time; tells when the system has taken all written data."""
+
+    def __init__(
+        self,
+        inner: web.RequestHandler,
+        others: dict[asyncio.BaseTransport, _Connection],
+        options: ServeOptions,
+    ) -> None:
+        self._inner = inner
+        self._others = others
+        self._options = options
+        self._transport: asyncio.Transport | None = None
+        self._is_drained = asyncio.Event()
+        self._is_drained.set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, made: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, made)
+        self._transport = transport
+        self._inner.connection_made(transport)
+        if len(self._others) >= self._options.connections_max:
+            _log.warning("too many connections: %d", len(self._others))
+            transport.abort()
+            return
+        # Writers wait until the system has taken everything. TLS copies data when it encrypts; a
+        # limit of 0 would then make writers wait with nothing left to send.
+        transport.set_write_buffer_limits(high=1 if self._options.certificate else 0, low=0)
+        self._others[transport] = self
+        self.answered()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.asked()
+        if self._transport is not None:
+            self._others.pop(self._transport, None)
+        self._is_drained.set()
+        self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._inner.data_received(data)
+
+    def eof_received(self) -> None:
+        self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._is_drained.clear()
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._is_drained.set()
+        self._inner.resume_writing()
+
+    def asked(self) -> None:
+        """Stop the timer: a request is complete."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def answered(self) -> None:
+        """Start the timer for the next request."""
+        self.asked()
+        if self._transport is not None and not self._transport.is_closing():
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._options.quiet_s, self.abort)
+
+    async def drained(self) -> None:
+        """Wait until the system has taken everything that was written."""
+        await self._is_drained.wait()
+
+    def abort(self) -> None:
+        """Close the connection at once, and drop unsent data."""
+        self.asked()
+        if self._transport is not None:
+            self._transport.abort()

@@ -1,0 +1,176 @@
+"""Shows a keeper's memory to other hosts as a folder of checkpoints, one per complete agreed step.
+
+Other keepers and trainers of the run can also read single images, labels and parity, see
+:mod:`..reading`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from ....core.lru import LruCache
+from ....errors import NotFoundError
+from ...arenas.label import GenerationId
+from ...arenas.messages import Inventory
+from ...format.manifest import MANIFEST_KEY
+from ...ranks.messages import codec
+from ..parity.guards import Guards
+from ..reading import INVENTORY_KEY, parse_held
+from ..slot_memory import Held
+from ..status import KeeperStatus
+from ..tiers import manifest_of
+from .catalog import Content, Item
+
+__all__ = ["MemoryCatalog"]
+
+_MANIFESTS_KEPT = 4
+
+
+class MemoryCatalog:
+    """A :class:`.catalog.Catalog` of the steps of ``run``. If two epochs have the same step, it
+    shows the later epoch. ``inventory()`` returns the full inventory."""
+
+    def __init__(
+        self,
+        held: Held,
+        guards: Guards,
+        run: str,
+        status: Callable[[], KeeperStatus],
+        inventory: Callable[[], Inventory],
+    ) -> None:
+        self._held = held
+        self._guards = guards
+        self._run = run
+        self._status = status
+        self._inventory = inventory
+        self._manifests = LruCache[bytes](_MANIFESTS_KEPT)
+
+    def listing(self) -> Sequence[Item]:
+        """Implement :meth:`.catalog.Catalog.listing`."""
+        items = []
+        for prefix, generation in self._shown().items():
+            images = self._held.images(generation)
+            created_s = min(image.label.created_s for image in images)
+            manifest = self._manifest(generation)
+            items.append(Item(f"{prefix}/{MANIFEST_KEY}", len(manifest), created_s))
+            items += [
+                Item(f"{prefix}/{image.label.key}", image.memory.nbytes, image.label.created_s)
+                for image in images
+                if image.label.digests
+            ]
+        return items
+
+    def _shown(self) -> dict[str, GenerationId]:
+        """Return the readable generations, by the names of their folders."""
+        whole = [
+            one
+            for one in self._held.generations.restorable()
+            if one.agreed and len(one.ranks) == one.world
+        ]
+        return {f"{self._run}/step-{one.id.step:08d}": one.id for one in reversed(whole)}
+
+    def _manifest(self, generation: GenerationId) -> bytes:
+        known = self._manifests.get(generation)
+        if known is None:
+            known = manifest_of([image.label for image in self._held.images(generation)])
+            self._manifests.put(generation, known)
+        return known
+
+    @contextmanager
+    def open(self, key: str) -> Iterator[Content]:
+        """Implement :meth:`.catalog.Catalog.open`."""
+        if key == INVENTORY_KEY:
+            data = codec(Inventory).encode(self._inventory())
+            yield Content(memoryview(data), time.time())
+            return
+        named = parse_held(key)
+        if named is not None:
+            generation, kind, numbers = named
+            opened = self._opened_parity if kind == "parity" else self._opened_image
+            with opened(generation, kind, numbers, key) as content:
+                yield content
+            return
+        run, _, rest = key.partition("/")
+        folder, _, name = rest.partition("/")
+        shown = self._shown().get(f"{run}/{folder}")
+        if shown is None:
+            raise NotFoundError("no such step is in memory", key=key)
+        self._held.generations.flushing(shown)
+        try:
+            yield self._content(shown, name, key)
+        finally:
+            self._held.generations.flushed(shown)
+
+    @contextmanager
+    def _opened_image(
+        self, generation: GenerationId, kind: str, numbers: tuple[int, ...], key: str
+    ) -> Iterator[Content]:
+        """Pin an image, or return its label, which other members of the group have copies of."""
+        (rank,) = numbers
+        for image in self._held.images(generation):
+            if image.label.rank == rank:
+                self._held.generations.flushing(generation)
+                try:
+                    view = image.memory.view
+                    if kind == "label":
+                        view = memoryview(image.label.encode())
+                    yield Content(view, image.label.created_s)
+                finally:
+                    self._held.generations.flushed(generation)
+                return
+        with self._guards.opened(generation) as guarded:
+            if guarded is None or kind != "label" or rank not in guarded.labels:
+                raise NotFoundError("no such image is in memory", key=key)
+            yield Content(memoryview(guarded.labels[rank]), time.time())
+
+    @contextmanager
+    def _opened_parity(
+        self, generation: GenerationId, kind: str, numbers: tuple[int, ...], key: str
+    ) -> Iterator[Content]:
+        lane, row = numbers
+        with self._guards.opened(generation) as guarded:
+            parities = guarded.parities if guarded is not None else []
+            for held in parities:
+                if (held.lane, held.block.row) == (lane, row) and held.memory is not None:
+                    yield Content(held.memory.view, time.time())
+                    return
+        raise NotFoundError("no such parity is in memory", key=key)
+
+    def _content(self, generation: GenerationId, name: str, key: str) -> Content:
+        images = self._held.images(generation)
+        if name == MANIFEST_KEY:
+            created_s = min(image.label.created_s for image in images)
+            return Content(memoryview(self._manifest(generation)), created_s)
+        for image in images:
+            if image.label.key == name and image.label.digests:
+                return Content(image.memory.view, image.label.created_s)
+        raise NotFoundError("no such image is in memory", key=key)
+
+    def status(self) -> Mapping[str, object]:
+        """Implement :meth:`.catalog.Catalog.status`."""
+        return self._status().as_json()
+
+    def metrics(self) -> str:
+        """Implement :meth:`.catalog.Catalog.metrics`."""
+        status = self._status()
+        agreed = [held.generation.step for held in status.generations if held.agreed]
+        gauges = {
+            "epoch": status.epoch,
+            "held_bytes": status.held_nbytes,
+            "budget_bytes": status.budget_nbytes,
+            "ranks": len(status.ranks),
+            "newest_agreed_step": max(agreed, default=-1),
+            "newest_protected_step": -1 if status.protected is None else status.protected.step,
+            "parity_bytes": status.parity_nbytes,
+        }
+        lines = []
+        for name, value in gauges.items():
+            lines += [f"# TYPE holdfast_keeper_{name} gauge", f"holdfast_keeper_{name} {value}"]
+        for name, value in vars(status.counters).items():
+            lines += [
+                f"# TYPE holdfast_keeper_{name}_total counter",
+                f"holdfast_keeper_{name}_total {value}",
+            ]
+        return "\n".join([*lines, ""])

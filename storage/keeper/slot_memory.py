@@ -1,0 +1,155 @@
+"""Owns the memory of a keeper's slots, the labels of the images in them, and the state machine that
+decides about both."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...errors import DamagedError
+from ..arenas.free_memory import available_nbytes
+from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label
+from ..arenas.memory import Memory, read_sealed, reserved_memory
+from ..runtime.engine import offload
+from .decisions.generations import Generations
+from .decisions.slots import Refusal
+from .sealing import is_sealed
+from .tiers import HeldImage
+
+__all__ = ["RESERVE_NBYTES", "Held", "HeldSlot", "spared_memory"]
+
+RESERVE_NBYTES = 256 << 20
+"""Memory left to the rest of the system."""
+
+
+@dataclass(eq=False)
+class HeldSlot:
+    """Memory of a slot, and its label once the image in it is complete."""
+
+    memory: Memory
+    label: Label | None = None
+    label_fd: int = -1
+
+    async def is_whole(self) -> bool:
+        """Check the image and its label against their checksums. Reads the whole image, in
+        threads."""
+        try:
+            label = Label.decode(read_sealed(self.label_fd, LABEL_NBYTES_MAX))
+        except (DamagedError, OSError):
+            return False
+        return label == self.label and await is_sealed(self.memory, label)
+
+    async def mend(self, intact: HeldSlot) -> None:
+        """Repair the image in place from ``intact``, and close that. Concurrent readers are safe:
+        only damaged bytes change."""
+        try:
+            await offload(self._copy, intact.memory)
+        except BaseException:
+            intact.close()
+            raise
+        self.unlabel()
+        self.label, self.label_fd = intact.label, intact.label_fd
+        intact.memory.close()
+
+    def _copy(self, memory: Memory) -> None:
+        self.memory.view[:] = memory.view
+
+    def unlabel(self) -> None:
+        """Remove the label: the memory no longer holds an image."""
+        self.label = None
+        if self.label_fd >= 0:
+            os.close(self.label_fd)
+            self.label_fd = -1
+
+    def close(self) -> None:
+        """Release the memory."""
+        self.unlabel()
+        self.memory.close()
+
+
+class Held:
+    """The slots of a keeper, by number. ``budget_nbytes``: limit for all of them; ``given_nbytes``:
+    the limit that the user has set, None if the budget was derived from free memory."""
+
+    def __init__(self, budget_nbytes: int, given_nbytes: int | None = None) -> None:
+        self.generations = Generations(budget_nbytes)
+        self._given_nbytes = given_nbytes
+        self.slots: dict[int, HeldSlot] = {}
+        self._making_nbytes = 0
+        """Memory being allocated now, which the system may not report as used yet."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all slots."""
+        return sum(slot.memory.nbytes for slot in self.slots.values())
+
+    async def take_memory(self, slot: int, nbytes: int) -> str:
+        """Allocate the memory of a slot. Return "", or the reason why that failed."""
+        spare_nbytes = available_nbytes() - RESERVE_NBYTES - self._making_nbytes
+        problem = f"{nbytes:,} bytes are needed, and the system can spare {spare_nbytes:,}"
+        if nbytes <= spare_nbytes:
+            self._making_nbytes += nbytes
+            try:
+                self.slots[slot] = HeldSlot(await offload(reserved_memory, nbytes))
+                self.generations.made(slot)
+                return ""
+            except OSError as error:
+                problem = f"{nbytes:,} bytes are needed: {error}"
+            finally:
+                self._making_nbytes -= nbytes
+        self.generations.unmade(slot)
+        return problem
+
+    def in_use_already(self, nbytes: int, take: Callable[[], int | Refusal]) -> int | Refusal:
+        """Return the slot that ``take()`` finds for memory of an earlier keeper. Extends the budget
+        by its size, unless refused: that memory was in use already when the budget was derived."""
+        before_nbytes = self.generations.budget_nbytes
+        budget_nbytes = before_nbytes + nbytes
+        self.generations.budget_nbytes = min(budget_nbytes, self._given_nbytes or budget_nbytes)
+        number = take()
+        if isinstance(number, Refusal):
+            self.generations.budget_nbytes = before_nbytes
+        return number
+
+    def images(self, generation: GenerationId) -> list[HeldImage]:
+        """Return the images of a generation, by rank. Excludes dropped images, even if their slots
+        are not overwritten yet."""
+        found = [
+            HeldImage(slot.label, slot.memory)
+            for number, slot in self.slots.items()
+            if slot.label is not None and self.generations.holds(number, generation)
+        ]
+        return sorted(found, key=lambda image: image.label.rank)
+
+    def slot_of(self, generation: GenerationId, rank: int) -> HeldSlot | None:
+        """Find the slot that holds the image of a rank."""
+        for number, slot in self.slots.items():
+            is_of_rank = slot.label is not None and slot.label.rank == rank
+            if is_of_rank and self.generations.holds(number, generation):
+                return slot
+        return None
+
+    def close_unheld(self) -> list[int]:
+        """Release the memory of slots that the state machine has removed, and return their
+        numbers."""
+        unheld = [number for number in self.slots if number not in self.generations.slots]
+        for number in unheld:
+            self.slots.pop(number).close()
+        return unheld
+
+    def close(self) -> None:
+        """Release all memory."""
+        while self.slots:
+            self.slots.popitem()[1].close()
+
+
+def spared_memory(nbytes: int, moved: Callable[[], None] = lambda: None) -> Memory:
+    """Return reserved memory. Raises OSError if the system cannot spare that much."""
+    spare_nbytes = available_nbytes() - RESERVE_NBYTES
+    if nbytes > spare_nbytes:
+        raise OSError(
+            errno.ENOMEM, f"{nbytes:,} bytes are needed, and the system can spare {spare_nbytes:,}"
+        )
+    return reserved_memory(nbytes, moved)

@@ -1,0 +1,1 @@
+"""Import from, and export to, the formats of other libraries."""

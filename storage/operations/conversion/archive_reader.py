@@ -1,0 +1,337 @@
+"""Reads ``torch.save`` files, whole or embedded in another file, in any storage.
+
+Such a file is a zip archive with a pickle, which is read as data and never unpickled, and an
+uncompressed record of elements per storage.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from ....core.aio import at_most, side_by_side
+from ....core.garbage import collector_paused
+from ....drivers.contract import Driver
+from ....errors import DamagedError, UnsupportedFormatError
+from ...format.torch_pickle import StoredTensor, Value, read_pickle
+from ...format.torch_records import (
+    CHECKSUM_NBYTES,
+    LOCAL_NBYTES,
+    EarlierError,
+    ZipError,
+    ZipRecord,
+    content_start,
+    directory,
+)
+from ...pipeline.file_chunks import ENCLOSED_NBYTES_MAX, Enclosed, Stretch
+from ...runtime.engine import offload
+
+__all__ = ["ArchiveForm", "ArchiveReader", "WholeArchive"]
+
+_HEAD_NBYTES = 4096
+_SMALL_NBYTES = 64 << 10
+"""Files up to this size are read in one request."""
+_DIRECTORY_NBYTES_MAX = 256 << 20
+_PICKLE_NBYTES_MAX = 256 << 20
+_CHECKSUM_AT = 14
+"""Offset in the header before a record."""
+_MAGIC = b"PK\x03\x04"
+_PICKLE = "data.pkl"
+_ORDER = "byteorder"
+_KNOWN_MAX = 1024
+_KNOWN_NBYTES_MAX = 4096
+"""Limits for caching decoded pickles: their number and size. The second also bounds a form."""
+
+
+def _no_record(name: str) -> bool:
+    return False
+
+
+class _Archive:
+    """A ``torch.save`` archive at ``where``.
+
+    Record names omit the folder that all records share. Positions are relative to the archive.
+    """
+
+    def __init__(self, uri: str, where: Stretch) -> None:
+        self._uri = uri
+        self._where = where
+        self._records: dict[str, ZipRecord] = {}
+
+    def damaged(self, what: str) -> DamagedError:
+        """Build the error for malformed bytes."""
+        return DamagedError(what, uri=self._uri, key=self._where.key, advice="Get the file again.")
+
+    def refused(self, what: str) -> UnsupportedFormatError:
+        """Build the error for unsupported content."""
+        return UnsupportedFormatError(
+            f"this torch.save file cannot be imported: {what}",
+            uri=self._uri,
+            key=self._where.key,
+            advice="Load it with torch, and save a dict of its tensors, each "
+            "resolve_conj().resolve_neg().contiguous().",
+        )
+
+    def _record(self, name: str) -> ZipRecord:
+        try:
+            return self._records[name]
+        except KeyError as error:
+            raise self.damaged(f"there is no record {name!r}") from error
+
+    def _begin(self, name: str, header: bytes | memoryview, end: int) -> int:
+        """Return the position of a record's bytes, which must end by ``end``.
+
+        Raises DamagedError if they are not in the file, UnsupportedFormatError if they are
+        compressed or encrypted.
+        """
+        record = self._record(name)
+        if not record.is_stored:
+            raise self.refused(f"record {name!r} is compressed or encrypted")
+        try:
+            begin = content_start(header, record)
+        except ZipError as error:
+            raise self.damaged(f"record {name!r} is not in the file: {error}") from error
+        if begin + record.nbytes > end:
+            raise self.damaged(f"record {name!r} is not in the file")
+        return begin
+
+    def _elements(self, name: str, tensor: StoredTensor) -> tuple[str, int, int]:
+        """Return a tensor's record, the offset of its elements in the record, and their size in
+        bytes.
+
+        Raises UnsupportedFormatError and DamagedError.
+        """
+        record = f"data/{tensor.storage}"
+        start = tensor.offset * tensor.itemsize
+        nbytes = math.prod(tensor.shape) * tensor.itemsize
+        if not tensor.is_contiguous:
+            raise self.refused(f"tensor {name!r} is not contiguous")
+        if tensor.bits:
+            raise self.refused(f"tensor {name!r} is a view with its {tensor.bits[0]} bit set")
+        if start + nbytes > self._record(record).nbytes:
+            raise self.damaged(f"tensor {name!r} is larger than its record")
+        return record, start, nbytes
+
+    def _check_order(self, order: bytes) -> None:
+        if order.strip() != b"little":
+            raise self.refused("the elements are not little-endian")
+
+
+class ArchiveReader(_Archive):
+    """Reads only the needed parts of an archive, beginning with its last ``tail_nbytes``, where
+    the directory is."""
+
+    def __init__(self, driver: Driver, where: Stretch, tail_nbytes: int) -> None:
+        super().__init__(driver.uri, where)
+        self._driver = driver
+        self._nbytes = where.nbytes
+        self._tail_nbytes = tail_nbytes
+        self._directory_start = 0
+        self._read: list[tuple[int, bytes]] = []
+        """Cached ranges: (position, bytes)."""
+
+    async def value(self, is_record: Callable[[str], bool] = _no_record) -> Value:
+        """Return the contents of the pickle; see :func:`read_pickle`.
+
+        Raises DamagedError for an incomplete file, UnsupportedFormatError naming content that is
+        not supported, and StorageError.
+        """
+        try:
+            await self._open()
+            pickle = await self._record_bytes(_PICKLE, _PICKLE_NBYTES_MAX)
+            order = b"little"
+            if _ORDER in self._records:
+                order = await self._record_bytes(_ORDER, 16)
+            value = await offload(_value_in, pickle, is_record)
+        except ZipError as error:
+            raise self.damaged(f"it is not a complete zip file: {error}") from error
+        except ValueError as error:
+            raise self.refused(str(error)) from error
+        self._check_order(order)
+        return value
+
+    async def places(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Stretch]:
+        """Return the location in the file of each tensor's elements, by name.
+
+        Raises UnsupportedFormatError and DamagedError.
+        """
+        elements = {name: self._elements(name, tensor) for name, tensor in tensors.items()}
+        begins = await self._begins({record for record, _, _ in elements.values()})
+        return {
+            name: Stretch(self._where.key, self._where.start + begins[record] + start, nbytes)
+            for name, (record, start, nbytes) in elements.items()
+        }
+
+    async def places_or_records(
+        self, tensors: Mapping[str, StoredTensor]
+    ) -> dict[str, Stretch | Enclosed]:
+        """Locate tensors like :meth:`places`, but a tensor in a small record by the whole record.
+
+        This saves a separate read of the record's header. Raises UnsupportedFormatError and
+        DamagedError.
+        """
+        starts = sorted({record.start for record in self._records.values()})
+        ends = dict(itertools.pairwise([*starts, self._directory_start]))
+        found: dict[str, Stretch | Enclosed] = {}
+        for name, tensor in tensors.items():
+            record, start, nbytes = self._elements(name, tensor)
+            begin = self._records[record].start
+            span = ends[begin] - begin
+            if 0 < span <= ENCLOSED_NBYTES_MAX:
+                around = Stretch(self._where.key, self._where.start + begin, span)
+                find = partial(self._begin_within, record)
+                found[name] = Enclosed(around, nbytes, start, find)
+        left = {name: tensor for name, tensor in tensors.items() if name not in found}
+        return found | await self.places(left)
+
+    def _begin_within(self, name: str, content: memoryview) -> int:
+        """Return the offset of a record's bytes in ``content``, which begins with the record's
+        header."""
+        start = self._records[name].start
+        return self._begin(name, content, start + len(content)) - start
+
+    async def _open(self) -> None:
+        """Read the directory at the end of the archive. Raises ZipError and ValueError."""
+        head_nbytes = min(_HEAD_NBYTES, self._nbytes)
+        start = max(0, self._nbytes - self._tail_nbytes)
+        if self._nbytes <= _SMALL_NBYTES:
+            head_nbytes = start = 0
+        await side_by_side(self._keep(0, head_nbytes), self._keep(start, self._nbytes))
+        if await self._bytes(0, min(len(_MAGIC), self._nbytes)) != _MAGIC:
+            raise ValueError("it is not of the format that torch writes since version 1.6")
+        while True:
+            tail = await self._bytes(start, self._nbytes)
+            try:
+                self._records, self._directory_start = await offload(directory, tail, start)
+                return
+            except EarlierError as error:
+                if self._nbytes - error.start > _DIRECTORY_NBYTES_MAX:
+                    raise ZipError("a directory of any size") from error
+                start = error.start
+
+    async def _record_bytes(self, name: str, nbytes_max: int) -> bytes:
+        """Read a whole record. Raises ValueError if it is too large."""
+        nbytes = self._record(name).nbytes
+        if nbytes > nbytes_max:
+            raise ValueError(f"its record {name} has {nbytes:,} bytes")
+        start = (await self._begins([name]))[name]
+        return await self._bytes(start, start + nbytes)
+
+    async def _begins(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the positions of records' bytes. Raises DamagedError if they are not in the
+        file."""
+        found: dict[str, int] = {}
+
+        async def find(name: str) -> None:
+            start = self._record(name).start
+            header = await self._bytes(start, min(start + LOCAL_NBYTES, self._nbytes))
+            found[name] = self._begin(name, header, self._nbytes)
+
+        await at_most(self._driver.traits.concurrency, map(find, names))
+        return found
+
+    async def _keep(self, start: int, stop: int) -> None:
+        self._read.append((start, await self._bytes(start, stop)))
+
+    async def _bytes(self, start: int, stop: int) -> bytes:
+        for position, data in self._read:
+            if position <= start and stop <= position + len(data):
+                return data[start - position : stop - position]
+        into = bytearray(max(0, stop - start))
+        if into:
+            await self._driver.read(self._where.key, self._where.start + start, memoryview(into))
+        return bytes(into)
+
+
+def _value_in(pickle: bytes, is_record: Callable[[str], bool]) -> Value:
+    with collector_paused():
+        return read_pickle(pickle, is_record)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveForm:
+    """Position of a tensor's elements in an archive, and the bytes that determine it.
+
+    ``read`` holds those bytes with their positions. In any archive of equal size with the same
+    bytes there, the elements begin at the same position.
+    """
+
+    begin: int
+    read: tuple[tuple[int, bytes], ...]
+
+    def is_of(self, content: memoryview) -> bool:
+        """Return whether ``content``, an archive of the same size, has this form."""
+        return all(bytes(content[at : at + len(data)]) == data for at, data in self.read)
+
+
+class WholeArchive(_Archive):
+    """An archive whose ``content`` is entirely in memory. Raises DamagedError if it is
+    incomplete."""
+
+    def __init__(self, uri: str, where: Stretch, content: memoryview) -> None:
+        super().__init__(uri, where)
+        self._content = content
+        start = max(0, len(content) - _HEAD_NBYTES)
+        try:
+            try:
+                found = directory(bytes(content[start:]), start)
+            except EarlierError:
+                found = directory(bytes(content), 0)
+        except ZipError as error:
+            raise self.damaged(f"it is not a complete zip file: {error}") from error
+        self._records, self._directory_start = found
+
+    def value(self, known: dict[bytes, Value]) -> Value:
+        """Return the contents of the pickle. ``known`` caches them by pickle: most tensors share
+        one.
+
+        Raises like :meth:`ArchiveReader.value`.
+        """
+        if _ORDER in self._records:
+            self._check_order(self._record_bytes(_ORDER))
+        pickle = self._record_bytes(_PICKLE)
+        if pickle in known:
+            return known[pickle]
+        try:
+            value = read_pickle(pickle)
+        except ValueError as error:
+            raise self.refused(str(error)) from error
+        if len(pickle) <= _KNOWN_NBYTES_MAX and len(known) < _KNOWN_MAX:
+            known[pickle] = value
+        return value
+
+    def form(self, name: str, tensor: StoredTensor) -> tuple[ArchiveForm, bool]:
+        """Return the form of an archive, and whether it may be reused for other archives.
+
+        Reuse requires that the determining bytes are few and lie outside the elements. Raises
+        UnsupportedFormatError and DamagedError.
+        """
+        record, start, nbytes = self._elements(name, tensor)
+        begin = self._start(record) + start
+        read = [self._extent(name) for name in (_PICKLE, _ORDER) if name in self._records]
+        header = self._records[record].start
+        read.append((header, header + _CHECKSUM_AT))
+        read.append((header + _CHECKSUM_AT + CHECKSUM_NBYTES, header + LOCAL_NBYTES))
+        checksum = self._records[record].checksum_start
+        read.append((self._directory_start, checksum))
+        read.append((checksum + CHECKSUM_NBYTES, len(self._content)))
+        is_apart = all(stop <= begin or begin + nbytes <= at for at, stop in read)
+        is_small = sum(stop - at for at, stop in read) <= _KNOWN_NBYTES_MAX
+        found = tuple((at, bytes(self._content[at:stop])) for at, stop in read)
+        return ArchiveForm(begin, found), is_apart and is_small
+
+    def _extent(self, name: str) -> tuple[int, int]:
+        """Return the range of a record, header included."""
+        record = self._records[name]
+        return record.start, self._start(name) + record.nbytes
+
+    def _start(self, name: str) -> int:
+        header = self._content[self._record(name).start :][:LOCAL_NBYTES]
+        return self._begin(name, header, len(self._content))
+
+    def _record_bytes(self, name: str) -> bytes:
+        start = self._start(name)
+        return bytes(self._content[start : start + self._record(name).nbytes])

@@ -1,0 +1,216 @@
+"""Reads a folder of torch's distributed checkpoint (DCP): tensors as located boxes, and values.
+
+``.metadata`` names the items. Each is a part of a file, in ``torch.save`` format. The elements of a
+large box are located by reading the beginning and the end of its item; those of a small one when
+the item itself is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from ....core.aio import at_most
+from ....core.garbage import collector_paused
+from ....core.lru import LruCache
+from ....drivers.contract import Driver
+from ....errors import DamagedError, UnsupportedFormatError
+from ....planner.box import Box
+from ...format.dcp_metadata import (
+    DCP_METADATA_KEY,
+    FilePart,
+    FolderContents,
+    StoredParts,
+    read_metadata,
+)
+from ...format.torch_pickle import NEW_DTYPES, Name, Record, StoredTensor, Value, leaves
+from ...pipeline.file_chunks import ENCLOSED_NBYTES_MAX, Enclosed, Stretch
+from ...runtime.engine import offload
+from .archive_reader import ArchiveForm, ArchiveReader, WholeArchive
+from .model_source import Model, SourceTensor, stamps_of
+
+__all__ = ["check_plain", "no_plain_value", "read_contents", "read_dcp_model", "read_items"]
+
+_METADATA_NBYTES_MAX = 1 << 30
+_FORMS_MAX = 1024
+_TAIL_NBYTES = 4096
+"""Enough for the directory of a file with one tensor."""
+
+
+async def read_dcp_model(driver: Driver, choose: Callable[[Iterable[str]], Sequence[str]]) -> Model:
+    """Read the items of a folder that ``choose`` selects by name; ignore the others.
+
+    Raises UnsupportedFormatError, before any other file is read, if ``.metadata`` describes
+    something that DCP does not write or names classes of objects; DamagedError if an item
+    contradicts ``.metadata``; NotFoundError and StorageError.
+    """
+    contents = await read_contents(driver)
+    return await read_items(driver, contents, choose([*contents.tensors, *contents.values]))
+
+
+async def read_items(driver: Driver, contents: FolderContents, names: Iterable[str]) -> Model:
+    """Read the items with these names; ignore the others. Raises like :func:`read_dcp_model`."""
+    names = list(names)
+    tensors = {name: contents.tensors[name] for name in names if name in contents.tensors}
+    values = {name: contents.values[name] for name in names if name in contents.values}
+    keys = {place.key for stored in tensors.values() for _, place in stored.boxes}
+    stamps = await stamps_of(driver, sorted(keys | {place.key for place in values.values()}))
+    places = [
+        *values.values(),
+        *(place for stored in tensors.values() for _, place in stored.boxes),
+    ]
+    _check_within(driver, places, {key: nbytes for key, (nbytes, _) in stamps.items()})
+    found_values = await _read_values(driver, values)
+    found = await _locate(driver, tensors)
+    return Model(tuple(found), stamps, values=found_values, paths=contents.paths)
+
+
+async def read_contents(driver: Driver) -> FolderContents:
+    """Read ``.metadata``. Raises UnsupportedFormatError, NotFoundError and StorageError."""
+    info = await driver.stat(DCP_METADATA_KEY)
+    try:
+        if info.nbytes > _METADATA_NBYTES_MAX:
+            raise ValueError(f"it has {info.nbytes:,} bytes")
+        return await offload(_contents_in, await driver.get(DCP_METADATA_KEY))
+    except ValueError as error:
+        raise UnsupportedFormatError(
+            f"this folder of torch's distributed checkpoint cannot be imported: {error}",
+            uri=driver.uri,
+            key=DCP_METADATA_KEY,
+            advice="Load it with torch.distributed.checkpoint, and save the state with holdfast.",
+        ) from error
+
+
+def _contents_in(data: bytes) -> FolderContents:
+    with collector_paused():
+        return read_metadata(data)
+
+
+def _check_within(driver: Driver, places: Iterable[FilePart], sizes: dict[str, int]) -> None:
+    for place in places:
+        if place.start + place.nbytes > sizes[place.key]:
+            raise DamagedError(
+                "the file is shorter than .metadata says", uri=driver.uri, key=place.key
+            )
+
+
+async def _read_values(driver: Driver, places: dict[str, FilePart]) -> dict[str, object]:
+    found: dict[str, object] = {}
+
+    async def read(name: str, place: FilePart) -> None:
+        archive = _archive(driver, place)
+        try:
+            value = await archive.value()
+            await offload(check_plain, value)
+        except (UnsupportedFormatError, ValueError) as error:
+            raise no_plain_value(driver, place.key, name, error) from error
+        found[name] = value
+
+    await at_most(driver.traits.concurrency, (read(*item) for item in places.items()))
+    return {name: found[name] for name in places}
+
+
+def no_plain_value(driver: Driver, key: str, name: str, error: Exception) -> UnsupportedFormatError:
+    """Build the error for a value in file ``key`` that :func:`check_plain` refuses."""
+    reason = error.args[0] if error.args else error
+    return UnsupportedFormatError(
+        f"{name!r} is not a plain value: {reason}",
+        uri=driver.uri,
+        key=key,
+        advice=f"Leave it out: --skip {name!r}, or skip=[{name!r}].",
+    )
+
+
+def check_plain(value: Value) -> None:
+    """Raise ValueError unless a value consists of containers and small values only."""
+    for path, leaf in leaves(value):
+        if isinstance(leaf, StoredTensor):
+            raise ValueError(f"it contains a tensor at {path or 'its place'}")
+        if isinstance(leaf, Name):
+            raise ValueError(f"it holds {leaf.text}")
+        if isinstance(leaf, Record):
+            raise ValueError(f"it holds an object of {leaf.name}")
+
+
+async def _locate(driver: Driver, tensors: dict[str, StoredParts]) -> list[SourceTensor]:
+    """Locate all boxes of all tensors, in order."""
+    boxes = [
+        (name, stored, box, place)
+        for name, stored in tensors.items()
+        for box, place in stored.boxes
+    ]
+    found: dict[int, Stretch | Enclosed] = {}
+
+    async def locate(number: int) -> None:
+        name, stored, box, place = boxes[number]
+        archive = _archive(driver, place)
+        tensor = _checked(archive, await archive.value(), name, stored.dtype, box)
+        found[number] = (await archive.places({name: tensor}))[name]
+
+    large = [
+        number for number, (*_, place) in enumerate(boxes) if place.nbytes > ENCLOSED_NBYTES_MAX
+    ]
+    await at_most(driver.traits.concurrency, map(locate, large))
+    items = _SmallItems(driver.uri)
+    with collector_paused():
+        return [
+            SourceTensor(
+                name,
+                stored.dtype,
+                stored.shape,
+                found.get(number) or items.place_of(name, stored.dtype, box, place),
+                box,
+            )
+            for number, (name, stored, box, place) in enumerate(boxes)
+        ]
+
+
+class _SmallItems:
+    """Locates elements within small items as they are read. Most items share a form."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._known: dict[bytes, Value] = {}
+        self._forms: LruCache[ArchiveForm] = LruCache(_FORMS_MAX)
+
+    def place_of(self, name: str, dtype: str, box: Box, place: FilePart) -> Enclosed:
+        """Return the location of a box within its item. Raises DamagedError if the item is too
+        small."""
+        nbytes = math.prod(box.lengths) * NEW_DTYPES[dtype]
+        where = _stretch(place)
+        if nbytes > where.nbytes:
+            raise DamagedError(
+                f"the data of {name!r} is smaller than .metadata says",
+                uri=self._uri,
+                key=place.key,
+            )
+        return Enclosed(where, nbytes, 0, partial(self._find, name, dtype, box, where))
+
+    def _find(self, name: str, dtype: str, box: Box, where: Stretch, content: memoryview) -> int:
+        kind = (dtype, box.lengths, len(content))
+        known = self._forms.get(kind)
+        if known is not None and known.is_of(content):
+            return known.begin
+        archive = WholeArchive(self._uri, where, content)
+        tensor = _checked(archive, archive.value(self._known), name, dtype, box)
+        form, may_be_others = archive.form(name, tensor)
+        if may_be_others:
+            self._forms.put(kind, form)
+        return form.begin
+
+
+def _checked(
+    archive: ArchiveReader | WholeArchive, item: Value, name: str, dtype: str, box: Box
+) -> StoredTensor:
+    if not isinstance(item, StoredTensor) or (item.dtype, item.shape) != (dtype, box.lengths):
+        raise archive.damaged(f"the data of {name!r} contradicts .metadata")
+    return item
+
+
+def _archive(driver: Driver, place: FilePart) -> ArchiveReader:
+    return ArchiveReader(driver, _stretch(place), _TAIL_NBYTES)
+
+
+def _stretch(place: FilePart) -> Stretch:
+    return Stretch(place.key, place.start, place.nbytes)

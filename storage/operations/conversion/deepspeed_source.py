@@ -1,0 +1,360 @@
+"""Reads a DeepSpeed checkpoint of ZeRO stage 1, 2 or 3: fp32 weights and optimizer states.
+
+The weights are those that ``zero_to_fp32`` would produce. A rank's optimizer file contains its
+partition of the flat groups, in which parameters are concatenated; the model files give their order
+and shapes. So a parameter is a set of element ranges, each a byte range of a file. The files are
+pickles of many classes, whose names are not resolved: only tensors, shapes and numbers are used.
+
+Scope: data parallelism only; no model or pipeline parallelism, no experts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ....core.aio import at_most
+from ....drivers.contract import Driver
+from ....errors import DamagedError, NotFoundError, UnsupportedFormatError
+from ...format.torch_pickle import Record, StoredTensor, Value, leaves
+from ...pipeline.file_chunks import Stretch
+from ...runtime.engine import offload
+from .archive_reader import ArchiveReader
+from .model_source import Model, Path, SourceTensor, stamps_of
+from .torch_source import TAIL_NBYTES
+
+__all__ = ["deepspeed_folder", "read_deepspeed_model"]
+
+LATEST_KEY = "latest"
+_TAG = re.compile(r"(?!\.\.?$)[^/\\\0]+")
+_OPTIM_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
+_ANY_FILE = re.compile(r".*_(?:optim|model)_states\.pt")
+_LATEST_NBYTES_MAX = 4096
+
+
+async def deepspeed_folder(driver: Driver, keys: Sequence[str]) -> str | None:
+    """Return the folder with the files of a DeepSpeed checkpoint, or None if there is none.
+
+    Empty if the files are among ``keys``, otherwise named by ``latest``. Raises DamagedError.
+    """
+    if any(_ANY_FILE.fullmatch(key) for key in keys):
+        return ""
+    if LATEST_KEY not in keys or (await driver.stat(LATEST_KEY)).nbytes > _LATEST_NBYTES_MAX:
+        return None
+    tag = bytes(await driver.get(LATEST_KEY)).decode("utf-8", "replace").strip()
+    if _TAG.fullmatch(tag) is None:
+        raise DamagedError(
+            f"it names {tag!r:.200}, which is not a folder next to it",
+            uri=driver.uri,
+            key=LATEST_KEY,
+        )
+    return tag
+
+
+async def read_deepspeed_model(driver: Driver, folder: str) -> Model:
+    """Read weights as ``model.NAME`` and optimizer states as ``optim.state.NAME.exp_avg`` and so
+    on.
+
+    Raises NotFoundError, DamagedError, UnsupportedFormatError and StorageError.
+    """
+    prefix = f"{folder}/" if folder else ""
+    there = [info.key.removeprefix(prefix) async for info in driver.list(folder)]
+    names = [name for name in there if "/" not in name]
+    optim_keys = _of_ranks(names, _OPTIM_FILE)
+    model_keys = _of_ranks(names, _MODEL_FILE)
+    others = {name for name in names if _ANY_FILE.fullmatch(name)} - {*optim_keys, *model_keys}
+    if others:
+        raise _unsupported(driver, folder, f"{min(others)} is of a layout other than plain ZeRO")
+    if not optim_keys or not model_keys:
+        raise NotFoundError(
+            "there is no ZeRO checkpoint: files of optimizer states or of model states are missing",
+            uri=driver.uri,
+            key=folder,
+            advice="Without ZeRO, import the file mp_rank_00_model_states.pt itself.",
+        )
+    files: dict[str, _File] = {}
+
+    async def read(key: str) -> None:
+        files[key] = await _read_file(driver, prefix + key)
+
+    await at_most(driver.traits.concurrency, map(read, [*optim_keys, *model_keys]))
+    stamps = await stamps_of(driver, [prefix + key for key in files])
+    try:
+        zero = _Zero([files[key] for key in optim_keys], [files[key] for key in model_keys])
+        return zero.model(stamps)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        what = f"its files do not follow ZeRO's format: {error}"
+        raise _unsupported(driver, folder, what) from error
+
+
+def _unsupported(driver: Driver, folder: str, what: str) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f"this DeepSpeed checkpoint cannot be imported: {what}",
+        uri=driver.uri,
+        key=folder,
+        advice="Load it with DeepSpeed, and save the state with holdfast.save.",
+    )
+
+
+def _of_ranks(names: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
+    """Return the matching names, ordered by the rank in them."""
+    found = [(int(match[1] or 0), name) for name in names if (match := pattern.fullmatch(name))]
+    return [name for _, name in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """The contents of a file, and the locations of its tensors."""
+
+    value: Mapping[Value, Value]
+    places: Mapping[StoredTensor, Stretch]
+
+    def whole(self, name: str, value: Value) -> SourceTensor:
+        """Return a tensor of the file, under ``name``."""
+        tensor = _tensor(value)
+        return SourceTensor(name, tensor.dtype, tensor.shape, self.places[tensor])
+
+
+async def _read_file(driver: Driver, key: str) -> _File:
+    nbytes = (await driver.stat(key)).nbytes
+    archive = ArchiveReader(driver, Stretch(key, 0, nbytes), TAIL_NBYTES)
+    value = await archive.value(lambda name: True)
+    try:
+        found = await offload(list, leaves(value))
+    except ValueError as error:
+        raise archive.refused(str(error)) from error
+    stored = {leaf for _, leaf in found if isinstance(leaf, StoredTensor)}
+    tensors = {tensor for tensor in stored if tensor.is_contiguous and not tensor.bits}
+    numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
+    places = await archive.places(numbered)
+    return _File(_dict(value), {tensor: places[number] for number, tensor in numbered.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """A one-dimensional tensor of ``numel`` elements, and its location."""
+
+    dtype: str
+    itemsize: int
+    numel: int
+    where: Stretch
+
+
+def _parts(
+    name: str, shape: tuple[int, ...], first: int, numel: int, row: Sequence[_Flat], at: int
+) -> Iterator[SourceTensor]:
+    """Yield elements [first, first + numel) of a tensor from consecutive flat tensors.
+
+    ``at`` is the position of the first element in ``row``. Raises ValueError if the row is too
+    short.
+    """
+    begin = 0
+    done = 0
+    for flat in row:
+        low = max(at, begin)
+        high = min(at + numel, begin + flat.numel)
+        if low < high:
+            start = flat.where.start + (low - begin) * flat.itemsize
+            where = Stretch(flat.where.key, start, (high - low) * flat.itemsize)
+            part = (first + low - at, first + high - at)
+            yield SourceTensor(name, flat.dtype, shape, where, part)
+            done += high - low
+        begin += flat.numel
+    if done < numel:
+        raise ValueError(f"elements of {name!r} are missing")
+
+
+class _Zero:
+    """The files of all ranks, ordered by rank."""
+
+    def __init__(self, optim: Sequence[_File], model: Sequence[_File]) -> None:
+        self._files = optim
+        self._states = [_dict(file.value["optimizer_state_dict"]) for file in optim]
+        self._model = model
+        self._info = model[0].value
+        self._world = len(optim)
+        self._stage = _number(self._states[0]["zero_stage"])
+        count = self._states[0]["partition_count"]
+        world = max(count) if isinstance(count, list) else count
+        if world != self._world or self._stage not in (1, 2, 3):
+            raise ValueError(f"{self._world} files of stage {self._stage} and {world} ranks")
+        if self._stage == 3 and len(model) != self._world:
+            raise ValueError(f"{len(model)} files of model states for {self._world} ranks")
+        self._shapes = [_shapes(group) for group in _list(self._info["param_shapes"])]
+        self._masters = self._partitions()
+
+    def model(self, stamps: Mapping[str, tuple[int, float]]) -> Model:
+        """Return the model to import."""
+        weights = [*self._buffers(), *self._frozen()]
+        weights += self._of_groups(self._masters, "model.{}")
+        for name, other in _dict(self._info.get("shared_params", {})).items():
+            weights += [
+                SourceTensor(f"model.{name}", t.dtype, t.shape, t.where, t.part)
+                for t in weights
+                if t.name == f"model.{other}"
+            ]
+        tensors = tuple(weights + [t for key in self._moments() for t in self._moment(key)])
+        names = dict.fromkeys(tensor.name for tensor in tensors)
+        return Model(tensors, stamps, paths={name: self._path(name) for name in names})
+
+    def _path(self, name: str) -> Path:
+        """Return the path of a tensor; the parameter's name is a single key."""
+        if name.startswith("model."):
+            return "model", name.removeprefix("model.")
+        parameter, _, key = name.removeprefix("optim.state.").rpartition(".")
+        return "optim", "state", parameter, key
+
+    def _buffers(self) -> list[SourceTensor]:
+        module = _dict(self._info["module"])
+        names = set(_list(self._info["buffer_names"]))
+        return [
+            self._model[0].whole(f"model.{name}", module[name]) for name in module if name in names
+        ]
+
+    def _frozen(self) -> list[SourceTensor]:
+        """Return the frozen parameters, which are in the model files."""
+        found: list[SourceTensor] = []
+        for name, shape in _shapes(self._info.get("frozen_param_shapes") or {}).items():
+            fragments = [
+                file.whole(f"model.{name}", _dict(file.value["frozen_param_fragments"])[name])
+                for file in self._model
+            ]
+            if self._stage < 3:
+                found.append(fragments[0])
+                continue
+            rows = [[_flat(fragment)] for fragment in fragments]
+            found += self._divided(f"model.{name}", shape, rows, 0)
+        return found
+
+    def _partitions(self) -> list[list[_Flat]]:
+        """Return each rank's partition of each group."""
+        key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
+        return [
+            [_flat(file.whole("", group)) for group in _list(state[key])]
+            for file, state in zip(self._files, self._states, strict=True)
+        ]
+
+    def _of_groups(self, rows: Sequence[Sequence[_Flat]], name: str) -> Iterator[SourceTensor]:
+        """Yield all parameters from the partitions of all ranks."""
+        if self._stage == 3:
+            at = 0
+            for parameter, shape in itertools.chain(*(g.items() for g in self._shapes)):
+                yield from self._divided(name.format(parameter), shape, rows, at)
+                at += math.ceil(math.prod(shape) / self._world)
+            return
+        for number, group in enumerate(self._shapes):
+            row = [of_rank[number] for of_rank in rows]
+            gaps = self._gaps(number, len(group))
+            at = 0
+            for (parameter, shape), gap in zip(group.items(), gaps, strict=True):
+                numel = math.prod(shape)
+                yield from _parts(name.format(parameter), shape, 0, numel, row, at)
+                at += numel + gap
+
+    def _divided(
+        self, name: str, shape: tuple[int, ...], rows: Sequence[Sequence[_Flat]], at: int
+    ) -> Iterator[SourceTensor]:
+        """Yield a parameter that is divided evenly among ranks, from position ``at`` of each
+        row."""
+        numel = math.prod(shape)
+        share = math.ceil(numel / self._world)
+        for rank, row in enumerate(rows):
+            first = min(rank * share, numel)
+            yield from _parts(name, shape, first, min(share, numel - first), row, at)
+
+    def _gaps(self, group: int, parameters: int) -> Sequence[int]:
+        """Return the number of padding elements after each parameter of a group."""
+        paddings = self._states[0].get("param_alignment_paddings")
+        if paddings is None:
+            return [0] * parameters
+        return [_number(padding) for padding in _list(_list(paddings)[group])]
+
+    def _optimizer(self, rank: int) -> Mapping[Value, Value]:
+        """Return a rank's base optimizer state by group; empty if absent."""
+        key = "optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"
+        state = self._states[rank].get(key)
+        if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+            return {}
+        return _dict(state["state"])
+
+    def _moments(self) -> list[str]:
+        """Return the names of the optimizer's tensors per parameter.
+
+        Empty if the optimizer state is not partitioned like the weights.
+        """
+        groups = self._optimizer(0)
+        if list(groups) != list(range(len(self._masters[0]))):
+            return []
+        return [
+            str(key) for key, value in _dict(groups[0]).items() if isinstance(value, StoredTensor)
+        ]
+
+    def _moment(self, key: str) -> Iterator[SourceTensor]:
+        """Yield one optimizer tensor of every parameter."""
+        name = f"optim.state.{{}}.{key}"
+        first = _tensor(_dict(self._optimizer(0)[0])[key])
+        if not first.shape:
+            for group, shapes in enumerate(self._shapes):
+                value = _dict(self._optimizer(0)[group if self._stage < 3 else 0])[key]
+                yield from (self._files[0].whole(name.format(p), value) for p in shapes)
+            return
+        rows = []
+        for rank, masters in enumerate(self._masters):
+            optimizer = self._optimizer(rank)
+            flats = [
+                _flat(self._files[rank].whole("", _dict(optimizer[group])[key]))
+                for group in range(len(masters))
+            ]
+            rows.append(
+                [
+                    _Flat(flat.dtype, flat.itemsize, min(flat.numel, master.numel), flat.where)
+                    for flat, master in zip(flats, masters, strict=True)
+                ]
+            )
+        yield from self._of_groups(rows, name)
+
+
+def _flat(tensor: SourceTensor) -> _Flat:
+    assert isinstance(tensor.where, Stretch)
+    return _Flat(tensor.dtype, tensor.itemsize, math.prod(tensor.shape), tensor.where)
+
+
+def _shapes(value: Value) -> dict[str, tuple[int, ...]]:
+    """Return shapes by parameter name."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in _dict(value).items():
+        if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"{name!r} has no shape")
+        found[str(name)] = shape
+    return found
+
+
+def _number(value: Value) -> int:
+    """Return an int, unwrapping an enum member."""
+    if isinstance(value, Record) and len(value.arguments) == 1:
+        value = value.arguments[0]
+    if not isinstance(value, int):
+        raise ValueError(f"a number is a {type(value).__name__}")
+    return value
+
+
+def _tensor(value: Value) -> StoredTensor:
+    if not isinstance(value, StoredTensor):
+        raise ValueError(f"a tensor is a {type(value).__name__}")
+    return value
+
+
+def _dict(value: Value) -> Mapping[Value, Value]:
+    if not isinstance(value, dict):
+        raise ValueError(f"a dict is a {type(value).__name__}")
+    return value
+
+
+def _list(value: Value) -> list[Value]:
+    if not isinstance(value, list):
+        raise ValueError(f"a list is a {type(value).__name__}")
+    return value

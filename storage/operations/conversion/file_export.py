@@ -1,0 +1,196 @@
+"""Writes one file of whole tensors in windows: read and verify, convert and write, in parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ....core.units import round_up
+from ....drivers.contract import Driver
+from ....planner.image import CHUNK_NBYTES, PAGE_NBYTES
+from ....planner.windows import Slice, Window, windows
+from ...format.model_folder import ModelFile, ModelTensor
+from ...pipeline.flat_reader import FlatRanges
+from ...pipeline.upload import Opening
+from ...runtime.buffers import HostBuffer, host_pool
+from ...runtime.engine import CPU_THREADS, offload
+from ...runtime.executor import Pipeline, Stage
+from ...runtime.scheduler import Budget
+from ..reading.reader import Checkpoint, manifest_of, read_into
+
+__all__ = ["FileExport", "Source"]
+
+Bytes = npt.NDArray[np.uint8]
+_CHUNKS_READ = 2
+"""Number of chunks that a chunk-sized window overlaps, if its tensors are not converted."""
+
+_READS_MAX = 16
+"""Windows read at the same time; each takes several requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Source of a tensor: its row in the manifest, and its dtype and itemsize there.
+
+    ``convert_to`` is the target dtype, or None. The tensor begins at byte ``start`` of the stored
+    one.
+    """
+
+    row: int
+    kind: tuple[str, int]
+    convert_to: str | None
+    start: int = 0
+
+
+@dataclass(slots=True)
+class _Held:
+    """The memory of one window, and the elements to convert into it."""
+
+    buffer: HostBuffer
+    unconverted: list[tuple[Slice, Bytes]] = field(default_factory=list)
+
+    @property
+    def content(self) -> Bytes:
+        """The memory as an array."""
+        return np.frombuffer(self.buffer.view, np.uint8)
+
+
+class FileExport:
+    """Exports one file in windows. Calls ``wrote(nbytes)`` after writing that many more bytes."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        driver: Driver,
+        file: ModelFile,
+        sources: Mapping[str, Source],
+        budget_nbytes: int,
+        wrote: Callable[[int], None],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._driver = driver
+        self._file = file
+        self._sources = sources
+        self._budget_nbytes = budget_nbytes
+        self._wrote = wrote
+        self._chunk_nbytes = manifest_of(checkpoint).chunk_nbytes
+        self._window_nbytes = round_up(driver.traits.part_min_nbytes, CHUNK_NBYTES)
+        self._pool = host_pool(self._window_nbytes)
+        self._held: dict[Window, _Held] = {}
+
+    async def run(self) -> None:
+        """Write the file, which is durable and visible on return. An error leaves nothing
+        behind."""
+        file = self._file
+        lead = self._lead()
+        cut = list(windows(file.sizes, self._window_nbytes, lead))
+        opening = Opening(self._driver.create(file.key, file.nbytes))
+
+        async def write(window: Window) -> None:
+            upload = await opening.upload()
+            await upload.write(window.start - lead, self._held[window].buffer.view[: window.nbytes])
+            self._wrote(window.nbytes)
+
+        in_order = self._driver.traits.part_order != "any"
+        pipeline = Pipeline(
+            [
+                Stage("read", "read", self._read),
+                Stage("convert", "cpu", self._convert),
+                Stage("write", "write", write, in_order=in_order),
+            ],
+            self._budget(),
+            release=self._release,
+        )
+        try:
+            await pipeline.run(cut, [1] * len(cut))
+            await (await opening.upload()).commit()
+        except BaseException:
+            await opening.drop()
+            raise
+
+    def _lead(self) -> int:
+        """Return by how many bytes to shorten the first window, so that the others match image
+        chunks.
+
+        A window that matches a chunk is read directly into place and verified as a whole. 0 if that
+        cannot work, or if the storage requires parts of equal size.
+        """
+        traits = self._driver.traits
+        m = manifest_of(self._checkpoint)
+        if traits.part_min_nbytes > 1 or traits.streams > 1 or not self._file.tensors:
+            return 0
+        source = self._sources[self._file.tensors[0].name]
+        shards = np.flatnonzero(m.shards.tensor == source.row)
+        if source.convert_to is not None or not len(shards):
+            return 0
+        first = self._file.pieces.index(self._file.tensors[0])
+        stored = int(m.shards.start[shards[0]]) + source.start
+        lead = (stored - sum(self._file.sizes[:first])) % m.chunk_nbytes
+        return 0 if lead % PAGE_NBYTES else lead
+
+    def _budget(self) -> Budget:
+        """Return the budget, in jobs: each has a window, its read buffers and its unconverted
+        elements."""
+        traits = self._driver.traits
+        writes = 1 if traits.part_order == "serial" else traits.concurrency
+        job_nbytes = self._window_nbytes + _CHUNKS_READ * self._chunk_nbytes
+        ratios = [
+            self._sources[tensor.name].kind[1] / tensor.itemsize
+            for tensor in self._file.tensors
+            if self._sources[tensor.name].convert_to is not None
+        ]
+        job_nbytes += int(self._window_nbytes * max(ratios, default=0))
+        free_nbytes = self._budget_nbytes - traits.upload_nbytes
+        jobs = min(max(1, free_nbytes // job_nbytes), writes + _READS_MAX)
+        return Budget(jobs, {"read": jobs, "cpu": CPU_THREADS, "write": writes})
+
+    async def _read(self, window: Window) -> None:
+        held = _Held(self._pool.take())
+        self._held[window] = held
+        wanted = await offload(self._wanted, window, held)
+        await read_into(self._checkpoint, wanted, _CHUNKS_READ * self._chunk_nbytes)
+
+    def _wanted(self, window: Window, held: _Held) -> list[FlatRanges]:
+        """Return the ranges to read for a window; copy bytes that are not tensors into place."""
+        as_they_are = []
+        found = []
+        for part in window.slices:
+            piece = self._file.pieces[part.item]
+            if isinstance(piece, bytes):
+                held.buffer.view[part.at : part.at + part.nbytes] = piece[part.start : part.stop]
+                continue
+            source = self._sources[piece.name]
+            if source.convert_to is None:
+                start = source.start + part.start
+                as_they_are.append((source.row, start, start + part.nbytes, part.at))
+                continue
+            start = source.start + part.start // piece.itemsize * source.kind[1]
+            stop = source.start + part.stop // piece.itemsize * source.kind[1]
+            there = np.empty(stop - start, np.uint8)
+            held.unconverted.append((part, there))
+            found.append(FlatRanges.of([(source.row, start, stop, 0)], there))
+        return [*found, FlatRanges.of(as_they_are, held.content)]
+
+    async def _convert(self, window: Window) -> None:
+        if self._held[window].unconverted:
+            await offload(self._convert_now, self._held[window])
+
+    def _convert_now(self, held: _Held) -> None:
+        from ...state.conversion import convert
+
+        into = held.content
+        for part, elements in held.unconverted:
+            tensor = self._file.pieces[part.item]
+            assert isinstance(tensor, ModelTensor)
+            source = self._sources[tensor.name]
+            there = into[part.at : part.at + part.nbytes]
+            assert source.convert_to is not None
+            convert(elements, source.kind, there, source.convert_to, tensor.name)
+
+    def _release(self, window: Window) -> None:
+        held = self._held.pop(window, None)
+        if held is not None:
+            self._pool.give(held.buffer)

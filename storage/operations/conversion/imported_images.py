@@ -1,0 +1,259 @@
+"""Writes the images of an import and commits them: image by image, resumable.
+
+An interrupted import leaves its complete images in its attempt. The attempt's marker identifies
+which bytes of which files make up the images (``commit.begin_import``). A later import of the same
+files keeps those images and writes the rest (``docs/decisions/0078-imports-go-on.md``). Files are
+compared by the storage's metadata and by samples of their bytes.
+
+Scope: the layout of the files is already known; :mod:`.importing` determines it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ....core.aio import at_most
+from ....drivers.contract import Driver
+from ....errors import CheckpointError, DamagedError, NotFoundError, SaveError, UsageError
+from ....planner.columns import Ints
+from ....planner.image import DIGEST_NBYTES, ImageLayout
+from ....planner.table import ShardTable
+from ...format.digest import digest, page_of
+from ...format.fragment import Fragment, Group
+from ...format.manifest import Manifest, image_key
+from ...format.merge import merge
+from ...format.tables import ImageTable
+from ...format.tree import ByRank
+from ...pipeline.file_chunks import Enclosed, FileChunks, Stretch
+from ...pipeline.image_writer import Callbacks, ImageWriter, WrittenImage, check_image_size
+from ...protocol.attempt import Attempt, check_marker, delete_attempt
+from ...protocol.commit import abandon, abandon_failed, begin_import, commit, settle
+from ...runtime.engine import offload
+from ...state.flat_state import FlatState
+from ...state.plan import ImagePlan, plan_images
+from .model_source import Model, SourceTensor, check_unchanged
+from .source_state import places_of
+
+__all__ = ["ImagesJob", "write_and_commit"]
+
+_SAMPLES = 4
+_SAMPLE_NBYTES = 16 << 10
+"""Samples per file, and their size, used to tell a file from another of equal name, size and
+time."""
+_RULES = "import 1"
+"""Version of the rules by which files map to image bytes. An attempt under other rules is not
+resumed."""
+
+Place = tuple[Stretch | Enclosed, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ImagesJob:
+    """An import: row i of ``flat`` is ``sources[i]``, from the files of ``model``.
+
+    ``image_nbytes``: see :func:`.importing.import_`.
+    """
+
+    model: Model
+    flat: FlatState
+    sources: Sequence[SourceTensor]
+    step: int | None
+    budget_nbytes: int
+    image_nbytes: int
+    wrote: Callable[[int, int], None]
+
+
+async def write_and_commit(theirs: Driver, ours: Driver, job: ImagesJob) -> tuple[str, int]:
+    """Write the missing images to ``ours`` and commit.
+
+    Returns the attempt, and the bytes of images reused from an earlier import. Images stay for a
+    later import after an error, unless the error would recur: damage, a changed file, a value that
+    cannot be stored. Raises like :func:`.importing.import_`.
+    """
+    created_s = time.time()
+    plans = await offload(plan_images, job.flat, job.image_nbytes)
+    for plan in plans:
+        check_image_size(ours, plan.layout.nbytes)
+    images = _Images(theirs, ours, job, plans)
+    attempt, resumed = await begin_import(ours, await images.identity())
+    try:
+        written = await images.write(attempt, resumed)
+        head = (attempt.id, job.step, created_s)
+        manifest = await offload(_manifest, head, job.flat, plans, written)
+        manifest = replace(manifest, metadata=job.model.metadata)
+        obsolete = await commit(ours, attempt, manifest)
+    except (NotFoundError, SaveError):
+        await abandon_failed(ours, attempt)
+        raise
+    except (CheckpointError, UsageError):
+        await abandon(ours, attempt)
+        raise
+    if ours.traits.exclusive_is_atomic:
+        # Otherwise a concurrent import of the same files may still put its manifest, see
+        # ``commit``.
+        await settle(ours, attempt)
+    if obsolete is not None:
+        await delete_attempt(ours, obsolete)
+    return attempt.id, images.reused_nbytes
+
+
+class _Images:
+    """The images of one import."""
+
+    def __init__(
+        self, theirs: Driver, ours: Driver, job: ImagesJob, plans: Sequence[ImagePlan]
+    ) -> None:
+        self._theirs = theirs
+        self._ours = ours
+        self._job = job
+        self._plans = plans
+        self._places = [places_of(plan, job.sources) for plan in plans]
+        self._total_nbytes = sum(plan.layout.hashed_end for plan in plans)
+        self._done_nbytes = 0
+        self.reused_nbytes = 0
+        """Bytes of reused images."""
+
+    async def identity(self) -> str:
+        """Return a digest of everything that determines the bytes of all images."""
+        samples = await self._samples()
+        return await offload(self._digest, samples)
+
+    async def write(self, attempt: Attempt, resumed: bool) -> list[WrittenImage]:
+        """Write the missing images, each durable and visible when written."""
+        written: list[WrittenImage] = []
+        for number, plan in enumerate(self._plans):
+            key = image_key(attempt.id, number)
+            image = None
+            if resumed:
+                image = await self._there(key, plan.layout)
+            if image is not None:
+                self.reused_nbytes += image.stored_nbytes
+            else:
+                await check_marker(self._ours, attempt)
+                image = await self._write(key, number, attempt)
+            self._done_nbytes += plan.layout.hashed_end
+            self._job.wrote(self._done_nbytes, self._total_nbytes)
+            written.append(image)
+        return written
+
+    async def _write(self, key: str, number: int, attempt: Attempt) -> WrittenImage:
+        layout = self._plans[number].layout
+        before_nbytes = self._done_nbytes
+
+        async def check() -> None:
+            await check_unchanged(self._theirs, self._job.model)
+            await check_marker(self._ours, attempt)
+
+        async def known_key() -> str:
+            return key
+
+        def wrote(nbytes: int, _: int) -> None:
+            self._job.wrote(before_nbytes + nbytes, self._total_nbytes)
+
+        chunks = FileChunks(layout, self._theirs, self._places[number], check)
+        callbacks = Callbacks(lambda: None, lambda: None, wrote=wrote)
+        budget_nbytes = self._job.budget_nbytes
+        return await ImageWriter(self._ours, layout, chunks, budget_nbytes, callbacks).write(
+            known_key
+        )
+
+    async def _there(self, key: str, layout: ImageLayout) -> WrittenImage | None:
+        """Return the image if it exists in full size.
+
+        Its data is not read: a committed upload is complete.
+        """
+        pages = bytearray(layout.nbytes - layout.hashed_end)
+        try:
+            if (await self._ours.stat(key)).nbytes != layout.nbytes:
+                return None
+            await self._ours.read(key, layout.hashed_end, memoryview(pages))
+        except (NotFoundError, DamagedError):
+            return None
+        page_nbytes = layout.chunk_nbytes // layout.block_nbytes * DIGEST_NBYTES
+        digests = page_of(memoryview(pages), page_nbytes)
+        table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+        return WrittenImage(table, layout.nbytes)
+
+    async def _samples(self) -> list[str]:
+        """Return digests of samples from each file, in file order.
+
+        Samples suffice to detect another version of a model: training changes most weights.
+        """
+        wanted = _samples(place for places in self._places for place in places)
+        found = [""] * len(wanted)
+
+        async def sample(number: int, where: Stretch) -> None:
+            content = bytearray(where.nbytes)
+            await self._theirs.read(where.key, where.start, memoryview(content))
+            found[number] = digest(bytes(content)).hex()
+
+        await at_most(
+            self._theirs.traits.concurrency,
+            (sample(number, where) for number, where in enumerate(wanted)),
+        )
+        return found
+
+    def _digest(self, samples: Sequence[str]) -> str:
+        rows: list[object] = []
+        for plan, places in zip(self._plans, self._places, strict=True):
+            rows.append(digest(plan.layout.header).hex())
+            for place in places:
+                where = _around(place)
+                skip = place[0].skip if isinstance(place[0], Enclosed) else -1
+                rows.append([where.key, where.start, where.nbytes, skip, *place[1:]])
+        whole = [_RULES, self._theirs.uri, sorted(self._job.model.stamps.items()), rows]
+        return digest(json.dumps([*whole, samples]).encode()).hex()
+
+
+def _samples(places: Iterable[Place]) -> list[Stretch]:
+    """Return the ranges to sample: in each file, the middle of some evenly spaced places."""
+    by_file: defaultdict[str, list[Stretch]] = defaultdict(list)
+    for place in places:
+        where = _around(place)
+        if where.nbytes:
+            by_file[where.key].append(where)
+    found = []
+    for key in sorted(by_file):
+        there = sorted(by_file[key], key=lambda where: where.start)
+        chosen = {(2 * i + 1) * len(there) // (2 * _SAMPLES): None for i in range(_SAMPLES)}
+        for where in (there[number] for number in chosen):
+            nbytes = min(where.nbytes, _SAMPLE_NBYTES)
+            found.append(Stretch(key, where.start + (where.nbytes - nbytes) // 2, nbytes))
+    return found
+
+
+def _around(place: Place) -> Stretch:
+    """Return the range that is read for a place."""
+    if isinstance(place[0], Enclosed):
+        return place[0].around
+    return place[0]
+
+
+def _manifest(
+    head: tuple[str, int | None, float],
+    flat: FlatState,
+    plans: Sequence[ImagePlan],
+    written: Sequence[WrittenImage],
+) -> Manifest:
+    """Return the manifest of these images, each of which counts as a rank with the same values.
+
+    Raises SaveError if no reader would accept it.
+    """
+    ranks: Ints = np.arange(len(plans))
+    tables = [_image_table(*image) for image in zip(ranks.tolist(), plans, written, strict=True)]
+    shards = ShardTable.concat([plan.shards for plan in plans])
+    values: list[ByRank] = [[(ranks.tolist(), v.by_rank[0][1])] for v in flat.tree.values]
+    group = Group(plans[0].reported, ranks, shards, ImageTable.joined(tables), values)
+    return merge([Fragment(head, [group])])
+
+
+def _image_table(rank: int, plan: ImagePlan, written: WrittenImage) -> ImageTable:
+    n = int(len(written.digests) > 0)  # a plan without shards has no image
+    hashed = np.full(n, plan.layout.hashed_end, np.int64)
+    return ImageTable(np.full(n, rank, np.int64), hashed, written.digests)

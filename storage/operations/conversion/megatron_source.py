@@ -1,0 +1,171 @@
+"""Reads a folder of Megatron-core's ``dist_checkpointing`` (format ``torch_dist``).
+
+It is a folder of torch's distributed checkpoint, plus ``common.pt`` with the data that all ranks
+share. Tensors keep Megatron's keys, under which :mod:`...integrations.megatron` loads them. The
+contents of ``common.pt`` about a distributed optimizer are moved to where that module expects them;
+the rest keeps its path. Classes in its pickle are not resolved: a value that contains an object is
+refused.
+
+Scope: optimizers in the format ``fully_reshardable``, whose tensors have the shapes of parameters.
+Other formats store buckets with objects, which are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from ....drivers.contract import Driver
+from ...format.torch_pickle import StoredTensor, Value, leaves
+from ...pipeline.file_chunks import Stretch
+from ...runtime.engine import offload
+from .archive_reader import ArchiveReader
+from .dcp_source import check_plain, no_plain_value, read_contents, read_items
+from .model_source import Model, Path, SourceTensor, stamps_of
+from .torch_source import TAIL_NBYTES
+
+__all__ = ["MEGATRON_COMMON_KEY", "read_megatron_model"]
+
+MEGATRON_COMMON_KEY = "common.pt"
+_SHARDED_OBJECT = re.compile(r".+/shard_[0-9.]+_[0-9.]+", re.DOTALL)
+"""Item names that Megatron derives from a ``ShardedObject``."""
+_RESHARDABLE = "fully_reshardable"
+
+
+async def read_megatron_model(
+    driver: Driver, choose: Callable[[Iterable[str]], Sequence[str]]
+) -> Model:
+    """Read the items of a folder that ``choose`` selects by name; ignore the others.
+
+    Raises UnsupportedFormatError naming a value that contains an object; otherwise raises like
+    :func:`.dcp_source.read_items`.
+    """
+    contents = await read_contents(driver)
+    common = await _Common.read(driver)
+    names = [*contents.tensors, *contents.values, *common.items]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise common.archive.refused(
+            f"{twice[0]!r} is in {MEGATRON_COMMON_KEY} and elsewhere in the folder"
+        )
+    picked = choose(names)
+    model = await read_items(driver, contents, picked)
+    tensors, values = await common.picked(driver, picked)
+    return Model(
+        (*model.tensors, *tensors),
+        {**model.stamps, **await stamps_of(driver, [MEGATRON_COMMON_KEY])},
+        values={**{n: _unpacked(n, value) for n, value in model.values.items()}, **values},
+        paths={**model.paths, **{name: common.items[name][0] for name in common.items}},
+    )
+
+
+def _unpacked(name: str, value: object) -> object:
+    """Convert a ``ShardedObject``'s value, which Megatron wraps in a list, to the form Holdfast
+    saves."""
+    if _SHARDED_OBJECT.fullmatch(name) and isinstance(value, list) and len(value) == 1:
+        return {"data": value[0]}
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """The file ``common.pt``: the path and content of each item, by name."""
+
+    archive: ArchiveReader
+    items: Mapping[str, tuple[Path, Value]]
+
+    @classmethod
+    async def read(cls, driver: Driver) -> _Common:
+        """Read the file. Raises DamagedError; UnsupportedFormatError unless it is an acyclic
+        dict."""
+        nbytes = (await driver.stat(MEGATRON_COMMON_KEY)).nbytes
+        archive = ArchiveReader(driver, Stretch(MEGATRON_COMMON_KEY, 0, nbytes), TAIL_NBYTES)
+        value = await archive.value(lambda name: True)
+        try:
+            return cls(archive, await offload(_by_name, value))
+        except ValueError as error:
+            raise archive.refused(str(error)) from error
+
+    async def picked(
+        self, driver: Driver, names: Iterable[str]
+    ) -> tuple[list[SourceTensor], dict[str, object]]:
+        """Return the tensors and values of these names. Raises UnsupportedFormatError for other
+        items."""
+        found = {name: self.items[name][1] for name in names if name in self.items}
+        tensors = {name: item for name, item in found.items() if isinstance(item, StoredTensor)}
+        values = {name: item for name, item in found.items() if name not in tensors}
+        for name, value in values.items():
+            try:
+                check_plain(value)
+            except ValueError as error:
+                raise no_plain_value(driver, MEGATRON_COMMON_KEY, name, error) from error
+        places = await self.archive.places(tensors)
+        return [SourceTensor(n, t.dtype, t.shape, places[n]) for n, t in tensors.items()], values
+
+
+def _by_name(value: Value) -> Mapping[str, tuple[Path, Value]]:
+    """Return the items of nested dicts by dotted name. Raises ValueError."""
+    for _ in leaves(value):  # raises ValueError for a cycle
+        pass
+    if not _is_named(value):
+        raise ValueError("it is not a dict of names")
+    found = list(_items_in((), _with_optimizer(value)))
+    by_name = {".".join(path): (path, item) for path, item in found}
+    if len(by_name) < len(found):
+        raise ValueError("two of its values have the same dotted path")
+    return by_name
+
+
+def _is_named(value: Value) -> TypeGuard[Mapping[str, Value]]:
+    """Return whether ``value`` is a dict with only str keys."""
+    return isinstance(value, dict) and all(type(key) is str for key in value)
+
+
+def _items_in(
+    path: tuple[str, ...], named: Mapping[str, Value]
+) -> Iterator[tuple[tuple[str, ...], Value]]:
+    for key, item in named.items():
+        if item and _is_named(item):
+            yield from _items_in((*path, key), item)
+        else:
+            yield (*path, key), item
+
+
+def _with_optimizer(common: Mapping[str, Value]) -> Mapping[str, Value]:
+    """Return ``common`` with the optimizer in the form that :mod:`...integrations.megatron`
+    saves."""
+    states = common.get("optimizer")
+    if _is_named(states):
+        states = {0: states}  # a single optimizer, not a numbered chain of several
+    if not isinstance(states, dict) or "optim" in common:
+        return common
+    taken = [_of_optimizer(state) for state in states.values()]
+    if None in taken:
+        return common
+    rest = {key: item for key, item in common.items() if key != "optimizer"}
+    return {**rest, "optim": {"common": {str(number): each for number, each in enumerate(taken)}}}
+
+
+def _of_optimizer(state: Value) -> Mapping[str, Value] | None:
+    """Return groups, step and loss scale of a distributed optimizer; None for anything else."""
+    if not isinstance(state, dict) or state.get("param_state_sharding_type") != _RESHARDABLE:
+        return None
+    inner = state.get("optimizer")
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return None
+    taken: dict[str, Value] = {"groups": groups}
+    steps = {group["step"] for group in groups if _is_count(group.get("step"))}
+    if len(steps) == 1:
+        taken["step"] = int(steps.pop())
+    if "grad_scaler" in state:
+        taken["scaler"] = state["grad_scaler"]
+    return taken
+
+
+def _is_count(value: Value) -> TypeGuard[int | float]:
+    """Return whether ``value`` is a whole number. Torch's optimizers count steps in floats."""
+    return isinstance(value, int) or (isinstance(value, float) and value.is_integer())

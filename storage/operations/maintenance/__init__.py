@@ -1,0 +1,1 @@
+"""Listing, copying, pruning and removing checkpoints."""

@@ -1,0 +1,381 @@
+"""Copies committed checkpoints between storages: verified, atomic at the destination, resumable.
+
+The destination gets a new attempt (``commit.begin_copy``), the images under its name, and then the
+manifest, in which only the attempt changes. So a copy of a copy still is the same checkpoint. The
+save's telemetry is copied unchanged if possible.
+
+Scope: whole checkpoints. Layouts are not changed, merged or converted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ....core.aio import at_most
+from ....drivers.contract import Driver
+from ....errors import (
+    CheckpointError,
+    DamagedError,
+    ExistsError,
+    NotACheckpointError,
+    NotFoundError,
+    ReplacedError,
+    SaveError,
+)
+from ...format.digest import digest
+from ...format.lineage import LINEAGE_KEY
+from ...format.manifest import MANIFEST_KEY, Manifest
+from ...pipeline.image_copier import ImageCopier
+from ...pipeline.image_reader import ImageReader
+from ...pipeline.unpacking import image_driver
+from ...pipeline.verifier import verify_images
+from ...protocol.attempt import delete_attempt
+from ...protocol.commit import abandon, abandon_failed, begin_copy, commit, settle
+from ...protocol.current import is_current, read_manifest
+from ...protocol.telemetry import get_telemetry, put_telemetry
+from ...runtime.engine import offload, run
+from ...runtime.progress import ProgressCallback, ProgressReporter
+from ..foreign_formats import explains
+from ..location import Place
+from .listing import manifest_keys, read_lineage
+
+_log = logging.getLogger(__name__)
+
+__all__ = ["CopiedCheckpoint", "CopyReport", "Orders", "Pair", "copy", "copy_checkpoint"]
+
+BUDGET_NBYTES = 512 << 20
+_LOOKS = 8
+"""Pairs of manifests read at the same time."""
+
+UriLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedCheckpoint:
+    """One checkpoint of a copy, by its ``path`` relative to both URIs.
+
+    ``nbytes``: size of its ``files`` images. ``sent_nbytes``: bytes sent now; the rest was already
+    there, from an earlier, interrupted copy, or, if nothing was sent, because the destination has
+    the same checkpoint. ``problem``: why it was not copied; nothing of it is then visible at the
+    destination.
+    """
+
+    path: str
+    step: int | None
+    files: int
+    nbytes: int
+    sent_nbytes: int
+    seconds: float
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """Result of a copy from ``source`` to ``uri``, both redacted."""
+
+    source: str
+    uri: str
+    checkpoints: tuple[CopiedCheckpoint, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """True if all checkpoints are now at the destination."""
+        return all(c.problem is None for c in self.checkpoints)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of images that are now at the destination, including any already there before."""
+        return sum(c.nbytes for c in self.copied)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of images sent by this copy."""
+        return sum(c.sent_nbytes for c in self.copied)
+
+    @property
+    def copied(self) -> tuple[CopiedCheckpoint, ...]:
+        """The checkpoints that are now at the destination: copied, or already there before."""
+        return tuple(c for c in self.checkpoints if c.problem is None)
+
+
+@explains("src", "src_options")
+def copy(
+    src: UriLike,
+    dst: UriLike,
+    *,
+    overwrite: bool = False,
+    recursive: bool = False,
+    budget_nbytes: int = BUDGET_NBYTES,
+    src_options: Mapping[str, object] | None = None,
+    dst_options: Mapping[str, object] | None = None,
+    progress: ProgressCallback | None = None,
+) -> CopyReport:
+    """Copy the checkpoint ``src`` to ``dst``. Returns when it is committed there.
+
+    With ``recursive``, copy each checkpoint at and below ``src`` to the same path below ``dst``,
+    along with the lineage that records which are abandoned.
+
+    Every byte is verified. Atomic: ``dst`` has the complete new checkpoint or its previous
+    contents. An interrupted copy resumes when called again: images already complete at the
+    destination are not sent again. Extra host memory stays within ``budget_nbytes``.
+
+    A destination that already has the same checkpoint is left alone; with ``overwrite``, only if
+    every byte of it is undamaged. Raises ExistsError, before reading any data, if it has another
+    checkpoint, unless ``overwrite``. Raises NotACheckpointError, UnsupportedFormatError,
+    StorageError and ReplacedError; SupersededError if a concurrent save to ``dst`` wins;
+    DamagedError, with file, bytes and tensors, for a damaged source. With ``recursive``, a damaged
+    checkpoint does not stop the others: it is reported as a ``problem``.
+
+    ``progress(done_nbytes, total_nbytes)`` is called periodically on a separate thread, counting
+    bytes at the destination. An exception from it aborts the copy.
+    """
+    began_s = time.perf_counter()
+    source = Place.of(src, src_options)
+    target = Place.of(dst, dst_options)
+    orders = Orders(overwrite, budget_nbytes)
+    with ProgressReporter(progress) as reporter:
+        copied = run(_copy(source, target, orders, recursive, reporter))
+    return CopyReport(
+        source.uri.redacted, target.uri.redacted, tuple(copied), time.perf_counter() - began_s
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """Options of a copy; see :func:`copy`."""
+
+    overwrite: bool
+    budget_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A checkpoint to copy, and the same one at the destination if already present."""
+
+    manifest: Manifest
+    identity: str
+    same: Manifest | None
+
+    @property
+    def nbytes(self) -> int:
+        """Stored size of all images in bytes."""
+        return int(self.manifest.images.file_nbytes(self.manifest.block_nbytes).sum())
+
+
+async def _copy(
+    source: Place, target: Place, orders: Orders, recursive: bool, reporter: ProgressReporter
+) -> list[CopiedCheckpoint]:
+    paths = await _paths(source, recursive=recursive)
+    looked = await _look_at_all(source, target, paths, orders, recursive)
+    if recursive:
+        await _copy_lineages(source, target, {path.rpartition("/")[0] for path in paths if path})
+    sum_up = _Sum(reporter, sum(c.nbytes for c in looked))
+    copied = []
+    for known in looked:
+        try:
+            done = known
+            if known.problem is None:
+                done = await _copy_path(source, target, known, orders, sum_up.add)
+        except CheckpointError as error:
+            if not recursive:
+                raise
+            done = replace(known, problem=str(error))
+        sum_up.end(known.nbytes)
+        copied.append(done)
+    return copied
+
+
+async def _copy_lineages(source: Place, target: Place, folders: Collection[str]) -> None:
+    """Copy runs' lineages, unless the destination has the lineage of another run."""
+    for folder in folders:
+        async with source.opened() as theirs, target.opened() as ours:
+            lineage = await read_lineage(theirs, folder)
+            there = await read_lineage(ours, folder)
+            if lineage == there:
+                continue
+            if not there.parents.items() <= lineage.parents.items():
+                _log.warning(
+                    "the lineage is not copied to %s, which has the lineage of another run",
+                    ours.uri,
+                )
+                continue
+            await ours.put(f"{folder}/{LINEAGE_KEY}".lstrip("/"), lineage.encode())
+
+
+class _Sum:
+    """Progress over the copies of several checkpoints."""
+
+    def __init__(self, reporter: ProgressReporter, total_nbytes: int) -> None:
+        self._reporter = reporter
+        self._total_nbytes = total_nbytes
+        self._done_nbytes = 0
+        self._ended_at_nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that are now at the destination."""
+        self._done_nbytes += nbytes
+        self._reporter.report(self._done_nbytes, self._total_nbytes)
+
+    def end(self, nbytes: int) -> None:
+        """Finish a checkpoint of ``nbytes``. If it was damaged, subtract its unsent bytes from
+        the total."""
+        added_nbytes = self._done_nbytes - self._ended_at_nbytes
+        self._ended_at_nbytes = self._done_nbytes
+        if added_nbytes < nbytes:
+            self._total_nbytes -= nbytes - added_nbytes
+            self._reporter.report(self._done_nbytes, self._total_nbytes)
+
+
+async def _paths(source: Place, *, recursive: bool) -> list[str]:
+    """Return the paths of the checkpoints to copy."""
+    if not recursive:
+        return [""]
+    async with source.opened() as driver:
+        paths = [key.rpartition("/")[0] for key in await manifest_keys(driver)]
+    if not paths:
+        raise NotACheckpointError(
+            "no checkpoint is committed at or below it", uri=source.uri.redacted
+        )
+    return paths
+
+
+async def _look_at_all(
+    source: Place, target: Place, paths: Sequence[str], orders: Orders, recursive: bool
+) -> list[CopiedCheckpoint]:
+    """Return the checkpoints to copy, ordered by step; send nothing yet.
+
+    Does not keep their manifests, because there may be many.
+    """
+    looked: list[CopiedCheckpoint] = []
+
+    async def look(path: str) -> None:
+        try:
+            async with source.opened(path) as theirs, target.opened(path) as ours:
+                pair = await _look(theirs, ours, orders)
+        except CheckpointError as error:
+            if not recursive:
+                raise
+            looked.append(CopiedCheckpoint(path, None, 0, 0, 0, 0.0, str(error)))
+        else:
+            m = pair.manifest
+            looked.append(CopiedCheckpoint(path, m.step, len(m.images), pair.nbytes, 0, 0.0))
+
+    await at_most(_LOOKS, map(look, paths))
+    return sorted(looked, key=lambda c: (c.step is None, c.step or 0, c.path))
+
+
+async def _copy_path(
+    source: Place,
+    target: Place,
+    known: CopiedCheckpoint,
+    orders: Orders,
+    sent: Callable[[int], None],
+) -> CopiedCheckpoint:
+    began_s = time.perf_counter()
+    async with source.opened(known.path) as theirs, target.opened(known.path) as ours:
+        pair, sent_nbytes = await copy_checkpoint(theirs, ours, orders, sent)
+    m = pair.manifest
+    seconds = time.perf_counter() - began_s
+    return CopiedCheckpoint(known.path, m.step, len(m.images), pair.nbytes, sent_nbytes, seconds)
+
+
+async def copy_checkpoint(
+    theirs: Driver, ours: Driver, orders: Orders, sent: Callable[[int], None] = lambda nbytes: None
+) -> tuple[Pair, int]:
+    """Copy the checkpoint at one driver's root to another's; return the pair and the bytes sent.
+
+    ``sent`` is called with bytes that are at the destination, including those found there. Raises
+    like :func:`copy`.
+    """
+    pair = await _look(theirs, ours, orders)
+    if await _is_there(ours, pair, orders):
+        sent(pair.nbytes)
+        return pair, 0
+    return pair, await _send(theirs, ours, pair, orders, sent)
+
+
+async def _look(theirs: Driver, ours: Driver, orders: Orders) -> Pair:
+    """Read both manifests. Raises ExistsError if another checkpoint exists and may not be
+    replaced."""
+    manifest, _ = await read_manifest(theirs)
+    identity = await offload(_identity, manifest)
+    return Pair(manifest, identity, await _same(ours, identity, orders))
+
+
+async def _same(ours: Driver, identity: str, orders: Orders) -> Manifest | None:
+    try:
+        there, _ = await read_manifest(ours)
+    except NotACheckpointError:
+        return None
+    except DamagedError:
+        there = None
+    if there is not None and await offload(_identity, there) == identity:
+        return there
+    if orders.overwrite:
+        return None
+    raise ExistsError(
+        "another checkpoint already exists" if there else "a damaged checkpoint already exists",
+        uri=ours.uri,
+        key=MANIFEST_KEY,
+        advice="Copy to another URI, or replace it (overwrite).",
+    )
+
+
+def _identity(manifest: Manifest) -> str:
+    """Return a digest that all copies of a checkpoint share: of the manifest without the
+    attempt."""
+    return digest(replace(manifest, attempt="").encode()).hex()
+
+
+async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
+    """Return whether nothing is to be done. With ``overwrite``, a damaged copy is replaced."""
+    if pair.same is None or not orders.overwrite:
+        return pair.same is not None
+    images = image_driver(ours, pair.same)
+    return (
+        await verify_images(images, pair.same, orders.budget_nbytes, lambda done, total: None)
+    ).ok
+
+
+async def _send(
+    theirs: Driver, ours: Driver, pair: Pair, orders: Orders, sent: Callable[[int], None]
+) -> int:
+    """Send the missing images and commit; return the number of bytes sent."""
+    attempt, resumed = await begin_copy(ours, pair.identity)
+    reader = ImageReader(image_driver(theirs, pair.manifest), pair.manifest, orders.budget_nbytes)
+    copier = ImageCopier(reader, ours, attempt.id, orders.budget_nbytes, sent)
+    try:
+        whole: Collection[int] = []
+        if resumed:
+            whole = await copier.whole()
+        there_nbytes = sum(copier.sizes[i] for i in whole)
+        sent(there_nbytes)
+        await copier.run([i for i in range(len(copier.sizes)) if i not in whole])
+        sent_nbytes = sum(copier.sizes) - there_nbytes
+        if pair.same is None and await _same(ours, pair.identity, orders) is not None:
+            await abandon(ours, attempt)  # another copy finished first
+            return sent_nbytes
+        obsolete = await commit(ours, attempt, copier.target)
+    except DamagedError as error:
+        await abandon(ours, attempt)
+        if not await is_current(theirs, pair.manifest.attempt):
+            raise ReplacedError(
+                "a save has replaced it while it was copied", uri=theirs.uri
+            ) from error
+        raise
+    except (NotFoundError, SaveError):
+        await abandon_failed(ours, attempt)
+        raise
+    await put_telemetry(ours, attempt.id, partial(get_telemetry, theirs, pair.manifest.attempt))
+    if ours.traits.exclusive_is_atomic:
+        # Otherwise another copy may have put a commit record and still put its manifest.
+        await settle(ours, attempt)
+    if obsolete is not None:
+        await delete_attempt(ours, obsolete)
+    return sent_nbytes

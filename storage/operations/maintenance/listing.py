@@ -1,0 +1,351 @@
+"""Lists the checkpoints at and below a place, marking abandoned ones and missing images."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ....core.aio import at_most
+from ....drivers.contract import Driver, ObjectInfo
+from ....drivers.registry import open_driver
+from ....errors import (
+    AccessError,
+    DamagedError,
+    HoldfastError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
+from ...format.lineage import LINEAGE_KEY, ROOT, Lineage
+from ...format.manifest import MANIFEST_KEY, Manifest
+from ...protocol.attempt import ATTEMPT_KEY_PATTERN
+from ...runtime.engine import check_may_wait, offload, start
+from ..foreign_formats import explains
+
+__all__ = [
+    "ListedCheckpoint",
+    "Listing",
+    "check_lineages",
+    "list_checkpoints",
+    "listed",
+    "manifest_keys",
+    "read_lineage",
+]
+
+_OF_ATTEMPT = re.compile(rf"(?:(?P<folder>.+)/)?{ATTEMPT_KEY_PATTERN}")
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCheckpoint:
+    """One line of a listing.
+
+    ``problem``: why the checkpoint or folder cannot be read; the figures are then zero and
+    ``attempt`` is empty. ``damage``: which image is missing or has the wrong size. ``abandoned``:
+    training went back to an earlier step, and this later checkpoint is on the branch it left.
+    """
+
+    path: str
+    step: int | None
+    world: int
+    tensors: int
+    nbytes: int
+    created_s: float
+    problem: str | None = None
+    attempt: str = ""
+    branch: str = ROOT
+    abandoned: bool = False
+    damage: str | None = None
+
+    @property
+    def folder(self) -> str:
+        """Path of the folder that contains it; ``""`` for the listed place."""
+        return self.path.rpartition("/")[0]
+
+
+@explains("uri", "storage_options")
+def list_checkpoints(
+    uri: str | os.PathLike[str],
+    *,
+    last: int | None = None,
+    storage_options: Mapping[str, object] | None = None,
+) -> list[ListedCheckpoint]:
+    """List the checkpoints at and below ``uri``, by relative path (``""``: ``uri`` itself).
+
+    Ordered by step and time; lines with a problem and abandoned checkpoints come first, so a run
+    resumes from the last line. ``last``: only that many, whose manifests are the newest by the
+    storage's clock; other manifests are not read. Folders that cannot be entered are always listed.
+    ``storage_options`` as in :func:`open`.
+
+    A run's ``lineage.json`` that cannot be read is a line with a problem, and no checkpoint of that
+    run counts as abandoned. Raises StorageError; UsageError if ``last`` is less than 1.
+    """
+    if last is not None and last < 1:
+        raise UsageError(f"last={last}", advice="Give 1 or more.")
+    check_may_wait()
+    driver = open_driver(uri, **(storage_options or {}))
+    try:
+        found: list[ListedCheckpoint] = start(_listed(driver, last)).result()
+    finally:
+        start(driver.close()).result()
+    return sorted(
+        found,
+        key=lambda c: (
+            c.problem is None,
+            not c.abandoned,
+            c.step is None,
+            c.step or 0,
+            c.created_s,
+            c.path,
+        ),
+    )
+
+
+async def manifest_keys(driver: Driver) -> list[str]:
+    """Return the keys of the manifests that this driver lists, in no order."""
+    return [info.key async for info in driver.list() if _is_manifest(info)]
+
+
+async def read_lineage(driver: Driver, folder: str = "") -> Lineage:
+    """Return the lineage of the run in ``folder``; without a record, that of a run that never went
+    back.
+
+    Raises DamagedError if the record cannot be read or its name is taken by something else;
+    StorageError.
+    """
+    key = f"{folder}/{LINEAGE_KEY}".lstrip("/")
+    try:
+        return Lineage.decode(await driver.get(key))
+    except (AccessError, DamagedError) as error:
+        raise _unknown_lineage(driver, key, error) from error
+    except NotFoundError as error:
+        if error.taken_by is None:
+            return Lineage()
+        raise _unknown_lineage(driver, key, error) from error
+
+
+def _unknown_lineage(driver: Driver, key: str, cause: HoldfastError) -> DamagedError:
+    return DamagedError(
+        f"{LINEAGE_KEY} cannot be read, so it is unknown which checkpoints of the run are "
+        f"abandoned: {cause.message}",
+        uri=driver.uri,
+        key=key,
+        advice="Restore it; or call resume(state, step=…), which writes a new one: every "
+        "checkpoint up to that step then counts.",
+    )
+
+
+def check_lineages(uri: str, listed: Sequence[ListedCheckpoint]) -> None:
+    """Raise DamagedError if the listing of ``uri`` has a run whose lineage cannot be read.
+
+    Any checkpoint of that run may be abandoned.
+    """
+    for c in listed:
+        if c.problem is not None and c.path.rpartition("/")[2] == LINEAGE_KEY:
+            raise DamagedError(c.problem, uri=uri, key=c.path)
+
+
+async def listed(driver: Driver, unlisted: list[str]) -> AsyncIterator[ObjectInfo]:
+    """Yield every object of a driver; add folders that it may not enter to ``unlisted``.
+
+    Raises StorageError.
+    """
+    try:
+        async for info in driver.list():
+            yield info
+    except AccessError as error:
+        if not error.unlisted:
+            raise
+        unlisted += error.unlisted
+
+
+class Listing:
+    """The sizes of the ``files`` that a driver lists, by key. ``unlisted``: folders it may not
+    enter."""
+
+    def __init__(
+        self, driver: Driver, files: Mapping[str, int], unlisted: Sequence[str] = ()
+    ) -> None:
+        self._driver = driver
+        self._files = files
+        self._unlisted = unlisted
+        self.unknown: dict[str, DamagedError] = {}
+        """Errors of lineages that :meth:`checkpoints` could not read, by folder."""
+
+    @classmethod
+    async def of(cls, driver: Driver) -> Listing:
+        """List all files that exist now."""
+        unlisted: list[str] = []
+        files = {info.key: info.nbytes async for info in listed(driver, unlisted)}
+        return cls(driver, files, unlisted)
+
+    async def unreadable(self) -> list[ListedCheckpoint]:
+        """Return a line for each problem besides checkpoints.
+
+        These are folders that may not be entered, unless they belong to a checkpoint, whose own
+        line says so; manifests that exist without being listed (a link, a pipe); and lineages that
+        :meth:`checkpoints` could not read.
+        """
+        hidden = await self._hidden()
+        folders = [*self.folders(), *(c.path for c in hidden)]
+        known = tuple(f"{folder}/data".lstrip("/") for folder in folders)
+        hidden += [
+            _problem(f"{folder}/{LINEAGE_KEY}".lstrip("/"), error.message)
+            for folder, error in self.unknown.items()
+        ]
+        return hidden + [
+            _problem(folder, "the folder cannot be read: access is denied")
+            for folder in self._unlisted
+            if not f"{folder}/".startswith(tuple(f"{data}/" for data in known))
+        ]
+
+    async def _hidden(self) -> list[ListedCheckpoint]:
+        """Return a line for each folder with files of an attempt whose manifest may not be read
+        or is not a file."""
+        found: list[ListedCheckpoint] = []
+
+        async def look(folder: str) -> None:
+            problem = await unreadable(self._driver, f"{folder}/{MANIFEST_KEY}".lstrip("/"))
+            if problem is not None:
+                found.append(_problem(folder, f"the manifest cannot be read: {problem}"))
+
+        matches = filter(None, map(_OF_ATTEMPT.fullmatch, self._files))
+        with_attempts = {match["folder"] or "" for match in matches}
+        suspects = with_attempts.difference(self.folders())
+        await at_most(self._driver.traits.concurrency, map(look, sorted(suspects)))
+        return found
+
+    def folders(self) -> list[str]:
+        """Return the folders that contain a manifest."""
+        return [
+            key.rpartition("/")[0] for key in self._files if key.rpartition("/")[2] == MANIFEST_KEY
+        ]
+
+    async def checkpoints(self, folders: Sequence[str]) -> list[ListedCheckpoint]:
+        """Return the checkpoints in these folders, in no order.
+
+        Reads several manifests at a time, because each takes a round trip.
+        """
+        found: list[ListedCheckpoint] = []
+
+        async def look(folder: str) -> None:
+            found.append(await self._line(folder))
+
+        await at_most(self._driver.traits.concurrency, map(look, folders))
+        return await self._marked(found)
+
+    async def _marked(self, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
+        """Mark the abandoned checkpoints, by the lineages of their runs."""
+        runs: dict[str, Lineage] = {}
+
+        async def read(run: str) -> None:
+            runs[run] = await self._lineage(run)
+
+        def is_abandoned(c: ListedCheckpoint) -> bool:
+            return _is_in_run(c) and not runs[c.folder].is_live(c.branch, c.step)
+
+        folders = {c.folder for c in checkpoints if _is_in_run(c)}
+        await at_most(self._driver.traits.concurrency, map(read, sorted(folders)))
+        return [replace(c, abandoned=is_abandoned(c)) for c in checkpoints]
+
+    async def _lineage(self, folder: str) -> Lineage:
+        """Return the lineage of the run in ``folder``.
+
+        If it cannot be read, record the error in ``unknown`` and return that of a run that never
+        went back.
+        """
+        recorded = f"{folder}/{LINEAGE_KEY}".lstrip("/") in self._files
+        if self._driver.remote and not recorded:
+            return Lineage()  # only local file systems have entries that a listing omits
+        try:
+            return await read_lineage(self._driver, folder)
+        except DamagedError as error:
+            self.unknown[folder] = error
+            return Lineage()
+
+    async def _line(self, folder: str) -> ListedCheckpoint:
+        try:
+            data = await self._driver.get(f"{folder}/{MANIFEST_KEY}".lstrip("/"))
+            m = await offload(Manifest.decode, data)
+        except HoldfastError as error:
+            return _problem(folder, error.message)
+        try:
+            damage = await self._damage(folder, m)
+        except StorageError as error:
+            if error.temporary:
+                raise
+            return _problem(folder, f"an image cannot be accessed: {error.message}")
+        return ListedCheckpoint(
+            folder,
+            m.step,
+            m.world,
+            len(m.tensors),
+            m.tensor_nbytes,
+            m.created_s,
+            attempt=m.attempt,
+            branch=m.branch,
+            damage=damage,
+        )
+
+    async def _damage(self, folder: str, m: Manifest) -> str | None:
+        """Return the first missing image or wrong image size, or None."""
+        sizes = m.images.file_nbytes(m.block_nbytes).tolist()
+        for image, nbytes in enumerate(sizes):
+            key = f"{folder}/{m.image_key(image)}".lstrip("/")
+            if self._files.get(key) == nbytes:
+                continue
+            # The listing may be older than the manifest, if another save has put it since.
+            found = await _size(self._driver, key)
+            rank = int(m.images.rank[image])
+            if found is None:
+                return f"the image of rank {rank} is missing"
+            if found != nbytes:
+                return f"the image of rank {rank} has {found:,} bytes instead of {nbytes:,}"
+        return None
+
+
+def _is_in_run(c: ListedCheckpoint) -> bool:
+    """Return whether ``c`` can be read and lies in the folder of a run."""
+    return bool(c.path) and c.problem is None
+
+
+def _problem(folder: str, problem: str) -> ListedCheckpoint:
+    return ListedCheckpoint(folder, None, 0, 0, 0, 0.0, problem)
+
+
+async def unreadable(driver: Driver, key: str) -> str | None:
+    """Return why an unlisted object cannot be read; None if it does not exist or can be read.
+
+    Raises StorageError.
+    """
+    try:
+        await driver.stat(key)
+    except AccessError as error:
+        return error.message
+    except NotFoundError as error:
+        return error.taken_by and error.message
+    return None
+
+
+async def _size(driver: Driver, key: str) -> int | None:
+    try:
+        return (await driver.stat(key)).nbytes
+    except NotFoundError:
+        return None
+
+
+async def _listed(driver: Driver, last: int | None) -> list[ListedCheckpoint]:
+    unlisted: list[str] = []
+    infos = [info async for info in listed(driver, unlisted)]
+    listing = Listing(driver, {info.key: info.nbytes for info in infos}, unlisted)
+    folders = listing.folders()
+    if last is not None:
+        stored_s = {info.key: info.modified_s for info in infos if _is_manifest(info)}
+        newest = sorted(stored_s, key=stored_s.__getitem__)[-last:]
+        folders = [key.rpartition("/")[0] for key in newest]
+    return [*await listing.checkpoints(folders), *await listing.unreadable()]
+
+
+def _is_manifest(info: ObjectInfo) -> bool:
+    return info.key.rpartition("/")[2] == MANIFEST_KEY

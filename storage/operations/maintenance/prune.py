@@ -1,0 +1,466 @@
+"""Deletes checkpoints that are not to be retained, and leftovers of dead attempts.
+
+The manifest is deleted first, durably, and then the data, so a reader finds a complete checkpoint
+or none. A crash in between leaves an attempt that no manifest names; the next pruning collects it.
+
+Unlike a save, a pruning does not take over the URI, so it spares attempts that may be live: those
+written to recently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from ....core.aio import at_most
+from ....drivers.contract import Driver
+from ....errors import (
+    AccessError,
+    DamagedError,
+    FullError,
+    HoldfastError,
+    NotACheckpointError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
+from ...format.lineage import LINEAGE_KEY
+from ...format.manifest import MANIFEST_KEY
+from ...protocol import limits
+from ...protocol.attempt import (
+    ATTEMPT_KEY_PATTERN,
+    Attempt,
+    AttemptFiles,
+    list_attempts,
+    storage_time_s,
+)
+from ...protocol.collect import collect, sweep
+from ...protocol.commit import is_settled
+from ...protocol.current import read_manifest
+from ...protocol.prune_lock import PRUNING_KEY, delete_manifest, is_lock
+from ...protocol.records import ABORT_RECORD, read_record
+from ...runtime.engine import run
+from ..location import Place
+from .choice import Choice, Rules, chosen_by
+from .listing import ListedCheckpoint, Listing, listed, unreadable
+
+__all__ = [
+    "Leftover",
+    "PrunePlan",
+    "PruneReport",
+    "PrunedCheckpoint",
+    "carry_out",
+    "delete_checkpoint",
+    "delete_if_empty",
+    "plan_pruning",
+    "prune",
+    "prune_here",
+]
+
+_FOLDERS = 8
+"""Folders processed at the same time."""
+_MANIFEST = ""
+"""Stands for the manifest among the parts of a folder; see :class:`_Survey`."""
+_OURS = re.compile(
+    r"(?:(?P<folder>.+)/)?"
+    rf"(?:{re.escape(MANIFEST_KEY)}|{ATTEMPT_KEY_PATTERN}|(?P<lock>{PRUNING_KEY}))"
+)
+
+_log = logging.getLogger(__name__)
+
+UriLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedCheckpoint:
+    """A deleted checkpoint; ``nbytes`` counts its files. ``abandoned``: training had gone back
+    to an earlier one. ``damage``: its damage, if any."""
+
+    path: str
+    step: int | None
+    attempt: str
+    nbytes: int
+    abandoned: bool = False
+    damage: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Files below ``path`` of an attempt that no manifest names."""
+
+    path: str
+    attempt: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """Result of a pruning: what was deleted (``done``), or would be. Paths are relative to the
+    redacted ``uri``."""
+
+    uri: str
+    checkpoints: tuple[PrunedCheckpoint, ...]
+    leftovers: tuple[Leftover, ...]
+    kept: tuple[str, ...]
+    """Paths of the other checkpoints, including those spared because their saver may still be
+    running or another save has replaced them."""
+    done: bool = False
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Damaged checkpoints among ``kept``, with a description."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Why something in a folder could not be inspected or deleted, by the folder's path."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all deleted files in bytes."""
+        return sum(c.nbytes for c in self.checkpoints) + sum(x.nbytes for x in self.leftovers)
+
+
+def prune(
+    uri: UriLike,
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    abandoned: bool = False,
+    verify: bool = False,
+    idle_s: float = limits.IDLE_S,
+    dry_run: bool = False,
+    storage_options: Mapping[str, object] | None = None,
+    confirm: Callable[[PruneReport], bool] = lambda report: True,
+) -> PruneReport:
+    """Delete checkpoints at and below ``uri`` that are not retained, and leftovers of dead
+    attempts.
+
+    ``keep_last`` retains the checkpoints of that many highest steps in each folder, ``keep_every``
+    those whose step is a multiple of it. A checkpoint is deleted if neither retains it; none is
+    deleted if neither is given. The latest save of each folder is always retained, and so are
+    checkpoints without a step and ones that cannot be opened.
+
+    A checkpoint counts as retained only if it is whole: all its images exist with the right sizes,
+    and, with ``verify``, every byte matches its checksum. A damaged one is deleted once enough
+    others are whole, and no folder loses its only whole one. Abandoned checkpoints, on a branch
+    that training left, do not count either; they stay unless ``abandoned``.
+
+    An attempt is dead after ``idle_s`` seconds without a write; use 0 only when no job is saving.
+    ``storage_options`` are options of the storage; options in the URI take precedence.
+
+    ``confirm`` is called with the complete plan before anything is deleted. However the pruning is
+    interrupted, each checkpoint is complete or gone. An error in one folder is logged and reported
+    in ``failed``, and other folders are still pruned. Nothing is deleted from a run whose lineage
+    cannot be read. Raises UsageError; StorageError if the storage as a whole fails.
+    """
+    root = Place.of(uri, storage_options)
+    _check_at_least("keep_last", keep_last, 1)
+    _check_at_least("keep_every", keep_every, 1)
+    _check_at_least("idle_s", idle_s, 0)
+    rules = Rules(keep_last, keep_every, abandoned, verify)
+    plan = run(plan_pruning(root, partial(chosen_by, root, rules), idle_s))
+    if dry_run or not confirm(plan.report):
+        return plan.report
+    return run(carry_out(root, plan, idle_s))
+
+
+def _check_at_least(name: str, value: float | None, least: int) -> None:
+    if value is not None and value < least:
+        raise UsageError(f"{name} must be at least {least}, not {value}")
+
+
+async def prune_here(
+    root: Place,
+    chosen: Callable[[Sequence[ListedCheckpoint]], Sequence[ListedCheckpoint]],
+    only: Callable[[str], bool],
+    idle_s: float = limits.IDLE_S,
+) -> PruneReport:
+    """Prune like :func:`prune`, on the engine's loop, with another rule.
+
+    Of the checkpoints whose path satisfies ``only``, delete those returned by ``chosen``, and
+    leftovers of dead attempts at such paths.
+    """
+
+    async def choice(listed: Sequence[ListedCheckpoint]) -> Choice:
+        return Choice(chosen(listed))
+
+    return await carry_out(root, await plan_pruning(root, choice, idle_s, only), idle_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PrunePlan:
+    """The plan of a pruning; its report lists what would be deleted."""
+
+    report: PruneReport
+    folders: tuple[str, ...]
+    """Every folder with files of a checkpoint or an attempt."""
+    locked: frozenset[str]
+    """Folders with a prune lock: a pruning is running there, or has died."""
+    errors: dict[str, HoldfastError]
+    """The first error of each folder that could not be inspected or pruned."""
+
+
+@contextlib.contextmanager
+def _noting(errors: dict[str, HoldfastError], path: str) -> Iterator[None]:
+    """Record and log an error that concerns one folder. An error of the whole storage
+    propagates."""
+    try:
+        yield
+    except (StorageError, DamagedError) as error:
+        if error.temporary or isinstance(error, FullError):
+            raise
+        errors.setdefault(path, error)
+        _log.warning("the folder %s cannot be pruned: %s", path or ".", error)
+
+
+async def plan_pruning(
+    root: Place,
+    chosen: Callable[[Sequence[ListedCheckpoint]], Awaitable[Choice]],
+    idle_s: float,
+    only: Callable[[str], bool] = lambda path: True,
+) -> PrunePlan:
+    """Plan a pruning of the paths that satisfy ``only``.
+
+    It deletes the checkpoints that ``chosen`` returns, and leftovers of dead attempts.
+    """
+    async with root.opened() as driver:
+        survey = await _survey(driver)
+        folders = {path: nbytes for path, nbytes in survey.folders.items() if only(path)}
+        with_manifest = [path for path, nbytes in folders.items() if _MANIFEST in nbytes]
+        listing = Listing(driver, survey.files)
+        found = await listing.checkpoints(with_manifest)
+    errors: dict[str, HoldfastError] = {}
+    for folder, unknown in listing.unknown.items():
+        with _noting(errors, folder):
+            raise unknown
+    spared = survey.unreadable()
+    spared |= {path for path in folders if path and path.rpartition("/")[0] in listing.unknown}
+    for path in spared:
+        folders.pop(path, None)
+    choice = await chosen([c for c in found if c.path in folders])
+    checkpoints = [
+        PrunedCheckpoint(
+            path=c.path,
+            step=c.step,
+            attempt=c.attempt,
+            nbytes=sum(folders[c.path].get(part, 0) for part in (_MANIFEST, c.attempt)),
+            abandoned=c.abandoned,
+            damage=choice.damaged.get(c.path),
+        )
+        for c in choice.gone
+    ]
+    current = {c.path: c for c in found}
+    leftovers = await _all_leftovers(root, folders, current, idle_s, errors)
+    kept = sorted(set(current) - {c.path for c in choice.gone})
+    report = PruneReport(
+        root.uri.redacted,
+        tuple(checkpoints),
+        tuple(leftovers),
+        tuple(kept),
+        damaged={path: what for path, what in choice.damaged.items() if path in kept},
+        failed=_messages(errors),
+    )
+    locked = frozenset(path for path, nbytes in folders.items() if PRUNING_KEY in nbytes)
+    return PrunePlan(report, tuple(folders), locked, errors)
+
+
+def _messages(errors: Mapping[str, HoldfastError]) -> dict[str, str]:
+    return {path: str(error) for path, error in sorted(errors.items())}
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    folders: dict[str, dict[str, int]]
+    """By folder, the bytes of its parts: the manifest under ``_MANIFEST``, a prune lock under
+    its key, each attempt under its id."""
+    files: dict[str, int]
+    """Sizes of all files that a listing may ask for."""
+    unlisted: list[str]
+    """Folders that may not be entered."""
+
+    def unreadable(self) -> set[str]:
+        """Return the folders with unreadable data, in which nothing is deleted."""
+        return {
+            path
+            for path in self.folders
+            for unlisted in self.unlisted
+            if f"{unlisted}/".startswith(f"{path}/data/".lstrip("/"))
+        }
+
+
+async def _survey(driver: Driver) -> _Survey:
+    survey = _Survey({}, {}, [])
+    async for info in listed(driver, survey.unlisted):
+        match = _OURS.fullmatch(info.key)
+        if match or info.key.rpartition("/")[2] == LINEAGE_KEY:
+            survey.files[info.key] = info.nbytes
+        if match is None or (match["lock"] and not await is_lock(driver, info)):
+            continue
+        folder = survey.folders.setdefault(match["folder"] or "", {})
+        part = match["attempt"] or match["lock"] or _MANIFEST
+        folder[part] = folder.get(part, 0) + info.nbytes
+    return survey
+
+
+async def _all_leftovers(
+    root: Place,
+    folders: Mapping[str, Mapping[str, int]],
+    current: Mapping[str, ListedCheckpoint],
+    idle_s: float,
+    errors: dict[str, HoldfastError],
+) -> list[Leftover]:
+    found: list[Leftover] = []
+
+    async def look(path: str) -> None:
+        with _noting(errors, path):
+            async with root.opened(path) as driver:
+                found.extend(await _leftovers(driver, path, current.get(path), idle_s))
+
+    # A checkpoint without leftovers, the common case, has one attempt and needs no inspection.
+    suspects = []
+    for path, nbytes in folders.items():
+        expected = {_MANIFEST, PRUNING_KEY}
+        if path in current:
+            expected.add(current[path].attempt)
+        if nbytes.keys() - expected:
+            suspects.append(path)
+    await at_most(_FOLDERS, map(look, suspects))
+    return sorted(found, key=_by_path)
+
+
+def _by_path(leftover: Leftover) -> tuple[str, str]:
+    return leftover.path, leftover.attempt
+
+
+async def _leftovers(
+    driver: Driver, path: str, current: ListedCheckpoint | None, idle_s: float
+) -> list[Leftover]:
+    """Return what :func:`collect` would delete now, by this host's clock.
+
+    Nothing if the manifest may not be read, because it could name any attempt.
+    """
+    if current is None and await unreadable(driver, MANIFEST_KEY) is not None:
+        return []
+    now_s = time.time()
+    found: list[Leftover] = []
+    for attempt, files in (await list_attempts(driver)).items():
+        if current is not None and attempt.id == current.attempt:
+            continue
+        silent_s = max(0.0, now_s - files.written_s)
+        if silent_s >= await _spared_s(driver, attempt, files, current, idle_s):
+            found.append(Leftover(path, attempt.id, files.nbytes))
+    return found
+
+
+async def _spared_s(
+    driver: Driver,
+    attempt: Attempt,
+    files: AttemptFiles,
+    current: ListedCheckpoint | None,
+    idle_s: float,
+) -> float:
+    """Return how long after its last write an attempt that is not the checkpoint is spared."""
+    spared_s = idle_s
+    if not driver.traits.exclusive_is_atomic:
+        spared_s = max(spared_s, limits.IDLE_S)
+    if not files.has_record:
+        return spared_s
+    if await read_record(driver, attempt.record_key) in (None, ABORT_RECORD):
+        return spared_s
+    if current is not None and current.problem is not None:
+        return float("inf")  # the damaged manifest may have named it
+    return max(spared_s, limits.GRACE_S)
+
+
+async def carry_out(root: Place, plan: PrunePlan, idle_s: float) -> PruneReport:
+    """Delete what the plan names; report what was deleted."""
+    deleted: list[PrunedCheckpoint] = []
+    kept = set(plan.report.kept)
+    for checkpoint in plan.report.checkpoints:
+        with _noting(plan.errors, checkpoint.path):
+            async with root.opened(checkpoint.path) as driver:
+                if await delete_checkpoint(driver, checkpoint):
+                    deleted.append(checkpoint)
+                elif await _is_checkpoint(driver):
+                    kept.add(checkpoint.path)
+    collected = await _collect_all(root, plan, idle_s)
+    emptied = {x.path for x in deleted} | {x.path for x in collected} | plan.locked
+    async with root.opened() as driver:
+        for path in emptied - {""}:
+            with _noting(plan.errors, path):
+                await delete_if_empty(driver, path)
+    return replace(
+        plan.report,
+        checkpoints=tuple(deleted),
+        leftovers=tuple(collected),
+        kept=tuple(sorted(kept)),
+        failed=_messages(plan.errors),
+        done=True,
+    )
+
+
+async def _collect_all(root: Place, plan: PrunePlan, idle_s: float) -> list[Leftover]:
+    """Collect the plan's leftovers and sweep every folder; return the leftovers that are gone."""
+    collectable = {x.path for x in plan.report.leftovers} | plan.locked
+    collected: list[Leftover] = []
+
+    async def tidy(path: str) -> None:
+        with _noting(plan.errors, path):
+            async with root.opened(path) as driver:
+                if path not in collectable:
+                    await sweep(driver)
+                    return
+                await collect(driver, idle_s)
+                remaining = {attempt.id for attempt in await list_attempts(driver)}
+            for leftover in plan.report.leftovers:
+                if leftover.path == path and leftover.attempt not in remaining:
+                    collected.append(leftover)
+
+    await at_most(_FOLDERS, map(tidy, plan.folders))
+    return sorted(collected, key=_by_path)
+
+
+async def delete_checkpoint(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:
+    """Delete a checkpoint unless it was replaced meanwhile, or its saver may put its manifest
+    again.
+
+    Returns whether it was deleted.
+    """
+    try:
+        manifest, _ = await read_manifest(driver)
+    except NotACheckpointError:
+        return False
+    if manifest.attempt != checkpoint.attempt:
+        return False
+    attempt = Attempt(checkpoint.attempt)
+    if not await is_settled(driver, attempt, partial(storage_time_s, driver)):
+        return False
+    if not await delete_manifest(driver, attempt):  # durable: now the data may be deleted
+        return False
+    await driver.delete(attempt.marker_key)
+    await driver.delete_all(attempt.prefix)
+    return True
+
+
+async def _is_checkpoint(driver: Driver) -> bool:
+    try:
+        await driver.stat(MANIFEST_KEY)
+    except NotFoundError:
+        return False
+    return True
+
+
+async def delete_if_empty(driver: Driver, path: str) -> None:
+    """Delete a checkpoint's folder unless it contains an object.
+
+    Such an object is other data, or belongs to a save that has just begun. A save may also begin
+    now, so the sweep, which is safe for live savers, deletes the folder.
+    """
+    try:
+        async for _ in driver.list(path):
+            return
+    except AccessError:
+        return
+    await driver.sweep(path)

@@ -1,0 +1,1 @@
+"""Opened checkpoints: tensors, slices and parts, and how two checkpoints differ."""

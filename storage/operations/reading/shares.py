@@ -1,0 +1,120 @@
+"""Iterates over a checkpoint's tensors, whole or one share of each, with bounded read-ahead.
+
+For programs with their own model layout, such as inference servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from ....core.units import ceil_div, in_groups
+from ....errors import UsageError
+from ....planner.table import TensorTable
+from ...runtime.engine import start
+from ...state.filling.targets import Wanted
+from .selection import chosen, first_match
+from .slices import Window, window
+
+__all__ = ["Share", "Split", "read_in_groups", "shares_of"]
+
+Split = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None]
+"""The dimension along which tensors are divided: name patterns, the first match applies; or a
+function of name and shape. Tensors without a match, or with None, are not divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part to read of the tensor in a row."""
+
+    name: str
+    row: int
+    window: Window
+    nbytes: int
+
+
+def shares_of(
+    tensors: TensorTable, only: Sequence[str], rank: int, world: int, split: Split
+) -> list[Share]:
+    """Return the share of ``rank`` in each tensor. Raises UsageError."""
+    if not 0 <= rank < world:
+        raise UsageError(f"rank {rank} is not one of {world}")
+    found = []
+    for name in chosen(tensors.rows, only):
+        rows = tensors.rows[name]
+        if tensors.owner[rows[0]] >= 0:
+            raise UsageError(
+                f"tensor {name!r} differs between the ranks that saved it",
+                advice="Leave it out (only), or read it with Checkpoint.read.",
+            )
+        row = tensors.stored_row(rows[0])
+        shape = tensors.shape_of(row)
+        seen = window(shape, _index(name, shape, rank, world, split))
+        numel = 1
+        for length in seen.lengths:
+            numel *= length
+        found.append(Share(name, row, seen, numel * int(tensors.itemsize[row])))
+    return found
+
+
+def _index(
+    name: str, shape: tuple[int, ...], rank: int, world: int, split: Split
+) -> tuple[slice, ...]:
+    """Return the index of a share. Divides like ``torch.chunk``, as Shard(dim) of a DTensor
+    does."""
+    dim = split(name, shape) if callable(split) else first_match(split, name)
+    if dim is None:
+        return ()
+    if not -len(shape) <= dim < len(shape):
+        raise UsageError(f"tensor {name!r} of shape {list(shape)} has no dimension {dim}")
+    dim %= len(shape)
+    length = ceil_div(shape[dim], world)
+    begin = min(rank * length, shape[dim])
+    return (*(slice(None) for _ in range(dim)), slice(begin, min(begin + length, shape[dim])))
+
+
+def read_in_groups(
+    tensors: TensorTable,
+    shares: Iterable[Share],
+    fill: Callable[[Wanted], Coroutine[object, None, None]],
+    group_nbytes: int,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield shares by name, in order, reading the next group while the current one is used."""
+    ahead: _Group | None = None
+    try:
+        for group in in_groups(shares, lambda share: share.nbytes, group_nbytes):
+            before = ahead
+            ahead = _Group(tensors, group, fill)
+            if before is not None:
+                yield from before.tensors()
+        if ahead is not None:
+            yield from ahead.tensors()
+    finally:
+        if ahead is not None:
+            ahead.reading.cancel()
+
+
+class _Group:
+    """Shares being read."""
+
+    def __init__(
+        self,
+        tensors: TensorTable,
+        shares: Sequence[Share],
+        fill: Callable[[Wanted], Coroutine[object, None, None]],
+    ) -> None:
+        wanted = Wanted()
+        self._made = [(share, share.window.add_to(wanted, share.row, tensors)) for share in shares]
+        self.reading: Future[None] = start(fill(wanted))
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all shares once read, keeping no reference to those handed over."""
+        self.reading.result()
+        made = self._made[::-1]
+        self._made = []
+        while made:
+            share, tensor = made.pop()
+            yield share.name, share.window.view(tensor)

@@ -1,0 +1,1 @@
+"""Findings and traces from the telemetry that saves have stored."""

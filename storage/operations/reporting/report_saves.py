@@ -1,0 +1,66 @@
+"""Reads the telemetry of the checkpoints at and below a URI, for a report.
+
+:mod:`.findings` interprets it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ....core.aio import at_most
+from ....errors import TelemetryError
+from ...format.save_telemetry import SaveTelemetry
+from ...runtime.engine import run
+from ..location import Place
+from ..maintenance.listing import ListedCheckpoint, list_checkpoints
+from ..reading.reader import read_telemetry
+
+__all__ = ["RecordedSave", "recorded_saves"]
+
+_READ = 16
+"""Objects read at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSave:
+    """A checkpoint and the telemetry of its save. ``problem``: why there is none."""
+
+    checkpoint: ListedCheckpoint
+    telemetry: SaveTelemetry | None
+    problem: str | None = None
+
+
+def recorded_saves(
+    uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
+) -> list[RecordedSave]:
+    """Return all checkpoints at and below ``uri``, in the order of a listing.
+
+    Raises UriError and StorageError; an unreadable checkpoint gets a ``problem``.
+    """
+    listed = list_checkpoints(uri, storage_options=storage_options)
+    return run(_read_all(Place.of(uri, storage_options), listed))
+
+
+async def _read_all(root: Place, listed: Sequence[ListedCheckpoint]) -> list[RecordedSave]:
+    found: dict[str, RecordedSave] = {}
+
+    async def read(checkpoint: ListedCheckpoint) -> None:
+        found[checkpoint.path] = await _read(root, checkpoint)
+
+    await at_most(_READ, map(read, listed))
+    return [found[checkpoint.path] for checkpoint in listed]
+
+
+async def _read(root: Place, checkpoint: ListedCheckpoint) -> RecordedSave:
+    if checkpoint.problem is not None:
+        return RecordedSave(checkpoint, None, checkpoint.problem)
+    async with root.opened(checkpoint.path) as driver:
+        try:
+            telemetry = await read_telemetry(driver, checkpoint.attempt)
+        except TelemetryError as error:
+            return RecordedSave(checkpoint, None, str(error))
+    if telemetry is None:
+        return RecordedSave(checkpoint, None, "its save recorded no telemetry")
+    return RecordedSave(checkpoint, telemetry)

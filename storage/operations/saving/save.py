@@ -1,0 +1,324 @@
+"""One rank's part of a save: agree on the global plan, lay out the image, write it, commit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ....core.aio import side_by_side, wait_out
+from ....core.spans import Where, span
+from ....drivers.contract import Driver
+from ....errors import (
+    CheckpointError,
+    CoordinationError,
+    InvisibleFilesError,
+    NotFoundError,
+    StorageError,
+)
+from ...format.fragment import Fragment, fragment_of, join
+from ...format.lineage import ROOT
+from ...format.manifest import MANIFEST_KEY, image_key
+from ...format.merge import merge
+from ...format.save_telemetry import encode_record
+from ...format.tables import ImageTable
+from ...pipeline.capture import TensorChunks
+from ...pipeline.image_writer import ImageWriter, WrittenImage, check_image_size
+from ...protocol import limits
+from ...protocol.attempt import Attempt, check_marker, delete_attempt
+from ...protocol.collect import give_up, sweep
+from ...protocol.commit import begin, commit, settle
+from ...protocol.current import is_current
+from ...protocol.telemetry import put_telemetry
+from ...ranks.member import LEADER
+from ...ranks.messages import Nothing
+from ...ranks.team import Team
+from ...runtime.engine import offload
+from ...state.plan import ImagePlan
+from ..driver_progress import with_progress
+from ..rounds import BEGIN, Begun, FragmentCodec, commit_round
+from ..telemetry import encoded_telemetry, rank_telemetry
+from .global_plan import GlobalPlan
+from .keeper_save import global_plan_of, keep, planned
+from .save_job import SaveJob
+
+__all__ = ["run_save", "written_fragment"]
+
+COMMITTED_S = 5.0
+"""Time for which a rank that lost the job's store looks for the commit."""
+COMMITTED_PAUSE_S = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, int] | None:
+    """Save; return the attempt, and the sizes of this rank's image and of its file.
+
+    Every rank of the team calls this. Returns None if all ranks captured into their keepers'
+    memory; the keepers then complete the save (see :mod:`.keeper_request`).
+
+    Raises any error on this rank; RankFailedError or DeadlineError for another rank; DeadlineError
+    when the job's deadline passes. Then nothing was committed, unless the failure came between the
+    put of the manifest and its confirmation. In any case the storage has a complete checkpoint.
+    """
+    driver = with_progress(driver, team)
+    leader = _Leader(driver, job)
+    async with team.session(), contextlib.aclosing(leader):
+        try:
+            async with job.deadline.holds(driver.uri, team.rank):
+                saved = await _save(driver, team, job, leader)
+        except BaseException as error:
+            await team.fail(error)
+            await leader.give_up()
+            raise
+        await _settle(leader, job, driver.uri)
+        return saved
+
+
+async def _save(
+    driver: Driver, team: Team, job: SaveJob, leader: _Leader
+) -> tuple[str, int, int] | None:
+    global_plan = await global_plan_of(team, driver.uri, job)
+    if job.keeping is not None and await keep(team, job, global_plan):
+        return None
+    plan = await planned(job, team.rank, global_plan)
+    check_image_size(driver, plan.layout.nbytes)  # before anything is put
+    # Copying starts before the storage answers, because trainers wait for the copies.
+    beginning = asyncio.ensure_future(leader.begin_for(team))
+    try:
+        chunks = TensorChunks(plan.layout, plan.source)
+        callbacks = replace(job.callbacks, moved=team.report_progress)
+        writer = ImageWriter(
+            driver, plan.layout, chunks, job.budget_nbytes, callbacks, job.compression
+        )
+        written = await _written(writer, beginning, team, job)
+        attempt = Attempt(await beginning)
+    except BaseException as error:
+        beginning.cancel()
+        await wait_out([beginning])
+        has_begun = not beginning.cancelled() and beginning.exception() is None
+        if has_begun and isinstance(error, NotFoundError):
+            # Another process deleted files being written. If that was a later save, raise its
+            # error.
+            await check_marker(driver, Attempt(beginning.result()))
+        raise
+    nbytes = 0
+    if len(written.digests):
+        nbytes = plan.layout.nbytes
+    leader.wrote = (nbytes, written.stored_nbytes)
+    fragment = written_fragment(attempt, job, plan, written, team.rank)
+    if team.rank != LEADER:  # the leader reports after its commit
+        fragment = replace(fragment, telemetry=_record(job, team.rank, leader.wrote))
+    try:
+        await _commit(team, fragment, global_plan, leader)
+    except InvisibleFilesError:
+        # No other rank sees this file, so no other rank can collect it.
+        await _drop(driver, image_key(attempt.id, team.rank, job.compression))
+        raise
+    except CoordinationError as error:
+        may_be_committed = team.rank != LEADER and team.store_is_lost
+        if not may_be_committed or not await _is_committed(driver, attempt):
+            raise
+        _log.info("the job's store was gone before word of the commit: %s", error)
+    return attempt.id, nbytes, written.stored_nbytes
+
+
+def _record(job: SaveJob, rank: int, wrote: tuple[int, int]) -> bytes:
+    """Return this rank's encoded record for the save's telemetry."""
+    record = rank_telemetry(rank, *wrote, job.fenced_s)
+    if record is None:
+        return b""
+    return encode_record(record)
+
+
+async def _commit(
+    team: Team, fragment: Fragment, global_plan: GlobalPlan | None, leader: _Leader
+) -> None:
+    """Send the fragment to the leader, via the first rank of this host; return once it is
+    committed."""
+    plan = global_plan or GlobalPlan.alone(team.rank)
+    codec = FragmentCodec(plan.sent_layouts, plan.received_layouts)
+    host_ranks = plan.route.host_ranks
+    if len(host_ranks) > 1:
+        fragments = await team.gather("written", codec, host_ranks, fragment)
+        if fragments:
+            fragment = await offload(join, fragments)
+    await team.round(commit_round(codec), fragment, leader.commit, plan.route.speakers)
+    plan.sent_layouts.update(group.layout.key for group in fragment.groups)
+
+
+async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
+    """Return whether the leader commits within a while.
+
+    Its process may have served the job's store, and exited right after the commit.
+    """
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + COMMITTED_S
+    while True:
+        with contextlib.suppress(CheckpointError, StorageError):
+            if await is_current(driver, attempt.id):
+                return True
+        if loop.time() > until_s:
+            return False
+        await asyncio.sleep(COMMITTED_PAUSE_S)
+
+
+async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
+    """Settle the committed attempt, within a limited time if the save has a deadline."""
+    if job.deadline.timeout_s is None:
+        limit_s = None
+    else:
+        limit_s = limits.CLEAN_UP_S
+    try:
+        async with asyncio.timeout(limit_s):
+            await leader.settle()
+    except TimeoutError:
+        _log.warning(
+            "the replaced checkpoint stays at %s until a later save: deleting it took over %g s",
+            uri,
+            limits.CLEAN_UP_S,
+        )
+
+
+class _Leader:
+    """The leader's part of a save: begin an attempt, commit it, delete obsolete data.
+
+    Every rank has one. On other ranks than the leader, only :meth:`begin_for` does anything.
+    """
+
+    def __init__(self, driver: Driver, job: SaveJob) -> None:
+        self._driver = driver
+        self._job = job
+        self._branch = ROOT
+        self._attempt: Attempt | None = None
+        self._obsolete: Attempt | None = None
+        self._uncommitted: Attempt | None = None
+        """The attempt, as long as it is certainly not committed."""
+        self.wrote = (0, 0)
+        """Bytes of this rank's image, and of its file."""
+        self._head: tuple[str, int | None, float] = ("", None, 0.0)
+        self._world = 0
+        self._records = b""
+        """Encoded records of the other ranks."""
+        self._sweeping: asyncio.Future[None] | None = None
+
+    async def begin_for(self, team: Team) -> str:
+        """Return the attempt that rank 0 begins. Every rank calls this, concurrently with
+        copying."""
+        return (await team.round(BEGIN, Nothing(), self._begin, [LEADER])).attempt
+
+    async def _begin(self, statements: Sequence[Nothing]) -> Begun:
+        if self._job.admit is not None:
+            self._branch = await self._job.admit()
+        with span("begin"):
+            self._attempt = await begin(self._driver)
+        self._uncommitted = self._attempt
+        if not self._driver.traits.bounded:
+            self._sweeping = asyncio.ensure_future(sweep(self._driver, limits.CLEAN_UP_S))
+        return Begun(self._attempt.id)
+
+    async def commit(self, fragments: Sequence[Fragment]) -> Nothing:
+        """Merge ``fragments``, one from each speaker of the route, into a manifest and commit
+        it."""
+        assert self._attempt is not None
+        with span("merge"):
+            manifest = await offload(merge, fragments, self._job.compression)
+        manifest = replace(manifest, branch=self._branch)
+        self._head = fragments[0].head
+        self._world = manifest.world
+        self._records = b"".join(fragment.telemetry for fragment in fragments)
+        with span("manifest", Where(MANIFEST_KEY)):
+            self._obsolete = await commit(self._driver, self._attempt, manifest, self._putting)
+        return Nothing()
+
+    def _putting(self) -> None:
+        """Note that the manifest may be stored from here on, whatever error is raised."""
+        self._uncommitted = None
+
+    async def settle(self) -> None:
+        """Settle the attempt: all ranks know that it is committed."""
+        if self._attempt is None:
+            return
+        with span("settle"):
+            # Both are independent, so storing the telemetry takes no extra time.
+            await side_by_side(
+                self._end(self._attempt),
+                put_telemetry(self._driver, self._attempt.id, self._telemetry),
+            )
+
+    async def _end(self, attempt: Attempt) -> None:
+        """Settle the attempt, and delete its predecessor."""
+        if self._sweeping is not None:
+            await asyncio.wait([self._sweeping])
+        await settle(self._driver, attempt)
+        if self._obsolete is not None:
+            await delete_attempt(self._driver, self._obsolete)
+
+    async def _telemetry(self) -> bytes | None:
+        """Return the telemetry of the save; None if nothing was recorded."""
+        mine = rank_telemetry(LEADER, *self.wrote, self._job.fenced_s)
+        if mine is None:
+            return None
+        return await offload(encoded_telemetry, self._head, self._world, mine, self._records)
+
+    async def give_up(self) -> None:
+        """Delete the attempt unless it may be committed; in that case later saves collect or
+        keep it."""
+        if self._uncommitted is not None:
+            await give_up(self._driver, self._uncommitted)
+
+    async def aclose(self) -> None:
+        """Cancel the sweep."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            cancelled = await wait_out([self._sweeping])
+            if cancelled is not None:
+                raise cancelled
+
+
+async def _written(
+    writer: ImageWriter, beginning: asyncio.Future[str], team: Team, job: SaveJob
+) -> WrittenImage:
+    async def key() -> str:
+        if job.after is not None:
+            await team.progress_with(asyncio.wrap_future(job.after))
+        return image_key(await asyncio.shield(beginning), team.rank, job.compression)
+
+    try:
+        return await writer.write(key)
+    except StorageError as error:
+        # A leader that has learned of a failure removes the attempt even while other ranks are
+        # still writing to it.
+        first = await team.failure()
+        if first is not None:
+            raise first from error
+        raise
+
+
+def written_fragment(
+    attempt: Attempt,
+    job: SaveJob,
+    plan: ImagePlan,
+    written: WrittenImage,
+    rank: int,
+) -> Fragment:
+    """Return the fragment of this rank's image, for the leader."""
+    n = int(len(written.digests) > 0)  # a rank without bytes of its own writes no image
+    stored = None
+    if job.compression is not None:
+        stored = np.full(n, written.stored_nbytes, np.int64)
+    hashed = np.full(n, plan.layout.hashed_end, np.int64)
+    images = ImageTable(np.full(n, rank, np.int64), hashed, written.digests, stored)
+    head = (attempt.id, job.step, job.created_s)
+    return fragment_of(head, rank, plan.reported, plan.shards, images, job.flat.tree)
+
+
+async def _drop(driver: Driver, image: str) -> None:
+    try:
+        await driver.delete(image)
+    except StorageError as error:
+        _log.warning("an image that no checkpoint names stays at %s: %s", driver.uri, error)

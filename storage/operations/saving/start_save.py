@@ -1,0 +1,519 @@
+"""Begins a save: objects of the state are touched on the calling thread, the rest runs on the
+engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import operator
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import SupportsIndex
+
+import torch
+
+from ....core.forks.renewal import in_child, new_rlock
+from ....core.garbage import collector_paused
+from ....core.lru import LruCache
+from ....core.spans import Recorder, recording, span
+from ....drivers.contract import Driver
+from ....drivers.registry import open_driver
+from ....drivers.uri import Uri, join
+from ....errors import DeadlineError, UsageError
+from ...arenas.messages import Durable
+from ...pipeline.image_writer import Callbacks
+from ...ranks.calls import Call
+from ...ranks.process_group import current_rank, current_team, current_world
+from ...ranks.team import Solo, Team
+from ...runtime.engine import finish_before_exit, offload, start
+from ...runtime.progress import ProgressReporter
+from ...state.capture.lazy import LazyCapture
+from ...state.device import Queued, beside, devices_of, refuse_capture, refuse_forked_child
+from ...state.fingerprint import fingerprints
+from ...state.flat_state import FlatState
+from ...state.flattening.flatten import flatten
+from ...state.flattening.placeholders import refuse_placeholders, reported_placeholders
+from ..call_errors import announcing_errors, printed_step
+from ..deadline import Deadline
+from ..options import SaveOptions, UriLike
+from ..outcomes import Outcome, announce
+from ..report import SaveReport
+from ..telemetry import log_safely, log_saved, recorder_of, summary_of
+from .global_plan import GlobalPlans
+from .handle import SaveHandle, StageHandle
+from .keeper_request import ByKeeper, Keeping, KeptStages
+from .keeper_save import make_agreement, run_memory_step
+from .save import run_save
+from .save_job import PLANS_KEPT, SaveJob
+
+__all__ = ["Destination", "begin_memory_step", "begin_save", "step_of_state"]
+
+LAZY_PAUSE_S = 0.002
+"""Initial pause of a lazy save. Without it, the trainer, returning from the call, would wait for
+the GIL held by our Python code, up to 5 ms each time."""
+
+AGREED_S = 120.0
+"""Time for which a step kept in memory waits for the other ranks."""
+
+_log = logging.getLogger(__name__)
+_in_flight: dict[str, Future[None]] = {}
+_plans: GlobalPlans = LruCache(PLANS_KEPT)
+_in_flight_lock = new_rlock()  # reentrant: a signal handler may save meanwhile
+
+
+class Destination:
+    """The destination of a save: a driver, closed when the save has ended.
+
+    ``by``: the save goes through keepers, if those of all ranks have room.
+    """
+
+    def __init__(
+        self,
+        uri: UriLike | Uri,
+        storage_options: Mapping[str, object] | None,
+        below: str = "",
+        known: str = "",
+        by: ByKeeper | None = None,
+    ) -> None:
+        """Open the destination, or prepare to. ``below``: the checkpoint's key below ``uri``.
+
+        ``known``: the checkpoint's URI as the driver prints it, if known to be valid. Then the
+        driver is opened on the engine's thread, because composing and opening a URI takes
+        milliseconds, for which training would wait. Otherwise it is opened now; raises like
+        :func:`join` and :func:`open_driver`.
+        """
+        self._open = partial(_open, uri, below, current_world(), storage_options or {})
+        self._driver = None
+        self.uri = known
+        self.by = by
+        if not known:
+            self._driver = self._open()
+            self.uri = self._driver.uri
+
+    def driver(self) -> Driver:
+        """Return the driver, opening it if necessary."""
+        if self._driver is None:
+            self._driver = self._open()
+        return self._driver
+
+    async def close(self) -> None:
+        """Close the driver if it was opened."""
+        if self._driver is not None:
+            await self._driver.close()
+
+
+def begin_save(
+    to: Destination,
+    state: object,
+    step: int | None,
+    options: SaveOptions,
+    *,
+    after: Future[None] | None = None,
+    admit: Callable[[], Awaitable[str]] | None = None,
+    logs_failure: bool = True,
+) -> tuple[SaveHandle, Future[None]]:
+    """Begin a save and return immediately: its handle, and a future that completes when it has
+    ended.
+
+    Writing waits for the end of ``after``; ``admit``: see :class:`SaveJob`. ``logs_failure``: log a
+    failure, because the caller may never ask the handle for the outcome.
+    """
+    began_s = time.perf_counter()
+    if step is None:
+        step = step_of_state(state)
+    call = Call("save", to.uri, printed_step(step))
+    team = current_team(call, options.deadline_s, saving=True)
+    recorder = recorder_of(options.telemetry, team.rank)
+    with announcing_errors(team, to), recording(recorder):
+        save = _prepared(_Call(to.uri, step, options, began_s, recorder, to.by), state, team.world)
+        save.job.after = after
+        save.job.admit = admit
+        save.logs_failure = logs_failure
+        with _in_flight_lock:
+            before = _in_flight.get(to.uri)
+            future = _in_flight[to.uri] = start(_run(to, team, save, before))
+    future.add_done_callback(lambda done: _forget(to.uri, done))
+    finish_before_exit()
+    save.wait_in_call()
+    return save.handle, future
+
+
+def begin_memory_step(
+    uri: str,
+    state: object,
+    step: int,
+    options: SaveOptions,
+    by: ByKeeper,
+    *,
+    agrees: bool,
+) -> tuple[SaveHandle, Future[None]]:
+    """Begin to keep a step in a keeper's memory and return immediately.
+
+    Returns its handle, and a future that completes when the step is agreed or has failed. Involves
+    neither storage nor other ranks, unless ``agrees``: then all ranks call this, and first agree on
+    a plan. ``uri``: the name of the step.
+    """
+    began_s = time.perf_counter()
+    rank = current_rank()
+    recorder = recorder_of(options.telemetry, rank)
+    team: Team | None = None
+    if agrees:
+        team = current_team(Call("keep", uri, step), options.deadline_s, saving=True)
+    with recording(recorder), announcing_errors(team or Solo()):
+        world = current_world()
+        save = _prepared(_Call(uri, step, options, began_s, recorder, by), state, world)
+        save.logs_failure = False
+        future = start(_run_in_memory(rank, world, team, save))
+    finish_before_exit()
+    save.wait_in_call()
+    return save.handle, future
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a save, and the time of the call."""
+
+    uri: str
+    step: int | None
+    options: SaveOptions
+    began_s: float
+    recorder: Recorder | None
+    by: ByKeeper | None
+
+
+@collector_paused()
+def _prepared(call: _Call, state: object, world: int) -> _RunningSave:
+    """Prepare a save: flatten the state, and copy or watch data that may change before it is
+    copied."""
+    options = call.options
+    step = call.step
+    deadline = Deadline.of(options.timeout_s)
+    if step is not None:
+        step = _checked_step(step)
+    refuse_capture()
+    with span("flatten"):
+        flat = flatten(state, default=options.default)
+    if options.allow_empty:
+        flat.placeholders = {}
+    elif world == 1:
+        refuse_placeholders([reported_placeholders(flat)])
+    devices = devices_of(flat.locals)
+    if devices:
+        refuse_forked_child()
+    lazy = LazyCapture(flat, prove=options.lazy == "prove", eager=not options.lazy)
+    reporter = ProgressReporter(options.progress)
+    stages = _Stages(_handle(call.uri, lazy, call.by), call.began_s, lazy, call.recorder)
+    keeping = None
+    if call.by is not None:
+        handle = stages.handle
+        kept = KeptStages(
+            stages.sealed, handle.agreed.reach, handle.local.end, handle.protected.end
+        )
+        keeping = Keeping(call.by, kept)
+    job = SaveJob(
+        flat,
+        step,
+        _left(options.budget_nbytes, lazy.arena_nbytes),
+        lazy=lazy,
+        callbacks=Callbacks(stages.captured, stages.sealed, wrote=reporter.report),
+        digests=partial(_digests, flat, lazy, devices),
+        plans=_plans,
+        deadline=deadline,
+        compression=options.compression,
+        keeping=keeping,
+    )
+    return _RunningSave(job, stages, Queued.now(devices), reporter)
+
+
+def _left(budget_nbytes: int | None, used_nbytes: int) -> int | None:
+    """Return the remaining budget, if there is one; at least 1."""
+    return None if budget_nbytes is None else max(1, budget_nbytes - used_nbytes)
+
+
+def _open(uri: UriLike | Uri, below: str, world: int, options: Mapping[str, object]) -> Driver:
+    return open_driver(join(uri, below) if below else uri, world, **options)
+
+
+def _handle(uri: str, lazy: LazyCapture | None, by: ByKeeper | None) -> SaveHandle:
+    handle = SaveHandle(uri)
+    seen = _nothing if lazy is None else lazy.seen
+    handle.captured = StageHandle("captured", seen)
+    handle.durable = StageHandle("durable", seen)
+    if by is not None:
+        handle.agreed = StageHandle("agreed", seen)
+        if by.local:
+            handle.local = StageHandle("local", seen)
+        if by.protects:
+            handle.protected = StageHandle("protected", seen)
+        if by.storage is None:
+            handle.durable = StageHandle("durable", absent="this step stays in memory")
+    return handle
+
+
+def _nothing() -> None:
+    pass
+
+
+def _digests(
+    flat: FlatState,
+    lazy: LazyCapture | None,
+    devices: Sequence[torch.device],
+    rows: Sequence[int],
+) -> dict[int, bytes]:
+    with beside(devices):
+        return fingerprints(flat, rows, lazy)
+
+
+class _Stages:
+    """Records when a save reaches its stages. Called by the engine."""
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        began_s: float,
+        lazy: LazyCapture | None,
+        recorder: Recorder | None,
+    ) -> None:
+        self.handle = handle
+        self._recorder = recorder
+        self._began_s = began_s
+        self._lazy = lazy
+        self._captured_s = 0.0
+        self._sealed_s = 0.0
+
+    def captured(self) -> None:
+        """Record that every byte of the state is copied."""
+        if self._lazy is not None:
+            self._lazy.copied()
+        self._captured_s = self.elapsed_s()
+        self.handle.captured.reach()
+
+    def sealed(self) -> None:
+        """Record that every byte of the image is checksummed."""
+        self._sealed_s = self.elapsed_s()
+        self.handle.sealed.reach()
+
+    def report(self, attempt: str, nbytes: int, stored_nbytes: int) -> SaveReport:
+        """Return the report of a save that has just been committed."""
+        summary = summary_of(self._recorder)
+        return SaveReport(
+            self.handle.uri,
+            attempt,
+            nbytes,
+            captured_s=self._captured_s,
+            sealed_s=self._sealed_s,
+            durable_s=self.elapsed_s(),
+            fenced_s=0.0 if self._lazy is None else self._lazy.waited_s,
+            stored_nbytes=stored_nbytes,
+            stages=summary.stages,
+            slowest=summary.slowest,
+            cpu_s=summary.cpu_s,
+            peak_nbytes=summary.peak_nbytes,
+        )
+
+    def elapsed_s(self) -> float:
+        """Return the seconds since the call."""
+        return time.perf_counter() - self._began_s
+
+
+class _RunningSave:
+    """A save in progress. ``queued``: the work that devices had pending when it was called."""
+
+    def __init__(
+        self,
+        job: SaveJob,
+        stages: _Stages,
+        queued: Queued,
+        reporter: ProgressReporter,
+    ) -> None:
+        self._job: SaveJob | None = job
+        self._stages = stages
+        self._queued = queued
+        self._step = job.step
+        self._lazy = job.lazy
+        self._deadline = job.deadline
+        self.logs_failure = True
+        self.handle = stages.handle
+        self.reporter = reporter
+
+    async def prepare(self, to: Destination, before: Future[None] | None, team: Team) -> Driver:
+        """Wait until copying may begin, and for the end of ``before``, a save to the same URI.
+
+        Returns the driver.
+        """
+        async with self._deadline.holds(self.handle.uri, team.rank):
+            with span("wait"):
+                await self.until_ready(before)
+        return to.driver()
+
+    async def until_ready(self, before: Future[None] | None) -> None:
+        """Wait until copying may begin."""
+        if self._lazy is not None and not self._lazy.waits:
+            await asyncio.sleep(LAZY_PAUSE_S)
+        if before is not None:
+            await asyncio.wait([asyncio.wrap_future(before)])
+        if self._queued.events:
+            await offload(self._queued.wait)
+
+    @property
+    def job(self) -> SaveJob:
+        """The parameters of the save."""
+        assert self._job is not None
+        return self._job
+
+    def wait_in_call(self) -> None:
+        """Wait as long as the call of the save must not return."""
+        if self._lazy is not None and self._lazy.waits and not self._lazy.eager:
+            self._lazy.wait_in_call()
+
+    async def until_kept(self, rank: int) -> Durable | None:
+        """Wait for the keeper to finish: until durable, if the step goes to storage."""
+        keeping = self.job.keeping
+        assert keeping is not None
+        self.job.release_state()
+        async with self._deadline.holds(self.handle.uri, rank):
+            if keeping.storage is not None:
+                return await asyncio.wrap_future(keeping.ended)
+            return await _agreed(keeping, rank)
+
+    def stay_in_memory(self) -> None:
+        """Mark the step as agreed, its last stage."""
+        seconds = self._stages.elapsed_s()
+        _log.debug("step %s is in memory after %.3f s", self._step, seconds)
+        self.handle.agreed.reach()
+
+    def succeed(self, attempt: str, nbytes: int, stored_nbytes: int) -> None:
+        """Finish a committed save."""
+        report = self._stages.report(attempt, nbytes, stored_nbytes)
+        self.handle.report = report
+        log_safely(log_saved, report, self._step)
+        announce(Outcome("save", self.handle.uri, report.durable_s, step=self._step, report=report))
+        self.release_state()
+        self.handle.durable.reach()
+
+    def fail(self, error: BaseException) -> None:
+        """Finish a failed save."""
+        is_lazy = self._lazy is not None and not self._lazy.eager
+        caller_went_on = is_lazy or self.handle.captured.done()
+        try:
+            if self.logs_failure and caller_went_on:
+                _log.error("the save to %s failed: %s", self.handle.uri, error)
+        finally:  # even if a user's log handler raises
+            self.end_capture()
+            self.release_state()
+            _clear_frames(error)
+            seconds = self._stages.elapsed_s()
+            announce(Outcome("save", self.handle.uri, seconds, step=self._step, error=error))
+            self.handle.fail(error)
+
+    def end_capture(self) -> None:
+        """Stop copying."""
+        if self._lazy is not None:
+            self._lazy.end()
+
+    def release_state(self) -> None:
+        """Drop all references to the state, even if the caller keeps the handle."""
+        if self._job is not None:
+            self._job.release_state()
+            self._job = None
+
+
+async def _agreed(keeping: Keeping, rank: int) -> Durable | None:
+    """Wait for a step to be agreed. Raises DeadlineError if other ranks do not keep it."""
+    try:
+        async with asyncio.timeout(AGREED_S):
+            return await asyncio.wrap_future(keeping.ended)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"the step is in memory here, but not on all ranks within {AGREED_S:g} s", rank=rank
+        ) from error
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the references held by the frames through which ``error`` was raised."""
+    seen = set[int]()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__
+
+
+async def _run(
+    to: Destination, team: Team, save: _RunningSave, before: Future[None] | None
+) -> None:
+    """Run a save; report its outcome to the handle."""
+    try:
+        try:
+            driver = await save.prepare(to, before, team)
+        except BaseException as error:
+            await team.fail(error)
+            raise
+        async with save.reporter:
+            saved = await run_save(driver, team, save.job)
+        if saved is None:
+            durable = await save.until_kept(team.rank)
+            assert durable is not None
+            saved = (durable.attempt, durable.nbytes, durable.nbytes)
+        elif save.job.keeping is not None:
+            for stage in (save.handle.agreed, save.handle.local, save.handle.protected):
+                stage.fail(UsageError("this step went to storage without a keeper"))
+        save.succeed(*saved)
+    except BaseException as error:
+        save.fail(error)
+        if not isinstance(error, Exception):
+            raise
+    finally:
+        save.end_capture()
+        await to.close()
+        if before is not None:
+            # It may end later: a save that waits for this one must wait for ``before`` too.
+            await asyncio.wait([asyncio.wrap_future(before)])
+
+
+async def _run_in_memory(rank: int, world: int, team: Team | None, save: _RunningSave) -> None:
+    """Keep a step in memory; report the outcome to the handle."""
+    try:
+        await save.until_ready(None)
+        if team is not None:
+            await make_agreement(team, save.handle.uri, save.job)
+        await run_memory_step(rank, world, save.job)
+        await save.until_kept(rank)
+        save.stay_in_memory()
+    except BaseException as error:
+        save.fail(error)
+        if not isinstance(error, Exception):
+            raise
+    finally:
+        save.end_capture()
+
+
+def _forget(uri: str, future: Future[None]) -> None:
+    with _in_flight_lock:
+        if _in_flight.get(uri) is future:
+            del _in_flight[uri]
+
+
+def _checked_step(step: object) -> int:
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex):
+        raise UsageError(f"step is {step!r}, which is not a whole number")
+    return operator.index(step)
+
+
+def step_of_state(state: object) -> int | None:
+    """Return the default step to record: ``state["step"]`` if it is an int."""
+    if isinstance(state, Mapping):
+        step = state.get("step")
+    else:
+        step = None
+    if type(step) is int:
+        return step
+    return None
+
+
+in_child(_in_flight.clear)
+in_child(_plans.clear)

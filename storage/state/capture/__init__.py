@@ -1,0 +1,1 @@
+"""Copies of tensors as they were at the call, while others may write to them."""

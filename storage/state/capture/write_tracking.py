@@ -1,0 +1,296 @@
+"""Write tracking: asks the kernel which pages of this process were written to.
+
+Uses userfaultfd in asynchronous write-protect mode together with the ioctl PAGEMAP_SCAN (Linux 6.7
+and newer). *Arming* a range marks each of its pages. The first write to a marked page, by whatever
+means, clears the mark. A page is *clean* while its mark is set. *Disarming* clears marks. No writer
+is stopped or notified; the first write to a marked page costs the writer about a microsecond.
+
+Two kinds of writes are not seen: by a device to memory it had access to before the page was armed
+(RDMA, pinned host memory), and by another process to shared memory or a mapped file.
+Such memory must not be tracked: see :meth:`WriteTracker.foreign`.
+
+Scope: addresses and pages. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import platform
+import struct
+from collections.abc import Iterable, Sequence
+
+from ....core.forks.renewal import in_child, new_lock
+from .mappings import mapped_files
+
+__all__ = ["PAGE_NBYTES", "Range", "WriteTracker", "merged", "touches", "without", "write_tracker"]
+
+Range = tuple[int, int]
+"""First address, and the address after the last."""
+
+PAGE_NBYTES = mmap.PAGESIZE
+
+_SYSCALL = {"x86_64": 323, "aarch64": 282}
+_USER_MODE_ONLY = 1
+_FEATURES = 1 << 15 | 1 << 13  # WP_ASYNC, WP_UNPOPULATED
+_MODE_WP = 2
+_WP_ALLOWED = 1
+_WRITTEN = 2
+_FILE = 4
+_PRESENT = 8
+_SWAPPED = 16
+
+
+def _ioctl(direction: int, kind: int, number: int, nbytes: int) -> int:
+    return direction << 30 | nbytes << 16 | kind << 8 | number
+
+
+_UFFDIO_API = _ioctl(3, 0xAA, 0x3F, 24)
+_UFFDIO_REGISTER = _ioctl(3, 0xAA, 0x00, 32)
+_UFFDIO_UNREGISTER = _ioctl(2, 0xAA, 0x01, 16)
+_UFFDIO_WRITEPROTECT = _ioctl(3, 0xAA, 0x06, 24)
+_PAGEMAP_SCAN = _ioctl(3, ord("f"), 16, 96)
+
+_log = logging.getLogger(__name__)
+
+
+class WriteTracker:
+    """The write tracker of this process. Ranges must consist of whole pages.
+
+    Thread-safe, except that two users must not share a page: see ``claim``.
+    """
+
+    def __init__(self, userfaultfd: int, pagemap: int) -> None:
+        self._userfaultfd = userfaultfd
+        self._pagemap = pagemap
+        self._claims: dict[int, Sequence[Range]] = {}
+        self._lock = new_lock()
+
+    @classmethod
+    def open(cls) -> WriteTracker:
+        """Open a tracker. Raises OSError if the system has none, or refuses it."""
+        number = _SYSCALL.get(platform.machine())
+        if number is None:
+            raise OSError(f"the system call number is unknown on {platform.machine()}")
+        libc = ctypes.CDLL(None, use_errno=True)
+        userfaultfd = libc.syscall(number, _USER_MODE_ONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if userfaultfd < 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"userfaultfd: {os.strerror(error)}")
+        pagemap = -1
+        try:
+            pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.ioctl(userfaultfd, _UFFDIO_API, bytearray(struct.pack("QQQ", 0xAA, _FEATURES, 0)))
+            tracker = cls(userfaultfd, pagemap)
+            tracker._try_out()
+        except OSError:
+            os.close(userfaultfd)
+            if pagemap >= 0:
+                os.close(pagemap)
+            raise
+        return tracker
+
+    def _try_out(self) -> None:
+        """Raise OSError if a write to an armed page goes unnoticed."""
+        page = mmap.mmap(-1, PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        page[0] = 1
+        start = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        stop = start + PAGE_NBYTES
+        self.arm(start, stop)
+        clean = self.is_clean(start, stop)
+        page[0] = 2
+        if not clean or self.is_clean(start, stop):
+            raise OSError("write tracking does not work here")
+
+    def close(self) -> None:
+        """Close the descriptors. All marks vanish."""
+        os.close(self._userfaultfd)
+        os.close(self._pagemap)
+
+    def claim(self, owner: object, ranges: Sequence[Range]) -> bool:
+        """Reserve ``ranges`` for ``owner``; return False if another owner holds one of their pages.
+
+        Arming a page makes it clean, so the other owner would miss a write.
+        """
+        with self._lock:
+            for theirs in self._claims.values():
+                if _overlap(theirs, ranges):
+                    return False
+            self._claims[id(owner)] = ranges
+            return True
+
+    def claimed_by_others(self, owner: object) -> list[Range]:
+        """Return the ranges reserved for owners other than ``owner``."""
+        with self._lock:
+            return sorted(
+                range_
+                for claimant, ranges in self._claims.items()
+                if claimant != id(owner)
+                for range_ in ranges
+            )
+
+    def forgo(self, owner: object) -> None:
+        """Release the claim of ``owner``, which must have disarmed all of it."""
+        with self._lock:
+            self._claims.pop(id(owner), None)
+
+    def arm_all(self, ranges: Iterable[Range]) -> list[Range]:
+        """Arm ``ranges``. Returns those that failed: another tracker has them, or they cannot be
+        marked.
+
+        One thread does all of it. A second one gains nothing: the cores have to notify each other
+        at each step, and cutting ranges for it would cut huge pages, too.
+        """
+        failed = []
+        for start, stop in ranges:
+            try:
+                self.arm(start, stop)
+            except OSError:
+                failed.append((start, stop))
+        return failed
+
+    def arm(self, start: int, stop: int) -> None:
+        """Mark each page of the range as clean. Raises OSError if the kernel cannot.
+
+        PAGEMAP_SCAN can mark pages faster, but a page that the kernel is migrating loses such a
+        mark on arrival, and would count as written to.
+        """
+        size = stop - start
+        # A no-op for a range that is registered already; fails for a range of another tracker.
+        register = bytearray(struct.pack("QQQQ", start, size, _MODE_WP, 0))
+        fcntl.ioctl(self._userfaultfd, _UFFDIO_REGISTER, register)
+        fcntl.ioctl(
+            self._userfaultfd, _UFFDIO_WRITEPROTECT, bytearray(struct.pack("QQQ", start, size, 1))
+        )
+
+    def is_clean(self, start: int, stop: int) -> bool:
+        """Return whether every page of the range is still the armed one and was not written to
+        since.
+
+        Also False if memory was unmapped, discarded or replaced. Such pages look unwritten, so this
+        asks for marks and contents, not for writes.
+        """
+        mask = _WP_ALLOWED | _WRITTEN | _FILE
+        return self._first(start, stop, _WRITTEN | _FILE, mask, _PRESENT | _SWAPPED) == (
+            start,
+            stop,
+        )
+
+    def foreign(self, ranges: Sequence[Range]) -> list[Range]:
+        """Return the parts of ``ranges`` (sorted, disjoint) that others may write to unnoticed.
+
+        These are file mappings, shared memory and huge pages of hugetlbfs. A private mapping is
+        exempt if each of its pages was replaced by this process's own copy.
+        """
+        return [part for part in mapped_files(ranges) if not self._is_own(*part)]
+
+    def _is_own(self, start: int, stop: int) -> bool:
+        return self._first(start, stop, _FILE, _FILE, _PRESENT | _SWAPPED) == (start, stop)
+
+    def _first(self, start: int, stop: int, inverted: int, mask: int, any_of: int) -> Range | None:
+        """Return the first run of pages of these categories; see PAGEMAP_SCAN for the masks."""
+        found = (ctypes.c_uint64 * 3)()
+        at = ctypes.addressof(found)
+        asked = bytearray(
+            struct.pack("12Q", 96, 0, start, stop, 0, at, 1, 0, inverted, mask, any_of, 0)
+        )
+        try:
+            count = fcntl.ioctl(self._pagemap, _PAGEMAP_SCAN, asked)
+        except OSError:
+            return None
+        return (found[0], found[1]) if count == 1 else None
+
+    def disarm(self, start: int, stop: int) -> None:
+        """Clear all marks in the range, wherever it is still mapped."""
+        asked = bytearray(struct.pack("QQQ", start, stop - start, 0))
+        try:
+            fcntl.ioctl(self._userfaultfd, _UFFDIO_WRITEPROTECT, asked)
+        except OSError:  # it stops at memory that replaced a registered range
+            with contextlib.suppress(OSError):  # all of it is gone
+                fcntl.ioctl(
+                    self._userfaultfd,
+                    _UFFDIO_UNREGISTER,
+                    bytearray(struct.pack("QQ", start, stop - start)),
+                )
+
+
+def merged(ranges: Iterable[Range], gap_nbytes: int = 0) -> list[Range]:
+    """Return ``ranges`` sorted, joining ranges that overlap or are within ``gap_nbytes``."""
+    found: list[Range] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1] + gap_nbytes:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
+
+
+def without(ranges: Iterable[Range], holes: Iterable[Range]) -> list[Range]:
+    """Return the parts of merged ``ranges`` that ``holes`` do not cover."""
+    cut = merged(holes)
+    left = []
+    at = 0
+    for start, stop in ranges:
+        while at < len(cut) and cut[at][1] <= start:
+            at += 1
+        begin = start
+        k = at
+        while k < len(cut) and cut[k][0] < stop:
+            if begin < cut[k][0]:
+                left.append((begin, cut[k][0]))
+            begin = max(begin, cut[k][1])
+            k += 1
+        if begin < stop:
+            left.append((begin, stop))
+    return left
+
+
+def touches(ranges: Sequence[Range], range_: Range) -> bool:
+    """Return whether ``range_`` overlaps one of ``ranges``, which are sorted and disjoint."""
+    at = bisect.bisect_right(ranges, range_[0], key=lambda other: other[1])
+    return at < len(ranges) and ranges[at][0] < range_[1]
+
+
+def _overlap(a: Iterable[Range], b: Iterable[Range]) -> bool:
+    together = sorted([*a, *b])
+    return any(right[0] < left[1] for left, right in itertools.pairwise(together))
+
+
+_tracker: WriteTracker | None = None
+_asked = False
+_lock = new_lock()
+
+
+def write_tracker() -> WriteTracker | None:
+    """Return the tracker of this process. None if the system has none, which is logged once."""
+    global _tracker, _asked  # noqa: PLW0603
+    with _lock:
+        if not _asked:
+            _asked = True
+            try:
+                _tracker = WriteTracker.open()
+            except OSError as error:
+                _log.info(
+                    "writes to memory cannot be tracked here, so saves compare tensors in host "
+                    "memory by digests: %s",
+                    error,
+                )
+        return _tracker
+
+
+def _forget_parent() -> None:
+    """Close the tracker in a forked child: its descriptors refer to the parent's memory."""
+    global _tracker, _asked  # noqa: PLW0603
+    if _tracker is not None:
+        _tracker.close()
+    _tracker = None
+    _asked = False
+
+
+in_child(_forget_parent)

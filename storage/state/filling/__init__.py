@@ -1,0 +1,1 @@
+"""Filling tensors and objects of a state with loaded values."""

@@ -1,0 +1,412 @@
+"""Matches the caller's tensors and values with a checkpoint, to find the tensors to fill."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ....planner.columns import padded, widen
+from ....planner.layout import Layout
+from ....planner.loading import Targets
+from ....planner.regions import regions_of
+from ....planner.table import TensorTable
+from ...format.manifest import Manifest
+from ...format.tree import Key, Tree, Value, dotted, format_path
+from ..adapters.composite import agrees
+from ..adapters.megatron import KeyedShard
+from ..adapters.multipart import InParts, is_in_parts, parts_of
+from ..adapters.tensors import TensorLike, layout_of
+from ..conversion import is_convertible
+from ..device import devices_of, refuse_forked_child
+from ..dtypes import dtype_name, dtype_of
+from ..flat_state import FlatState, Subtree
+from .memory_table import MemoryTable
+
+__all__ = ["Match", "TypedPath", "Wanted", "match"]
+
+Ints = npt.NDArray[np.int64]
+TypedPath = tuple[tuple[str, Key], ...]
+
+
+_CASTABLE = " (cast=True converts)"
+Wish = tuple[int, Layout | None]
+"""(row of the tensor, the wanted part of it; None: all)"""
+
+
+@dataclass
+class Wanted:
+    """Parts of tensors to fill, collected one by one; ``targets()`` turns them into columns."""
+
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    _whole: list[tuple[int, int]] = field(default_factory=list)
+    """(row of the tensor, number of the buffer)"""
+    _parts: list[tuple[int, Layout, int]] = field(default_factory=list)
+    """(row of the tensor, the wanted part of it, number of the buffer)"""
+    _names: dict[int, str] = field(default_factory=dict)
+    _memory: MemoryTable | None = None
+
+    def add_all_whole(
+        self, tensors: Ints, buffers: Sequence[torch.Tensor], names: Sequence[str]
+    ) -> None:
+        """Add all of the tensors in these rows, each with its buffer and the buffer's name in the
+        state."""
+        first = len(self.buffers)
+        numbers = range(first, first + len(buffers))
+        filled = map(torch.Tensor.numel, buffers)
+        self._whole += itertools.compress(zip(tensors.tolist(), numbers, strict=True), filled)
+        self._names.update(zip(numbers, names, strict=True))
+        self.buffers += buffers
+
+    def add_whole(self, tensor: int, buffer: torch.Tensor, name: str | None = None) -> None:
+        """Add all of the tensor in row ``tensor``, to be read into ``buffer``.
+
+        ``name``: the buffer's name in the state.
+        """
+        self._named(name)
+        if buffer.numel():
+            self._whole.append((tensor, len(self.buffers)))
+        self.buffers.append(buffer)
+
+    def add_tensor(self, row: int, tensor: TensorLike | InParts, name: str) -> None:
+        """Add everything this rank holds of a tensor, whatever its type."""
+        parts: Sequence[TensorLike] = [tensor]  # type: ignore[list-item]
+        if is_in_parts(tensor):
+            parts = parts_of(tensor, lambda: name)
+        for part in parts:
+            local, layout = layout_of(part, lambda: name)
+            self.add_held(row, local, layout)
+
+    def add_held(
+        self, row: int, local: torch.Tensor, layout: Layout, name: str | None = None
+    ) -> None:
+        """Add the part of a tensor that ``layout`` describes, to be read into ``local``."""
+        if layout.local_shape == layout.shape:
+            self.add_whole(row, local, name)
+        else:
+            self._named(name)
+            if not layout.is_empty:
+                self._parts.append((row, layout, len(self.buffers)))
+            self.buffers.append(local)
+
+    def _named(self, name: str | None) -> None:
+        if name is not None:
+            self._names[len(self.buffers)] = name
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """Names of the buffers that have one, by number."""
+        return self._names
+
+    def memory(self) -> MemoryTable:
+        """Return where the buffers lie; called after all have been added.
+
+        Raises UsageError in a child forked after CUDA was initialized, where they could not be
+        filled.
+        """
+        if self._memory is None:
+            self._memory = MemoryTable.of(self.buffers)
+            if not self._memory.on_host.all() and devices_of(self.buffers):
+                refuse_forked_child()
+        return self._memory
+
+    def numbers(self) -> Ints:
+        """Return the numbers of all buffers to fill."""
+        wanted = [number for _, number in self._whole]
+        wanted += [number for _, _, number in self._parts]
+        return np.array(wanted, np.int64)
+
+    def wishes(self) -> dict[int, Wish]:
+        """Return the wish for each buffer to fill, by number."""
+        found: dict[int, Wish] = {number: (tensor, None) for tensor, number in self._whole}
+        found.update((number, (tensor, layout)) for tensor, layout, number in self._parts)
+        return found
+
+    def stored_dtypes(self, tensors: TensorTable) -> dict[int, torch.dtype]:
+        """Return the stored dtypes of the tensors to fill, by address."""
+        return {
+            self.buffers[number].data_ptr(): dtype_of(*tensors.dtypes[tensors.dtype[row]])
+            for number, (row, _) in self.wishes().items()
+        }
+
+    def part(self, number: int, buffer: torch.Tensor) -> Wanted:
+        """Return the wish of one buffer, redirected to ``buffer``."""
+        tensor, layout = self.wishes()[number]
+        wanted = Wanted()
+        if layout is None:
+            wanted.add_whole(tensor, buffer)
+        else:
+            wanted.add_held(tensor, buffer, layout)
+        return wanted
+
+    def without(self, numbers: Collection[int]) -> Wanted:
+        """Return the wishes of all buffers but these."""
+        return Wanted(
+            self.buffers,
+            [whole for whole in self._whole if whole[1] not in numbers],
+            [part for part in self._parts if part[2] not in numbers],
+            self._names,
+            self._memory,
+        )
+
+    def targets(self, shape: Ints) -> Targets:
+        """Return the wishes as columns. ``shape`` (T, D) are the shapes of the checkpoint's
+        tensors."""
+        width = shape.shape[1]
+        tensor, buffer = np.array(self._whole, np.int64).reshape(-1, 2).T
+        whole = shape[tensor]
+        zeros = np.zeros_like(whole)
+        parts = regions_of([layout for _, layout, _ in self._parts], width)
+        ends = [(tensor, number) for tensor, _, number in self._parts]
+        part_tensor, part_buffer = np.array(ends, np.int64).reshape(-1, 2)[parts.row].T
+        return Targets(
+            tensor=np.concatenate([tensor, part_tensor]),
+            offsets=np.concatenate([zeros, parts.offsets]),
+            lengths=np.concatenate([whole, parts.lengths]),
+            local_start=np.concatenate([np.zeros_like(tensor), parts.local_start]),
+            local_shape=np.concatenate([whole, parts.local_shape]),
+            buffer=np.concatenate([buffer, part_buffer]),
+        )
+
+
+@dataclass
+class Match:
+    """The match of a state with a checkpoint, as one rank sees it.
+
+    By name, with a text for people: ``missing`` are in the state only; ``mismatched`` are in both,
+    but cannot be filled; ``castable`` could be filled with ``cast``; ``shared`` are one in the
+    state, but stored with different values. ``tensors`` and ``values`` are the rows of the
+    checkpoint that have a place in the state; ``assign`` are the values to put into its containers.
+    """
+
+    wanted: Wanted = field(default_factory=Wanted)
+    missing: dict[str, str] = field(default_factory=dict)
+    mismatched: dict[str, str] = field(default_factory=dict)
+    castable: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    """Items that a failed load began to fill, and this one would not."""
+    tensors: set[int] = field(default_factory=set)
+    values: set[int] = field(default_factory=set)
+    filled: set[str] = field(default_factory=set)
+    """Names of the tensors and objects that a load fills."""
+    assign: list[tuple[int, Key, int]] = field(default_factory=list)
+    """(container of the state, key, row of the value in the checkpoint)"""
+
+
+def match(flat: FlatState, manifest: Manifest, rank: int, *, cast: bool) -> Match:
+    """Match ``flat`` with the checkpoint. Reads no data; finds every difference."""
+    found = Match()
+    _match_tensors(found, flat, manifest.tensors, rank, cast)
+    _match_values(found, flat, manifest.tree, rank)
+    _settle_shared_containers(found, flat, manifest.tree, rank)
+    return found
+
+
+def _match_tensors(
+    found: Match, flat: FlatState, stored: TensorTable, rank: int, cast: bool
+) -> None:
+    if not len(stored):
+        found.missing |= {name: _missing(flat, row) for row, name in enumerate(flat.names)}
+        return
+    sources = stored.find_all(flat.names, rank)
+    fits = _fitting(flat, stored, sources)
+    if (stored.owner < 0).all():  # each name has one row
+        found.tensors.update(sources[sources >= 0].tolist())
+    else:
+        found.tensors.update(row for name in flat.names for row in stored.rows.get(name, ()))
+    alias = np.where(stored.alias < 0, np.arange(len(stored)), stored.alias)[sources]
+    if fits.all() and (sources >= 0).all() and _are_plain(flat):
+        found.wanted.add_all_whole(alias, flat.locals, flat.names)
+        return
+    for row, (source, root, fit) in enumerate(
+        zip(sources.tolist(), alias.tolist(), fits.tolist(), strict=True)
+    ):
+        if source < 0:
+            found.missing[flat.names[row]] = _missing(flat, row)
+            continue
+        local = flat.locals[row]
+        layout = flat.layouts[row]
+        problem = None
+        if not fit:
+            local, layout = _clipped(flat, row, stored.shape_of(source))
+            problem = _problem(stored, source, layout.shape, flat.dtypes[row], cast)
+        if problem is None and not local.is_contiguous():
+            problem = _unfillable(local)
+        if problem is not None:
+            kind = found.castable if problem.endswith(_CASTABLE) else found.mismatched
+            kind[flat.names[row]] = f"{flat.path(row)}: {problem}"
+        else:
+            found.wanted.add_held(root, local, layout, flat.names[row])
+
+
+def _are_plain(flat: FlatState) -> bool:
+    """Return whether all tensors of the state are whole and contiguous.
+
+    That holds for most states, and saves looking at each tensor.
+    """
+    layouts = {id(layout): layout for layout in flat.layouts}
+    whole = all(layout.local_shape == layout.shape for layout in layouts.values())
+    return whole and all(map(torch.Tensor.is_contiguous, flat.locals))
+
+
+def _clipped(flat: FlatState, row: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, Layout]:
+    """Return the part to fill from a tensor of ``shape``, which is smaller for a padded tensor."""
+    origin = flat.origins[row]
+    if isinstance(origin, KeyedShard) and origin.fits_in(shape):
+        return layout_of(origin.clipped(shape), lambda: flat.path(row))
+    return flat.locals[row], flat.layouts[row]
+
+
+def _missing(flat: FlatState, row: int) -> str:
+    return f"{flat.path(row)}: no tensor {flat.names[row]!r} in the checkpoint"
+
+
+def _fitting(flat: FlatState, stored: TensorTable, sources: Ints) -> npt.NDArray[np.bool_]:
+    """Return whether shape and dtype equal the stored ones, (rows of the state,) bool."""
+    ndim = np.fromiter(map(len, flat.shapes), np.int64, len(flat.shapes))
+    width = max(stored.shape.shape[1], int(ndim.max(initial=0)))
+    shapes = widen(stored.shape, width, 1)[sources] == padded(flat.shapes, width, 1)
+    codes = {vars(torch).get(name): code for code, (name, _) in enumerate(stored.dtypes)}
+    dtypes = np.fromiter((codes.get(d, -1) for d in flat.dtypes), np.int64, len(flat.dtypes))
+    fits: npt.NDArray[np.bool_] = (
+        shapes.all(axis=1) & (stored.ndim[sources] == ndim) & (stored.dtype[sources] == dtypes)
+    )
+    return fits
+
+
+def _problem(
+    stored: TensorTable, source: int, shape: tuple[int, ...], wanted: torch.dtype, cast: bool
+) -> str | None:
+    dtype = dtype_of(*stored.dtypes[stored.dtype[source]])
+    if stored.shape_of(source) != shape:
+        return (
+            f"shape {list(stored.shape_of(source))} in the checkpoint, {list(shape)} in the state"
+        )
+    if dtype == wanted:
+        return None
+    castable = torch.can_cast(dtype, wanted) and is_convertible(dtype, wanted)
+    if cast and castable:
+        return None
+    text = f"dtype {dtype_name(dtype)} in the checkpoint, {dtype_name(wanted)} in the state"
+    return text + _CASTABLE if castable else text
+
+
+def _unfillable(local: torch.Tensor) -> str | None:
+    span = 0  # bytes spanned by the smaller strides; the next stride must exceed it
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(local.stride(), local.shape, strict=True) if size > 1
+    ):
+        if stride <= span:
+            return "a tensor whose elements share memory cannot be filled"
+        span += stride * (size - 1)
+    return None
+
+
+def typed_paths(tree: Tree) -> list[TypedPath]:
+    """Return the keys that lead to each container, with their types: 1, True and 1.0 are
+    distinct."""
+    out: list[TypedPath] = [()]
+    for c in tree.containers[1:]:
+        out.append((*out[c.parent], (type(c.key).__name__, c.key)))
+    return out
+
+
+def _match_values(found: Match, flat: FlatState, stored: Tree, rank: int) -> None:
+    theirs = typed_paths(stored)
+    at = {
+        (*theirs[v.container], (type(v.key).__name__, v.key)): i
+        for i, v in enumerate(stored.values)
+    }
+    ours = typed_paths(flat.tree)
+    lenient = _opened(flat, ours)
+    for value in flat.tree.values:
+        path = (*ours[value.container], (type(value.key).__name__, value.key))
+        inside = next((p for p in lenient if path[: len(p)] == p), None)
+        if path in at:
+            found.values.add(at[path])
+            if value.container in flat.made_of:
+                _compare_descriptions(found, flat, value, stored.values[at[path]], rank)
+                continue
+            if inside is None or not _is_own_layout(path[len(inside) :]):
+                found.assign.append((value.container, value.key, at[path]))
+        elif inside is None:
+            keys = [key for _, key in path]
+            found.missing[dotted(keys)] = f"{format_path(keys)}: no such value in the checkpoint"
+    taken = [
+        *lenient,
+        *(_path_of(subtree, ours) for subtree in flat.subtrees if subtree.state is None),
+    ]
+    found.values.update(i for path, i in at.items() if any(path[: len(p)] == p for p in taken))
+
+
+def _compare_descriptions(
+    found: Match, flat: FlatState, present: Value, stored: Value, rank: int
+) -> None:
+    """Report a composite tensor of another kind, whose inner tensors would mean nothing."""
+    ours = present.of(rank)
+    theirs = stored.of(rank)
+    if not agrees(theirs, ours):
+        keys = flat.tree.paths()[present.container]
+        found.mismatched[dotted(keys)] = (
+            f"{format_path(keys)}: {theirs} in the checkpoint, {ours} in the state"
+        )
+
+
+def _settle_shared_containers(found: Match, flat: FlatState, stored: Tree, rank: int) -> None:
+    """Resolve containers that are in the state at two places: the last value assigned wins.
+
+    Reports those whose stored values differ.
+    """
+    last: dict[tuple[int, Key, str], int] = {}
+    for container, key, row in found.assign:
+        node = flat.nodes[container]
+        place = (id(node), key, type(key).__name__)
+        if isinstance(node, tuple):
+            continue  # rebuilt at each place
+        before = last.setdefault(place, row)
+        if before != row and repr(stored.values[before].of(rank)) != repr(
+            stored.values[row].of(rank)
+        ):
+            names = [_dotted_value(stored, each) for each in (before, row)]
+            found.shared[names[1]] = (
+                f"values {names[0]!r} and {names[1]!r} are one object in the state, but differ in "
+                f"the checkpoint"
+            )
+        last[place] = row
+    if len(last) < len(found.assign):
+        found.assign = [
+            (container, key, row)
+            for container, key, row in found.assign
+            if last.get((id(flat.nodes[container]), key, type(key).__name__), row) == row
+        ]
+
+
+def _dotted_value(tree: Tree, row: int) -> str:
+    value = tree.values[row]
+    return dotted((*tree.paths()[value.container], value.key))
+
+
+def _opened(flat: FlatState, ours: Sequence[TypedPath]) -> list[TypedPath]:
+    """Return the paths of modules and optimizers.
+
+    Their small values (hyperparameters) vary with torch's version: shared ones are loaded, all
+    others stay as they are.
+    """
+    return [_path_of(subtree, ours) for subtree in flat.subtrees if subtree.state is not None]
+
+
+def _path_of(subtree: Subtree, ours: Sequence[TypedPath]) -> TypedPath:
+    if subtree.parent < 0:
+        return ()
+    return (*ours[subtree.parent], (type(subtree.key).__name__, subtree.key))
+
+
+def _is_own_layout(path: TypedPath) -> bool:
+    """Return whether ``path`` is a group's list of parameters, which the loading job decides."""
+    keys = [key for _, key in path]
+    return len(keys) == 4 and keys[0] == "param_groups" and keys[2] == "params"

@@ -1,0 +1,1 @@
+"""From a nested state to rows of tensors and a tree of values."""
