@@ -2,8 +2,8 @@
 together. Pure.
 
 Ranks follow a plan that they agreed on earlier, their *agreement*: values that were equal on
-several ranks are written by one of them. So a generation is whole if all ranks have sealed their images
-under the same agreement, and these values are still equal.
+several ranks are written by one of them. So a generation is whole if all ranks have sealed their
+images under the same agreement, and these values are still equal.
 """
 
 from __future__ import annotations
