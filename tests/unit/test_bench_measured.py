@@ -88,7 +88,7 @@ def test_json_comes_back() -> None:
 )
 def test_other_files_are_refused_by_name(text: str) -> None:
     """Not with a traceback."""
-    with pytest.raises(UsageError, match=r"^here\.json is no result"):
+    with pytest.raises(UsageError, match=r"^here\.json is not a result"):
         decoded(text, "here.json")
 
 

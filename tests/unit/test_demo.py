@@ -201,7 +201,7 @@ def test_only_what_a_demo_wrote_is_removed(tmp_path: Path) -> None:
     assert sorted(p.name for p in made.iterdir()) == [".holdfast-demo", "notes.txt"]
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "loss.svg").write_text("x")
-    with pytest.raises(holdfast.UsageError, match="something else"):
+    with pytest.raises(holdfast.UsageError, match="something other"):
         folder.prepare(str(tmp_path / "theirs"))
     assert [p.name for p in (tmp_path / "theirs").iterdir()] == ["loss.svg"]
 
