@@ -29,13 +29,13 @@ _CHART_WIDTH = 560
 def driver_page(found: DriverMeasurement) -> str:
     """Return the page as HTML."""
     return page(
-        f"What {found.uri} gives its driver",
+        f"The driver alone on {found.uri}",
         element("h1", found.uri),
-        element("p", "What this storage gives its driver alone, measured.", class_="soft"),
+        element("p", "Measured with the driver alone, without checkpoints.", class_="soft"),
         *_facts(found),
         *_invalid(found),
         *_rates(found),
-        element("h2", "How long operations took"),
+        element("h2", "Latency of operations"),
         table(LATENCY_TITLES, list(latency_rows(found)), ("point",)),
         *_histograms(found),
     )
@@ -63,7 +63,7 @@ def _rates(found: DriverMeasurement) -> Iterator[Element]:
         return
     for operation, points in by_operation(found).items():
         yield element("h2", f"{operation.capitalize()}: GB/s by part size and concurrency")
-        yield element("p", "The darker, the faster. Columns: parts at a time.", class_="soft")
+        yield element("p", "Darker is faster. Columns: concurrency.", class_="soft")
         yield _heat(found, points)
 
 
@@ -87,8 +87,8 @@ def _cell(found: DriverMeasurement, point: PointResult, heat: float) -> Cell:
 
 
 def _histograms(found: DriverMeasurement) -> Iterator[Element]:
-    yield element("h2", "How many operations took how long")
-    yield element("p", "By the upper end of the time that they took.", class_="soft")
+    yield element("h2", "Latency histograms")
+    yield element("p", "Operations by the upper bound of their latency.", class_="soft")
     by_name = {id(point): name for name, point in found.points.items()}
     for number, (operation, points) in enumerate(by_operation(found).items()):
         figures = [

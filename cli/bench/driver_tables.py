@@ -48,7 +48,7 @@ def print_driver(found: DriverMeasurement) -> None:
                     for name, row in grid_rows(points)
                 ],
             )
-    print_table("how long operations took", LATENCY_TITLES, list(latency_rows(found)), ("point",))
+    print_table("latency of operations", LATENCY_TITLES, list(latency_rows(found)), ("point",))
     for line in driver_invalid_lines(found):
         print(paint(printable(line), "red"))
 

@@ -19,15 +19,15 @@ __all__ = ["measurement_page"]
 def measurement_page(found: Measurement) -> str:
     """Return the page as HTML."""
     return page(
-        f"What {found.uri} gives checkpoints",
+        f"Checkpoints on {found.uri}",
         element("h1", found.uri),
-        element("p", "What this storage gives checkpoints, measured.", class_="soft"),
+        element("p", "Measured with checkpoints on this storage.", class_="soft"),
         *_facts(found),
         *_invalid(found),
         *_rates(found),
         element("h2", "Phases"),
         table(PHASE_TITLES, list(phase_rows(found)), ("phase",)),
-        element("h2", "What they took"),
+        element("h2", "Costs"),
         table(COST_TITLES, list(cost_rows(found)), ("phase",)),
         *_rounds(found),
         *_latencies(found),
@@ -59,8 +59,8 @@ def _rates(found: Measurement) -> Iterator[Element]:
     yield element("h2", "Rates")
     yield element(
         "p",
-        "Bytes of all rounds by the time of all rounds. The limit is that of a bare client; alone "
-        "is our driver, without checkpoints.",
+        "Bytes per second over all rounds. The limit is measured with a bare client; alone is our "
+        "driver without checkpoints.",
         class_="soft",
     )
     values = []
@@ -78,7 +78,7 @@ def _rates(found: Measurement) -> Iterator[Element]:
 def _rounds(found: Measurement) -> Iterator[Element]:
     yield from _charts(
         "Rounds",
-        "GB/s, round by round: what all ranks moved until the last one was done.",
+        "GB/s of all ranks together, by round.",
         [(phase.name, _rates_over_time(phase)) for phase in found.phases],
     )
 
@@ -93,9 +93,9 @@ def _rates_over_time(phase: Phase) -> Element | None:
 
 def _latencies(found: Measurement) -> Iterator[Element]:
     yield from _charts(
-        "How long parts and ranges took",
-        "Writes of parts, and reads of ranges, of all ranks and rounds, by the upper end of the "
-        "time that they took.",
+        "Latency of parts and ranges",
+        "Writes of parts and reads of ranges over all ranks and rounds, by the upper bound of "
+        "their latency.",
         [(phase.name, _histogram(phase)) for phase in found.phases],
     )
 
@@ -110,7 +110,7 @@ def _histogram(phase: Phase) -> Element | None:
 def _ranks(found: Measurement) -> Iterator[Element]:
     yield from _charts(
         "Ranks",
-        "When each rank was done, the median of the rounds.",
+        "Time until each rank was done, median of the rounds.",
         [(phase.name, _by_rank(phase)) for phase in found.phases],
     )
 

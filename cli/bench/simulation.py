@@ -133,9 +133,9 @@ def _print_forecast(found: Forecast) -> None:
     print(f"{printable(found.uri)}: {printable(found.workload)} on {ranks}, simulated")
     print(paint(f"{one_of(found.host_ranks, 'rank')} on each host", "dim"))
     print()
-    titles = ("bytes", "least", "median", "most", "all ranks", "exactly")
+    titles = ("bytes", "least", "median", "most", "all ranks", "exact")
     rows = [_spread("state", found.state_nbytes), _spread("written", found.image_nbytes)]
-    print_table("of each rank", titles, rows, ("bytes",))
+    print_table("per rank", titles, rows, ("bytes",))
     print_table("the job", ("figure", "value"), list(_figures(found)), ("figure",))
     print_table(
         "requests",
@@ -156,7 +156,7 @@ def _spread(name: str, of: Spread) -> tuple[str, ...]:
 
 
 def _figures(found: Forecast) -> Iterator[tuple[str, str]]:
-    yield "most bytes of a rank, by the mean", f"{found.balance:.3f}"
+    yield "largest rank, relative to the mean", f"{found.balance:.3f}"
     yield "tensors", f"{found.tensors:,}"
     yield "shards", f"{found.shards:,}"
     yield "chunks", f"{found.chunks:,}"
@@ -201,7 +201,7 @@ def _print_dry_run(found: DryRun) -> None:
     if found.cost_usd is not None:
         print(f"requests cost {_usd(found.cost_usd)}")
     if found.refusal is not None:
-        print(paint(f"this host would refuse it: {printable(found.refusal)}", "red"))
+        print(paint(f"this host would refuse to measure it: {printable(found.refusal)}", "red"))
 
 
 def _totals(found: DryRun) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ COST_TITLES = (
     "CPU/GiB",
     "memory",
     "requests",
-    "again",
+    "retries",
     *(f"p{percent}" for percent in PERCENTS),
     "USD",
 )
@@ -50,7 +50,7 @@ def print_measurement(found: Measurement) -> None:
         print(paint(f"{name}: {client}", "dim"))
     print()
     print_table("phases", PHASE_TITLES, list(phase_rows(found)), ("phase",))
-    print_table("what they took", COST_TITLES, list(cost_rows(found)), ("phase",))
+    print_table("costs", COST_TITLES, list(cost_rows(found)), ("phase",))
     for line in invalid_lines(found):
         print(paint(line, "red"))
     for note in found.notes:
@@ -158,7 +158,9 @@ def print_comparison(found: Sequence[Compared], part: float) -> None:
         )
         for each in found
     ]
-    print_table("B as fast as A, with a confidence of 95 %", titles, rows, ("phase", "verdict"))
+    print_table(
+        "Speed of B relative to A, with 95 % confidence", titles, rows, ("phase", "verdict")
+    )
     for each in found:
         if each.is_slower(part):
             print(paint(f"{each.name}: B is slower by more than {part:.0%}", "red"))

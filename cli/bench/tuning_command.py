@@ -107,9 +107,10 @@ def _print(found: Tuning, kept: Path | None) -> None:
 
 
 def _tried(found: Tuning) -> str:
+    most = size_text(max(entry.taken.nbytes for entry in found.entries))
     return (
-        f"{found.tried} of {len(found.space.candidates)} choices tried, in {found.seconds:.0f} s, "
-        f"with up to {size_text(max(entry.taken.nbytes for entry in found.entries))}"
+        f"{found.tried} of {len(found.space.candidates)} candidates tried in "
+        f"{found.seconds:.0f} s, with up to {most}"
     )
 
 
@@ -133,12 +134,12 @@ def verdict_lines(found: Tuning) -> list[str]:
 def _gain_text(gain: Gain) -> str:
     if gain.low == 0:
         return (
-            f"{gain.ratio:.2f} × as fast as with the defaults (by {gain.pairs} pairs, which are "
-            f"too few to be sure)"
+            f"{gain.ratio:.2f} × as fast as with the defaults (from {gain.pairs} pairs, too few to "
+            f"be sure)"
         )
     return (
         f"{gain.ratio:.2f} × as fast as with the defaults (from {gain.low:.2f} to {gain.high:.2f} "
-        f"with a confidence of 95 %, by {gain.pairs} pairs)"
+        f"with 95 % confidence, from {gain.pairs} pairs)"
     )
 
 

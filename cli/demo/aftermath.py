@@ -14,7 +14,7 @@ __all__ = ["LEFT", "TITLES", "Accident", "Outcome", "differences", "outcome_of"]
 TITLES = (
     "what happened",
     "at step",
-    "goes on from",
+    "resumed from",
     "lost",
     "resume",
     "to first step",

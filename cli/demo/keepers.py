@@ -94,9 +94,9 @@ class _Demo:
         """Run all jobs, with the accidents between them."""
         began_s = time.monotonic()
         self.account.title(
-            f"{len(HOSTS)} hosts keep each step in memory, and break down one after the other."
+            f"{len(HOSTS)} hosts keep each step in memory, and are lost one after the other."
         )
-        self.account.say(f"{EVERY} steps lie between two that go to {redact(self.root)}")
+        self.account.say(f"every {EVERY}th step goes to {redact(self.root)}")
         before: Accident | None = None
         for number, accident in enumerate([*ACCIDENTS, None], 1):
             job = _RunningJob(self, number, before, accident)
@@ -111,9 +111,11 @@ class _Demo:
         """Print the table and the verdict."""
         print()
         rows = [outcome.row() for outcome in self.outcomes]
-        print_table("What the next job goes on from", TITLES, rows, LEFT)
+        print_table("Resume of the next job", TITLES, rows, LEFT)
         if self.differing:
-            self.account.say(f"other losses than of an uninterrupted run: {self.differing}", "red")
+            self.account.say(
+                f"losses differ from an uninterrupted run at steps {self.differing}", "red"
+            )
         else:
             self.account.say(
                 f"all {STEPS} losses are exactly those of an uninterrupted run", "green"
@@ -176,14 +178,14 @@ class _RunningJob:
         if self._before is None:
             account.chapter("Train on four hosts")
         else:
-            account.chapter(f"Go on after: {self._before.title}")
+            account.chapter(f"Resume after: {self._before.title}")
         self._began_s = time.time()
         with account.waiting("torchrun starts the ranks"):
             self._job.run(self._hear, survives=self._accident is None)
         if self._accident is not None and len(self._guarded) < len(HOSTS):
             failed = "; ".join(self._failures) or "the ranks do not say why"
             raise RankFailedError(
-                f"the job ended before step {self._accident.step} was guarded: {failed}",
+                f"the job ended before step {self._accident.step} was protected: {failed}",
                 advice=self._job.tail(),
             )
 
@@ -219,7 +221,7 @@ class _RunningJob:
         outcome = self.outcome(self._before)
         nbytes = ", ".join(f"{tier} {size_text(n)}" for tier, n in outcome.tiers.items() if n)
         self._demo.account.say(
-            f"goes on from step {step}, within {outcome.resume_s:.2f} s ({nbytes})"
+            f"resumes from step {step}, within {outcome.resume_s:.2f} s ({nbytes})"
         )
 
     def _have_accident(self) -> None:
@@ -229,7 +231,7 @@ class _RunningJob:
         first, last = self.taken[0], self.taken[-1]
         account.say(
             f"steps {first[0]} to {last[0]}: loss {first[1]:.4f} to {last[1]:.4f}; step {last[0]} "
-            "is in memory, and guarded against the loss of two hosts"
+            "is in memory, and protected against the loss of two hosts"
         )
         for pid in self._pids:  # before the keepers, which the trainers would restart
             with suppress(ProcessLookupError):

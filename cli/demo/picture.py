@@ -72,7 +72,7 @@ def _draw_curves(axes: Axes, before: Record, after: Record, reference: Record) -
         )
     axes.set_ylabel("loss per byte (nats)")
     axes.set_title(
-        "A rank is killed while it saves; the job goes on with fewer", loc="left", fontweight="bold"
+        "A rank is killed during a save; the job resumes with fewer", loc="left", fontweight="bold"
     )
     axes.margins(x=0.02)
 

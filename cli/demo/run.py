@@ -78,8 +78,7 @@ class _Demo:
     def run(self) -> None:
         began_s = time.monotonic()
         self.account.title(
-            "A language model in training loses a rank in the middle of a save, and goes on "
-            "with fewer."
+            "A language model in training loses a rank during a save, and resumes with fewer ranks."
         )
         self._train_and_kill()
         self._look_at_what_is_left()
@@ -87,7 +86,7 @@ class _Demo:
         self._compare()
         written = self._write_down()
         self.seconds = time.monotonic() - began_s
-        self.account.chapter(f"To look at ({self.seconds:.0f} s in all)")
+        self.account.chapter(f"Results ({self.seconds:.0f} s in total)")
         for path, what in written:
             self.account.say(f"{path}  {what}")
 
@@ -110,7 +109,8 @@ class _Demo:
             if not self.missed:
                 return
             self.account.say(
-                f"the kill came too late, step {self.killed_at} was committed: once more", "yellow"
+                f"the kill came too late, step {self.killed_at} was committed: trying again",
+                "yellow",
             )
             self.before.failures.clear()
         raise SaveError(
@@ -165,7 +165,7 @@ class _Demo:
         ]
 
     def _look_at_what_is_left(self) -> None:
-        self.account.chapter("What the kill left, and what the others knew")
+        self.account.chapter("What the kill left, and what the other ranks reported")
         self.account.say(f"below {redact(self._torn_uri())}, a second later:")
         self.account.files(self.torn)
         steps = " and ".join(map(str, self._committed()))
@@ -176,22 +176,19 @@ class _Demo:
         left = len(find(self._torn_uri()))
         if left:
             self.account.say(
-                f"{one_of(left, 'file')} of it are still there; the next save of this step "
-                f"collects them"
+                f"{one_of(left, 'file')} of it remain; the next save of this step deletes them"
             )
         else:
-            self.account.say(
-                "rank 0, which leads the save, then gave it up and removed what there was of it"
-            )
+            self.account.say("rank 0, which leads the save, then aborted it and deleted its files")
 
     def _go_on(self) -> None:
-        self.account.chapter(f"Start again, on {one_of(self.plan.after, 'rank')}")
+        self.account.chapter(f"Resume on {one_of(self.plan.after, 'rank')}")
         self._job("after", self.after, "--uri", self.root)
         left = {f.key for f in self.torn} & {f.key for f in find(self._torn_uri())}
         rest = "nothing of the torn attempt is left"
         if left:
             rest = f"{one_of(len(left), 'file')} of the torn attempt stay"
-        self.account.say(f"step {self.killed_at} is whole now, and {rest}")
+        self.account.say(f"step {self.killed_at} is complete now, and {rest}")
 
     def _say_resumed(self, record: Record) -> None:
         wanted, read = record.loaded_nbytes()
@@ -210,20 +207,15 @@ class _Demo:
         steps = self.plan.steps
         after = self.after
         reference = self.reference
-        self.account.chapter("As if nothing had happened?")
+        self.account.chapter("Compare with an uninterrupted run")
         self._job("reference", reference)
         ours = after.losses[steps]
         theirs = reference.losses[steps]
-        self.account.say(
-            f"loss at step {steps}: {ours:.6f}; of a run that nobody interrupted: {theirs:.6f}"
-        )
+        self.account.say(f"loss at step {steps}: {ours:.6f}; in an uninterrupted run: {theirs:.6f}")
         before, since = (f"{record.difference(reference):.1e}" for record in (self.before, after))
-        found = (
-            f"on the way, losses differ by {before} at most before the kill, and by {since} "
-            f"after it"
-        )
+        found = f"losses differ by at most {before} before the kill, and by {since} after it"
         if self.difference() <= DIFFERENCE_MAX:
-            self.account.say(f"yes: {found} (other ranks add in another order)", "green")
+            self.account.say(f"yes: {found} (ranks add in a different order)", "green")
         else:
             self.account.say(f"no: {found} (that is more than rounding)", "red")
 

@@ -49,7 +49,7 @@ def _against(path: str) -> Against:
 
     measured = read_measurement(path)
     if "save" not in measured.by_name:
-        raise UsageError(f"{path} has no saves to hold rates against")
+        raise UsageError(f"{path} has no saves to compare rates with")
     return Against(measured)
 
 

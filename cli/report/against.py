@@ -41,7 +41,7 @@ class Against:
         ]
         ranks = self.measured.config.get("ranks", 1)
         if ranks != save.world:
-            said.append(f"that was measured with {one_of(ranks, 'rank')}")
+            said.append(f"measured with {one_of(ranks, 'rank')}")
         if self.measured.invalid:
             said.append("the measurement is marked as INVALID")
         return "; ".join(said)

@@ -26,7 +26,7 @@ _OF_BARS = (
     "A bar is pale where a stage was idle between its operations, and where a rank waited in a "
     "round."
 )
-_OF_LATENCIES = "Writes of all ranks, by the upper end of the time they took."
+_OF_LATENCIES = "Writes of all ranks, by the upper bound of their latency."
 
 
 def report_page(
@@ -42,7 +42,7 @@ def report_page(
     return page(
         f"Saves of {redacted}",
         element("h1", redacted),
-        element("p", "Where the time of its saves went, by what was recorded.", class_="soft"),
+        element("p", "Where its saves spent their time, from recorded telemetry.", class_="soft"),
         *content,
     )
 
@@ -62,13 +62,13 @@ def _curves(known: Sequence[SaveTelemetry]) -> Iterator[Element]:
     figures that are always zero."""
     by_step = all(save.step is not None for save in known)
     figures = {
-        "How long a save took": ([save.seconds for save in known], "s"),
+        "Duration of a save": ([save.seconds for save in known], "s"),
         "Bytes of all images": ([nbytes_of(save) / 1e9 for save in known], "GB"),
-        "How long training waited for a lazy save, on the slowest rank": (
+        "Wait of training for a lazy save, on the slowest rank": (
             [max((r.fenced_s for r in save.ranks.values()), default=0.0) for save in known],
             "s",
         ),
-        "Requests made again": (
+        "Retried requests": (
             [float(sum(map(retries_of, save.ranks.values()))) for save in known],
             "",
         ),
@@ -125,11 +125,11 @@ def _pictures(save: SaveTelemetry, found: Sequence[Straggler]) -> Iterator[Eleme
     yield element("h2", "Ranks over time")
     note = _OF_BARS
     if left_out:
-        note += f" {left_out} ranks are left out: those that stand out are shown, and some others."
+        note += f" {left_out} ranks are not shown: only outliers and a sample of the others are."
     yield element("p", note, class_="soft")
     yield legend(COLOURS)
     yield over_time
-    yield element("h2", "How long each rank was busy with each stage")
+    yield element("h2", "Busy time of each rank in each stage")
     yield element(
         "p", "Darker is longer; waiting has no colour. Outliers are framed.", class_="soft"
     )
@@ -142,7 +142,7 @@ def _pictures(save: SaveTelemetry, found: Sequence[Straggler]) -> Iterator[Eleme
         yield bytes_by_rank(save)
     latencies = write_latencies(save)
     if latencies is not None:
-        yield element("h2", "How long writes took")
+        yield element("h2", "Latency of writes")
         yield element("p", _OF_LATENCIES, class_="soft")
         yield latencies
 

@@ -19,11 +19,11 @@ from .rows import stage_names
 __all__ = ["COLOURS", "bytes_by_rank", "heat", "ranks_over_time", "write_latencies"]
 
 COLOURS = (
-    ("capture", "copying off devices and in memory"),
+    ("capture", "copies from devices and in memory"),
     ("processor", "checksums, compression, planning"),
     ("storage", "storage"),
-    ("ranks", "rounds among ranks"),
-    ("prepare", "waiting before it began"),
+    ("ranks", "communication between ranks"),
+    ("prepare", "wait before the start"),
 )
 """Classes of the page's style, and their meanings."""
 
@@ -101,9 +101,9 @@ def _tip(what: str, stage: StageReport) -> str:
     if stage.nbytes:
         text += f", {size_text(stage.nbytes)}"
     if stage.retries or stage.hedges:
-        text += f", {stage.retries + stage.hedges} requests made again"
+        text += f", {stage.retries + stage.hedges} requests retried"
     if stage.throttled_s:
-        text += f", held back for {stage.throttled_s:.2f} s"
+        text += f", throttled for {stage.throttled_s:.2f} s"
     if stage.last_rank is not None:
         text += f"; rank {stage.last_rank} came last"
     return text

@@ -52,9 +52,19 @@ def stage_names(save: SaveTelemetry) -> list[str]:
 
 def stages_table(save: SaveTelemetry) -> Table:
     """Return a row for each stage: the typical rank and the slowest one."""
-    titles = ("stage", "ranks", "typical", "slowest", "rank", "bytes", "rate", "again", "held")
+    titles = (
+        "stage",
+        "ranks",
+        "typical",
+        "slowest",
+        "rank",
+        "bytes",
+        "rate",
+        "retries",
+        "throttled",
+    )
     rows = [_stage_row(name, _by_rank(save, name)) for name in stage_names(save)]
-    return Table("stages, busy for", titles, rows, ("stage",))
+    return Table("stages, by busy time", titles, rows, ("stage",))
 
 
 def _by_rank(save: SaveTelemetry, name: str) -> Mapping[int, StageReport]:
@@ -83,7 +93,7 @@ def _stage_row(name: str, by_rank: Mapping[int, StageReport]) -> tuple[str, ...]
 
 def ranks_table(save: SaveTelemetry) -> Table:
     """Return a row for each rank, or for the last ones to finish if there are many."""
-    titles = ("rank", "called", "wrote", "rate", "written after", "again", "cpu", "memory")
+    titles = ("rank", "called", "wrote", "rate", "written after", "retries", "cpu", "memory")
     last = sorted(save.ranks.values(), key=lambda record: -written_s(save, record))
     shown = sorted(last[:_RANKS_SHOWN], key=lambda record: record.rank)
     return Table(_ranks_title(save), titles, [_rank_row(save, record) for record in shown])
@@ -96,7 +106,7 @@ def _ranks_title(save: SaveTelemetry) -> str:
     if mean:
         title += f", the largest image {max(nbytes) / mean:.2f} times the mean"
     if len(save.ranks) > _RANKS_SHOWN:
-        title += f"; the {_RANKS_SHOWN} that were last"
+        title += f"; the {_RANKS_SHOWN} that finished last"
     return title
 
 
@@ -150,7 +160,7 @@ def history_table(
     """Return a row for each save of a run. ``found`` holds the stragglers of each save; ``against``
     is the baseline of the rates."""
     titles: tuple[str, ...] = (
-        "step", "saved", "ranks", "took", "bytes", "rate", "stalled", "again", "slowest",
+        "step", "saved", "ranks", "took", "bytes", "rate", "stalled", "retries", "slowest",
     )  # fmt: skip
     rows = [_history_row(save, slow) for save, slow in zip(saves, found, strict=True)]
     if against is not None:

@@ -234,7 +234,7 @@ def test_a_dry_run_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]
     """With status 1."""
     arguments = ["--model", "llama3-405b", "--dry-run"]
     assert app.run(["bench", "file:///x", *arguments]) == 1
-    assert "this host would refuse it: a state of 756 GiB" in capsys.readouterr().out
+    assert "this host would refuse to measure it: a state of 756 GiB" in capsys.readouterr().out
 
 
 def test_object_stores_are_asked_in_parts_and_cost(monkeypatch: pytest.MonkeyPatch) -> None:

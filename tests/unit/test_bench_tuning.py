@@ -123,10 +123,10 @@ def test_what_is_said_follows_from_what_was_found() -> None:
     assert defaults[0] == "The others were not tried in this time. Give a larger --time-limit."
     assert "nothing to keep" in defaults[1]
     few = "\n".join(verdict_lines(tuning(space, Gain(2.0, 0.0, math.inf, 3))))
-    assert "2.00 × as fast as with the defaults (by 3 pairs, which are too few" in few
+    assert "2.00 × as fast as with the defaults (from 3 pairs, too few" in few
     assert "nothing to keep" in few
     shown = "\n".join(verdict_lines(tuning(space, Gain(1.3, 1.1, 1.5, 8))))
-    assert "(from 1.10 to 1.50 with a confidence of 95 %, by 8 pairs)" in shown
+    assert "(from 1.10 to 1.50 with 95 % confidence, from 8 pairs)" in shown
     assert "nothing to keep" not in shown
 
 

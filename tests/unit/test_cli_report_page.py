@@ -72,7 +72,7 @@ def test_the_page_of_one_save_names_its_stragglers() -> None:
     """In the words of the terminal; and the pictures and tables are there."""
     reader = shown(save_of({1: {"write": stage(8.0, NBYTES)}}, world=3))
     assert "rank 1: slow device or network: write took 8.00 s, 4.0 times the typical" in reader.text
-    for title in ("Ranks over time", "Bytes by rank", "How long writes took", "Stages, busy for"):
+    for title in ("Ranks over time", "Bytes by rank", "Latency of writes", "Stages, by busy time"):
         assert title in reader.text
     assert reader.tags.count("svg") == 5
     assert lanes(reader) == ["rank 0", "rank 1", "rank 2"] * 2
@@ -90,7 +90,7 @@ def test_of_many_ranks_those_that_stand_out_are_drawn() -> None:
     is left out: several share a row."""
     reader = shown(save_of({777: {"write": stage(9.0, NBYTES)}}, world=1000))
     assert "rank 777" in lanes(reader)
-    assert "976 ranks are left out" in reader.text
+    assert "976 ranks are not shown" in reader.text
     assert "ranks 0–15" in reader.text
     assert "ranks 768–783" in reader.text
     assert "ranks 992–999" in reader.text
@@ -101,7 +101,7 @@ def test_the_page_of_a_run_shows_its_saves_over_time() -> None:
     saves = [replace(save_of({}), step=step) for step in (100, 200, 300)]
     known = [RecordedSave(listed(save.step), save) for save in saves]
     reader = read(report_page(URI, [*known, RecordedSave(listed(400), None, "it is damaged")]))
-    assert "How long a save took, by step" in reader.text
+    assert "Duration of a save, by step" in reader.text
     assert "it is damaged" in reader.text
     assert reader.tags.count("details") == 3
     assert reader.attributes.count(("open", "open")) == 1
@@ -135,7 +135,7 @@ def test_figures_of_nothing_are_drawn() -> None:
     ranks = {rank: replace(record(rank), nbytes=0, stages=stages) for rank in range(2)}
     reader = shown(replace(save_of({}), seconds=0.0, ranks=ranks))
     assert "nan" not in reader.text
-    assert "How long writes took" not in reader.text
+    assert "Latency of writes" not in reader.text
 
 
 def test_the_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
