@@ -63,7 +63,7 @@ class TensorTable:
 
     @cached_property
     def rows(self) -> dict[str, tuple[int, ...]]:
-        """The rows of each name, ascending."""
+        """Return the rows of each name, ascending."""
         rows: dict[str, tuple[int, ...]] = dict(zip(self.names, zip(range(len(self))), strict=True))
         if len(rows) < len(self):
             found: dict[str, list[int]] = {}

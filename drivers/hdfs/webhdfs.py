@@ -40,8 +40,8 @@ class WebHdfs:
         moved: tuple[str, str] = ("", ""),
         delegation: str | None = None,
     ) -> None:
-        """``moved`` maps the first folder to the second, its path on the name nodes. ``delegation``
-        is a token that authenticates requests."""
+        """Take the addresses of the name nodes. ``moved`` maps the first folder to the second, its
+        path there. ``delegation`` is a token that authenticates requests."""
         self.addresses = tuple(addresses)
         self._timeout_s = timeout_s
         self._moved = moved

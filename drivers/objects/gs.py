@@ -52,7 +52,7 @@ class GcsDriver(ObjectDriver):
 
     @cached_property
     def _token_provider(self) -> Callable[[], dict[str, Any]] | None:
-        """Callback that provides tokens to obstore; None if obstore finds them itself."""
+        """Return a callback that provides tokens to obstore; None if obstore finds them itself."""
         if self._values["anonymous"]:
             return _nobody
         file = credentials_file()

@@ -64,8 +64,10 @@ class StateLayout:
 
     @cached_property
     def encoded(self) -> bytes:
-        """The encoded layout. Equal layouts encode to equal bytes. Raises SaveError if no reader
-        would accept it."""
+        """Return the encoded layout; equal layouts encode to equal bytes.
+
+        Raises SaveError if no reader would accept it.
+        """
         t = self.tensors
         check_readable(t, self.tree)
         columns = tensor_columns(t, self.container)

@@ -55,12 +55,12 @@ class ModelFile:
 
     @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:
-        """The pieces that are tensors."""
+        """Return the pieces that are tensors."""
         return tuple(piece for piece in self.pieces if isinstance(piece, ModelTensor))
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Size of each piece in bytes."""
+        """Return the size of each piece in bytes."""
         return [len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in self.pieces]
 
     @cached_property

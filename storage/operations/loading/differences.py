@@ -23,7 +23,7 @@ from .renames import Renaming, find_renaming
 __all__ = ["DifferenceCheck", "Strict", "counted", "report_of"]
 
 Strict = bool | Literal["state"]
-"""Names that must exist on both sides: True: all; "state": those of the state; False: none,
+"""Names that must exist on both sides: True: all; "state": the state's own; False: none,
 common names are loaded."""
 
 SHOWN = 50

@@ -69,7 +69,7 @@ EVERYWHERE = "*"
 """Stands for a host: the rank exchanges with all ranks of the job."""
 
 Exchanging = bool | Literal["auto"]
-"""Whether ranks that want the same bytes read them once and exchange them; auto: within a host."""
+"""True: ranks that want the same bytes read them once and exchange them; "auto": within a host."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -149,7 +149,7 @@ def _replaced_each_time(driver: Driver) -> ReplacedError:
 
 
 async def _host_ranks(team: Team, exchange: Exchanging) -> list[int]:
-    """Return the ranks of this host, one of which reads the manifest.
+    """Return the ranks of this host; one reads the manifest for all.
 
     Only this rank if ranks do not exchange or the host is unknown.
     """
@@ -324,7 +324,7 @@ async def _seen(
 ) -> tuple[_Seen, bytes]:
     """Return the manifest and its checksum.
 
-    One rank of the host reads and checks it; the others decode only what they need.
+    One rank of the host reads and checks it; the others decode only their own parts.
     """
     mine: list[Manifest] = []
 

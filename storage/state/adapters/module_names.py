@@ -74,7 +74,7 @@ class Walked:
 
     @cached_property
     def zero(self) -> Zero | None:
-        """The bookkeeping of the engine's ZeRO optimizer."""
+        """Return the bookkeeping of the engine's ZeRO optimizer."""
         return None if self.engine is None else zero_of(vars(self.engine).get("optimizer"))
 
     @cached_property
@@ -84,7 +84,7 @@ class Walked:
 
     @cached_property
     def names(self) -> Names:
-        """The checkpoint names of its parameters and buffers."""
+        """Return the checkpoint names of its parameters and buffers."""
         kinds = tuple([type(part) for _, part in self.parts])
         names = _known.get(self.root)
         if names is None or names.kinds != kinds:
@@ -93,7 +93,7 @@ class Walked:
 
     @cached_property
     def flat(self) -> list[FlatPart]:
-        """This rank's part of the parameters that are in flat parameters."""
+        """Return this rank's part of the parameters that are in flat parameters."""
         if self.zero is not None:
             return self.zero.parts(self._names_by_parameter())
         if not self.names.sharded:

@@ -461,7 +461,7 @@ def _end_watch(key: int) -> None:
 
 
 def hook_optimizers() -> None:
-    """Hook every optimizer, once per process: any of them may train the state being saved.
+    """Register a hook of every optimizer, once per process: any may train the state being saved.
 
     The first lazy save calls this. A compiled step only sees hooks registered before its
     compilation.
