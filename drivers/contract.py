@@ -326,7 +326,7 @@ def check_small(nbytes: int, uri: str, key: str) -> None:
     before it reads."""
     if nbytes > SMALL_NBYTES_MAX:
         raise DamagedError(
-            f"the object has {nbytes:,} bytes; one that is read as a whole has "
+            f"the object has {nbytes:,} bytes; to be read as a whole, it may have "
             f"{SMALL_NBYTES_MAX:,} at most",
             uri=uri,
             key=key,

@@ -83,7 +83,7 @@ class MemoryDriver(Driver):
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         path = self._path(key)
         if exclusive and path in self.objects:
-            raise ExistsError("object exists already", uri=self.uri, key=key)
+            raise ExistsError("the object already exists", uri=self.uri, key=key)
         self.objects[path] = (bytes(data), time.time())
 
     async def stat(self, key: str) -> ObjectInfo:

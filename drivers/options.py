@@ -97,7 +97,7 @@ def choice(*allowed: str) -> Callable[[str], str]:
 
     def parse(text: str) -> str:
         if text not in allowed:
-            raise ValueError(f"is one of: {', '.join(allowed)}")
+            raise ValueError(f"must be one of: {', '.join(allowed)}")
         return text
 
     return parse
@@ -108,7 +108,7 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
-            raise ValueError(f"is a whole number from {least} to {most}")
+            raise ValueError(f"must be a whole number from {least} to {most}")
         return int(text)
 
     return parse
@@ -126,7 +126,8 @@ class _Size:
             value = -1
         if not self.least <= value <= self.most:
             raise ValueError(
-                f"is a size from {self.text(self.least)} to {self.text(self.most)}, such as 32MiB"
+                f"must be a size from {self.text(self.least)} to {self.text(self.most)}, "
+                "such as 32MiB"
             )
         return value
 
@@ -153,7 +154,8 @@ class _Duration:
             value = math.nan
         if not self.least_s <= value <= self.most_s:
             raise ValueError(
-                f"is a time from {self.text(self.least_s)} to {self.text(self.most_s)}, such as 30s"
+                f"must be a duration from {self.text(self.least_s)} to "
+                f"{self.text(self.most_s)}, such as 30s"
             )
         return value
 
@@ -171,7 +173,7 @@ def duration(least_s: float, most_s: float) -> Callable[[str], float]:
 def switch(text: str) -> bool:
     """Parse ``on`` or ``off``. Also accepts true/false, yes/no and 1/0."""
     if text.lower() not in _SWITCH:
-        raise ValueError("is on or off")
+        raise ValueError("must be on or off")
     return _SWITCH[text.lower()]
 
 
@@ -185,7 +187,7 @@ def url(text: str) -> str:
         or set("?#@") & set(unquote(text))
     ):
         raise ValueError(
-            "is a URL, http:// or https://, without user, password, query and fragment"
+            "must be a URL, http:// or https://, without user, password, query and fragment"
         )
     return text
 
@@ -200,7 +202,7 @@ class _OrOff:
         try:
             return self.parse(text)
         except ValueError as error:
-            raise ValueError(f"{error}; or off") from error
+            raise ValueError(f"{error}, or off") from error
 
 
 def or_off(parse: Callable[[str], T]) -> Callable[[str], T | None]:

@@ -58,5 +58,5 @@ class Ranges:
             message,
             uri=self._uri,
             key=self._key,
-            advice="The caller's parts do not make the object.",
+            advice="The caller's parts do not form the object.",
         )

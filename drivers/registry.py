@@ -146,10 +146,12 @@ def driver_class(scheme: str) -> DriverClass:
         and hasattr(cls, "OPTIONS")
         and hasattr(cls, "open")
     ):
-        raise UriError(f"the driver of {scheme}://, {target}, is no Driver with OPTIONS and open()")
+        raise UriError(
+            f"the driver of {scheme}://, {target}, is not a Driver with OPTIONS and open()"
+        )
     if taken := sorted(cls.OPTIONS.keys() & common_options(remote=True).keys()):
         raise UriError(
-            f"the driver of {scheme}://, {target}, declares what every scheme has: "
+            f"the driver of {scheme}://, {target}, declares options that every scheme has: "
             f"{', '.join(taken)}"
         )
     return cast(DriverClass, cls)

@@ -55,8 +55,7 @@ _SECRET_NAME = re.compile(
 _HIDDEN = "***"
 
 WHERE_SECRETS_GO = (
-    "Leave secrets to where the storage's own tools look for them: environment, "
-    "profile, instance role."
+    "Put secrets where the storage's own tools look for them: environment, profile, instance role."
 )
 """Advice given when a URI contains a secret."""
 
@@ -131,13 +130,13 @@ def parse(text: str | os.PathLike[str]) -> Uri:
     rest = match[2]
     if "#" in rest:
         raise UriError(
-            "a fragment means nothing here", uri=redact(text), advice="Write '#' in a name as %23."
+            "a URI cannot have a fragment", uri=redact(text), advice="Write '#' in a name as %23."
         )
     location, _, query = rest.partition("?")
     # Otherwise the storage would take it for part of its name and repeat it in messages.
     if (user := _USERINFO.match(f"://{location}", 3)) and ":" in unquote(user[0]):
         raise UriError(
-            "a URI is no place for a password", uri=redact(text), advice=WHERE_SECRETS_GO
+            "a URI must not contain a password", uri=redact(text), advice=WHERE_SECRETS_GO
         )
     if scheme in _PATHS:
         location = _path_of_uri(scheme, location, text)
@@ -182,7 +181,7 @@ def divided(uri: Uri) -> tuple[Uri, str]:
     UriError if it has no folder."""
     folder, slash, name = uri.location.rstrip("/").rpartition("/")
     if not slash or not name:
-        raise UriError("this is in no folder", uri=uri.redacted)
+        raise UriError("the URI has no parent folder", uri=uri.redacted)
     if uri.scheme not in _PATHS:
         name = _unquoted(name)
     key = check_key(name, uri=uri.redacted)
@@ -243,7 +242,7 @@ def _bare_path(path: str) -> str:
         name, _, query = path.partition("?")
         folder = _quoted(_absolute(name), _PATH_SAFE)
         raise UriError(
-            f"{redact(path)!r} is a bare path, which has no options",
+            f"{redact(path)!r} is a bare path, which cannot have options",
             advice=f"Write {redact(f'file://{folder}?{query}')} to give them. To mean a folder of "
             f"this name, write %3F for "
             "'?' in a file:// URI.",
@@ -300,7 +299,7 @@ def _cleaned(uri: Uri) -> str:
     has no meaning on storages without folders."""
     first, *parts = uri.location.split("/")
     if ".." in parts:
-        raise UriError("'..' is no part of a location", uri=uri.redacted)
+        raise UriError("a location cannot contain '..'", uri=uri.redacted)
     kept = [part for part in parts if part not in ("", ".")]
     if parts and not first and not kept:
         return "/"

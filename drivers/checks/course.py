@@ -104,7 +104,7 @@ async def _try_all(
     end_s = time.perf_counter() + TOTAL_S
     for probe in probes:
         if not why and time.perf_counter() > end_s:
-            why = f"{TOTAL_S:g} s were over"
+            why = f"the check's time, {TOTAL_S:g} s, is over"
         if why:
             finding = Finding(probe.name, probe.title, "not tried", why)
         else:
@@ -130,7 +130,7 @@ async def _tried(ground: Ground, probe: Probe) -> Finding:
             broken = error.message
             advice = error.advice or ""
         except TimeoutError:
-            broken = f"no end after {STEP_S:g} s"
+            broken = f"did not end within {STEP_S:g} s"
     seconds = time.perf_counter() - began_s
     texts = tuple(warnings.texts)
     if broken is None:

@@ -70,11 +70,11 @@ class Ground:
             except NotFoundError as error:
                 raise UnkeptError(f"{when}, {who} does not find the object") from error
             if found != content:
-                raise UnkeptError(f"{when}, {who} gets other bytes")
+                raise UnkeptError(f"{when}, {who} reads different bytes")
             nbytes = (await driver.stat(key)).nbytes
             if nbytes != len(content):
                 raise UnkeptError(
-                    f"{when}, {who} is told a size of {nbytes:,} bytes, not {len(content):,}"
+                    f"{when}, {who} sees a size of {nbytes:,} bytes, not {len(content):,}"
                 )
 
     async def expect_gone(self, key: str, when: str) -> None:
@@ -102,8 +102,7 @@ class Ground:
                 extra = sorted(set(found) - set(keys))
                 twice = len(found) - len(set(found))
                 difference = (
-                    f"lacks {len(missing)}, has {len(extra)} that do not belong there, and "
-                    f"repeats {twice}"
+                    f"lacks {len(missing)} keys, has {len(extra)} extra ones, and repeats {twice}"
                 )
                 raise UnkeptError(
                     f"{when}, the list of {who} {difference}: {[*missing, *extra][:3]}"

@@ -39,13 +39,13 @@ async def _unfinished(ground: Ground) -> Kept:
     if warnings.texts:
         raise UnkeptError(warnings.texts[0])
     if dropped is not None:
-        return Kept("one that was open was found and dropped")
+        return Kept("an open upload was found and dropped")
     if ground.driver.remote:
         return Kept(
-            "one that was open was not found: what dead saves leave stays until the store drops it",
+            "an open upload was not found: leftovers of dead saves stay until the store drops them",
             "not promised",
         )
-    return Kept("one that was open was spared")
+    return Kept("an open upload was left alone")
 
 
 async def _ended(
@@ -94,7 +94,7 @@ async def _committed(ground: Ground) -> Kept:
         await upload.abort()
     seconds = time.perf_counter() - began_s
     if (await ground.other.stat(key)).nbytes != len(content):
-        raise UnkeptError("after the commit the object has another size")
+        raise UnkeptError("after the commit the object has the wrong size")
     return Kept(f"{len(content):,} bytes", nbytes_per_s=len(content) / seconds)
 
 
@@ -168,7 +168,7 @@ async def _read_ranges(ground: Ground, key: str, content: bytes) -> None:
         if error is None:
             outcome = "succeeds"
         else:
-            outcome = f"fails otherwise than it should: {error.message}"
+            outcome = f"fails with the wrong error: {error.message}"
         raise UnkeptError(f"a range beyond the end of the object {outcome}") from error
 
 
@@ -182,14 +182,14 @@ async def _expect_range(
     except HoldfastError as error:
         raise UnkeptError(f"a range {what} cannot be read: {error.message}") from error
     if not into == fetched == content[start:stop]:
-        raise UnkeptError(f"a range {what} has other bytes")
+        raise UnkeptError(f"a range {what} has wrong bytes")
 
 
 UNFINISHED = Probe(
     "unfinished",
     "unfinished uploads are found",
     "leftovers",
-    "what dead saves leave is not removed, is not visible, and costs money",
+    "leftovers of dead saves are invisible, are not removed, and cost money",
     "Set a life-cycle rule in the store that drops unfinished uploads after a few days.",
     _unfinished,
 )
@@ -207,8 +207,8 @@ LARGE = (
         "committed",
         "an upload of several parts",
         "unsafe",
-        "large images are not saved as they should be",
-        "Use other storage, or a larger ?part_size= where the option is there.",
+        "large images are not saved correctly",
+        "Use other storage, or a larger ?part_size= if the driver has that option.",
         _committed,
     ),
     Probe(
@@ -223,10 +223,10 @@ LARGE = (
         "ranges",
         "ranges of objects",
         "unreadable",
-        "what was saved cannot be loaded, so Holdfast refuses to save",
+        "checkpoints could not be loaded, so Holdfast refuses to save",
         (
-            "Use a store, or a gateway, that answers ranges with status 206, also "
-            "one that is the whole object."
+            "Use a store, or a gateway, that answers ranges with status 206, even "
+            "a range that is the whole object."
         ),
         _ranges,
     ),

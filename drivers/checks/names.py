@@ -73,8 +73,8 @@ NAMES = (
         "list at and below a prefix",
         "leftovers",
         (
-            "checkpoints are missing in lists, and what dead saves leave is not "
-            "found. Saves and loads need no lists"
+            "checkpoints are missing in listings, and leftovers of dead saves are not "
+            "found. Saves and loads need no listings"
         ),
         "Expect ls, prune and the clean-up of dead saves to lag, or to miss files.",
         _list,
@@ -84,7 +84,7 @@ NAMES = (
         "delete many objects at once",
         "leftovers",
         "checkpoints cannot be pruned, and failed saves cost money",
-        "Does the server know DeleteObjects? Use the option of the driver that "
+        "Does the server support DeleteObjects? Use the driver's option that "
         "switches it off, if it has one (holdfast drivers URI lists options).",
         _delete_all,
     ),
@@ -92,7 +92,7 @@ NAMES = (
         "odd",
         "keys with odd characters",
         "names",
-        "two checkpoints whose names differ in such a character may be one",
+        "two checkpoints whose names differ in such a character may be confused",
         "Name checkpoints with letters, digits, '-', '_' and '.' only.",
         _odd_names,
     ),

@@ -21,9 +21,9 @@ _CONDITIONAL = (
     "or use a store that has conditional puts."
 )
 _NO_EXCLUSIVE = (
-    "exclusive puts are not promised here: checkpoints are whole, but of two saves that overlap "
-    "either may win, and what "
-    "dead saves leave stays for a day"
+    "exclusive puts are not promised here: checkpoints are whole, but either of two overlapping "
+    "saves may win, and leftovers of "
+    "dead saves stay for a day"
 )
 SKEW_S = 60.0
 """Clock difference that is worth reporting."""
@@ -64,7 +64,7 @@ async def _delete(ground: Ground) -> Kept:
     await ground.expect_gone(key, "right after it was deleted")
     error = await outcome_of(ground.driver.delete(key))
     if error is not None:
-        raise UnkeptError(f"a delete of what is not there fails: {error.message}") from error
+        raise UnkeptError(f"deleting a missing object fails: {error.message}") from error
     return Kept()
 
 
@@ -84,7 +84,7 @@ async def _atomic(ground: Ground) -> Kept:
                 raise UnkeptError("while an object is replaced, a reader finds none") from error
             if found not in versions:
                 raise UnkeptError(
-                    "while an object is replaced, a reader gets a mixture or a part of the versions"
+                    "while an object is replaced, a reader gets a mixture of versions"
                 )
             looks += 1
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -121,11 +121,11 @@ async def _exclusive(ground: Ground) -> Kept:
         error = await outcome_of(driver.put(key, b"second", exclusive=True))
         if error is None:
             raise UnkeptError(
-                f"the key was taken, and an exclusive put by {who} client succeeded all the same"
+                f"the key was taken, and an exclusive put by {who} client succeeded anyway"
             )
         if not isinstance(error, ExistsError):
             raise UnkeptError(
-                f"an exclusive put to a key that is taken fails otherwise: {error.message}"
+                f"an exclusive put to a taken key fails with the wrong error: {error.message}"
             ) from error
         await ground.expect(key, b"first", "after an exclusive put was refused")
     return Kept()
@@ -163,7 +163,7 @@ async def _one_race(ground: Ground, key: str) -> None:
     errors: list[HoldfastError | None] = await asyncio.gather(*puts)
     winners = [n for n, error in enumerate(errors) if error is None]
     if len(winners) != 1:
-        raise UnkeptError(f"of {_RACERS} exclusive puts at the same time {len(winners)} succeeded")
+        raise UnkeptError(f"{len(winners)} of {_RACERS} concurrent exclusive puts succeeded")
     await ground.expect(key, b"%d" % winners[0] * 1000, "after a race")
 
 
@@ -175,7 +175,7 @@ async def _clock(ground: Ground) -> Kept:
     told_s = (await ground.other.stat(key)).modified_s
     listed_s = [info.modified_s async for info in ground.other.list(key)]
     if not listed_s or abs(listed_s[0] - told_s) > 1.0:
-        raise UnkeptError("a list tells another time of an object than a look at it")
+        raise UnkeptError("list and stat report different times for an object")
     # Some storages report times in whole seconds.
     skew_s = told_s - min(max(told_s, before_s - 1), after_s + 1)
     if abs(skew_s) > SKEW_MAX_S:
@@ -205,7 +205,7 @@ SMALL = (
         "replace",
         "replace",
         "unsafe",
-        "readers may load what was replaced",
+        "readers may load a replaced object",
         "Use other storage.",
         _replace,
     ),
@@ -213,7 +213,7 @@ SMALL = (
         "delete",
         "delete",
         "leftovers",
-        "what was deleted may stay, or seem to",
+        "deleted objects may stay, or seem to",
         "May this user delete objects? Does a cache stand in between?",
         _delete,
     ),
@@ -243,8 +243,8 @@ SMALL = (
         "clock",
         "the storage's clock",
         "leftovers",
-        "what dead saves leave is collected too late, and object stores may refuse requests",
-        "Set the clocks (NTP) of this host and of the servers.",
+        "leftovers of dead saves are collected too late, and object stores may refuse requests",
+        "Synchronize the clocks of this host and of the servers (NTP).",
         _clock,
     ),
 )

@@ -89,7 +89,7 @@ def config_file(environment: Mapping[str, str]) -> Path | None:
             advice="Give the whole path of the file.",
         )
     if not os.path.isfile(named):
-        raise UsageError(f"{CONFIG_VARIABLE} names {named!r}, and no such file is there")
+        raise UsageError(f"{CONFIG_VARIABLE} names {named!r}, but there is no such file")
     return Path(named)
 
 
@@ -119,7 +119,7 @@ def _hint_at_ignored(environment: Mapping[str, str]) -> None:
 
 def _hint(ignored: Path) -> str:
     return (
-        f"{str(ignored)!r} is not read, since a working directory may be anybody's. "
+        f"{str(ignored)!r} is not read, because a working directory may belong to anyone. "
         f"If you trust it, set {CONFIG_VARIABLE} to this path, or move it to {_place_of_user()}."
     )
 
@@ -146,7 +146,7 @@ def file_settings(
         if profile is not None:
             ignored = ignored_config_file(environment)
             raise UsageError(
-                f"{profile.source} chooses the profile {profile.text!r}, and there is no "
+                f"{profile.source} chooses the profile {profile.text!r}, but there is no "
                 f"{FILE_NAME}",
                 advice=f"Looked at {CONFIG_VARIABLE} and {_place_of_user()}."
                 + (f" {_hint(ignored)}" if ignored is not None else ""),
@@ -220,7 +220,7 @@ def _applying(
             applying.append(((int(name != _COMMON), 0), name))
         elif name not in schemes() and not name.startswith("fsspec+"):
             raise UsageError(
-                f"{file} has a table [{label}{name}], which is no scheme",
+                f"{file} has a table [{label}{name}], which is not a scheme",
                 advice=f"Tables are {_COMMON}, {_PROFILE}.<name>.<table>, a URI in quotes, "
                 f"or a scheme: {', '.join(sorted(schemes()))}.",
             )
@@ -240,8 +240,8 @@ def _applying(
 def _table(file: Path, name: str, value: object) -> Tables:
     if not isinstance(value, dict):
         raise UsageError(
-            f"{file}: {name!r} stands outside of a table",
-            advice=f"Write it below [{_COMMON}], say.",
+            f"{file}: {name!r} is outside any table",
+            advice=f"Put it below [{_COMMON}], for example.",
         )
     return value
 
@@ -251,7 +251,7 @@ def _prefix(file: Path, label: str, text: str) -> Uri:
         prefix = parse(text)
     except UriError as error:
         raise UsageError(
-            f"{file} has a table [{label}], which is no URI: {error.message}"
+            f"{file} has a table [{label}], which is not a URI: {error.message}"
         ) from error
     if prefix.options:
         raise UsageError(

@@ -33,7 +33,7 @@ def check_keeping(environment: Mapping[str, str]) -> Path:
     if file is None:
         raise UsageError(
             f"{CONFIG_VARIABLE} is set, or you have no home: a profile would not be read",
-            advice=f"Unset {CONFIG_VARIABLE}, or add --only-show, and put what is found into the "
+            advice=f"Unset {CONFIG_VARIABLE}, or add --only-show, and put the result into the "
             "file that it names.",
         )
     try:
@@ -111,7 +111,7 @@ def _change(
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileExistsError as error:
         raise UsageError(
-            f"{new} is there: another process is changing {file.name}, or died while it did",
+            f"{new} exists: another process is changing {file.name}, or died doing so",
             advice="Delete it if no other tuning runs.",
         ) from error
     except OSError as error:

@@ -101,7 +101,7 @@ def _refuse_secrets(uri: Uri) -> None:
     for name in uri.options:
         if is_secret(name):
             raise UriError(
-                f"option {name!r} looks like a secret, and a URI is no place for one",
+                f"option {name!r} looks like a secret, which must not be in a URI",
                 uri=uri.redacted,
                 advice=WHERE_SECRETS_GO,
             )
@@ -158,10 +158,10 @@ def _judge(
     if near and near[0].startswith(prefix):
         raise _unknown(uri, name.removeprefix(prefix), variable, own, common)
     advice = (
-        f"For every scheme there are: {_listed(common, PREFIX)}; for one, "
+        f"Options of every scheme: {_listed(common, PREFIX)}; of one scheme: "
         f"{PREFIX}<SCHEME>_<OPTION>."
     )
-    text = f"the environment variable {variable} means nothing"
+    text = f"the environment variable {variable} is unknown"
     if near:
         raise UriError(text, advice=f"Did you mean {PREFIX}{near[0].upper()}? {advice}")
     if variable not in _ignored:
@@ -178,7 +178,7 @@ def _resolved(uri: Uri, name: str, option: Option, setting: Setting | None) -> R
         return Resolved(option.default, None, "default")
     try:
         if has_password(setting.text):
-            raise ValueError("is no place for a password")
+            raise ValueError("must not contain a password")
         return Resolved(option.parse(setting.text), setting.text, setting.source)
     except ValueError as error:
         if setting.source == "the URI":
@@ -199,7 +199,7 @@ def _unknown(
         f"{uri.scheme}:// has no option {name!r}{origin}",
         uri=uri.redacted,
         advice=(
-            f"Known options: {_listed(own)}; and of every scheme: "
+            f"Known options: {_listed(own)}; for every scheme: "
             f"{_listed((*common, PROFILE_OPTION))}."
         ),
     )

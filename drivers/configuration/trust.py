@@ -56,16 +56,16 @@ def check_trusted(file: Path, status: os.stat_result) -> None:
 def _check(path: Path, status: os.stat_result, kind: str) -> None:
     if status.st_uid not in (0, os.geteuid()):
         raise UsageError(
-            f"{path}, a {kind} of configuration, belongs to user {status.st_uid}, "
-            f"not to user {os.geteuid()}, as whom this runs",
-            advice="Who owns it says where credentials and checkpoints go. "
-            "If you trust it, name the file by HOLDFAST_CONFIG; if you want none, set that empty.",
+            f"the configuration {kind} {path} belongs to user {status.st_uid}, "
+            f"but this process runs as user {os.geteuid()}",
+            advice="Its owner decides where credentials and checkpoints go. "
+            "If you trust it, set HOLDFAST_CONFIG to the file. To read none, set it to nothing.",
         )
     if _others_may_write(status):
         raise UsageError(
-            f"{path}, a {kind} of configuration, may be written to by others",
+            f"others may write to the configuration {kind} {path}",
             advice=(
-                f"They could say where credentials and checkpoints go. Forbid it: chmod go-w "
+                f"They could redirect credentials and checkpoints. To prevent that: chmod go-w "
                 f"'{path}'."
             ),
         )

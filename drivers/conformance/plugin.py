@@ -15,10 +15,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--driver-uri`` and ``--driver-probe``."""
     group = parser.getgroup("holdfast", "holdfast: pytest --pyargs holdfast.drivers.conformance")
     group.addoption(
-        "--driver-uri", metavar="URI", help="the storage to try; only a fresh prefix of it is used"
+        "--driver-uri", metavar="URI", help="the storage to test; only a fresh prefix of it is used"
     )
     group.addoption(
-        "--driver-probe", metavar="MODULE:CLASS", help="reaches that storage without the driver"
+        "--driver-probe", metavar="MODULE:CLASS", help="accesses that storage without the driver"
     )
 
 

@@ -154,7 +154,7 @@ class Session:
                 faults += [f"{name}: there is no such trial"] if self._all_collected else []
             elif self._outcomes[name]["passed"] and not self._outcomes[name]["deviated"]:
                 faults.append(
-                    f"{name}: declared as a deviation, and passes: take it off the driver's list"
+                    f"{name}: declared as a deviation, but passes: remove it from the driver's list"
                 )
         return faults
 
@@ -164,7 +164,7 @@ class Session:
         return [
             f"holdfast driver kit: {self.uri}",
             (
-                f"  to open a driver, put, get and close takes {self._use_s:.2f} s; expect about "
+                f"  opening a driver, put, get and close take {self._use_s:.2f} s; expect about "
                 f"{minutes} min in all"
             ),
             "  -v names each case as it runs; -n 4 (pytest-xdist) runs several at once",

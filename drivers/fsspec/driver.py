@@ -74,10 +74,10 @@ class FsspecDriver(Driver):
             integer(1, 256), 8, "operations in flight, where the file system allows more than one"
         ),
         "part_size": Option(
-            size(1 << 20, 1 << 30), 16 << 20, "of one write, and of one part of an upload"
+            size(1 << 20, 1 << 30), 16 << 20, "size of one write, and of one part of an upload"
         ),
         "object_max_nbytes": Option(
-            or_off(size(1, 1 << 60)), None, "the largest file that the file system takes"
+            or_off(size(1, 1 << 60)), None, "size of the largest file that the file system accepts"
         ),
     }
     fs_class: ClassVar[type[AbstractFileSystem]]
@@ -123,9 +123,9 @@ class FsspecDriver(Driver):
         """Return the driver for ``uri``. Raises UriError for a secret or an invalid location."""
         if not hasattr(cls, "fs_class"):
             raise UriError(
-                "say which of fsspec's file systems",
+                "the URI does not name one of fsspec's file systems",
                 uri=uri.redacted,
-                advice="fsspec+sftp://host/folder, say.",
+                advice="For example: fsspec+sftp://host/folder.",
             )
         return cls(uri)
 
@@ -200,14 +200,12 @@ class FsspecDriver(Driver):
     def _checked(self, key: str) -> str:
         if any(is_temporary(part) for part in check_key(key, uri=self.uri).split("/")):
             raise UriError(
-                "names of this form are kept for unfinished uploads", uri=self.uri, key=key
+                "names of this form are reserved for unfinished uploads", uri=self.uri, key=key
             )
         try:
             key.encode()
         except UnicodeEncodeError as error:
-            raise UriError(
-                f"key {key!r} is no text that could be sent", uri=self.uri, key=key
-            ) from error
+            raise UriError(f"key {key!r} cannot be encoded", uri=self.uri, key=key) from error
         return key
 
     def _upload(self, key: str, nbytes: int) -> FsspecUpload:
@@ -225,7 +223,7 @@ class FsspecDriver(Driver):
         if exclusive:
             with contextlib.suppress(FileNotFoundError):
                 self._tree.info(key)
-                raise ExistsError("object exists already", uri=self.uri, key=key)
+                raise ExistsError("the object already exists", uri=self.uri, key=key)
         upload = self._upload(key, len(data))
         try:
             upload.begin()

@@ -16,9 +16,9 @@ __all__ = ["check_no_secrets", "options_of"]
 # Arguments that the signature does not show.
 _SSH: dict[str, Option] = {
     "port": Option(integer(1, 65535), 22, "the server's port"),
-    "username": Option(str, None, "whose account; default: yours"),
+    "username": Option(str, None, "user name; default: yours"),
     "key_filename": Option(
-        str, None, "a file with a private key, besides the agent's and the usual ones"
+        str, None, "private key file, in addition to the agent's and the usual ones"
     ),
     "timeout": Option(integer(1, 3600), 30, "seconds to wait for a connection"),
     "compress": Option(switch, False, "compress what is sent"),
@@ -46,7 +46,7 @@ def options_of(protocol: str, cls: type) -> dict[str, Option]:
             else:
                 default = parameter.default
             found[parameter.name] = Option(
-                _parser(default), default, f"of fsspec's {protocol} file system"
+                _parser(default), default, f"see fsspec's {protocol} file system"
             )
     return found
 
@@ -69,7 +69,7 @@ def _guessed(text: str) -> Any:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise ValueError(f"is no proper JSON: {error}") from error
+            raise ValueError(f"is not valid JSON: {error}") from error
     return text
 
 
@@ -79,7 +79,7 @@ def check_no_secrets(where: str, located: Mapping[str, Any], given: Mapping[str,
     for options in (located, *_inner(list(given.values()))):
         for name in filter(is_secret, options):
             raise UriError(
-                f"{name!r} is a secret, and this is no place for one",
+                f"{name!r} is a secret, which must not be in the URI",
                 uri=where,
                 advice=(
                     "Put it where the library looks for it: its own environment variables or files."

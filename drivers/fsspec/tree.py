@@ -78,7 +78,7 @@ class Tree:
         except NotADirectoryError as error:
             raise FileNotFoundError(f"{key} lies below a file") from error
         if info["type"] != "file":
-            raise FileNotFoundError(f"{key} is no file")
+            raise FileNotFoundError(f"{key} is not a file")
         return info
 
     def stat(self, key: str) -> ObjectInfo:
@@ -102,7 +102,9 @@ class Tree:
                     f"object ends at byte {reached}, before {stop}", uri=self.uri, key=key
                 )
             if data or nbytes:
-                raise StorageError(f"{len(data)} bytes came, not {nbytes}", uri=self.uri, key=key)
+                raise StorageError(
+                    f"{len(data)} bytes arrived, not {nbytes}", uri=self.uri, key=key
+                )
         return data
 
     def _cat(self, key: str, start: int, stop: int) -> bytes:

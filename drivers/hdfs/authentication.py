@@ -45,7 +45,7 @@ def unauthenticated(addresses: Sequence[str], authentication: str) -> tuple[str,
         methods = offered(address)
         if methods and "SIMPLE" not in methods:
             return (
-                f"the name node {address} asks for {' or '.join(methods)}, and this client is "
+                f"the name node {address} requires {' or '.join(methods)}, but this client is "
                 f"configured without",
                 "Set HADOOP_CONF_DIR, or ?conf=, to a folder whose core-site.xml says "
                 "hadoop.security.authentication=kerberos, and run kinit.",

@@ -81,10 +81,10 @@ class Client:
             )
         except Exception as error:
             raise UriError(
-                f"hdfs-native cannot use this: {error}",
+                f"hdfs-native rejects the configuration: {error}",
                 uri=uri,
                 advice="Name a host and port, or a name service that HADOOP_CONF_DIR or "
-                "?namenodes= explains. "
+                "?namenodes= defines. "
                 "A mount table of ViewFS needs a linkFallback.",
             ) from error
 

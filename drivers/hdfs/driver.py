@@ -72,28 +72,28 @@ class HdfsDriver(Driver):
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "streams": Option(
-            integer(1, 64), 4, "files in which a large object is written at once, to be joined"
+            integer(1, 64), 4, "files in which a large object is written in parallel, then joined"
         ),
         "webhdfs": Option(
             str,
             "auto",
             (
-                "joins them: auto, http://host:port, or off (then large objects are written in "
+                "server that joins them: auto, http://host:port, or off (large objects then use "
                 "one stream)"
             ),
         ),
-        "timeout": Option(
-            duration(0.1, 3600), 60.0, "how long an operation may go on without progress"
-        ),
+        "timeout": Option(duration(0.1, 3600), 60.0, "time limit of an operation without progress"),
         "block_size": Option(
-            size(1 << 20, 1 << 40), None, "of new files; else the name node's default"
+            size(1 << 20, 1 << 40), None, "block size of new files; else the name node's default"
         ),
-        "replication": Option(integer(1, 512), None, "of new files; else the name node's default"),
+        "replication": Option(
+            integer(1, 512), None, "replication of new files; else the name node's default"
+        ),
         "sync": Option(
             switch, False, "whether DataNodes write an object to disk before it is committed"
         ),
         "namenodes": Option(
-            str, "", "host:port,host:port: the name nodes that the URI's name service stands for"
+            str, "", "host:port,host:port: the name nodes of the URI's name service"
         ),
         "conf": Option(str, "", "folder of core-site.xml and hdfs-site.xml; else HADOOP_CONF_DIR"),
     }
@@ -155,7 +155,7 @@ class HdfsDriver(Driver):
         authority, _, path = uri.location.partition("/")
         if "@" in authority:
             raise UriError(
-                "the user is not part of the URI",
+                "a URI must not contain a user",
                 uri=uri.redacted,
                 advice="Set HADOOP_USER_NAME, or use Kerberos.",
             )
@@ -267,7 +267,7 @@ class HdfsDriver(Driver):
     async def _check_free(self, key: str) -> None:
         with contextlib.suppress(NotFoundError):
             await self.stat(key)
-            raise ExistsError("object exists already", uri=self.uri, key=key)
+            raise ExistsError("the object already exists", uri=self.uri, key=key)
 
     async def stat(self, key: str) -> ObjectInfo:
         status = await self._client.status(self._names.path(key), key)
@@ -338,9 +338,9 @@ def _tokens(uri: str) -> list[Token]:
         return tokens()
     except (OSError, ValueError) as error:
         raise UriError(
-            f"the delegation tokens that {VARIABLE} names cannot be read: {error}",
+            f"the delegation tokens in {VARIABLE} cannot be read: {error}",
             uri=uri,
-            advice=f"Fetch others, as with hdfs fetchdt, or unset {VARIABLE} and use kinit.",
+            advice=f"Fetch new ones, as with hdfs fetchdt, or unset {VARIABLE} and use kinit.",
         ) from error
 
 

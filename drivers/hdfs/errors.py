@@ -66,10 +66,9 @@ _ADVICE: dict[type[StorageError], str] = {
         "Raise the quota, free space on the DataNodes (hdfs dfsadmin -report), or keep "
         "fewer checkpoints."
     ),
-    BusyError: "The name node is in safe mode or overloaded; hdfs dfsadmin -safemode get tells.",
-    StorageDownError: "Look at the name node and the DataNodes: hdfs dfsadmin -report. One whose "
-    "disk is full "
-    "closes connections like one that died.",
+    BusyError: "The name node is in safe mode or overloaded; see hdfs dfsadmin -safemode get.",
+    StorageDownError: "Look at the name node and the DataNodes: hdfs dfsadmin -report. "
+    "A DataNode whose disk is full closes connections as if it had died.",
 }
 
 _TICKET_ADVICE = (
@@ -80,7 +79,7 @@ _TICKET_ADVICE = (
 )
 
 _LEASE_ADVICE = (
-    "Another client, or an earlier try of this one, writes the file; the name node "
+    "Another client, or an earlier attempt of this one, writes the file; the name node "
     "ends that after a minute."
 )
 

@@ -64,13 +64,13 @@ class Names:
         parts = check_key(key, uri=self._uri).split("/")
         if any(map(is_temporary, parts)):
             raise UriError(
-                "names of this form are kept for unfinished uploads", uri=self._uri, key=key
+                "names of this form are reserved for unfinished uploads", uri=self._uri, key=key
             )
         try:
             lengths = [len(path_name(part).encode()) for part in parts]
         except UnicodeEncodeError as error:
             raise UriError(
-                f"key {key!r} is no valid Unicode, which HDFS asks for", uri=self._uri, key=key
+                f"key {key!r} is not valid Unicode, which HDFS requires", uri=self._uri, key=key
             ) from error
         if max(lengths) > NAME_NBYTES_MAX:
             raise UriError(f"HDFS allows {NAME_NBYTES_MAX} bytes per name", uri=self._uri, key=key)

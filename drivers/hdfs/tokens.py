@@ -79,7 +79,7 @@ def url_form(token: Token) -> str:
 def parse(content: bytes) -> list[Token]:
     """Parse a token file in either of its formats. Raises ValueError."""
     if content[:4] != _MAGIC or len(content) < 6 or content[4] not in (_WRITABLE, _PROTOBUF):
-        raise ValueError("this is no file of tokens")
+        raise ValueError("this is not a token file")
     reader = _Reader(content[5:])
     return list(_from_writables(reader) if content[4] == _WRITABLE else _from_protobuf(reader))
 
@@ -97,7 +97,7 @@ class _Reader:
 
     def take(self, nbytes: int) -> bytes:
         if nbytes < 0 or nbytes > len(self._content) - self._at:
-            raise ValueError("the file of tokens ends too early")
+            raise ValueError("the token file ends too early")
         self._at += nbytes
         return self._content[self._at - nbytes : self._at]
 
@@ -108,7 +108,7 @@ class _Reader:
         if first >= -112:
             return first
         if first < -120:
-            raise ValueError("the file of tokens holds a negative length")
+            raise ValueError("the token file contains a negative length")
         return int.from_bytes(self.take(-112 - first))
 
     def varint(self) -> int:
@@ -118,7 +118,7 @@ class _Reader:
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value
-        raise ValueError("the file of tokens holds a number without end")
+        raise ValueError("the token file contains a number without end")
 
     def fields(self) -> Iterator[tuple[int, bytes]]:
         """Yield number and content of each field of a protobuf message. Token messages only have
@@ -126,7 +126,7 @@ class _Reader:
         while self.more:
             tag = self.varint()
             if tag & 7 != 2:
-                raise ValueError("the file of tokens holds an unknown field")
+                raise ValueError("the token file contains an unknown field")
             yield tag >> 3, self.take(self.varint())
 
 

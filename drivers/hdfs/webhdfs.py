@@ -55,7 +55,7 @@ class WebHdfs:
         may still have happened.
         """
         if any("," in path for path in sources):
-            raise ConcatRefused("a path with a comma cannot be named in a request")
+            raise ConcatRefused("a path with a comma cannot be sent in a request")
         names = quote(",".join(map(self._at_server, sources)), safe="/,")
         path = f"/webhdfs/v1{quote(self._at_server(target))}?op=CONCAT&sources={names}"
         reasons = []
@@ -69,7 +69,7 @@ class WebHdfs:
                 reasons.append(f"{address}: no answer for {self._timeout_s:g} s")
                 continue
             except http.client.HTTPException as error:
-                reasons.append(f"{address}: the answer is no HTTP: {error!r}"[:_REASON_MAX])
+                reasons.append(f"{address}: the answer is not HTTP: {error!r}"[:_REASON_MAX])
                 continue
             except (OSError, ValueError) as error:
                 reasons.append(f"{address}: {str(error) or type(error).__name__}")

@@ -65,7 +65,7 @@ def fault_plan(text: str) -> FaultPlan:
                 given[name] = duration(0, 3600 if name == "delay_s" else 1)(value)
         except ValueError as error:
             raise ValueError(
-                f"is pairs of {', '.join(names)} and a number, such as seed:7,error:0.01"
+                f"must be pairs of {', '.join(names)} and a number, such as seed:7,error:0.01"
             ) from error
     return FaultPlan(**given)  # type: ignore[arg-type]
 
@@ -89,16 +89,16 @@ class FaultsLayer(Layer):
             await asyncio.sleep(self._plan.delay_s)
         if self.happens("busy"):
             raise BusyError(
-                "a fault on purpose: busy", retry_after_s=1.0, uri=self.uri, key=operation.key
+                "injected fault: busy", retry_after_s=1.0, uri=self.uri, key=operation.key
             )
         if self.happens("error"):
-            raise self._error("the operation was not begun", operation.key)
+            raise self._error("the operation was not started", operation.key)
         result = await call()
         # Delay writes afterwards. A delay before could reorder parts, which some drivers forbid.
         if late and is_write:
             await asyncio.sleep(self._plan.delay_s)
         if self.happens("unsure"):
-            raise self._error("the operation was done, and its answer lost", operation.key)
+            raise self._error("the operation was done, but its answer was lost", operation.key)
         return result
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
@@ -137,7 +137,7 @@ class FaultsLayer(Layer):
         return self._random.random() < likely
 
     def _error(self, what: str, key: str) -> StorageDownError:
-        return StorageDownError(f"a fault on purpose: {what}", uri=self.uri, key=key)
+        return StorageDownError(f"injected fault: {what}", uri=self.uri, key=key)
 
     async def _read(self, key: str, start: int, into: Buffer) -> None:
         if self.happens("short"):

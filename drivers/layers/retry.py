@@ -179,7 +179,7 @@ class RetryLayer(Layer):
         if late or running.expired():
             raise self._late(operation, tries, last) from last
         _log.info(
-            "trying again in %.2f s, after %d of at most %d tries: %s",
+            "retrying in %.2f s, after %d of at most %d attempts: %s",
             wait_s,
             tries,
             1 + self._policy.retries,
@@ -195,12 +195,12 @@ class RetryLayer(Layer):
             return await self.inner.get(key) == data
         except NotFoundError as error:
             raise StorageDownError(
-                "whether an exclusive put succeeded cannot be told: the key was taken, and now "
+                "it is unknown whether an exclusive put succeeded: the key was taken, and now "
                 "nothing is there",
                 uri=self.uri,
                 key=key,
                 temporary=False,
-                advice="Look who else writes here, then save again.",
+                advice="Find out who else writes here, then save again.",
             ) from error
 
     def _late(
@@ -211,9 +211,7 @@ class RetryLayer(Layer):
             why = f", in {_times(tries)}; the last failure: {last.message}"
         else:
             why = ", without an answer"
-        advice = (
-            last.advice if last is not None else None
-        ) or "Look at the storage and the way to it."
+        advice = (last.advice if last is not None else None) or "Check the storage and the network."
         return StorageDownError(
             waited + why,
             uri=self.uri,
@@ -230,7 +228,7 @@ class RetryLayer(Layer):
             if not timeout.expired():
                 raise
             _log.warning(
-                "%s; what is left goes with a later save",
+                "%s; a later save removes the leftovers",
                 self._late(operation, 1, None),
                 exc_info=error,
             )
@@ -247,5 +245,5 @@ def _counted(error: HoldfastError, tries: int, began_s: float) -> HoldfastError:
 
 def _times(tries: int) -> str:
     if tries == 1:
-        return "1 try"
-    return f"{tries} tries"
+        return "1 attempt"
+    return f"{tries} attempts"

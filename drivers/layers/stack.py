@@ -30,32 +30,29 @@ def common_options(*, remote: bool) -> Mapping[str, Option]:
         "retries": Option(
             integer(0, 1000),
             RETRIES if remote else 0,
-            "further tries of an operation that failed temporarily",
+            "retries of an operation that failed temporarily",
         ),
         "op_timeout_s": Option(
             or_off(duration(0.001, 86400)),
             OP_TIMEOUT_S if remote else None,
-            "how long an operation may take, with its tries and the pauses between them",
+            "time limit of an operation, including retries and pauses",
         ),
         "max_concurrency": Option(
-            or_off(integer(1, 65536)), None, "operations at a time, of each open URI"
+            or_off(integer(1, 65536)), None, "concurrent operations per open URI"
         ),
         "max_bytes_per_s": Option(
             or_off(size(1, 1 << 50)),
             None,
-            "how much is read and written a second, by all that share this rate in a process",
+            "bytes read and written per second, by everything in the process with this limit",
         ),
         "hedge_percent": Option(
             integer(0, 50),
             0,
-            (
-                "a second read for the slowest so many in a hundred, whichever ends first is used; "
-                "0: never"
-            ),
+            "percentage of reads, the slowest ones, that get a second attempt; 0: none",
         ),
         "metrics": Option(switch, False, "count operations, bytes, errors and latencies"),
         "faults": Option(
-            or_off(_fault_plan), None, "faults on purpose, for drills: seed:7,error:0.01,delay:0.05"
+            or_off(_fault_plan), None, "injected faults, for drills: seed:7,error:0.01,delay:0.05"
         ),
     }
 

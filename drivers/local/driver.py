@@ -63,7 +63,7 @@ class LocalDriver(Driver):
         "direct": Option(
             choice("auto", "on", "off"),
             "auto",
-            "O_DIRECT: where it works (auto), or fail (on), or never (off)",
+            "O_DIRECT: auto (if supported), on (else fail), or off",
         ),
         "threads": Option(integer(1, 256), 8, "operations in flight"),
     }
@@ -201,7 +201,7 @@ class LocalDriver(Driver):
         suspect = ".tmp" in key or ".nfs" in key or ".fuse_hidden" in key
         if suspect and any(map(is_reserved, key.split("/"))):
             raise UriError(
-                "names of this form are kept for unfinished uploads, and for files that are "
+                "names of this form are reserved for unfinished uploads, and for files that are "
                 "removed while they are open",
                 uri=self.uri,
                 key=key,
@@ -210,7 +210,7 @@ class LocalDriver(Driver):
             os.fsencode(key)
         except UnicodeEncodeError as error:
             raise UriError(
-                f"key {key!r} is no text that a file system could hold", uri=self.uri, key=key
+                f"key {key!r} cannot be encoded as a file name", uri=self.uri, key=key
             ) from error
         return key
 

@@ -80,7 +80,7 @@ class NewFile:
         pause_s = 0.001
         while (plain := self._create(exclusive)) is None:
             if time.monotonic() > end_s:
-                raise OSError(errno.EAGAIN, "its folder was swept away again and again", self._name)
+                raise OSError(errno.EAGAIN, "its folder was removed repeatedly", self._name)
             self._tree.doubt(self._above)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)

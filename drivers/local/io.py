@@ -185,7 +185,7 @@ def _write_plain(fd: int, data: Buffer, start: int) -> None:
     done = 0
     while done < len(data):
         if not (count := os.pwrite(fd, data[done:], start + done)):
-            raise OSError(errno.EIO, "the device takes no more bytes, and does not say why")
+            raise OSError(errno.EIO, "the device accepts no more bytes, and gives no reason")
         done += count
 
 

@@ -33,7 +33,7 @@ def _stripe_count(text: str) -> int:
 def _stripe_size(text: str) -> int:
     nbytes = size(STRIPE_UNIT_NBYTES, (4 << 30) - STRIPE_UNIT_NBYTES)(text)
     if nbytes % STRIPE_UNIT_NBYTES:
-        raise ValueError("is a multiple of 64KiB")
+        raise ValueError("must be a multiple of 64KiB")
     return nbytes
 
 
@@ -45,18 +45,18 @@ class LustreDriver(LocalDriver):
         "stripe_count": Option(
             _stripe_count,
             None,
-            "storage targets per file, or all; chosen by size and number of files",
+            "storage targets per file, or all; default: by size and number of files",
         ),
         "stripe_size": Option(
-            _stripe_size, None, "on one target before the next one's turn: 16MiB"
+            _stripe_size, None, "bytes on one target before the next; default: 16MiB"
         ),
         "writers": Option(
-            integer(1, 10_000_000), None, "processes that write at the same time: the job's ranks"
+            integer(1, 10_000_000), None, "processes that write concurrently: the job's ranks"
         ),
         "ost_count": Option(
             integer(1, STRIPE_COUNT_MAX),
             None,
-            "storage targets of the file system: asked of Lustre",
+            "storage targets of the file system; default: as Lustre reports",
         ),
     }
 

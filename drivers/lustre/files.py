@@ -118,11 +118,11 @@ class Striper:
             by_lfs = error.errno in _NO_LAYOUTS and _set_by_lfs(folder, name, wanted)
             if not by_lfs and self._asked:
                 raise StorageError(
-                    f"the layout that was asked for, {wanted}, is refused: {error.strerror}",
+                    f"the requested layout, {wanted}, is refused: {error.strerror}",
                     uri=self._uri,
                     advice=(
-                        "Leave out stripe_count and stripe_size, or see what `lfs setstripe` "
-                        "takes in this folder."
+                        "Leave out stripe_count and stripe_size, or check what `lfs setstripe` "
+                        "accepts in this folder."
                     ),
                 ) from error
             if not by_lfs:
@@ -140,7 +140,7 @@ class Striper:
             count = wanted.stripe_count
         if found != dataclasses.replace(wanted, stripe_count=count):
             self._warn_once(
-                f"a file has {found}, not {wanted}: it was ignored, or there are not so "
+                f"a file has {found}, not {wanted}: it was ignored, or there are not that "
                 f"many targets"
             )
         elif "layout" not in self._logged:

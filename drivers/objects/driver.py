@@ -228,9 +228,7 @@ class ObjectDriver(Driver):
 
     def _check_start(self, key: str, start: int) -> None:
         if start < 0:
-            raise StorageError(
-                f"there are no bytes before the beginning, such as {start}", uri=self.uri, key=key
-            )
+            raise StorageError(f"a read cannot start at byte {start}", uri=self.uri, key=key)
 
     @contextlib.asynccontextmanager
     async def _reaching(self, key: str, stop: int) -> AsyncIterator[None]:
@@ -337,7 +335,7 @@ class ObjectDriver(Driver):
     async def _look(self, key: str) -> None:
         with contextlib.suppress(NotFoundError):
             await self.stat(key)
-            raise ExistsError("object exists already", uri=self.uri, key=key)
+            raise ExistsError("the object already exists", uri=self.uri, key=key)
 
     async def stat(self, key: str) -> ObjectInfo:
         path = self._path(key)
@@ -404,7 +402,7 @@ class ObjectDriver(Driver):
 
     def _endless(self, prefix: str) -> StorageError:
         return StorageError(
-            f"the listing does not end: its last {_REPEATED * _LISTED} objects were shown before",
+            f"the listing does not end: its last {_REPEATED * _LISTED} objects were repeats",
             uri=self.uri,
             key=prefix or None,
             advice="Does the store, or a gateway before it, honour continuation tokens?",
@@ -460,8 +458,8 @@ class ObjectDriver(Driver):
         if self._container not in KNOWN.no_bulk_delete:
             KNOWN.no_bulk_delete.add(self._container)
             _log.warning(
-                "%s does not delete many objects with one request, so they are deleted one by one; "
-                "bulk_delete=off says so from the start: %s",
+                "%s does not delete many objects with one request, so they are deleted one by "
+                "one; bulk_delete=off avoids the attempt: %s",
                 self.uri,
                 refusal.message,
             )
@@ -492,7 +490,7 @@ class ObjectDriver(Driver):
         try:
             name = encoded(key)
         except UnicodeEncodeError as error:
-            raise UriError(f"key {key!r} is no Unicode text", uri=self.uri, key=key) from error
+            raise UriError(f"key {key!r} is not valid Unicode", uri=self.uri, key=key) from error
         if self._root:
             return f"{self._root}/{name}"
         return name

@@ -81,13 +81,13 @@ _DOWN = (
     "broken pipe", "incomplete", "error decoding response", "request error", "http error",
     "deadline",
 )  # fmt: skip
-_NOT_IMPLEMENTED = "This store does not know such requests."
+_NOT_IMPLEMENTED = "This store does not support such requests."
 _INVALID_ANSWER = re.compile(r"Got invalid [\w ]+ response")
 _BULK = "Got invalid DeleteObjects response"
 _WEB_PAGE = re.compile(r"<!doctype html|<html[\s>]", re.IGNORECASE)
 _NO_STORE = (
-    "Is the endpoint that of the store itself, and not of its console? Does a proxy, or a page to "
-    "log in, stand in between?"
+    "Is the endpoint the store itself, and not its console? Is there a proxy or a login page "
+    "in between?"
 )
 _REDIRECTED = ("Received redirect without LOCATION", "error following redirect")
 WRONG_PLACE = (
@@ -98,9 +98,9 @@ _PLACES = re.compile(r"<(Region|Endpoint)>\s*([\w.:/-]{1,200})\s*</")
 _WHOLE = ("Range request not supported", "Received non-partial response")
 """obstore's messages if a server answers a range request with the whole object."""
 _TOO_SLOW = (
-    "A request ends after ?timeout=…, or once nothing has come for ?read_timeout=…. For a slow "
-    "line make them longer, or "
-    "lower ?concurrency=… or ?part_size=…, for all parts in flight share the line."
+    "A request ends after ?timeout=…, or after ?read_timeout=… of silence. On a slow "
+    "connection raise these, or "
+    "lower ?concurrency=… or ?part_size=…, because all parts in flight share the connection."
 )
 
 
@@ -148,12 +148,11 @@ def _unusable(error: BaseException, uri: str) -> HoldfastError:
         return UriError("az:// needs the name of an account", uri=uri, advice=advice)
     if _CREDENTIALS.search(reason):
         advice = (
-            "Look at the variables and files that the credentials come from, and at who may "
-            "read these files."
+            "Check the variables and files that hold the credentials, and who may read these files."
         )
         return AccessError(f"the credentials cannot be used: {reason}", uri=uri, advice=advice)
     advice = (
-        "Look at the URI's options, and at the variables for this kind of store (AWS_…, "
+        "Check the URI's options, and the variables for this kind of store (AWS_…, "
         "AZURE_…, GOOGLE_…)."
     )
     return UriError(f"the store's client cannot be set up: {reason}", uri=uri, advice=advice)
@@ -167,7 +166,7 @@ def _panicked(error: BaseException, doing: str, uri: str, key: str | None) -> St
         f"{doing} failed: the store's client panicked: {reason}",
         uri=uri,
         key=key,
-        advice="Is the name of the bucket, and the endpoint, one that can stand in a URL?",
+        advice="Are the names of the bucket and the endpoint valid in a URL?",
     )
 
 
@@ -186,7 +185,7 @@ def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageE
     if isinstance(error, FileNotFoundError) or name == "NotFoundError":
         return NotFoundError("no such object", **where)
     if name in ("AlreadyExistsError", "PreconditionError") and _is_taken(code, status):
-        return ExistsError("object exists already", **where)
+        return ExistsError("the object already exists", **where)
     if code in _CONFLICT:
         advice = "Another request for this key was under way; this one changed nothing."
         return BusyError(f"{doing} failed: {_reason(text, code, status)}", **where, advice=advice)
@@ -226,7 +225,7 @@ def _is_taken(code: str, status: int) -> bool:
 def missing_container(uri: str, key: str | None = None) -> StorageError:
     """Return the error for a missing bucket or container, which does not mean that nothing was
     saved."""
-    advice = "Create it, or look for a slip in its name, the endpoint, the region, or the account."
+    advice = "Create it, or check its name, the endpoint, the region, or the account."
     return StorageError("the bucket (or container) does not exist", uri=uri, key=key, advice=advice)
 
 
@@ -237,7 +236,7 @@ def states_code(text: str) -> bool:
 
 def no_store(uri: str, key: str | None = None) -> StorageError:
     """Return the error for a server that does not respond like an object store."""
-    message = "the server does not answer as an object store does, but like a web site"
+    message = "the server answers like a web site, not like an object store"
     return StorageError(message, uri=uri, key=key or None, advice=_NO_STORE)
 
 
@@ -293,7 +292,7 @@ def _failure(message: str, text: str, status: int, where: dict[str, Any]) -> Sto
         return StorageError(message, **where, advice=_NO_STORE)
     if any(sign in text for sign in _WHOLE):
         advice = (
-            "Use a server, or a gateway, that answers ranges with status 206, also one that "
+            "Use a server, or a gateway, that answers ranges with status 206, even one that "
             "is the whole object."
         )
         return StorageError(message, **where, advice=advice)

@@ -26,7 +26,7 @@ _READING = ("part_size", "concurrency", "timeout", "read_timeout", "deadline", "
 class HttpDriver(ReadOnly, ObjectDriver):
     """Objects below one URL. Every writing or listing method raises StorageError."""
 
-    reading_only: ClassVar[str] = "http:// is for reading only"
+    reading_only: ClassVar[str] = "http:// is read-only"
     OPTIONS: ClassVar[Mapping[str, Option]] = {name: COMMON_OPTIONS[name] for name in _READING}
     deviations: ClassVar[Mapping[str, str]] = {}
 
@@ -50,7 +50,5 @@ class HttpDriver(ReadOnly, ObjectDriver):
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         if prefix:
             check_key(prefix, uri=self.uri)
-        raise StorageError(
-            "a web server cannot say what there is", uri=self.uri, key=prefix or None
-        )
+        raise StorageError("a web server cannot list objects", uri=self.uri, key=prefix or None)
         yield  # makes this a generator

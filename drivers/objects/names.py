@@ -17,16 +17,16 @@ def split_location(uri: Uri) -> tuple[str, str]:
     bucket, _, path = uri.location.partition("/")
     if not bucket:
         raise UriError(
-            f"{uri.scheme}:// names no bucket",
+            f"{uri.scheme}:// does not name a bucket",
             uri=uri.redacted,
             advice=f"Write {uri.scheme}://bucket/run.",
         )
     if "@" in bucket:
-        raise UriError("a URI is no place for a user", uri=uri.redacted, advice=WHERE_SECRETS_GO)
+        raise UriError("a URI must not contain a user", uri=uri.redacted, advice=WHERE_SECRETS_GO)
     try:
         root = unquote(path.strip("/"), errors="strict")
     except UnicodeDecodeError as error:
-        raise UriError("the path is no UTF-8", uri=uri.redacted) from error
+        raise UriError("the path is not UTF-8", uri=uri.redacted) from error
     return bucket, encoded(check_key(root, uri=uri.redacted)) if root else ""
 
 

@@ -14,35 +14,30 @@ __all__ = ["COMMON_OPTIONS", "Requests", "Settings", "settings_of"]
 
 COMMON_OPTIONS: Mapping[str, Option] = {
     "part_size": Option(
-        size(5 << 20, 5 << 30), 16 << 20, "of the parts of a large object; 16MiB saves a copy"
+        size(5 << 20, 5 << 30), 16 << 20, "size of the parts of a large object; 16MiB saves a copy"
     ),
     "concurrency": Option(integer(1, 256), 16, "requests in flight"),
     "timeout": Option(
         duration(0.1, 3600),
         90.0,
-        "how long one request may take, with all that it sends and receives",
+        "time limit of one request, including its data",
     ),
     "read_timeout": Option(
-        duration(0.1, 3600), 30.0, "for how long nothing may come while an answer is awaited"
+        duration(0.1, 3600), 30.0, "time limit of silence while waiting for a response"
     ),
     "deadline": Option(
-        duration(0, 86400), 60.0, "for how long a request that fails for the moment is repeated"
+        duration(0, 86400), 60.0, "how long a temporarily failing request is retried"
     ),
     "conditional": Option(
-        switch, True, "whether the store knows conditional puts; see how-to/use-object-storage"
+        switch, True, "whether the store supports conditional puts; see how-to/use-object-storage"
     ),
     "anonymous": Option(switch, False, "send no credentials"),
     "ca": Option(
         str,
         "",
-        (
-            "file, in PEM, of authorities whose certificates are trusted, too; else as "
-            "how-to/use-object-storage"
-        ),
+        ("PEM file of further trusted certificate authorities; see how-to/use-object-storage"),
     ),
-    "proxy": Option(
-        url, "", "URL of the HTTP proxy to go through; else HTTPS_PROXY, HTTP_PROXY, NO_PROXY"
-    ),
+    "proxy": Option(url, "", "URL of the HTTP proxy; else HTTPS_PROXY, HTTP_PROXY, NO_PROXY"),
 }
 """Options of all object stores."""
 

@@ -87,9 +87,9 @@ class S3Driver(ObjectDriver):
             url, "", ("URL of a store other than AWS; http:// sends data, not secrets, in clear")
         ),
         "region": Option(
-            str, "", ("where the bucket is; else from environment or profile, else us-east-1")
+            str, "", ("region of the bucket; else from environment or profile, else us-east-1")
         ),
-        "profile": Option(str, "", "which of the shared profiles to use"),
+        "profile": Option(str, "", "name of a shared profile"),
         "style": Option(
             choice("auto", "path", "virtual"),
             "auto",
@@ -98,7 +98,7 @@ class S3Driver(ObjectDriver):
         "checksum": Option(
             choice("auto", "signed", "sha256", "crc64nvme", "none"),
             "auto",
-            "of what is sent, for the store to check; auto: crc64nvme at AWS, "
+            "checksum of uploads, checked by the store; auto: crc64nvme at AWS, "
             "TLS alone elsewhere, signed over http://, sha256 where a bucket has Object Lock",
         ),
         **STORING_OPTIONS,
@@ -173,7 +173,7 @@ class S3Driver(ObjectDriver):
 
         place = self._place
         if place.clear and self._values["sse"] == "customer":
-            advice = "Take an endpoint that begins with https://."
+            advice = "Use an https:// endpoint."
             raise UriError(
                 "the key of sse=customer would be sent in clear", uri=self.uri, advice=advice
             )
@@ -274,7 +274,7 @@ class S3Driver(ObjectDriver):
                 raise
             # The parts already sent are lost.
             raise UploadLostError(
-                "upload failed: its credentials were replaced meanwhile",
+                "upload failed: its credentials were replaced midway",
                 uri=self.uri,
                 advice="Save again.",
             ) from error

@@ -25,7 +25,7 @@ _KEY_NBYTES = 32
 def _matching(pattern: re.Pattern[str], meaning: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if not pattern.fullmatch(text):
-            raise ValueError(f"is {meaning}")
+            raise ValueError(f"must be {meaning}")
         return text
 
     return parse
@@ -38,9 +38,9 @@ def _tags(text: str) -> str:
         _TAG.fullmatch(name) and equals and _TAG.fullmatch(value or "-")
         for name, equals, value in pairs
     ):
-        raise ValueError("is a list of tags, such as team=ml,run=7")
+        raise ValueError("must be a list of tags, such as team=ml,run=7")
     if len({name for name, _, _ in pairs}) < len(pairs) or len(pairs) > 10:
-        raise ValueError("has each name once, and at most ten")
+        raise ValueError("must have distinct names, and at most ten")
     return text
 
 
@@ -48,9 +48,9 @@ STORING_OPTIONS: Mapping[str, Option] = {
     "sse": Option(
         choice("bucket", "AES256", *_KMS, "customer"),
         "bucket",
-        "how the store encrypts what it keeps; bucket: as the bucket says",
+        "server-side encryption; bucket: the bucket's default",
     ),
-    "kms": Option(str, "", "the key of AWS KMS, by id, alias or ARN; for sse=aws:kms"),
+    "kms": Option(str, "", "AWS KMS key, by id, alias or ARN; for sse=aws:kms"),
     "bucket_kms": Option(
         choice("bucket", "on", "off"), "bucket", ("for sse=aws:kms: one data key for many objects")
     ),
@@ -58,14 +58,14 @@ STORING_OPTIONS: Mapping[str, Option] = {
     "storage_class": Option(
         _matching(_WORD, "the name of a storage class"),
         "",
-        "of each object, such as STANDARD_IA",
+        "storage class of each object, such as STANDARD_IA",
     ),
-    "tags": Option(_tags, "", "of each object: team=ml,run=7"),
-    "requester_pays": Option(switch, False, "pay for requests to a bucket of somebody else"),
+    "tags": Option(_tags, "", "tags of each object: team=ml,run=7"),
+    "requester_pays": Option(switch, False, "pay for requests to somebody else's bucket"),
     "express": Option(
         choice("auto", "on", "off"),
         "auto",
-        "whether it is a directory bucket of S3 Express; auto: by its name",
+        "whether the bucket is an S3 Express directory bucket; auto: by name",
     ),
 }
 """Further options of ``s3://``."""
@@ -92,7 +92,7 @@ def _contradictions(bucket: str, values: Mapping[str, Any]) -> list[tuple[bool, 
     return [
         (
             kms_options and sse not in _KMS,
-            "kms and bucket_kms belong to sse=aws:kms",
+            "kms and bucket_kms require sse=aws:kms",
             "Add sse=aws:kms.",
         ),
         (
@@ -102,15 +102,12 @@ def _contradictions(bucket: str, values: Mapping[str, Any]) -> list[tuple[bool, 
         ),
         (
             sse == "customer" and not _is_key(values["sse_customer_key"]),
-            "sse_customer_key is no key: 32 bytes in base64",
-            "One is made by: openssl rand -base64 32.",
+            "sse_customer_key must be 32 bytes in base64",
+            "Create one with: openssl rand -base64 32.",
         ),
         (
             values["storage_class"].upper() in _SLOW,
-            (
-                f"objects of the storage class {values['storage_class']} cannot be read when they "
-                f"are wanted"
-            ),
+            (f"objects of the storage class {values['storage_class']} cannot be read on demand"),
             (
                 "Let a life-cycle rule move old checkpoints there; load after restoring them. "
                 "GLACIER_IR can be read at once."

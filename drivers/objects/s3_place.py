@@ -250,7 +250,7 @@ def bucket_and_root(uri: Uri) -> tuple[str, str]:
         root = split_location(Uri(uri.scheme, f"bucket{match[2]}"))[1]
     if match is None and not _BUCKET.fullmatch(bucket):
         raise UriError(
-            f"{bucket!r} is no name of a bucket",
+            f"{bucket!r} is not a bucket name",
             uri=uri.redacted,
             advice="Name a bucket, or an access point of one region: "
             "s3://arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME/run.",

@@ -156,9 +156,8 @@ class Unfinished:
                 raise
             KNOWN.no_upload_list.add(self._place)
             _log.warning(
-                "%s cannot list unfinished uploads (%s, status %d): what uploads that fail leave "
-                "there stays until the "
-                "store removes it",
+                "%s cannot list unfinished uploads (%s, status %d): leftovers of failed "
+                "uploads stay there until the store removes them",
                 self.uri,
                 code,
                 status,

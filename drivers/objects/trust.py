@@ -32,7 +32,7 @@ _NO_TLS = "InvalidMessage(\n"
 _ALERT = re.compile(r"AlertReceived\(\s*(\w+)")
 
 TRUST = (
-    "Where the store's certificate is from a private authority, name the authority's file: "
+    "If a private authority signed the store's certificate, name the authority's file: "
     "?ca=/path/ca.pem, or "
     "AWS_CA_BUNDLE (s3://), or SSL_CERT_FILE."
 )
@@ -62,7 +62,9 @@ def certificates(path: str, uri: str) -> str:
         ) from error
     if "-----BEGIN CERTIFICATE-----" not in text:
         raise UriError(
-            f"the certificates to trust, {path}: there is none in PEM", uri=uri, advice=_NAMED
+            f"the certificates to trust, {path}: it contains none in PEM format",
+            uri=uri,
+            advice=_NAMED,
         )
     return text
 

@@ -65,7 +65,7 @@ async def _check_stored(target: Target, nbytes: int) -> None:
     stored_nbytes = (await target.stat()).nbytes
     if stored_nbytes != nbytes:
         raise StorageError(
-            f"the store keeps {stored_nbytes} bytes of {nbytes} that it acknowledged",
+            f"the store acknowledged {nbytes} bytes, but has {stored_nbytes}",
             uri=target.uri,
             key=target.key,
         )
@@ -215,8 +215,8 @@ class PartsUpload(Upload):
         self._written.check(start, len(data))
         if start != self._cutter.reached:
             raise StorageError(
-                f"bytes {start}:{start + len(data)} come when those from {self._cutter.reached} "
-                f"are awaited",
+                f"bytes {start}:{start + len(data)} are out of order: byte {self._cutter.reached} "
+                f"is next",
                 uri=self._target.uri,
                 key=self._target.key,
                 advice="The parts of an object store's upload are written in ascending order.",
@@ -260,7 +260,7 @@ class PartsUpload(Upload):
         """Raise the error of an upload that ended early or is not responding."""
         assert self._put is not None
         if not self._put.done():
-            message = f"{doing} failed: nothing was heard for {self._target.limit_s:g} s"
+            message = f"{doing} failed: no answer for {self._target.limit_s:g} s"
             raise StorageDownError(message, uri=self._target.uri, key=self._target.key)
         if self._put.cancelled() or self._put.exception() is None:
             raise _over(self._target)
@@ -351,7 +351,7 @@ class PartsUpload(Upload):
             try:
                 await self._target.drop_unfinished(time.monotonic() - place.left_since_s)
             except StorageError as error:
-                _log.warning("parts of an upload that failed stay until they are swept: %s", error)
+                _log.warning("parts of a failed upload stay until they are swept: %s", error)
 
     def _stop(self) -> None:
         assert self._put is not None

@@ -52,22 +52,20 @@ def token(text: str) -> str:
     """Parse the token that authenticates requests for a run. Raises ValueError, which does not
     repeat the token."""
     if text and not _TOKEN.fullmatch(text):
-        raise ValueError("is up to 256 letters, digits and signs of -._~+/=")
+        raise ValueError("must be up to 256 letters, digits and characters of -._~+/=")
     return text
 
 
 class PeerDriver(ReadOnly, Driver):
     """Objects below one key of a keeper. Every writing method raises StorageError."""
 
-    reading_only: ClassVar[str] = "peer:// is for reading only"
+    reading_only: ClassVar[str] = "peer:// is read-only"
     OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "token": Option(token, "", "of the run; never in the URI: HOLDFAST_PEER_TOKEN has it"),
+        "token": Option(token, "", "token of the run; never in the URI: set HOLDFAST_PEER_TOKEN"),
         "tls": Option(switch, False, "whether the keeper speaks TLS"),
-        "ca": Option(
-            str, "", "file, in PEM, of authorities whose certificates are trusted instead"
-        ),
+        "ca": Option(str, "", "PEM file of certificate authorities to trust instead"),
         "concurrency": Option(integer(1, 64), 4, "requests in flight, each in a thread"),
-        "timeout": Option(duration(0.1, 3600), 30.0, "for how long nothing may come"),
+        "timeout": Option(duration(0.1, 3600), 30.0, "time limit of silence"),
     }
 
     def __init__(self, uri: Uri, values: Mapping[str, Any]) -> None:
@@ -271,7 +269,7 @@ class PeerDriver(ReadOnly, Driver):
             said = json.loads(line)
             whole, nbytes, modified_s = said["key"], said["nbytes"], said["modified_s"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise self._senseless("a line that is no object", "") from error
+            raise self._senseless("a line that is not an object", "") from error
         root = f"{self._prefix}/" if self._prefix else ""
         if not (
             isinstance(whole, str)
@@ -281,11 +279,11 @@ class PeerDriver(ReadOnly, Driver):
             and isinstance(modified_s, int | float)
             and math.isfinite(modified_s)
         ):
-            raise self._senseless("a line that is no object of this folder", "")
+            raise self._senseless("a line that is not an object of this folder", "")
         try:
             key = check_key(whole.removeprefix(root))
         except UriError as error:
-            raise self._senseless("a key that is no plain path", "") from error
+            raise self._senseless("a key that is not a plain path", "") from error
         return ObjectInfo(key, nbytes, float(modified_s))
 
     def _target(self, key: str) -> str:
@@ -306,7 +304,7 @@ class PeerDriver(ReadOnly, Driver):
     def _short(self, nbytes: int | None, key: str) -> DamagedError:
         where = "" if nbytes is None else f" at byte {nbytes}"
         return DamagedError(
-            f"the object ends{where} before the bytes that are wanted", uri=self.uri, key=key
+            f"the object ends{where} before the requested bytes", uri=self.uri, key=key
         )
 
     def _senseless(self, what: str, key: str) -> StorageError:
@@ -314,7 +312,7 @@ class PeerDriver(ReadOnly, Driver):
             f"the keeper answers with {what}",
             uri=self.uri,
             key=key or None,
-            advice="Is it of another version, or something else that listens there?",
+            advice="Is it another version, or a different server?",
         )
 
 
@@ -322,7 +320,7 @@ def _address(authority: str, uri: Uri) -> tuple[str, int]:
     """Return host and port. Raises UriError."""
     advice = "Write peer://host:port/run/step; an IPv6 address stands in brackets."
     if "@" in authority:
-        raise UriError("a keeper knows no users", uri=uri.redacted, advice=advice)
+        raise UriError("peer:// URIs cannot contain a user", uri=uri.redacted, advice=advice)
     try:
         parts = urlsplit(f"//{authority}")
         host, port = parts.hostname, parts.port
@@ -349,7 +347,7 @@ def _tls(ca: str, uri: Uri) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca or None)
     except (OSError, ssl.SSLError) as error:
-        reason = error.strerror or "there is none in PEM"
+        reason = error.strerror or "it contains none in PEM format"
         raise UriError(
             f"the certificates to trust, {ca}: {reason}",
             uri=uri.redacted,

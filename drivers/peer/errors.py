@@ -19,9 +19,7 @@ __all__ = ["failures", "refusal"]
 
 _REASON_MAX = 200
 _PAUSE_S_MAX = 60.0
-_TOKEN = (
-    "Each run has a token, which HOLDFAST_PEER_TOKEN holds. It changes when the run begins anew."
-)
+_TOKEN = "Each run has a token, which HOLDFAST_PEER_TOKEN holds. It changes when the run restarts."
 _TRUST = "Name the file of the authority that signed the keeper's certificate: ?ca=/path/ca.pem."
 _ANOTHER = "Does a keeper listen there? With TLS it takes ?tls=on, without it ?tls=off."
 
@@ -47,7 +45,7 @@ def failures(doing: str, uri: str, key: str) -> Iterator[None]:
         message = f"{doing}: the connection to the keeper is lost: {_said(error)}"
         raise StorageDownError(message, uri=uri, key=key) from error
     except http.client.HTTPException as error:
-        message = f"{doing}: the answer is no HTTP: {_said(error)}"
+        message = f"{doing}: the answer is not HTTP: {_said(error)}"
         raise StorageError(message, uri=uri, key=key, advice=_ANOTHER) from error
     except OSError as error:
         message = f"{doing}: the keeper cannot be reached: {_said(error)}"

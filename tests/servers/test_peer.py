@@ -197,7 +197,7 @@ def test_a_checkpoint_in_memory_is_one_for_every_command(
         found = holdfast.load(uri)
         with holdfast.open(uri) as checkpoint:
             assert torch.equal(checkpoint.read("w", rows=slice(7, 9)), state["w"][7:9])
-        with pytest.raises(StorageError, match="reading only"):
+        with pytest.raises(StorageError, match="read-only"):
             holdfast.save(shown.uri("run/step-00000501"), state)
     for loaded in (found, holdfast.load(tmp_path / "copy")):
         assert torch.equal(loaded["w"], state["w"])

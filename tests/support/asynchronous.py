@@ -131,7 +131,7 @@ class _DictUpload(AsyncUpload):
         await answer()
         path = self._driver.prefix + self.key
         if exclusive and path in self._driver.objects:
-            raise ExistsError("object exists already", uri=self._driver.uri, key=self.key)
+            raise ExistsError("the object already exists", uri=self._driver.uri, key=self.key)
         self._driver.objects[path] = (bytes(self._content[: self.written.nbytes]), time.time())
 
     async def _drop(self) -> None:

@@ -165,7 +165,7 @@ class _KnowsItsOwnOnly(Small):
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         if exclusive and key in self.mine:
-            raise holdfast.ExistsError("object exists already", uri=self.uri, key=key)
+            raise holdfast.ExistsError("the object already exists", uri=self.uri, key=key)
         self.mine.add(key)
         await super().put(key, data)
 
@@ -182,7 +182,7 @@ class _LooksThenPuts(Small):
         if exclusive:
             with contextlib.suppress(holdfast.NotFoundError):
                 await self.stat(key)
-                raise holdfast.ExistsError("object exists already", uri=self.uri, key=key)
+                raise holdfast.ExistsError("the object already exists", uri=self.uri, key=key)
             await asyncio.sleep(0.001)
         await super().put(key, data)
 
@@ -197,7 +197,7 @@ class _RemembersNames(Small):
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         if exclusive and key in self.used:
-            raise holdfast.ExistsError("object exists already", uri=self.uri, key=key)
+            raise holdfast.ExistsError("the object already exists", uri=self.uri, key=key)
         self.used.add(key)
         await super().put(key, data, exclusive=exclusive)
 

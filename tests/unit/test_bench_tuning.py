@@ -208,5 +208,5 @@ def test_nothing_is_measured_for_a_profile_that_would_not_be_read(
     (tmp_path / "holdfast").mkdir()
     (tmp_path / "holdfast").chmod(0o777)
     assert app.run(["bench", str(tmp_path / "s"), "--tune"]) == 2
-    assert "may be written to by others" in capsys.readouterr().err
+    assert "others may write to" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()

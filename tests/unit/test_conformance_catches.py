@@ -92,7 +92,7 @@ def test_a_declared_deviation_is_no_failure(outcomes: Outcomes) -> None:
 def test_a_deviation_that_passes_is_a_failure(outcomes: Outcomes) -> None:
     """Whoever mends a driver takes the declaration off."""
     assert outcomes["DeviationThatPasses"]["status"] == pytest.ExitCode.TESTS_FAILED
-    assert "an_object_comes_back: declared as a deviation, and passes" in outcomes["output"]["text"]
+    assert "an_object_comes_back: declared as a deviation, but passes" in outcomes["output"]["text"]
 
 
 def test_a_refusal_at_commit_is_as_good_as_one_at_create(outcomes: Outcomes) -> None:

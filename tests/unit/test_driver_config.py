@@ -170,7 +170,7 @@ def test_values_are_text_numbers_or_bools(file: Path) -> None:
 def test_a_secret_in_a_uri_is_refused() -> None:
     """Also one that no driver knows; the error says where it belongs, and does not repeat it."""
     for name in ("token", "aws_secret_access_key", "password"):
-        with pytest.raises(UriError, match=r"looks like a secret.*no place") as caught:
+        with pytest.raises(UriError, match=r"looks like a secret.*must not be in") as caught:
             found(f"my://b?{name}=hush")
         assert "hush" not in str(caught.value)
     assert found(token="hush")["token"] == ("hush", "a keyword")
@@ -191,7 +191,7 @@ def test_a_password_in_a_value_is_refused_whoever_says_it(file: Path) -> None:
         (lambda: found("my://b", token="http://u:hunter2@host"), "a keyword"),
     )
     for ask, source in asks:
-        with pytest.raises(UriError, match=f"{source}.*no place for a password") as caught:
+        with pytest.raises(UriError, match=f"{source}.*must not contain a password") as caught:
             ask()
         assert "hunter2" not in f"{caught.value!r} {caught.value} {vars(caught.value)}"
 
@@ -246,9 +246,7 @@ def test_an_unknown_option_is_an_error_wherever_it_stands(
     file.write_text(toml)
     with pytest.raises(
         UriError,
-        match=(
-            f"{says}.*Known options: level, token; and of every scheme: config_profile, .*retries"
-        ),
+        match=(f"{says}.*Known options: level, token; for every scheme: config_profile, .*retries"),
     ):
         found(uri, environment, **keywords)
 
@@ -257,19 +255,19 @@ def test_an_unknown_option_is_an_error_wherever_it_stands(
     ("environment", "toml", "error", "says"),
     [
         ({}, "[common]\nlevel = 1", UriError, r"no option 'level' is common to all schemes \(/.*\[common\]\).*Known: .*retries"),
-        ({}, "[s4]\nlevel = 1", UsageError, r"table \[s4\], which is no scheme.*file, my, my\+x, s3"),
-        ({}, "[profile.p.s4]\nx = 1\n", UsageError, r"table \[profile\.p\.s4\], which is no scheme"),
-        ({}, "retries = 1", UsageError, r"\[retries\], which is no scheme"),
-        ({}, "common = 1", UsageError, "'common' stands outside of a table"),
-        ({}, "profile = 1", UsageError, "'profile' stands outside of a table"),
+        ({}, "[s4]\nlevel = 1", UsageError, r"table \[s4\], which is not a scheme.*file, my, my\+x, s3"),
+        ({}, "[profile.p.s4]\nx = 1\n", UsageError, r"table \[profile\.p\.s4\], which is not a scheme"),
+        ({}, "retries = 1", UsageError, r"\[retries\], which is not a scheme"),
+        ({}, "common = 1", UsageError, "'common' is outside any table"),
+        ({}, "profile = 1", UsageError, "'profile' is outside any table"),
         ({}, "[my", UsageError, "cannot be used: "),
         ({}, "['my://b?x=1']\nlevel = 1", UsageError, "with options in its URI"),
-        ({}, "['my://b#x']\nlevel = 1", UsageError, "which is no URI"),
-        ({"HOLDFAST_RETIRES": "3"}, "", UriError, ("HOLDFAST_RETIRES means " "nothing.*HOLDFAST_RETRIES")),
-        ({"HOLDFAST_CONFG": "/a.toml"}, "", UriError, "HOLDFAST_CONFG means nothing.*mean HOLDFAST_CONFIG[?]"),
-        ({"HOLDFAST_KEEPER_DRI": "/a"}, "", UriError, "HOLDFAST_KEEPER_DRI means nothing.*mean HOLDFAST_KEEPER_DIR[?]"),
+        ({}, "['my://b#x']\nlevel = 1", UsageError, "which is not a URI"),
+        ({"HOLDFAST_RETIRES": "3"}, "", UriError, "HOLDFAST_RETIRES is unknown.*HOLDFAST_RETRIES"),
+        ({"HOLDFAST_CONFG": "/a.toml"}, "", UriError, "HOLDFAST_CONFG is unknown.*mean HOLDFAST_CONFIG[?]"),
+        ({"HOLDFAST_KEEPER_DRI": "/a"}, "", UriError, "HOLDFAST_KEEPER_DRI is unknown.*mean HOLDFAST_KEEPER_DIR[?]"),
         ({"HOLDFAST_MY_RETIRES": "3"}, "", UriError, "no option 'retires', which HOLDFAST_MY_RETIRES sets"),
-        ({"HOLDFAST_CONFIG": "/gone.toml"}, "", UsageError, ("HOLDFAST_CONFIG names " "'/gone.toml', " "and no " "such file")),
+        ({"HOLDFAST_CONFIG": "/gone.toml"}, "", UsageError, "HOLDFAST_CONFIG names '/gone.toml', but there is no such file"),
         ({"HOLDFAST_CONFIG": "gone.toml"}, "", UsageError, ("HOLDFAST_CONFIG names " "'gone.toml', " "which is a " "relative path")),
     ],
 )  # fmt: skip
@@ -292,7 +290,7 @@ def test_a_wrong_value_names_who_said_it(file: Path, source: str) -> None:
     who = {"URI": "", "keyword": ", which a keyword sets,", "environment": (", which " "HOLDFAST_MY_LEVEL sets,"),
            "file": rf", which {file} \[my\] sets,"}[source]  # fmt: skip
     with pytest.raises(
-        UriError, match=f"option 'level'{who} is a whole number from 0 to 99"
+        UriError, match=f"option 'level'{who} must be a whole number from 0 to 99"
     ) as caught:
         found(uri, environment, **keywords)
     assert "hush" not in caught.value.message
@@ -323,7 +321,7 @@ def test_a_profile_that_is_not_there_is_an_error(file: Path) -> None:
     """It names those of the file, or where a file was looked for."""
     with pytest.raises(
         UsageError,
-        match=r"the URI chooses the profile 'q', and there is no holdfast.toml.*HOLDFAST_CONFIG",
+        match=r"the URI chooses the profile 'q', but there is no holdfast.toml.*HOLDFAST_CONFIG",
     ):
         found("my://b?config_profile=q")
     file.write_text("[profile.b.my]\n[profile.a.my]\n")
@@ -430,7 +428,7 @@ def test_a_file_that_others_may_write_to_is_refused(file: Path, which: str) -> N
     loose.chmod(mode | 0o002)
     with pytest.raises(
         UsageError,
-        match=rf"{loose}, a f\w+ of configuration, may be written to by others.*chmod go-w",
+        match=rf"others may write to the configuration f\w+ {loose}.*chmod go-w",
     ):
         found("my://b")
     assert found("my://b", {"HOLDFAST_CONFIG": str(file)})["level"][0] == 1
@@ -452,7 +450,7 @@ def test_a_file_that_a_group_may_write_to_is_refused(file: Path) -> None:
     except PermissionError:
         pytest.skip("only root gives a file to a group that it does not belong to")
     file.chmod(0o664)
-    with pytest.raises(UsageError, match="may be written to by others"):
+    with pytest.raises(UsageError, match="others may write to"):
         found("my://b")
     file.chmod(0o644)
     assert found("my://b")["level"][0] == 1
@@ -471,7 +469,7 @@ def test_a_file_of_another_user_is_refused(file: Path, which: str) -> None:
     os.chown(foreign, 12345, 12345)
     with pytest.raises(
         UsageError,
-        match=f"{foreign}, a {which} of configuration, belongs to user 12345, not to user 0",
+        match=f"the configuration {which} {foreign} belongs to user 12345, but this process runs as user 0",
     ):
         found("my://b")
     assert found("my://b", {"HOLDFAST_CONFIG": str(file)})["level"][0] == 1
@@ -489,7 +487,7 @@ def test_a_user_may_use_a_file_of_root() -> None:
         with as_user(12345):
             check_trusted(file, file.stat())
         file.chmod(0o666)
-        with as_user(12345), pytest.raises(UsageError, match="may be written to by others"):
+        with as_user(12345), pytest.raises(UsageError, match="others may write to"):
             check_trusted(file, file.stat())
 
 

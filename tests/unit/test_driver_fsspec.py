@@ -186,7 +186,7 @@ def test_each_protocol_has_a_driver_with_its_options(shelf: type[Catalog]) -> No
             "fsspec+oci://bucket/run?colour=red",
             "Known options: limit, object_max_nbytes, part_size",
         ),
-        ("fsspec+oci://bucket/run?limit=many", "'limit' is a whole number"),
+        ("fsspec+oci://bucket/run?limit=many", "'limit' must be a whole number"),
         ("fsspec+oci://", "no place for checkpoints"),
         ("fsspec+file://relative", "three slashes"),
         ("fsspec+nonesuch://x", "fsspec knows no nonesuch"),

@@ -523,7 +523,7 @@ def test_what_is_no_http_is_refused_in_time() -> None:
         other, _ = await _answering(b"SSH-2.0\r\n")
         silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
         async with other, silent:
-            with pytest.raises(ConcatRefused, match="no HTTP"):
+            with pytest.raises(ConcatRefused, match="not HTTP"):
                 await WebHdfs([_address(other)], 5).concat("/x", ["/y"], "me")
             with pytest.raises(ConcatRefused, match=r"no answer for 0\.1 s"):
                 await WebHdfs([_address(silent)], 0.1).concat("/x", ["/y"], "me")

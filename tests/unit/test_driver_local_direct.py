@@ -271,7 +271,7 @@ async def test_a_device_that_takes_nothing_does_not_hang(
 ) -> None:
     """A write that makes no progress ends with an error."""
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)
-    with pytest.raises(StorageDownError, match="takes no more bytes"):
+    with pytest.raises(StorageDownError, match="accepts no more bytes"):
         await driver.put("x", bytes(100_000))
     assert await keys(driver) == []
 

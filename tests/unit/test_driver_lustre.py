@@ -219,7 +219,7 @@ def test_a_layout_that_is_ignored_is_logged_once(
         assert asyncio.run(run(mount)) == [Layout(1, MIB)] * 3
     assert [r.message.partition(": ")[2] for r in caplog.records] == [
         "a file has 1 stripes of 1,024 KiB, not 4 stripes of 16,384 KiB: "
-        "it was ignored, or there are not so many targets"
+        "it was ignored, or there are not that many targets"
     ]
 
 

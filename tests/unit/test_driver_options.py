@@ -84,7 +84,7 @@ def test_a_url_names_a_server(text: str) -> None:
         *((switch, text, "on or off") for text in ("", "maybe", "2", "on ")),
         *((url, text, r"http:// or https://, without user, password, query and fragment$") for text in ("", "host:80", "ftp://host", "http://",
           "http://u:p@host", "http://u@host", "http://host?a", "http://host/%3Fa", "http://host#a")),
-        (or_off(DURATION), "never", "such as 30s; or off"),
+        (or_off(DURATION), "never", "such as 30s, or off"),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_told_with_what_is_taken(

@@ -71,7 +71,7 @@ def test_an_unknown_option_names_the_known_ones(uri: str) -> None:
     """An option with a typo is refused before anything happens."""
     known = r"direct, threads" if uri.startswith("file") else "none"
     with pytest.raises(
-        UriError, match=rf"no option '.*Known options: {known}; and of every scheme: .*retries"
+        UriError, match=rf"no option '.*Known options: {known}; for every scheme: .*retries"
     ):
         open_driver(uri)
 
@@ -81,7 +81,9 @@ def test_an_unknown_option_names_the_known_ones(uri: str) -> None:
 )
 def test_a_wrong_value_says_what_is_allowed(option: str) -> None:
     """The error tells the range or the words that the option takes."""
-    with pytest.raises(UriError, match=r"is one of: auto, on, off|is a whole number from 1 to 256"):
+    with pytest.raises(
+        UriError, match=r"must be one of: auto, on, off|must be a whole number from 1 to 256"
+    ):
         open_driver(f"file:///a?{option}")
 
 
@@ -111,7 +113,7 @@ def test_a_third_party_cannot_take_a_built_in_scheme(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("other")
 @pytest.mark.parametrize(
-    ("scheme", "why"), [("gone", "holdfast_no_such_module"), ("wrong", "no Driver")]
+    ("scheme", "why"), [("gone", "holdfast_no_such_module"), ("wrong", "not a Driver")]
 )
 def test_a_broken_entry_point_is_named(scheme: str, why: str) -> None:
     """What cannot be imported, or is no driver, is an error that says so."""
@@ -175,7 +177,7 @@ def test_importing_the_registry_is_cheap() -> None:
 def test_choice_takes_only_its_words() -> None:
     """A parser of options raises ValueError, with what is allowed."""
     assert choice("a", "b")("b") == "b"
-    with pytest.raises(ValueError, match="is one of: a, b"):
+    with pytest.raises(ValueError, match="must be one of: a, b"):
         choice("a", "b")("c")
 
 

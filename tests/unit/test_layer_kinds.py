@@ -364,11 +364,11 @@ def test_faults_come_from_a_seed() -> None:
     first = run_virtual(outcomes(plan))
     assert first == run_virtual(outcomes(plan))
     assert first != run_virtual(outcomes(FaultPlan(8, error=0.1, unsure=0.1)))
-    assert 10 < sum("not begun" in s for s in first) < 60
-    assert 10 < sum("answer lost" in s for s in first) < 60
+    assert 10 < sum("not started" in s for s in first) < 60
+    assert 10 < sum("answer was lost" in s for s in first) < 60
     without = run_virtual(outcomes(FaultPlan(7, error=0.1, unsure=0.0)))
     begins = [
-        next(n for n, text in enumerate(seen) if "not begun" in text) for seen in (first, without)
+        next(n for n, text in enumerate(seen) if "not started" in text) for seen in (first, without)
     ]
     assert begins[0] == begins[1]
 
@@ -377,7 +377,7 @@ def test_what_an_error_leaves_is_as_it_says() -> None:
     """An operation that was not begun did nothing; one whose answer was lost is done."""
     seen = run_virtual(outcomes(FaultPlan(7, error=0.1, unsure=0.1)))
     for n, text in enumerate(seen):
-        assert text == "done" or text.endswith("[]" if "not begun" in text else f"['k{n}']")
+        assert text == "done" or text.endswith("[]" if "not started" in text else f"['k{n}']")
 
 
 async def stored(driver: Driver, data: bytes) -> None:
@@ -467,7 +467,7 @@ def test_a_drill_by_option_is_survived_or_told(tmp_path: Any) -> None:
             try:
                 holdfast.save("memory://drill/c", state, step=step, storage_options=drill)
             except holdfast.StorageDownError as error:
-                assert "on purpose" in str(error)
+                assert "injected" in str(error)
         assert holdfast.load("memory://drill/c", storage_options=drill) == state
     finally:
         MemoryDriver.remote = kept

@@ -132,7 +132,7 @@ def test_after_the_last_try_its_error_is_raised() -> None:
     below, result, ended_s = outcome(OPERATIONS["get"], script)
     assert (result, len(below.tried)) == (script[5], 6)
     assert ended_s == 0.5 + 1 + 2 + 4 + 5
-    assert str(result) == "cut 5 (6 tries in 12.5 s) (key k, in x://y)"
+    assert str(result) == "cut 5 (6 attempts in 12.5 s) (key k, in x://y)"
 
 
 def test_a_busy_storage_is_left_alone_for_as_long_as_it_asks() -> None:
@@ -179,7 +179,7 @@ def test_the_deadline_is_of_the_whole_operation() -> None:
         OPERATIONS["get"], [last, HANG], replace(POLICY, op_timeout_s=30.0)
     )
     assert (ended_s, result.__cause__, below.cancelled) == (30.0, last, 1)
-    assert "in 2 tries; the last failure: reset by peer" in str(result)
+    assert "in 2 attempts; the last failure: reset by peer" in str(result)
     assert str(result).endswith("Name the other server. The option op_timeout_s allows more time.")
 
 
@@ -239,7 +239,7 @@ def test_an_exclusive_put_that_cannot_be_told_says_so() -> None:
         await driver.put("fate", b"commit", exclusive=True)
 
     below = Flaky([DOWN("cut"), ExistsError("taken"), NotFoundError("gone")])
-    with pytest.raises(StorageDownError, match="cannot be told") as caught:
+    with pytest.raises(StorageDownError, match="it is unknown whether") as caught:
         run_virtual(put(RetryLayer(below, POLICY)))
     assert caught.value.temporary is False
 
@@ -294,7 +294,7 @@ def test_an_abort_that_hangs_is_given_up_without_an_error(caplog: pytest.LogCapt
 
     with caplog.at_level(logging.WARNING):
         assert run_virtual(run()) == 30.0
-    assert "what is left goes with a later save" in caplog.text
+    assert "a later save removes the leftovers" in caplog.text
 
 
 def test_a_listing_that_breaks_goes_on_without_showing_anything_twice() -> None:

@@ -63,7 +63,7 @@ def test_a_store_that_has_not_kept_what_it_acknowledged_is_found_out(kept: int) 
     """Before the commit returns, the store is asked for the size of what it has: a part that is
     lost, a byte that is missing or one too many fails the upload."""
     nbytes = 3 * PART_NBYTES + 7
-    with pytest.raises(StorageError, match=f"keeps {kept} bytes of {nbytes} that it acknowledged"):
+    with pytest.raises(StorageError, match=f"acknowledged {nbytes} bytes, but has {kept}"):
         asyncio.run(asyncio.wait_for(uploaded(Store(kept), nbytes), 60))
 
 

@@ -42,7 +42,7 @@ class IgnoringStore(Ignoring):
     """Likewise, with the option that object stores have."""
 
     OPTIONS: ClassVar = {
-        "conditional": Option(switch, True, "whether the store knows conditional puts")
+        "conditional": Option(switch, True, "whether the store supports conditional puts")
     }
 
 

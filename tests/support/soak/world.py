@@ -227,7 +227,7 @@ def _on_purpose(error: BaseException | None) -> bool:
     """Whether the world has caused the error: by a fault, or by a pruning that a fault or a kill
     has ended, whose lock refuses saves for the grace period."""
     while error is not None:
-        if "a fault on purpose" in str(error) or "or died doing it" in str(error):
+        if "injected fault" in str(error) or "or died doing it" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False

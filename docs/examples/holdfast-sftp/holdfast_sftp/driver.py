@@ -132,7 +132,7 @@ class SftpDriver(AsyncDriver):
 
     def _info(self, key: str, attrs: asyncssh.SFTPAttrs) -> ObjectInfo:
         if not stat.S_ISREG(attrs.permissions or 0):
-            raise errors.NotFoundError("no such object: this is no file", uri=self.uri, key=key)
+            raise errors.NotFoundError("no such object: this is not a file", uri=self.uri, key=key)
         return ObjectInfo(key, attrs.size or 0, float(attrs.mtime or 0))
 
     async def _list(self, prefix: str) -> AsyncGenerator[list[ObjectInfo], None]:
@@ -232,7 +232,7 @@ class _SftpUpload(AsyncUpload):
             await (sftp.link if exclusive else sftp.posix_rename)(self._temporary, self._path)
         except asyncssh.SFTPFailure as error:  # the only answer if the name exists
             if exclusive and await sftp.lexists(self._path):
-                raise errors.ExistsError("object exists already", uri=self._driver.uri, key=self.key) from error
+                raise errors.ExistsError("the object already exists", uri=self._driver.uri, key=self.key) from error
             raise
         await self._driver.sync(dirname(self._path))
         await self._drop()  # a link leaves the temporary file

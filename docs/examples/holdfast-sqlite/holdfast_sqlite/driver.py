@@ -173,7 +173,7 @@ class SqliteDriver(Driver):
     def _put(self, path: str, data: bytes, exclusive: bool) -> None:
         with self._store.writing() as db:
             if exclusive and db.execute("SELECT 1 FROM objects WHERE path = ?", (path,)).fetchone():
-                raise self._error(ExistsError, "object exists already", path)
+                raise self._error(ExistsError, "the object already exists", path)
             upload = _begin(db, path, len(data))
             _add_part(db, upload, 0, memoryview(data))
             _publish(db, path, upload)
