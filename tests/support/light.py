@@ -48,6 +48,7 @@ FILES = frozenset(
         "unit/test_driver_registry.py",
         "unit/test_driver_tasks.py",
         "unit/test_driver_threads.py",
+        "unit/test_english.py",
         "unit/test_errors.py",
         "unit/test_galois.py",
         "unit/test_layer_kinds.py",
