@@ -63,7 +63,7 @@ def _of_format(folder: Path, form: Format) -> list[Contestant]:
         report = holdfast.diff(source, back)
         shutil.rmtree(back)
         if not report.equal:
-            raise AssertionError(f"{form}: what is imported is not what was exported")
+            raise AssertionError(f"{form}: the imported state is not the exported one")
 
     return [
         Contestant(f"export {form}", export, empty),

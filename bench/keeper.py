@@ -136,11 +136,11 @@ class _Kept:
         assert memory is not None
         before = self._flushed()
         if not start(memory.arena.flush(Flush(self._step, str(uri)))).result():
-            raise AssertionError(f"the keeper does not flush: {memory.arena.problem}")
+            raise AssertionError(f"the keeper cannot flush: {memory.arena.problem}")
         until_s = time.monotonic() + FLUSHED_S
         while self._flushed() == before:
             if time.monotonic() > until_s:
-                raise AssertionError("the step did not come to storage")
+                raise AssertionError("the step did not reach storage in time")
             time.sleep(LOOK_S)
 
     def _flushed(self) -> int:
@@ -200,9 +200,7 @@ class _Blocked:
 
     def note(self) -> str:
         """Describe the longest block."""
-        return (
-            f"a trainer in Python is blocked at once for {max(self.longest_s) * 1e3:.1f} ms at most"
-        )
+        return f"longest block of a trainer in Python: {max(self.longest_s) * 1e3:.1f} ms"
 
 
 def _scheduled() -> tuple[float, float]:
@@ -221,7 +219,7 @@ def _resume(uri: Path, state: State) -> None:
     with holdfast.Checkpointer(uri, keeper="auto", grace_s=None) as run:
         run.resume(state)
         if run.resumed is None or run.resumed.tier != "memory":
-            raise AssertionError(f"it was not in memory: {run.resumed}")
+            raise AssertionError(f"the resume did not come from memory: {run.resumed}")
 
 
 def _save(uri: Path, state: State) -> None:
@@ -230,7 +228,7 @@ def _save(uri: Path, state: State) -> None:
 
 def _compare(state: State, expected: dict[str, bytes]) -> None:
     if digests(state) != expected:
-        raise AssertionError("what was gone on from is not what was kept")
+        raise AssertionError("the resumed state is not the kept one")
 
 
 def _contestants(
@@ -271,12 +269,24 @@ def _targets(found: Sequence[Series], blocked_ms: float) -> list[Target]:
     by_name = {series.name: series for series in found}
     memcpy, restore = by_name[MEMCPY], by_name[RESTORE]
     return [
-        Target("capture, of memcpy", ratio(memcpy, by_name[CAPTURE]), 0.9, at_least=True),
-        Target("going on, of memcpy", ratio(memcpy, restore), 0.5, at_least=True),
-        Target("going on, times DCP's cold load", ratio(by_name[DCP], restore), 8, at_least=True),
-        Target("flush, of a save", ratio(by_name[SAVE], by_name[FLUSH]), 0.9, at_least=True),
         Target(
-            "a trainer in Python is blocked, ms per GiB",
+            "capture, share of memcpy's rate", ratio(memcpy, by_name[CAPTURE]), 0.9, at_least=True
+        ),
+        Target("resume, share of memcpy's rate", ratio(memcpy, restore), 0.5, at_least=True),
+        Target(
+            "resume, times faster than DCP's cold load",
+            ratio(by_name[DCP], restore),
+            8,
+            at_least=True,
+        ),
+        Target(
+            "flush, share of a save's rate",
+            ratio(by_name[SAVE], by_name[FLUSH]),
+            0.9,
+            at_least=True,
+        ),
+        Target(
+            "block of a trainer in Python, ms per GiB",
             blocked_ms,
             BLOCKED_MS_PER_GIB,
             at_least=False,

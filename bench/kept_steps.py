@@ -193,8 +193,8 @@ def _report(told: Sequence[dict[str, Any]], given: Options, machine: dict[str, s
     targets = []
     if not given.tiny:
         targets = [
-            Target("longer steps, %", longer, LONGER_PERCENT, at_least=False),
-            Target("protected, of steps", protected / count, 0.95, at_least=True),
+            Target("slowdown of steps, %", longer, LONGER_PERCENT, at_least=False),
+            Target("share of protected steps", protected / count, 0.95, at_least=True),
         ]
     return Report(
         "kept_steps",

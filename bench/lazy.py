@@ -261,7 +261,7 @@ def _check(folder: Path, training: Training, state: State) -> None:
     training.step("accelerator")
     handle.wait()
     if digests(holdfast.load(folder / "checked")) != expected or digests(state) == expected:
-        raise AssertionError("what was saved is not what the state was at the call")
+        raise AssertionError("the save does not hold the state at the call")
 
 
 def _table(found: dict[str, list[Series]]) -> list[list[str]]:
@@ -313,10 +313,10 @@ def _report(found: dict[str, list[Series]], given: Options, folder: Path) -> Rep
     ours = found["holdfast"]
     still_ms = STILL_MS + ARM_MS_PER_GIB * given.gib
     targets = [
-        Target("standing still per save, ms", 1e3 * ours[0].median, still_ms, at_least=False),
-        Target("the same, of modules, ms", 1e3 * ours[-1].median, still_ms, at_least=False),
+        Target("stall per save, ms", 1e3 * ours[0].median, still_ms, at_least=False),
+        Target("stall per save of modules, ms", 1e3 * ours[-1].median, still_ms, at_least=False),
         Target(
-            "longer steps beside a save, %, accelerator",
+            "slowdown of steps during a save, %, accelerator",
             100 * _inflation(ours[1], ours[2]),
             3.0,
             at_least=False,
@@ -334,16 +334,16 @@ def _report(found: dict[str, list[Series]], given: Options, folder: Path) -> Rep
     return Report(
         "lazy",
         (
-            f"What training notices of saves of about {given.gib:g} GiB at every step, "
+            f"Effect on training of saves of about {given.gib:g} GiB at every step, "
             f"{given.runs} steps"
         ),
         describe(folder),
         [
             "",
-            "still, median ms",
-            "still, max ms",
+            "stall, median ms",
+            "stall, max ms",
             "step alone s",
-            "step beside s",
+            "step during save s",
             "longer",
             "s per step and save",
         ],

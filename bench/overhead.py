@@ -225,7 +225,7 @@ def judged(pair: Pair, found: Interval) -> Target | str:
     """Return the target if the confidence interval decides it, else a sentence that says so."""
     if found.low <= pair.ratio_max < found.high:
         return (
-            f"{pair.name}: whether it takes at most {pair.ratio_max:g} times as long is not shown: "
+            f"{pair.name}: not shown whether it takes at most {pair.ratio_max:g} times as long: "
             f"{found.low:.3f} to {found.high:.3f}"
         )
     return Target(f"{pair.name}: times as long", found.ratio, pair.ratio_max, at_least=False)
@@ -242,7 +242,7 @@ def _report(given: Options, place: Uri, only: str) -> Report:
         verdicts = []
     return Report(
         "overhead",
-        f"What measuring costs: {nbytes_of(state) / 1e9:.2f} GB, {given.runs} rounds",
+        f"Overhead of measuring: {nbytes_of(state) / 1e9:.2f} GB, {given.runs} rounds",
         describe(Path(local_folder(place) or ".")),
         ["", "measured s", "bare s", "ratio", "95 %", "of processor time", "95 %"],
         [_row(*each) for each in found],

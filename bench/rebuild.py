@@ -168,7 +168,7 @@ def _served(nbytes: int, token: str) -> Iterator[tuple[dict[int, int], dict[int,
             for _ in LEFT:
                 found = serving.stdout.readline().split()
                 if len(found) != 3:
-                    raise RuntimeError("the hosts that are to be measured have not begun")
+                    raise RuntimeError("the hosts to be measured did not start")
                 member, port, bare_port = map(int, found)
                 ports[member], bare_ports[member] = port, bare_port
             yield ports, bare_ports
@@ -198,11 +198,11 @@ def _report(given: Options, machine: dict[str, str]) -> Report:
             peers.close()
     targets = []
     if not given.tiny:
-        name = "an image made again: pulled per second, of bare sockets"
+        name = "rebuild of an image, share of the rate of bare sockets"
         targets.append(Target(name, ratio(found[0], found[1]), 0.5, at_least=True))
     return Report(
         "rebuild",
-        f"Hosts that guard each other by XOR, four a group: {moved / 1e9:.2f} GB are pulled for an "
+        f"Hosts protected by XOR in a group of four: {moved / 1e9:.2f} GB pulled for an "
         f"image of {peers.label.nbytes / 1e9:.2f} GB, {given.runs} rounds",
         machine,
         ["", "median s", "GB/s pulled", "of the limit", "own CPU s per GiB", "all CPU s per GiB"],

@@ -85,7 +85,7 @@ def _add_navigation(texts: dict[Path, str]) -> None:
     for heading, pages in sections_of(texts[index]).items():
         texts[index] += table_of_contents(heading, pages)
         if heading == "Reference":
-            texts[index] += table_of_contents("Reference, made from the code", GENERATED)
+            texts[index] += table_of_contents("Reference, generated from the code", GENERATED)
     texts[decisions] += table_of_contents("", contents_of(texts[decisions]))
 
 
@@ -94,8 +94,8 @@ def _add_references(texts: dict[Path, str]) -> None:
     for name, (_, by_hand) in GENERATED.items():
         made, written = Path(name), Path(by_hand)
         titles = {page: texts[page].partition("\n")[0].lstrip("# ") for page in (made, written)}
-        explained = f"[{titles[written]}](../{written.name}) explains what is listed here."
-        listed = f"See also, made from the code: [{titles[made]}](code/{made.name})."
+        explained = f"[{titles[written]}](../{written.name}) explains these entries."
+        listed = f"See also, generated from the code: [{titles[made]}](code/{made.name})."
         texts[made] = _below_title(texts[made], explained)
         texts[written] = _below_title(texts[written], listed)
 

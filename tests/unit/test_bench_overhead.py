@@ -39,7 +39,7 @@ def test_a_verdict_takes_an_interval_that_decides(measured: list[float], met: bo
     found = judged(pair, of_pairs(measured, [1.0] * 3))
     if met is None:
         assert isinstance(found, str)
-        assert "is not shown: 0.900 to 1.200" in found
+        assert "times as long: 0.900 to 1.200" in found
     else:
         assert isinstance(found, Target)
         assert found.met == met

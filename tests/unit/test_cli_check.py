@@ -98,5 +98,5 @@ def test_a_check_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
         _, told = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted" in told
-    assert "remove it yourself" not in told
+    assert "remove it by hand" not in told
     assert not [path for path in tmp_path.rglob("*") if not path.is_dir()]

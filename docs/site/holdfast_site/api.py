@@ -18,7 +18,7 @@ def api_page() -> str:
     lines = [
         "# Every public name",
         "",
-        "Made from the code: signatures and docstrings of what `import holdfast` brings.",
+        "Generated from the code: signatures and docstrings of the public names.",
     ]
     for section in _SECTIONS:
         lines += ["", f"## {section}", ""]

@@ -16,7 +16,7 @@ __all__ = ["commands_page", "subcommands"]
 
 def commands_page() -> str:
     """Return a page with each command's help and its arguments as tables."""
-    lines = ["# Commands and their options", "", "Made from what parses the command line."]
+    lines = ["# Commands and their options", "", "Generated from the command-line parser."]
     with patch.dict("os.environ", {"COLUMNS": str(WIDTH)}):
         for name, parser in subcommands(command_parser()).items():
             lines += _section(name, parser)

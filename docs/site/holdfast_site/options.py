@@ -19,8 +19,8 @@ def options_page() -> str:
     lines = [
         "# Options by scheme",
         "",
-        "Made from what the drivers declare. `holdfast drivers URI` shows the values in use, and",
-        "where each comes from; `name=value` after the `?` of a URI sets one.",
+        "Generated from the drivers' declarations. `holdfast drivers URI` shows the values in use",
+        "and their sources; `name=value` after the `?` of a URI sets one.",
     ]
     for scheme in SCHEMES:
         name = "fsspec+X" if scheme == "fsspec" else scheme
@@ -36,7 +36,7 @@ def _uri_scheme(scheme: str) -> str:
 
 def _options(options: Mapping[str, Option]) -> Iterator[str]:
     if not options:
-        yield "None but those that every scheme has."
+        yield "Only those that every scheme has."
         return
     rows = [
         (cell(name, code=True), _default(option), cell(option.help))

@@ -67,7 +67,7 @@ def on_site(
             if not (root / target).exists():
                 return label[1:-1]
         if not (root / target).is_file():
-            raise ValueError(f"{document}: the link {link} leads to nothing")
+            raise ValueError(f"{document}: the link {link} has no target")
         if target not in pages:
             copies.add(target)
         placed = pages.get(target, Path("files", target))
