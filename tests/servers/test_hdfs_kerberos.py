@@ -165,7 +165,7 @@ def test_a_client_that_is_configured_without_kerberos_is_told_so(secure: SecureH
     environment = secure.environment(secure.ticket()) | {"HADOOP_CONF_DIR": ""}
     error = refused(secure.at("run"), environment)
     assert error.startswith("AccessError: ")
-    assert "asks for KERBEROS" in error
+    assert "requires KERBEROS" in error
     assert "HADOOP_CONF_DIR" in error
 
 

@@ -428,7 +428,7 @@ def test_who_is_asked_for_a_ticket_and_configured_without_is_told() -> None:
 
     reason = asyncio.run(ask(secure))
     assert reason is not None
-    assert "asks for KERBEROS" in reason[0]
+    assert "requires KERBEROS" in reason[0]
     assert "HADOOP_CONF_DIR" in reason[1]
     assert asyncio.run(ask(simple)) is None
     assert asyncio.run(ask(b"")) is None
