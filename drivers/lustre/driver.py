@@ -71,7 +71,7 @@ class LustreDriver(LocalDriver):
         ost_count: int | None = None,
         **local: Any,
     ) -> None:
-        """Take the striping options (``stripe_size`` in bytes) and those of the local driver."""
+        """Take the striping options (``stripe_size`` in bytes) and the local driver's options."""
         uri = Uri(scheme, os.fspath(root))
         striper = Striper(
             uri.redacted,

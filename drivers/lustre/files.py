@@ -154,7 +154,7 @@ class Striper:
 
 
 def layout_of(fd: int) -> Layout | None:
-    """Return the layout of a file or the default of a folder; None if there is none or it cannot be
+    """Return the layout of a file or the default of a folder; None if it has none or cannot be
     read."""
     try:
         return decode(os.getxattr(fd, _LOV))

@@ -106,8 +106,9 @@ def choose(nbytes: int, *, ost_count: int, writers: int | None, shared_file: boo
     this one with ``shared_file``. None means unknown, and is treated as many.
 
     Many files fill all OSTs by their number, so each gets one stripe, which also keeps objects and
-    locks few. Very large files get a few stripes, so that no OST stores a whole one. Few files each
-    get a share of the OSTs, as far as their size can use it. A shared file gets one OST per writer.
+    locks few. Very large files get a few stripes, so that no OST stores a whole one. Few files
+    share the OSTs evenly, up to the number that their size can use. A shared file gets one OST per
+    writer.
     """
     if shared_file:
         return max(1, min(ost_count, writers or ost_count, STRIPE_COUNT_MAX))
