@@ -80,8 +80,8 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ranks as text: ``rank 0``, ``ranks 0–3, 8``. Many runs are cut to the first few and
-    the total."""
+    """Return ranks as text: ``rank 0``, ``ranks 0–3, 8``, or ``no rank``. Long lists are cut as by
+    :func:`runs_text`."""
     known = set(ranks)
     if not known:
         return "no rank"
@@ -91,7 +91,10 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def runs_text(numbers: Iterable[int]) -> str:
-    """Return numbers as runs: ``0–3, 8``. Many runs are cut to the first few and the total."""
+    """Return numbers as runs of consecutive ones: ``0–3, 8``.
+
+    Of more than ``RUNS_SHOWN`` runs, shows the first ones and the count of all numbers.
+    """
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:

@@ -67,17 +67,23 @@ NOWHERE = Where()
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """The work of one stage on this rank. Times are in seconds; ``first_s`` and ``last_s`` since
-    the call.
+    """The operations of one stage on this rank, such as its writes of chunks. Times are in seconds.
 
-    ``count``: operations, such as chunks. ``seconds``: their total duration. ``busy_s``: time
-    during which at least one was running, so at most the time from ``first_s``, when the first
-    began, to ``last_s``, when the last ended. ``queued_max``: the largest number waiting for others
-    to end. ``retries`` and ``hedges``: repeated requests. ``last_rank``: in a round, the rank that
-    arrived last. ``histogram[i]``: the number that took up to ``2**i`` microseconds (of 2⁻²⁰ s
-    each). ``throttled_s``: total time that requests were held back, by ``max_bytes_per_s`` or
-    because the storage asked for a pause. ``arrivals``: in a round, on the rank that gathers
-    messages, the senders with their arrival times, in order.
+    - ``count``, ``nbytes``, ``seconds``: number, bytes and durations of all operations, summed
+    - ``busy_s``: time during which at least one operation was running
+    - ``first_s``, ``last_s``: start of the first and end of the last one, since the call
+    - ``queued_max``: largest number that waited for others to end
+    - ``retries``: requests sent again after a failure
+    - ``hedges``: requests duplicated because they were slow
+    - ``throttled_s``: total time that requests were delayed, by ``max_bytes_per_s`` or because the
+      storage asked for a pause
+    - ``histogram[i]``: number of operations that took up to ``2**i`` microseconds (of 2⁻²⁰ s each),
+      but longer than those in ``histogram[i - 1]``
+
+    If the stage is a round of messages between ranks:
+
+    - ``last_rank``: the rank that arrived last
+    - ``arrivals``: (sender, arrival time since the call), in order; on the rank that gathers only
     """
 
     count: int

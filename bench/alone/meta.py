@@ -32,8 +32,8 @@ Call = Callable[[], Coroutine[Any, Any, object]]
 
 
 def measured_meta(plan: MetaPlan, say: Say = lambda line: None) -> DriverMeasurement:
-    """Measure ``plan.objects`` objects of ``plan.nbytes``, one at a time and with the driver's
-    preferred concurrency. Call ``say`` for each round. Raises the driver's errors."""
+    """Measure ``plan.objects`` objects of ``plan.nbytes`` each, one at a time and with the driver's
+    preferred concurrency. Call ``say`` with a line for each round. Raises the driver's errors."""
     widths = sorted({1, traits_of(plan.parsed).concurrency})
     config = {
         "nbytes": plan.nbytes,
@@ -49,7 +49,11 @@ def measured_meta(plan: MetaPlan, say: Say = lambda line: None) -> DriverMeasure
 
 
 class _Timed:
-    """Timings of one operation at one concurrency, over all rounds."""
+    """Timings of one operation at one concurrency, over all rounds.
+
+    ``seconds``: per round, the duration of all its calls together. ``latencies_s``: the duration of
+    every call.
+    """
 
     def __init__(self, operation: str, concurrency: int) -> None:
         self.operation = operation
@@ -58,7 +62,7 @@ class _Timed:
         self.latencies_s: list[float] = []
 
     async def run(self, calls: Sequence[Call]) -> None:
-        """Time each call, and all of them together."""
+        """Execute one round of calls, at most ``concurrency`` at a time, and record the timings."""
 
         async def timed(call: Call) -> None:
             began_s = time.perf_counter()
@@ -70,7 +74,7 @@ class _Timed:
         self.seconds.append(time.perf_counter() - began_s)
 
     def result(self, plan: MetaPlan) -> PointResult:
-        """Return the result."""
+        """Return the timings of all rounds as the result of one point."""
         return PointResult(
             operation=self.operation,
             part_nbytes=plan.nbytes,

@@ -57,7 +57,8 @@ class RawFile:
         return replace(self, nbytes=nbytes)
 
     def write(self) -> None:
-        """Replace the file, durably."""
+        """Replace the file with random bytes; return when it and its folder are durable. Raises
+        OSError."""
         fd = self.open(os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             nbytes = round_up(self.nbytes, _ALIGN_NBYTES)
@@ -72,7 +73,7 @@ class RawFile:
         sync_tree(self.path)
 
     def read(self) -> None:
-        """Read the whole file into existing memory."""
+        """Read the whole file into a few reused buffers, and discard the data. Raises OSError."""
         fd = self.open(os.O_RDONLY)
         try:
             self._all(lambda buffer, start: os.preadv(fd, [buffer], start))

@@ -97,8 +97,8 @@ class Plan:
 
     @property
     def settle_s(self) -> float:
-        """Rest of the storage before each phase: MLPerf's value for its checkpoints, and none after
-        small states."""
+        """Pause before each phase, in seconds, in which the storage settles: MLPerf's value for its
+        checkpoints, and 0 for small states."""
         if isinstance(self.workload, Mlperf):
             return RULES.rest_s
         if self.nbytes < SETTLE_NBYTES:
@@ -111,7 +111,7 @@ class Plan:
         return parse(self.uri)
 
     def new_place(self) -> Uri:
-        """Return a new folder below the URI."""
+        """Return the URI of a folder with a random name below the plan's. Creates nothing."""
         return join(self.parsed, f"holdfast-bench-{uuid.uuid4().hex[:12]}")
 
 
@@ -173,7 +173,8 @@ def local_folder(uri: Uri) -> str | None:
 
 
 def check_memory(what: str, needed: int, *, advice: str) -> None:
-    """Raise UsageError if ``what`` needs more memory than this host has free."""
+    """Raise UsageError if ``needed`` bytes exceed the free memory of this host. ``what`` begins the
+    message, ``advice`` ends it."""
     available = available_nbytes()
     if needed > available:
         raise UsageError(
@@ -184,7 +185,7 @@ def check_memory(what: str, needed: int, *, advice: str) -> None:
 
 
 def check_room(folder: str, needed: int, free: int) -> None:
-    """Raise UsageError if a local folder has too little space."""
+    """Raise UsageError if ``needed`` bytes exceed the ``free`` bytes of the local ``folder``."""
     if needed > free:
         raise UsageError(
             f"{size_text(needed)} would be stored in {folder}, but only {size_text(free)} are free",

@@ -173,11 +173,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Result of a measurement. ``uri`` has no secrets.
+    """Result of a measurement.
 
-    ``config`` holds the settings, ``machine`` describes the host, and ``limits`` names the client
-    and setting of each limit. ``invalid`` gives the reasons why figures are invalid, by phase, or
-    under ``""`` for all. ``notes`` lists limits of comparison.
+    - ``uri``: without secrets
+    - ``created_s``: its start, in seconds since the epoch
+    - ``config``: the settings; ``machine``: properties of the host
+    - ``limits``: by phase of a limit, such as "write limit": the client that measured it, with its
+      settings
+    - ``invalid``: by phase, or under ``""`` for all: reasons why its figures are invalid
+    - ``notes``: departures from the rules of MLPerf Storage, so its results are not comparable
     """
 
     uri: str

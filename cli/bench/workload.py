@@ -1,6 +1,7 @@
 """Arguments of ``holdfast bench`` that choose a workload.
 
-Invalid combinations are refused before any I/O.
+Invalid combinations are refused before any I/O. ``asked`` maps the names of arguments to their
+parsed values, None for those not given.
 """
 
 from __future__ import annotations
@@ -72,14 +73,17 @@ def add_workload_arguments(group: _ArgumentGroup) -> None:
 
 
 def chosen_content(asked: Mapping[str, Any]) -> Content:
-    """Return how to fill tensors. Raises UsageError."""
+    """Return the content of tensors that ``--entropy`` names. Raises UsageError if invalid."""
     from ...bench.workloads.content import parse_content
 
     return parse_content(asked["entropy"])
 
 
 def chosen_workload(asked: Mapping[str, Any]) -> Workload:
-    """Return the workload to save. Raises UsageError, and the errors of reading an index."""
+    """Return the workload to save: ``DEFAULT_SIZE`` of tensors unless arguments choose another.
+
+    Raises UsageError for an invalid value or combination, and the errors of reading an index.
+    """
     _check_combination(asked)
     if asked["workload"] is not None:
         from ...bench.workloads.mlperf import mlperf
@@ -97,7 +101,7 @@ def chosen_workload(asked: Mapping[str, Any]) -> Workload:
 
 
 def prices_of(asked: Mapping[str, Any]) -> Prices | None:
-    """Return the prices of requests; None if none are given. Raises UsageError."""
+    """Return the prices of requests; None if none are given. Raises UsageError if invalid."""
     from ...bench.prices import parse_prices
 
     if asked["prices"] is None:
@@ -106,7 +110,7 @@ def prices_of(asked: Mapping[str, Any]) -> Prices | None:
 
 
 def planned_nbytes(workload: Workload, world: int) -> int:
-    """Return the approximate size of all ranks' state: the requested size, if there is one."""
+    """Return the approximate bytes of all ranks' state: the requested size, if there is one."""
     from ...bench.workloads.sized import Sized
 
     if isinstance(workload, Sized):

@@ -81,7 +81,10 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def _initialise(module: nn.Module) -> None:
-    """Initialise with embeddings as large as the blocks' outputs. Small embeddings learn more
-    slowly, and double every rounding error."""
+    """Initialise the weight of one Linear or Embedding; leave other modules unchanged.
+
+    Embeddings are as large as the blocks' outputs. Small ones learn more slowly, and double every
+    rounding error.
+    """
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.5 if isinstance(module, nn.Embedding) else 0.02)

@@ -21,8 +21,11 @@ _MOUNT_TABLE = "fs.viewfs.mounttable"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The name node or name service (``authority``) that serves a folder, and the folder's path
-    there (``root``)."""
+    """The server of a folder.
+
+    ``authority``: a name node, ``host:port``, or a name service. ``root``: absolute path of the
+    folder there.
+    """
 
     authority: str
     root: str
@@ -77,7 +80,8 @@ def served(authority: str, root: str, properties: Mapping[str, str]) -> Served |
 
 
 def _mounted(table: str, root: str, properties: Mapping[str, str]) -> Served | None:
-    """Resolve ``root`` through the longest matching link of a ViewFS mount table."""
+    """Resolve ``root`` through the longest matching link of a ViewFS mount table, else its fallback
+    link. Returns None if there is neither, links lie below ``root``, or the target is not HDFS."""
     prefix = f"{_MOUNT_TABLE}.{table or 'default'}."
     links = {
         key.removeprefix(f"{prefix}link.").rstrip("/"): target

@@ -50,8 +50,8 @@ class OpenFile:
     them."""
 
     def __init__(self, plain: int, *owned: int) -> None:
-        """Take ``plain``, which goes through the page cache, and further ``owned`` descriptors to
-        close with it."""
+        """Take ownership of the descriptor ``plain``, for access through the page cache, and of
+        further descriptors to close with it."""
         self.plain = plain
         self.direct: int | None = None
         """Descriptor of the same file with O_DIRECT; None if refused or not wanted."""

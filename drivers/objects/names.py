@@ -12,8 +12,8 @@ __all__ = ["encoded", "split_location"]
 
 
 def split_location(uri: Uri) -> tuple[str, str]:
-    """Return bucket and root; the root is decoded and without surrounding slashes. Raises
-    UriError."""
+    """Return the bucket of a URI, and the root: the key prefix as the store spells it, without
+    surrounding slashes; "" if there is none. Raises UriError."""
     bucket, _, path = uri.location.partition("/")
     if not bucket:
         raise UriError(

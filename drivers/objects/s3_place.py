@@ -211,13 +211,16 @@ def _first_request(client: Any, bucket: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def may_be_elsewhere(bucket: str) -> bool:
-    """Return whether the name of ``bucket`` leaves its region open."""
+    """Return whether the region of ``bucket`` may differ from the configured one. ARNs and names of
+    directory buckets state theirs."""
     return not _ARN.fullmatch(bucket) and not bucket.endswith(DIRECTORY_BUCKET)
 
 
 def bucket_region(place: Place, bucket: str, make_unsigned_client: Callable[[], Any]) -> str:
-    """Return the region of ``bucket`` according to AWS at ``place``; "" if unknown. Sends one
-    request, which needs no permission, once per process."""
+    """Return the region of ``bucket`` as reported by AWS at ``place``; "" if unknown.
+
+    Sends one request, which needs no permission, and caches a known region for the process.
+    """
     if place.bucket_url not in KNOWN.regions:
         with contextlib.closing(make_unsigned_client()) as client:
             found = _asked_region(client, bucket)
@@ -240,8 +243,8 @@ def _asked_region(client: Any, bucket: str) -> str:
 
 
 def bucket_and_root(uri: Uri) -> tuple[str, str]:
-    """Split a location like :func:`split_location`; the bucket may be the ARN of an access point.
-    Raises UriError."""
+    """Return bucket and root like :func:`split_location`; the bucket may be the ARN of an access
+    point. Raises UriError also for an invalid bucket name."""
     match = _ARN_LOCATION.fullmatch(uri.location)
     if match is None:
         bucket, root = split_location(uri)

@@ -42,7 +42,10 @@ _DATES_S = 300.0
 
 @dataclass
 class Unfinished:
-    """Unfinished uploads of one bucket. ``client`` is botocore's; ``uri`` appears in messages."""
+    """Unfinished uploads of one bucket.
+
+    ``client`` is botocore's; ``uri`` appears in messages; ``limit_s``: time limit of a listing.
+    """
 
     client: Any
     bucket: str
@@ -81,7 +84,10 @@ class Unfinished:
         return dropped
 
     def _is_dead(self, upload: dict[str, Any], now_s: float, quiet_s: float, path: str) -> bool:
-        """Return whether ``upload`` had no activity for ``quiet_s``, as far as dates can tell."""
+        """Return whether ``upload`` had no activity for ``quiet_s``, judged by the store's dates.
+
+        False for uploads of this process, and if the dates are wrong. ``now_s``: the store's time.
+        """
         if self.is_live(upload["Key"]) or self._place in KNOWN.wrong_dates:
             return False
         if now_s - _seconds(upload["Initiated"]) < quiet_s:
@@ -98,8 +104,8 @@ class Unfinished:
         return True
 
     def _dates_are_right(self, path: str) -> bool:
-        """Return whether a new upload and its part are dated now. Some stores give all uploads the
-        same date, so live ones would look dead."""
+        """Return whether the store dates a trial upload below ``path`` and its part correctly. Some
+        stores give all uploads the same date, so live ones would look dead."""
         name = {"Bucket": self.bucket, "Key": f"{path}/{_CLOCK_KEY}"}
         upload = {**name, **self.client.create_multipart_upload(**name)}
         try:
@@ -116,8 +122,13 @@ class Unfinished:
         return bool(ages_s) and all(abs(age_s) < _DATES_S for age_s in ages_s[0])
 
     def _all(self, path: str, deadline_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Yield every upload whose key begins with ``path``, with the store's time in seconds when
-        it was listed."""
+        """Yield ``(now_s, upload)`` for every upload whose key begins with ``path``.
+
+        With ``by_folder``, also yields all others in the same folder: callers compare keys.
+        ``now_s``: the store's time of the listing, in seconds since the epoch. Yields nothing if
+        the store cannot list uploads. Raises StorageDownError once ``time.monotonic()`` exceeds
+        ``deadline_s``, and botocore's errors.
+        """
         more: dict[str, str] = {}
         while True:
             if time.monotonic() > deadline_s:
@@ -138,7 +149,10 @@ class Unfinished:
             more = {name: marker for name, marker in markers.items() if marker}
 
     def _page(self, path: str, more: dict[str, str]) -> dict[str, Any] | None:
-        """Return one page of the list; None if the server cannot list uploads."""
+        """Return one page of the list; None if the server cannot list uploads. Raises ClientError.
+
+        ``more``: the position after the previous page; empty for the first one.
+        """
         from botocore.exceptions import ClientError
 
         if self.by_folder:
@@ -174,7 +188,7 @@ class Unfinished:
         return min(self._ages_s(upload, now_s))
 
     def _ages_s(self, upload: dict[str, Any], now_s: float) -> list[float]:
-        """Return the ages of an upload and of each of its parts."""
+        """Return the ages in seconds of an upload and of each of its parts."""
         name = {"Bucket": self.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
         dates = [upload["Initiated"]]
         for page in self.client.get_paginator("list_parts").paginate(**name):

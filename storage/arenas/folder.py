@@ -72,7 +72,7 @@ class KeeperFolder:
         _write(self.token, token)
 
     def read_token(self) -> str:
-        """Return the token of an earlier keeper, "" without one."""
+        """Return the token of the previous keeper, unvalidated; "" if there is none."""
         return _read(self.token)
 
     @property
@@ -81,14 +81,15 @@ class KeeperFolder:
         return self.path / "identity"
 
     def read_identity(self) -> tuple[str, int]:
-        """Return the name and port of the previous keeper, or ("", 0)."""
+        """Return the name and port of the previous keeper; ("", 0) if there is none, or its file is
+        malformed."""
         name, _, port = _read(self.identity).partition(" ")
         if not NAME_PATTERN.fullmatch(name) or not port.isdecimal():
             return "", 0
         return name, int(port)
 
     def write_identity(self, name: str, port: int) -> None:
-        """Write the name and port for the next keeper."""
+        """Write the name and port for the next keeper. ``port``: 0 if memory is not served."""
         _write(self.identity, f"{name} {port}")
 
     @property
@@ -114,7 +115,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def _read(path: Path) -> str:
-    """Return the contents of a short file, "" if it does not exist."""
+    """Return the text of a file without surrounding whitespace; "" if it does not exist.
+
+    Reads at most 4096 bytes, and replaces invalid UTF-8. Raises OSError, also for a symbolic link.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

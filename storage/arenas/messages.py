@@ -207,8 +207,11 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class HeldGeneration:
-    """A generation in memory, and the ranks whose images are held. ``agreed``: all ranks have
-    matching images."""
+    """A generation with images in the memory of a keeper.
+
+    ``world``: number of ranks of the job. ``ranks``: those whose images this keeper has, ascending.
+    ``agreed``: all ranks of the job have sealed matching images.
+    """
 
     generation: GenerationId
     world: int

@@ -1,5 +1,5 @@
-"""Hands the units that a rank reads to others: offers each one once it is verified, and keeps it
-until all of them have confirmed it."""
+"""Sends the units that a rank reads to the other ranks: offers each one once it is verified, and
+retains it until all of them have confirmed it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ __all__ = ["Sender"]
 
 @dataclass
 class _Pending:
-    """A unit that others want. ``members`` have yet to confirm it; ``local`` members read it from
-    the arena at ``start``, which is None until there was room; ``confirmed``: done when all have
-    it."""
+    """A unit that other members want.
+
+    ``members``: those that have yet to confirm it. ``local``: those on this host, which read it
+    from the arena. ``start``: its offset there; None while the arena has no room. ``confirmed``:
+    done when all members have confirmed it.
+    """
 
     members: set[int]
     local: list[int]
@@ -41,8 +44,11 @@ class _Pending:
 
 
 class Sender:
-    """Sends one rank's units. ``jobs``: the jobs of ``plan`` that this rank reads; ``units``:
-    number of each job's unit in ``sharing``."""
+    """Sends the units that this rank reads.
+
+    A job is an index into the reads of ``plan``; each job reads one unit. ``jobs``: those of this
+    rank. ``units``: by job, the index of its unit in ``sharing``.
+    """
 
     def __init__(
         self,
@@ -66,16 +72,19 @@ class Sender:
         self._loop = asyncio.get_running_loop()
 
     def start(self, tasks: asyncio.TaskGroup, threads: ThreadPoolExecutor) -> None:
-        """Start to receive the confirmations of all members."""
+        """Start to receive the confirmations of all members. Set ``connections`` first."""
         local, remote = by_path(self.connections)
         tasks.create_task(serve_in_thread(self._group, threads, local, self._confirmed_locally))
         for member, connection in remote.items():
             tasks.create_task(self._receive_confirmations(member, connection))
 
     def offer(self, job: int, buffer: HostBuffer) -> None:
-        """Publish a unit to the members of this host that want it, if the arena has room now.
+        """Publish the unit of ``job``, read into ``buffer``, to the members of this host that want
+        it, if the arena has room now. Never blocks for room.
+
         Called in the thread that has verified it, before this rank copies it for itself, so that no
-        member waits longer than necessary."""
+        member waits longer than necessary.
+        """
         unit = self._units[job]
         members = {member for member, *_ in self._sharing.takers(unit)}
         if not members:
@@ -89,8 +98,12 @@ class Sender:
             self._publish(job, buffer, start)
 
     async def hand_over(self, job: int, buffer: HostBuffer) -> None:
-        """Send a unit to the members that do not have it yet. Returns when all have confirmed
-        it."""
+        """Send the unit of ``job``, read into ``buffer``, to the members that :meth:`offer` has not
+        sent it to. Returns when all have confirmed it; the caller may then reuse ``buffer``.
+
+        Call :meth:`offer` first. Waits for room in the arena. Raises the failure of a member whose
+        connection is lost.
+        """
         unit = self._units[job]
         start = int(self._plan.start[job])
         pending = self._pending.get(unit)

@@ -157,7 +157,11 @@ async def _served(keeper: Keeper, folder: KeeperFolder, port: int) -> AsyncItera
 async def _bound(
     keeper: Keeper, options: ServeOptions, port: int, stack: contextlib.AsyncExitStack
 ) -> MemoryServer:
-    """Start a server on the configured port, else on ``port``, else on any free one."""
+    """Start a server that ``stack`` will stop.
+
+    If ``options`` set a port, only that one is tried. Otherwise ``port`` is preferred, unless it is
+    0 or taken, to any free one. Raises like :func:`serve`: OSError if the address cannot be used.
+    """
     if port and not options.port:
         with contextlib.suppress(OSError):  # somebody else has taken it
             preferred = replace(options, port=port)

@@ -56,7 +56,12 @@ def summary_of(recorder: Recorder | None) -> Summary:
 def rank_telemetry(
     rank: int, nbytes: int, stored_nbytes: int, fenced_s: float
 ) -> RankTelemetry | None:
-    """Return the timings so far of the save that runs here; None if not recorded."""
+    """Return this rank's timings so far of the save in whose context this is called; None if it is
+    not recorded.
+
+    ``nbytes``: size of its image; ``stored_nbytes``: size of the image's file, which may be
+    compressed. ``fenced_s``: seconds that training waited in fences.
+    """
     recorder = current()
     if recorder is None:
         return None
@@ -79,8 +84,9 @@ def encoded_telemetry(
 ) -> bytes:
     """Return the telemetry object that rank 0 stores.
 
-    ``head``: attempt, step and time of the save; ``mine``: the record of rank 0; ``others``: the
-    encoded records of the other ranks.
+    ``head``: id of the attempt, step, and time of the save in seconds since the epoch. ``mine``:
+    the record of rank 0. ``others``: the concatenated outputs of :func:`encode_record` on the other
+    ranks.
     """
     attempt, step, created_s = head
     arrivals = {name: stage.arrivals for name, stage in mine.stages.items() if stage.arrivals}

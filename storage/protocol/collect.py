@@ -54,7 +54,7 @@ class Survey:
 
 
 async def survey_attempts(driver: Driver, attempt: Attempt) -> Survey:
-    """Look at all attempts on behalf of ``attempt``, which is live.
+    """List all attempts. ``attempt``: the caller's own, whose marker tells the storage's time.
 
     The requests may be answered in any order: an attempt that changes in between has a record,
     which is read again before anything is deleted, or is too young to be deleted.
@@ -82,8 +82,12 @@ async def collect_others(
     spare: Attempt | None = None,
     idle_s: float = float("-inf"),
 ) -> None:
-    """Delete the attempts other than ``attempt``, ``spare`` and the checkpoint that were idle
-    for ``idle_s``."""
+    """Abort and delete attempts that wrote nothing for ``idle_s`` seconds, except those that may
+    still become the checkpoint. The default disregards idle time.
+
+    Never deletes ``attempt`` (the caller's own), ``spare`` and the current checkpoint. Raises
+    StorageError, but only logs a permanent one for an attempt idle for over ``limits.IDLE_S``.
+    """
     for other, files in survey.files.items():
         if other in (attempt, spare) or other.id == survey.current:
             continue
@@ -112,10 +116,11 @@ async def _collect_one(driver: Driver, attempt: Attempt, survey: Survey, silent_
 async def abort_and_delete(
     driver: Driver, attempt: Attempt, has_record: bool, now_s: float, grace_s: float
 ) -> None:
-    """Delete an attempt if it can never become the checkpoint.
+    """Abort an attempt unless it has a record, and delete it if it can never become the checkpoint.
 
-    That is certain if it is aborted, or if it has a commit record older than ``grace_s`` without
-    being the checkpoint. ``has_record``: no abort record need be put.
+    That is certain if it is aborted, or if it has a commit record older than ``grace_s`` seconds
+    without being the checkpoint. ``has_record``: it has a commit or abort record already.
+    ``now_s``: the storage's time.
     """
     if not has_record:
         await put_abort_record(driver, attempt.record_key)
@@ -129,10 +134,10 @@ async def abort_and_delete(
 
 
 async def collect(driver: Driver, idle_s: float) -> None:
-    """Collect like a new save, but spare live attempts.
+    """Delete what a new save would delete, except for attempts that may be alive.
 
-    An attempt counts as dead after ``idle_s`` seconds without a write. Raises StorageError,
-    SupersededError and UnsupportedFormatError.
+    An attempt counts as dead after ``idle_s`` seconds without a write. Also deletes a stale prune
+    lock. Raises StorageError, SupersededError and UnsupportedFormatError.
     """
     async with probe(driver) as attempt:
         survey = await survey_attempts(driver, attempt)
@@ -142,7 +147,11 @@ async def collect(driver: Driver, idle_s: float) -> None:
 
 
 async def _delete_stale_lock(driver: Driver, attempt: Attempt) -> None:
-    """Delete the prune lock of a dead pruning."""
+    """Delete the prune lock if it is older than ``limits.GRACE_S``, so that its pruning is dead.
+
+    ``attempt``: the caller's own, whose marker tells the storage's time. Raises StorageError, and
+    SupersededError if the marker is gone.
+    """
     since_s = await locked_since_s(driver)
     if since_s is None:
         return
@@ -169,8 +178,8 @@ async def give_up(driver: Driver, attempt: Attempt) -> None:
 
 
 async def sweep(driver: Driver, limit_s: float | None = None) -> None:
-    """Collect unfinished files of killed savers, for at most ``limit_s``. Does not raise
-    StorageError."""
+    """Delete unfinished files of killed savers, for at most ``limit_s`` seconds (None: no limit).
+    Logs a StorageError or an exceeded limit instead of raising it."""
     try:
         async with asyncio.timeout(limit_s):
             await driver.sweep("data")

@@ -23,7 +23,10 @@ SHORT_MESSAGE_CHARS = 3000
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error of rank ``reporter``. ``rank`` is the rank that the error itself names."""
+    """An error of rank ``reporter``, as sent to the other ranks.
+
+    ``type``: name of its class. ``rank``: the rank that the error itself names.
+    """
 
     reporter: int
     type: str
@@ -63,7 +66,8 @@ class Failure:
         return replace(self, message=self.message[:SHORT_MESSAGE_CHARS], differences=())
 
     def raise_alike(self) -> NoReturn:
-        """Raise the leader's own error: its decision concerns all ranks alike."""
+        """Raise the error that the leader reported, with the same class: its decision concerns all
+        ranks alike. Raises RankFailedError if the class is not a HoldfastError."""
         kind: object = getattr(errors, self.type, None)
         if not isinstance(kind, type) or not issubclass(kind, HoldfastError):
             raise self._rank_failed()
@@ -73,7 +77,11 @@ class Failure:
         raise error
 
     def as_error(self) -> CoordinationError:
-        """Return the error that other ranks raise for this failure."""
+        """Return the error that other ranks raise for this failure.
+
+        A DeadlineError or RankFailedError keeps its class and message, because it already names
+        the rank at fault. Any other error becomes a RankFailedError that names ``reporter``.
+        """
         if self.timed_out:
             return DeadlineError(self.message, rank=self.rank, advice=self.advice)
         if self.type == RankFailedError.__name__:

@@ -175,7 +175,10 @@ class FlatUnit:
             self._handle.reshard(free_unsharded_flat_param=True)
 
     def pieces(self) -> Iterator[FlatPiece]:
-        """Yield its parameters, without padding."""
+        """Yield this rank's part of each parameter, without padding, in order.
+
+        Includes the parameters without an element on this rank: their ``numel`` is 0.
+        """
         flat: Any = self.flat
         tied: dict[tuple[int, str], list[str]] = {}
         for shared in flat._shared_param_infos:

@@ -42,8 +42,11 @@ _SPARE_ALIGN_NBYTES = 64
 
 @dataclass(eq=False)
 class HeldParity:
-    """A parity block that this member holds. ``memory``: ``block.nbytes`` bytes, None if that is 0;
-    ``digest``: xxh3-128 of the bytes."""
+    """A parity block in the memory of this member of the group.
+
+    ``lane``: number of its lane; lane n protects the n-th rank of every member. ``memory``:
+    ``block.nbytes`` bytes, None if that is 0. ``digest``: xxh3-128 of the bytes.
+    """
 
     lane: int
     block: ParityBlock
@@ -65,8 +68,11 @@ class HeldParity:
 
 @dataclass(eq=False)
 class Guarded:
-    """Parity of one generation on one member of a group: its ``parities``, lane by lane, and copies
-    of the encoded ``labels`` of all ranks of the group. Owns the memory."""
+    """Parity of one generation on one member of a group. Owns the memory.
+
+    ``member``: index in ``group``. ``parities``: ascending by lane. ``labels``: copies of the
+    encoded labels of all ranks of the group, by rank.
+    """
 
     group: GuardedGroup
     member: int
@@ -87,8 +93,8 @@ class Guarded:
 
 
 def image_nbytes(label: Label) -> int:
-    """Return the number of bytes of an image that parity covers: 0 for a rank without shards, whose
-    slot holds no meaningful bytes."""
+    """Return the number of bytes of an image that parity covers: 0 for a rank without shards, which
+    has no image."""
     return label.nbytes if label.digests else 0
 
 
@@ -186,13 +192,17 @@ async def rebuild(
 
 
 async def parity_is_intact(held: HeldParity) -> bool:
-    """Return whether the bytes still match their digest, as must be checked before they are handed
-    out. Reads the whole block, in a thread."""
+    """Return whether the bytes of a block still match their digest. Check this before sending them.
+    Reads the whole block, in a thread."""
     return await offload(digest, held.view) == held.digest
 
 
 def _decoded(group: GuardedGroup, labels: Mapping[int, bytes]) -> dict[int, Label]:
-    """Return the decoded and checked labels of all ranks of the group."""
+    """Return the labels of all ranks of the group, decoded, by rank.
+
+    Raises UsageError if one is missing; DamagedError if one is damaged, or they are not all of the
+    same run and generation.
+    """
     found: dict[int, Label] = {}
     for rank in (rank for ranks in group.ranks for rank in ranks):
         if rank not in labels:

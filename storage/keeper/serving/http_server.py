@@ -46,7 +46,8 @@ _unread.setLevel(logging.CRITICAL)
 
 @dataclass
 class Served:
-    """Counters since the server began. ``nbytes``: bytes of objects sent."""
+    """Counters since the server began. ``refused``: requests answered with a 4xx or 503;
+    ``nbytes``: bytes of objects sent."""
 
     requests: int = 0
     refused: int = 0
@@ -54,7 +55,10 @@ class Served:
 
 
 class MemoryServer:
-    """An HTTP server that runs during its ``async with`` body, where ``port`` is known."""
+    """An HTTP server that runs during its ``async with`` body.
+
+    ``port``: the actual port, also if 0 was configured; known in the body only.
+    """
 
     def __init__(
         self,
@@ -64,7 +68,7 @@ class MemoryServer:
         tls: ssl.SSLContext | None,
         hear: Hear | None = None,
     ) -> None:
-        """Create the server. ``hear``: takes reports; None: reports are rejected."""
+        """Create the server. ``hear`` answers other keepers' reports; without it they get a 404."""
         self.address = address
         self.port = options.port
         self.served = Served()
@@ -162,7 +166,7 @@ class MemoryServer:
         return self._small(asked)
 
     async def _report(self, request: web.BaseRequest) -> web.Response:
-        """Answer the report of another keeper."""
+        """Answer the report of another keeper. Raises RequestError if it is malformed or stale."""
         if self._hear is None:
             raise RequestError(404, "this keeper takes no reports")
         body = await self._body(request)
@@ -175,7 +179,10 @@ class MemoryServer:
         return web.Response(body=answer)
 
     async def _body(self, request: web.BaseRequest) -> bytes:
-        """Receive the whole body within ``quiet_s``."""
+        """Receive the whole body within ``quiet_s``.
+
+        Raises RequestError without a valid length, TimeoutError, and ConnectionResetError.
+        """
         nbytes = request.content_length
         if not nbytes or nbytes > REPORT_NBYTES_MAX:
             raise RequestError(
@@ -251,8 +258,10 @@ class MemoryServer:
         view: memoryview,
         wanted: range,
     ) -> None:
-        """Send the selected bytes. On return the system has all of them, so the memory may be
-        reused."""
+        """Send the bytes ``wanted`` of ``view``. On any error, abort the connection and raise it.
+
+        On return the kernel has copied all of them, so the memory may be reused.
+        """
         try:
             for start in range(wanted.start, wanted.stop, _WRITE_NBYTES):
                 async with asyncio.timeout(self._options.quiet_s):
@@ -269,7 +278,8 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def _headed(content: Content, wanted: range | None) -> web.StreamResponse:
-    """Return a response with headers, and no body yet."""
+    """Return the response with its headers and without a body: status 206 for the byte range
+    ``wanted``, 200 for the whole object if that is None."""
     nbytes = len(content.view)
     headers = {
         hdrs.ACCEPT_RANGES: "bytes",

@@ -156,7 +156,12 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A checkpoint to copy, and the same one at the destination if already present."""
+    """A checkpoint to copy, and its copy at the destination, if there is one.
+
+    ``manifest``: of the source. ``identity``: digest that all copies of the checkpoint share.
+    ``same``: manifest of the copy at the destination, whose images are not verified yet; None if
+    the checkpoint must be sent.
+    """
 
     manifest: Manifest
     identity: str
@@ -248,9 +253,10 @@ async def _paths(source: Place, *, recursive: bool) -> list[str]:
 async def _look_at_all(
     source: Place, target: Place, paths: Sequence[str], orders: Orders, recursive: bool
 ) -> list[CopiedCheckpoint]:
-    """Return the checkpoints to copy, ordered by step; send nothing yet.
+    """Return the checkpoints at ``paths``, ordered by step. Sends nothing.
 
-    Does not keep their manifests, because there may be many.
+    With ``recursive``, a checkpoint that cannot be copied is returned with its ``problem``;
+    without, its error is raised. Manifests are not retained, because there may be many.
     """
     looked: list[CopiedCheckpoint] = []
 
@@ -288,10 +294,11 @@ async def _copy_path(
 async def copy_checkpoint(
     theirs: Driver, ours: Driver, orders: Orders, sent: Callable[[int], None] = lambda nbytes: None
 ) -> tuple[Pair, int]:
-    """Copy the checkpoint at one driver's root to another's; return the pair and the bytes sent.
+    """Copy the checkpoint at the root of the driver ``theirs`` (the source) to the root of ``ours``
+    (the destination). Returns both manifests, and the number of bytes sent.
 
-    ``sent`` is called with bytes that are at the destination, including those found there. Raises
-    like :func:`copy`.
+    ``sent`` is called with each number of bytes newly known to be at the destination, whether sent
+    now or already there. Raises like :func:`copy`.
     """
     pair = await _look(theirs, ours, orders)
     if await _is_there(ours, pair, orders):
@@ -301,8 +308,11 @@ async def copy_checkpoint(
 
 
 async def _look(theirs: Driver, ours: Driver, orders: Orders) -> Pair:
-    """Read both manifests. Raises ExistsError if another checkpoint exists and may not be
-    replaced."""
+    """Read the manifests of the source (``theirs``) and of the destination (``ours``).
+
+    Raises ExistsError if the destination has another or a damaged checkpoint, unless
+    ``orders.overwrite``; also raises the errors of reading the source's manifest.
+    """
     manifest, _ = await read_manifest(theirs)
     identity = await offload(_identity, manifest)
     return Pair(manifest, identity, await _same(ours, identity, orders))
@@ -334,7 +344,10 @@ def _identity(manifest: Manifest) -> str:
 
 
 async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
-    """Return whether nothing is to be done. With ``overwrite``, a damaged copy is replaced."""
+    """Return whether the destination has this checkpoint already, so that nothing is sent.
+
+    With ``orders.overwrite``, also verify every byte there: a damaged copy is replaced.
+    """
     if pair.same is None or not orders.overwrite:
         return pair.same is not None
     images = image_driver(ours, pair.same)
@@ -346,7 +359,11 @@ async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
 async def _send(
     theirs: Driver, ours: Driver, pair: Pair, orders: Orders, sent: Callable[[int], None]
 ) -> int:
-    """Send the missing images and commit; return the number of bytes sent."""
+    """Send the missing images and commit; return the number of bytes sent.
+
+    Resumes an interrupted copy. Raises ReplacedError if a save replaced the source meanwhile,
+    DamagedError if the source is damaged, and the errors of both drivers.
+    """
     attempt, resumed = await begin_copy(ours, pair.identity)
     reader = ImageReader(image_driver(theirs, pair.manifest), pair.manifest, orders.budget_nbytes)
     copier = ImageCopier(reader, ours, attempt.id, orders.budget_nbytes, sent)

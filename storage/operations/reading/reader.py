@@ -332,9 +332,10 @@ class Checkpoint:
         )
 
     def read_image(self, rank: int, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop) of the image of ``rank``, unverified.
+        """Read bytes [start, stop) of the decompressed image of ``rank``, without verification.
 
-        Raises StorageError; DamagedError beyond its end, and for data that cannot be decompressed.
+        Raises StorageError; DamagedError if the range exceeds the image, or data cannot be
+        decompressed.
         """
         with memory_for(f"{stop - start:,} bytes of an image"):
             into = bytearray(stop - start)

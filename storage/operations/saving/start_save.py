@@ -95,7 +95,8 @@ class Destination:
             self.uri = self._driver.uri
 
     def driver(self) -> Driver:
-        """Return the driver, opening it if necessary."""
+        """Return the driver. The first call opens it if :meth:`__init__` did not: that blocks, and
+        raises like :func:`join` and :func:`open_driver`."""
         if self._driver is None:
             self._driver = self._open()
         return self._driver

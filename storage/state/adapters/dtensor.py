@@ -137,10 +137,10 @@ def _make_room(known: dict[Hashable, V]) -> None:
 
 
 def hooked(tensor: torch.Tensor, local: torch.Tensor | None = None) -> bool:
-    """Return whether ``tensor``, or its part ``local``, reports its layout by custom hooks.
+    """Return whether ``tensor``, or its local tensor ``local``, reports its layout by hooks of its
+    own, so that the placements of a DTensor may be wrong.
 
-    The hooks are the protocol of ``torch.distributed._checkpointable``, which overrides the
-    placements of a DTensor.
+    The hooks are the methods of the protocol in ``torch.distributed._checkpointable``.
     """
     # Every DTensor has these methods, which ask the local tensor. Only overrides count.
     if type(tensor) is DTensor:

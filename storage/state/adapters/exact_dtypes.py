@@ -62,7 +62,7 @@ def _torch_optimizers(owner: object, seen: set[int]) -> Iterator[torch.optim.Opt
 
 
 def _items(value: object) -> Iterable[object]:
-    """Return the items of a container attribute, or the attribute itself."""
+    """Return the values of a mapping, the items of a list or tuple, or else ``value`` alone."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, list | tuple):

@@ -45,7 +45,7 @@ class Unit(Protocol):
 
     @property
     def apart(self) -> str:
-        """Advice on how to keep parameters from being joined."""
+        """Advice, for errors, on how to keep parameters separate."""
 
     @property
     def flat(self) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Unit(Protocol):
 
     @property
     def shows_whole(self) -> bool:
-        """True while the original parameters are gathered."""
+        """True while the original parameters are gathered, as between forward and backward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,8 @@ class FlatPart:
 
     @property
     def owner(self) -> torch.Tensor:
-        """The parameter that the optimizer holds for it, possibly shared with other parameters."""
+        """The parameter that the optimizer updates: the original one if there is one, else the flat
+        one, which other parameters share."""
         original = self.piece.original
         return self.unit.flat if original is None else original
 
@@ -94,10 +95,11 @@ class FlatPart:
         return self.piece.shape
 
     def shard(self) -> Shard:
-        """Return this rank's part of the parameter.
+        """Return this rank's part of the parameter, as a view of its memory.
 
-        Users and optimizers may have given an original parameter new data; FSDP1 adopts them in the
-        next forward pass.
+        Views the original parameter if there is one, because users and optimizers may have
+        assigned it new data, which FSDP1 copies to the flat parameter only in the next forward
+        pass. Views the flat parameter otherwise, and while original parameters are gathered.
         """
         original = self.piece.original
         if original is None or self.unit.shows_whole:
@@ -105,7 +107,8 @@ class FlatPart:
         return self._range(original.detach().reshape(-1))
 
     def of(self, held: torch.Tensor) -> Shard:
-        """Return this parameter's part of a tensor laid out like the flat parameter."""
+        """Return this parameter's part of ``held``, a tensor laid out like this rank's flat
+        parameter, as a view."""
         at = self.piece.at
         return self._range(held[at : at + self.piece.numel])
 

@@ -18,7 +18,10 @@ COUNT_MAX = 1 << 18
 
 
 class WriteHistory:
-    """Write behaviour by tensor. Thread-safe."""
+    """Remembers, by tensor, whether it was ever written to early. Thread-safe.
+
+    Forgets all tensors once it has more than ``COUNT_MAX``.
+    """
 
     def __init__(self) -> None:
         self._early: dict[Tensor, bool] = {}
