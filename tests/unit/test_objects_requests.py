@@ -396,7 +396,7 @@ def test_a_store_without_a_list_of_unfinished_uploads_has_none(
 def test_a_request_that_a_store_does_not_know_is_not_tried_again() -> None:
     """501 is final."""
     with ScriptedServer(lambda asked: refusal(501, "NotImplemented")) as server:
-        with pytest.raises(StorageError, match="does not know") as caught:
+        with pytest.raises(StorageError, match="does not support") as caught:
             used(uri(server), lambda driver: driver.put("key", b"x", exclusive=True))
         assert not caught.value.temporary
         assert server.methods == ["PUT"]
