@@ -16,6 +16,7 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -31,6 +32,7 @@ from ...errors import HoldfastError, UsageError
 
 __all__ = [
     "CPU_THREADS",
+    "WAIT_S",
     "EngineFuture",
     "check_may_wait",
     "close_later",
@@ -56,6 +58,9 @@ CLEAN_UP_S = 60.0
 """Longest time that an interrupted call waits for its coroutine to clean up."""
 END_S = 5.0
 """Longest time that the exiting interpreter waits for the engine's thread itself."""
+WAIT_S = 1.0
+"""Longest single wait for a lock. Python handles a signal that arrives just before such a wait only
+after it: Ctrl-C would go unnoticed until the end of the operation."""
 _TURN_S = 0.05
 """Time between two attempts of a waiting caller to run the loop."""
 
@@ -127,17 +132,20 @@ class EngineFuture(Future[T]):
         """See :meth:`Future.exception`. Raises UsageError if it would never return."""
         return super().exception(self._reached(timeout))
 
-    def _reached(self, timeout: float | None) -> float | None:
-        """Run the loop until this is done, if the engine has no thread.
-
-        Returns the seconds left to wait.
+    def _reached(self, timeout: float | None) -> float:
+        """Wait until this is done, for at most ``timeout`` seconds; run the loop meanwhile if the
+        engine has no thread. Returns 0: there is nothing left to wait.
         """
         if self.done():
-            return timeout
+            return 0.0
         check_may_wait()
-        if not _is_driven():
-            return timeout
-        _drive(self, timeout)
+        if _is_driven():
+            _drive(self, timeout)
+            return 0.0
+        until_s = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.done() and (left_s := until_s - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError, CancelledError):
+                super().exception(min(WAIT_S, left_s))
         return 0.0
 
 

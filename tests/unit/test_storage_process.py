@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
+import asyncio
 import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from holdfast.storage.pipeline import stored_pages
 from holdfast.storage.pipeline.stored_pages import StoredPages
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.runtime.buffers import host_pool
+from holdfast.storage.runtime.engine import run as run_on_engine
 from holdfast.storage.runtime.engine import start
 
 pytestmark = pytest.mark.clocked
@@ -324,3 +328,16 @@ def test_nothing_stays_open_after_saves_and_loads(tmp_path: Path, no_leaks: None
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(holdfast.StorageError):
         holdfast.save(tmp_path / "file" / "c", {"x": torch.ones(2)})
+
+
+def test_a_signal_just_before_a_wait_is_not_lost() -> None:
+    """Such a signal does not wake the wait up: ``interrupt_main`` acts alike, every time."""
+
+    async def interrupted() -> None:
+        _thread.interrupt_main()
+        await asyncio.sleep(60)
+
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_on_engine(interrupted())
+    assert time.monotonic() - began_s < 30

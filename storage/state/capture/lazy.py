@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ....core.forks.renewal import in_child, new_lock
 from ....errors import SaveError
-from ...runtime.engine import check_may_wait
+from ...runtime.engine import WAIT_S, check_may_wait
 from ..adapters.composite import memories_of
 from ..adapters.tensors import local_of
 from ..compat import buffers_of, never_compiled
@@ -275,7 +275,8 @@ class LazyCapture:
         """Block like :meth:`wait`, without counting the time as waited in a fence."""
         if not self._captured.is_set():
             check_may_wait()
-        self._captured.wait()
+        while not self._captured.wait(WAIT_S):
+            pass
 
     def seen(self) -> None:
         """End the watch, since the trainer knows that everything is copied: later writes are not
