@@ -446,11 +446,11 @@ class Keeper:
         return Opened(slot.memory.nbytes), [slot.memory.fd, slot.label_fd]
 
     async def _rebuild(self, trainer: Trainer, message: Rebuild, fds: Sequence[int]) -> _Reply:
-        self._generations.flushing(message.generation)  # keep its slots from being overwritten
+        pin = self._generations.pin(message.generation)  # keep its slots from being overwritten
         try:
             return await self._make_again(trainer, message), []
         finally:
-            self._generations.flushed(message.generation)
+            self._generations.unpin(pin)
 
     async def _make_again(self, trainer: Trainer, message: Rebuild) -> Answer:
         struck = self.held.slot_of(message.generation, message.rank)

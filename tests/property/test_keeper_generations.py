@@ -11,7 +11,7 @@ from support.effort import examples
 
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.keeper.decisions.generations import Generations
-from holdfast.storage.keeper.decisions.slots import Grant
+from holdfast.storage.keeper.decisions.slots import Grant, Pin
 
 WORLD = 2
 SIZES = (10, 14)
@@ -36,7 +36,7 @@ class KeeperMachine(RuleBasedStateMachine):
         self.sealing: set[int] = set()
         self.sealed: set[int] = set()
         self.mapped: dict[int, set[int]] = {}
-        self.flushes: list[tuple[GenerationId, set[int]]] = []
+        self.flushes: list[tuple[Pin, set[int]]] = []
         self.newest: GenerationId | None = None
         """The newest agreed one that nothing has dropped."""
 
@@ -207,16 +207,15 @@ class KeeperMachine(RuleBasedStateMachine):
     def flush(self) -> None:
         """The newest is written to storage, beside all else."""
         assert self.newest is not None
-        self.generations.flushing(self.newest)
         slots = {slot for slot in self.sealed if self.image[slot][0] == self.newest}
-        self.flushes.append((self.newest, slots))
+        self.flushes.append((self.generations.pin(self.newest), slots))
 
     @precondition(lambda self: self.flushes)
-    @rule()
-    def flushed(self) -> None:
-        """One of them has ended."""
-        id, _ = self.flushes.pop()
-        self.generations.flushed(id)
+    @rule(index=st.integers(0, 9))
+    def flushed(self, index: int) -> None:
+        """One of them has ended, in any order."""
+        pin, _ = self.flushes.pop(index % len(self.flushes))
+        self.generations.unpin(pin)
 
     @invariant()
     def memory_is_within_its_budget(self) -> None:

@@ -18,13 +18,26 @@ from holdfast.storage.arenas.messages import VERSION, Event, Hello
 from holdfast.storage.arenas.sockets import Line, listening
 from holdfast.storage.format.fragment import fragment_of
 from holdfast.storage.format.tables import ImageTable
+from holdfast.storage.keeper.decisions.generations import Generations
+from holdfast.storage.keeper.decisions.slots import Slot
 from holdfast.storage.keeper.descriptor_store import DescriptorStore
 from holdfast.storage.keeper.keeper import Keeper
 from holdfast.storage.keeper.options import KeeperOptions
 from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import SavePlan, plan_save
 
-__all__ = ["DEADLINE_S", "RUN", "Told", "capture", "kept", "planned", "run", "state_of", "trainer"]
+__all__ = [
+    "DEADLINE_S",
+    "RUN",
+    "Told",
+    "capture",
+    "kept",
+    "pinned",
+    "planned",
+    "run",
+    "state_of",
+    "trainer",
+]
 
 RUN = "0" * 32
 DEADLINE_S = 20.0
@@ -59,6 +72,11 @@ async def kept(
             sock.close()
             await keeper.finish(0.1)
             await keeper.close()
+
+
+def pinned(generations: Generations) -> list[Slot]:
+    """Return the slots that flushes, peers and rebuilds read."""
+    return [slot for slot in generations._slots.values() if slot.pins]
 
 
 class Told:

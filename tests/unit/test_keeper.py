@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.kept_memory import DEADLINE_S, RUN, Told, capture, kept, planned, run, trainer
+from support.kept_memory import DEADLINE_S, RUN, Told, capture, kept, pinned, planned, run, trainer
 
 import holdfast
 from holdfast.errors import DamagedError, StorageDownError
@@ -348,7 +348,7 @@ def test_a_step_that_goes_to_storage_is_waited_for_where_a_line_is_cut(tmp_path:
             await cut(arena)
             assert isinstance(await told[1].until((Durable, Voided)), Durable)
             assert keeper.status().counters.flushed == 2
-            assert keeper.held.generations._flushing == {}
+            assert pinned(keeper.held.generations) == []
 
     run(body)
     assert [KeeperLost in map(type, one.events) for one in told] == [True, True]

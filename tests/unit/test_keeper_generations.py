@@ -275,19 +275,33 @@ def test_what_is_flushed_is_not_filled(dropped: bool) -> None:
     generations = entered(A)
     (slot,) = agreed(generations, 1, A)
     id = GenerationId(0, 1)
-    generations.flushing(id)
-    generations.flushing(id)
+    pins = [generations.pin(id), generations.pin(id)]
     if dropped:
         generations.void(id)
     else:
         agreed(generations, 2, A)
     used = {granted(generations, A, 3)}
-    generations.flushed(id)
+    generations.unpin(pins.pop())
     assert slot not in used
     used_again = generations.fill(A, 0, 4, SIZE, 1)
     assert not isinstance(used_again, Grant) or used_again.slot != slot
-    generations.flushed(id)
+    generations.unpin(pins.pop())
     assert granted(generations, A, 5) == slot
+
+
+def test_what_one_reader_lets_go_of_another_one_still_reads() -> None:
+    """Also where an image was adopted between the two, so that the later one reads more."""
+    generations = entered(A, B)
+    id = GenerationId(0, 1)
+    slots = [sealed(generations, A, 1, 2)]
+    first = generations.pin(id)
+    slots.append(sealed(generations, B, 1, 2))
+    second = generations.pin(id)
+    generations.unpin(first)
+    generations.void(id)
+    assert set(slots).isdisjoint(granted(generations, client, 2, 2) for client in (A, B))
+    generations.unpin(second)
+    assert {granted(generations, client, 3, 2) for client in (A, B)} == set(slots)
 
 
 def test_what_a_restart_was_offered_or_reads_is_not_filled() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.kept_hosts import TOKEN, KeptHosts, kept_hosts
-from support.kept_memory import Told, capture, run, state_of
+from support.kept_memory import Told, capture, pinned, run, state_of
 from support.servers.proxy import FaultProxy, Faults
 
 import holdfast
@@ -253,7 +253,7 @@ def test_a_flush_that_others_have_let_go_of_ends(tmp_path: Path) -> None:
             assert not failed.final
             await job.enter(1)
             generations = job.hosts["a"].keeper.held.generations
-            await until(lambda: not generations._flushing, "nothing is kept for the flush")
+            await until(lambda: not pinned(generations), "nothing is kept for the flush")
 
     run(body)
 
@@ -401,7 +401,7 @@ def test_a_flush_whose_lead_keeper_dies_goes_on_with_the_next_one(tmp_path: Path
             assert await a.arenas[0].flush(flush)
             for one in told:
                 assert isinstance(await one.until((Durable, FlushFailed)), Durable)
-            assert b.keeper.held.generations._flushing == {}
+            assert pinned(b.keeper.held.generations) == []
 
     run(body)
 
@@ -426,7 +426,7 @@ def test_a_flush_of_what_the_next_lead_keeper_has_lost_ends(tmp_path: Path) -> N
             assert isinstance(event, FlushFailed)
             assert event.final
             assert event.text.startswith("some images of this step are no longer in memory")
-            assert b.keeper.held.generations._flushing == {}
+            assert pinned(b.keeper.held.generations) == []
 
     run(body)
 
@@ -452,6 +452,6 @@ def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_path: 
             event = await told[2].until(FlushFailed)
             assert isinstance(event, FlushFailed)
             assert event.text.startswith("some images of this step are no longer in memory")
-            assert job.hosts["b"].keeper.held.generations._flushing == {}
+            assert pinned(job.hosts["b"].keeper.held.generations) == []
 
     run(body)

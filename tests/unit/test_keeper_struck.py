@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from support.kept_hosts import KeptHosts, kept_hosts
-from support.kept_memory import RUN, state_of
+from support.kept_memory import RUN, pinned, state_of
 
 import holdfast
 from holdfast.storage.arenas.label import GenerationId
@@ -203,7 +203,7 @@ def test_a_keeper_repairs_its_own_damaged_image() -> None:
             assert await arena.rebuild(request)
             assert keeper.status().counters.rebuilt == 1
             assert await job.image(NEWEST, 0, "a") == image == bytes(mapped)
-            assert not any(slot.flushes for slot in keeper.held.generations._slots.values())
+            assert pinned(keeper.held.generations) == []
             flip_image(job, "a")
             flip_parity(job, "b")
             flip_parity(job, "c")

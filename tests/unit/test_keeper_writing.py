@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.clock import run_virtual
+from support.kept_memory import pinned
 
 from holdfast.errors import StorageError
 from holdfast.storage.arenas.label import GenerationId
@@ -106,7 +107,7 @@ class Waiting:
 
     def reads(self) -> list[int]:
         """The steps whose memory is kept to be written."""
-        return sorted(id.step for id in self.generations._flushing)
+        return sorted(slot.generation.step for slot in pinned(self.generations) if slot.generation)
 
 
 def test_a_later_step_takes_the_place_of_one_that_waits_and_not_of_one_being_written() -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from ....core.units import size_text
 from ...arenas.label import GenerationId
-from .slots import Content, Grant, HeldRanks, Reason, Refusal, Slot
+from .slots import Content, Grant, HeldRanks, Pin, Reason, Refusal, Slot
 
 __all__ = ["SLOTS_PER_RANK", "Generations"]
 
@@ -61,8 +61,6 @@ class Generations:
         self._ranks: dict[int, int] = {}
         """Rank of each live client."""
         self.epoch = -1
-        self._flushing: dict[GenerationId, list[list[Slot]]] = {}
-        """Slots that flushes read, by generation. They stay here when the generation is dropped."""
         self._newest_step: dict[int, int] = {}
         """Newest step of this epoch granted to each rank."""
         self._left_out: list[int] = []
@@ -294,7 +292,7 @@ class Generations:
     def _may_be_filled(self, slot: Slot) -> bool:
         if not slot.made or slot.content not in (Content.FREE, Content.SEALED):
             return False
-        if slot.readers or slot.flushes or self._is_mapped_by_stale(slot):
+        if slot.readers or slot.pins or self._is_mapped_by_stale(slot):
             return False
         return slot.generation is None or not self._is_wanted(slot.generation)
 
@@ -446,24 +444,22 @@ class Generations:
         if id.epoch == self.epoch:
             self._leave_out(id.step)
 
-    def flushing(self, id: GenerationId) -> None:
-        """Pin the sealed images of a generation until :meth:`flushed`."""
-        slots = [
+    def pin(self, id: GenerationId) -> Pin:
+        """Keep the sealed images of a generation from being overwritten, even if it is dropped,
+        until :meth:`unpin` gets the result."""
+        slots = tuple(
             slot
             for slot in self._slots.values()
             if (slot.generation, slot.content) == (id, Content.SEALED)
-        ]
+        )
         for slot in slots:
-            slot.flushes += 1
-        self._flushing.setdefault(id, []).append(slots)
+            slot.pins += 1
+        return slots
 
-    def flushed(self, id: GenerationId) -> None:
-        """Unpin the images of one :meth:`flushing` call, whether or not the flush succeeded."""
-        flushes = self._flushing[id]
-        for slot in flushes.pop():
-            slot.flushes -= 1
-        if not flushes:
-            del self._flushing[id]
+    def unpin(self, pin: Pin) -> None:
+        """Undo one :meth:`pin`."""
+        for slot in pin:
+            slot.pins -= 1
 
     def open(self, client: int, id: GenerationId, rank: int) -> int | None:
         """Return the slot of an image, pinned for ``client`` until :meth:`released`; None if there

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ...arenas.label import GenerationId
 
-__all__ = ["Content", "Grant", "HeldRanks", "Reason", "Refusal", "Slot"]
+__all__ = ["Content", "Grant", "HeldRanks", "Pin", "Reason", "Refusal", "Slot"]
 
 
 class Reason(enum.Enum):
@@ -74,8 +75,8 @@ class Slot:
     """Clients that can write to it."""
     readers: set[int] = field(default_factory=set)
     """Clients that restore from it, or may do so."""
-    flushes: int = 0
-    """Number of flushes that read it."""
+    pins: int = 0
+    """Number of flushes, peers and rebuilds that read it."""
     made: bool = True
     """False until its memory is allocated."""
     outlived: bool = False
@@ -87,3 +88,7 @@ class Slot:
         self.content = Content.FREE
         self.generation = None
         self.filler = -1
+
+
+Pin: TypeAlias = tuple[Slot, ...]
+"""Slots that one reader has pinned."""

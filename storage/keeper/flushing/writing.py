@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from ....errors import DamagedError, HoldfastError, SupersededError
 from ...arenas.label import GenerationId
 from ...arenas.messages import Durable, Event, Flush, FlushFailed, Local
+from ..decisions.slots import Pin
 from ..decisions.standing import FlushEnd, FlushOrder, Standing, Written
 from ..reporting import Reporting
 from ..slot_memory import Held
@@ -60,7 +61,7 @@ class Writing:
         """Generations being flushed, or queued for it."""
         self._turn = asyncio.Lock()
         self._writes_locally = False
-        self._parts: dict[GenerationId, Flush] = {}
+        self._parts: dict[GenerationId, tuple[Flush, Pin]] = {}
         """Generations pinned here until the leader has them flushed."""
         self._order: FlushOrder | None = None
         """Newest order that was followed."""
@@ -107,8 +108,8 @@ class Writing:
         if local is None or not local.due(generation.step) or self._writes_locally:
             return False
         self._writes_locally = True
-        self._held.generations.flushing(generation)
-        self._run_later(self._write_locally(local, generation))
+        pin = self._held.generations.pin(generation)
+        self._run_later(self._write_locally(local, generation, pin))
         return True
 
     def forget_dropped(self) -> None:
@@ -128,12 +129,12 @@ class Writing:
             return
         if not self._held.generations.is_agreed(generation) or not self._is_whole(generation):
             return
-        self._held.generations.flushing(generation)
+        pin = self._held.generations.pin(generation)
         if self._reporting.leads:
             self._begun.add(generation)
-            self._run_later(self._flush_until_durable(generation, self._wanted[generation]))
+            self._run_later(self._flush_until_durable(generation, self._wanted[generation], pin))
             return
-        self._parts[generation] = self._wanted.pop(generation)
+        self._parts[generation] = (self._wanted.pop(generation), pin)
         self._run_later(self._settle_parts())
 
     def _is_whole(self, generation: GenerationId) -> bool:
@@ -171,8 +172,8 @@ class Writing:
             await self._tell(FlushFailed(generation, problem, final=True))
 
     def _release_part(self, generation: GenerationId) -> None:
-        del self._parts[generation]
-        self._held.generations.flushed(generation)
+        _, pin = self._parts.pop(generation)
+        self._held.generations.unpin(pin)
 
     async def follow(self, standing: Standing) -> None:
         """Act on a standing: write the ordered part, and announce flushes that have ended. The
@@ -208,7 +209,7 @@ class Writing:
 
     async def _write_part(self, order: FlushOrder) -> None:
         """Write the images held here for this order, and report the result."""
-        request = self._parts.get(order.generation)
+        request, _ = self._parts.get(order.generation, (None, ()))
         images = self._held.images(order.generation)
         if request is None or not images:
             problem = f"this keeper has nothing of step {order.generation.step} to write"
@@ -248,7 +249,7 @@ class Writing:
         else:
             await self._tell(Durable(ended.generation, ended.attempt, ended.nbytes))
 
-    async def _write_locally(self, local: LocalLevel, generation: GenerationId) -> None:
+    async def _write_locally(self, local: LocalLevel, generation: GenerationId, pin: Pin) -> None:
         problem = ""
         try:
             await local.write(self._held.images(generation))
@@ -261,10 +262,12 @@ class Writing:
             problem = str(error)
         finally:
             self._writes_locally = False
-            self._held.generations.flushed(generation)
+            self._held.generations.unpin(pin)
         await self._tell(Local(generation, problem))
 
-    async def _flush_until_durable(self, generation: GenerationId, request: Flush) -> None:
+    async def _flush_until_durable(
+        self, generation: GenerationId, request: Flush, pin: Pin
+    ) -> None:
         """Flush, with retries, until the generation is durable, superseded, dropped or damaged."""
         try:
             async with self._turn:
@@ -277,7 +280,7 @@ class Writing:
             self.flushing = None
             self._wanted.pop(generation, None)
             self._begun.discard(generation)
-            self._held.generations.flushed(generation)
+            self._held.generations.unpin(pin)
 
     def _is_overtaken(self, generation: GenerationId) -> bool:
         return any(

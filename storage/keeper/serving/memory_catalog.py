@@ -97,11 +97,11 @@ class MemoryCatalog:
         shown = self._shown().get(f"{run}/{folder}")
         if shown is None:
             raise NotFoundError("no such step is in memory", key=key)
-        self._held.generations.flushing(shown)
+        pin = self._held.generations.pin(shown)
         try:
             yield self._content(shown, name, key)
         finally:
-            self._held.generations.flushed(shown)
+            self._held.generations.unpin(pin)
 
     @contextmanager
     def _opened_image(
@@ -111,14 +111,14 @@ class MemoryCatalog:
         (rank,) = numbers
         for image in self._held.images(generation):
             if image.label.rank == rank:
-                self._held.generations.flushing(generation)
+                pin = self._held.generations.pin(generation)
                 try:
                     view = image.memory.view
                     if kind == "label":
                         view = memoryview(image.label.encode())
                     yield Content(view, image.label.created_s)
                 finally:
-                    self._held.generations.flushed(generation)
+                    self._held.generations.unpin(pin)
                 return
         with self._guards.opened(generation) as guarded:
             if guarded is None or kind != "label" or rank not in guarded.labels:

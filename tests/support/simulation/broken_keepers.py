@@ -168,8 +168,7 @@ def _unpinned() -> Iterator[Patch]:
 
 @broken("what is flushed may be written over")
 def _flushed_over() -> Iterator[Patch]:
-    yield Generations, "flushing", lambda self, id: None
-    yield Generations, "flushed", lambda self, id: None
+    yield Generations, "pin", lambda self, id: ()
 
 
 @broken("memory beyond the budget is used")

@@ -282,11 +282,11 @@ class HostKeeper(SimulatedKeeper):
 
     async def rebuild(self, reader: int, request: Rebuild) -> str:
         """Rebuild an image; return why it cannot be. See the real keeper."""
-        self.generations.flushing(request.generation)  # no slot of it is filled meanwhile
+        pin = self.generations.pin(request.generation)  # no slot of it is filled meanwhile
         try:
             return await self._make_again(reader, request)
         finally:
-            self.generations.flushed(request.generation)
+            self.generations.unpin(pin)
 
     async def _make_again(self, reader: int, request: Rebuild) -> str:
         id = request.generation

@@ -334,7 +334,7 @@ class SimulatedKeeper:
 
     def flush(self, id: GenerationId) -> Task:
         """Write a generation to storage, until that succeeds."""
-        self.generations.flushing(id)
+        pin = self.generations.pin(id)
         images = self.images(id)
         for image in images:
             image.memory.users["flush"] += 1
@@ -359,7 +359,7 @@ class SimulatedKeeper:
             self.generations.void(id)
         elif self.generations.is_agreed(id):
             self.world.committed(labels[0].world, written)
-        self.generations.flushed(id)
+        self.generations.unpin(pin)
         self.forget_unheld()
         self.told_end(id)
 
