@@ -24,6 +24,7 @@ __all__ = [
     "SIZE_SEALS",
     "Memory",
     "check_sealed",
+    "map_shared",
     "read_sealed",
     "reserved_memory",
     "sealed_bytes",
@@ -83,6 +84,13 @@ def sealed_bytes(data: bytes) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def map_shared(fd: int, nbytes: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
+    """Map the memory behind ``fd``. Raises OSError, also for 0 bytes, which cannot be mapped."""
+    if not nbytes:
+        raise OSError(errno.EINVAL, "memory of 0 bytes cannot be mapped")
+    return mmap.mmap(fd, nbytes, prot=prot)
 
 
 def check_sealed(fd: int, nbytes: int | None = None, *, unchangeable: bool = False) -> int:
@@ -152,7 +160,7 @@ class Memory:
         try:
             check_sealed(self.fd, self.nbytes)
             prot = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
-            mapped = mmap.mmap(self.fd, self.nbytes, prot=prot)
+            mapped = map_shared(self.fd, self.nbytes, prot)
         except (OSError, ValueError):
             os.close(self.fd)
             raise

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..arenas.memory import SIZE_SEALS, check_sealed
+from ..arenas.memory import SIZE_SEALS, check_sealed, map_shared
 from ..runtime.buffers import HostBuffer
 
 __all__ = ["Arena", "Window", "identity_of"]
@@ -27,8 +27,8 @@ _SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; missing in module fcntl
 
 @dataclass
 class Arena:
-    """Memory for ``slots`` pieces of up to ``slot_nbytes`` each. Raises OSError if the system has
-    no memfd. Pages are allocated on first write."""
+    """Memory for ``slots`` pieces of up to ``slot_nbytes`` each. Raises OSError if that is
+    nothing, or the system has no memfd. Pages are allocated on first write."""
 
     slot_nbytes: int
     slots: int
@@ -40,7 +40,7 @@ class Arena:
         self.fd = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.nbytes)
-            self._memory = mmap.mmap(self.fd, self.nbytes)
+            self._memory = map_shared(self.fd, self.nbytes)
             with contextlib.suppress(OSError):  # older kernel
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SIZE_SEALS)
@@ -79,12 +79,12 @@ class Arena:
 
 class Window:
     """Another rank's arena of ``nbytes``, mapped read-only. Owns ``fd``. Raises OSError if it has
-    another size or is not sealed: reading truncated memory would kill this process."""
+    another size, is empty or is not sealed: reading truncated memory would kill this process."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         try:
             self.nbytes = check_sealed(fd, nbytes)
-            self._memory = mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ)
+            self._memory = map_shared(fd, self.nbytes, mmap.PROT_READ)
         finally:
             os.close(fd)
         self._address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from holdfast.storage.arenas.memory import Memory, reserved_memory, sealed_memory
+from holdfast.storage.exchange.shared_memory import Arena, Window
+from holdfast.storage.exchange.transport import open_listener
 from holdfast.storage.state import pinned
 from holdfast.storage.state.pinned import Cuda, pin
 
@@ -33,6 +37,31 @@ def test_reserved_memory_has_all_its_pages() -> None:
     memory = reserved_memory(NBYTES)
     assert os.fstat(memory.fd).st_blocks * 512 >= NBYTES
     assert bytes(memory.view) == bytes(NBYTES)
+
+
+@pytest.mark.parametrize(
+    "mapped",
+    [
+        lambda: reserved_memory(0),
+        lambda: Memory(sealed_memory(0), 0),
+        lambda: Arena(0, 1),
+        lambda: Window(sealed_memory(0), 0),
+    ],
+    ids=["reserved", "slot", "arena", "window"],
+)
+def test_memory_of_no_bytes_is_an_error_of_the_system(mapped: Callable[[], object]) -> None:
+    """As any other that cannot be mapped: whoever does without one of those does without it, too.
+    No descriptor is left."""
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="0 bytes cannot be mapped"):
+        mapped()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_what_cannot_be_shared_is_left_out() -> None:
+    """An object of no bytes: each rank reads it for itself."""
+    with contextlib.ExitStack() as resources:
+        assert open_listener(resources, 0, 1, "host") == (None, None)
 
 
 @pytest.mark.skipif(
