@@ -96,6 +96,7 @@ def test_a_copy_killed_before_one_of_its_system_calls(
     assert len(found) > 10
 
 
+@pytest.mark.clocked
 @pytest.mark.timeout(300)
 def test_a_copy_killed_again_and_again_arrives(tmp_path: Path, seed: int) -> None:
     """The command, on images of several chunks: each time it goes further, and what it leaves is

@@ -73,6 +73,7 @@ def test_a_trainer_is_killed_while_a_step_is_captured(run: KeptRun, point: str) 
     assert len(run.status()["generations"]) <= 3
 
 
+@pytest.mark.clocked
 def test_a_killed_trainer_whose_children_live_on_is_noticed(run: KeptRun) -> None:
     """As where the workers of a data loader outlive it, and keep its line open."""
     process, _ = run.begin(Job(5, forks=True, accident=Accident(5, "kill")))
@@ -131,6 +132,7 @@ def test_what_is_on_storage_of_the_host_is_in_memory_again_after_it_has_rebooted
     assert len(list(kept.iterdir())) == 2
 
 
+@pytest.mark.clocked
 def test_trainers_wait_for_a_keeper_that_reads_what_is_on_storage_of_its_host(
     run: KeptRun,
 ) -> None:

@@ -136,6 +136,7 @@ async def test_a_signature_for_all_is_enough_for_a_driver(
     await driver.close()
 
 
+@pytest.mark.clocked
 @asynchronous
 async def test_a_signature_that_has_expired_is_an_access_error(
     root: str, azurite: Azurite, nobody: pytest.MonkeyPatch

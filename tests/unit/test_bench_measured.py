@@ -241,6 +241,7 @@ def test_a_storage_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert float(rows[1]["seconds"]) == found.by_name["save"].seconds[0]
 
 
+@pytest.mark.clocked
 @pytest.mark.parametrize("storage", ["s3://bucket/x?endpoint=http://{}", "hdfs://{}/x"])
 def test_a_storage_that_does_not_answer_is_told_soon(
     monkeypatch: pytest.MonkeyPatch, storage: str

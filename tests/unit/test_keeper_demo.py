@@ -146,7 +146,7 @@ def test_what_a_job_leaves_behind_is_ended(base: Path, sleeper: subprocess.Popen
     Hosts(base / "other").end()
     assert sleeper.poll() is None
     Hosts(base).end()
-    assert sleeper.wait(10) == -9
+    assert sleeper.wait(50) == -9
 
 
 def test_a_host_that_is_lost_is_replaced_by_an_empty_one(base: Path) -> None:

@@ -41,7 +41,7 @@ NOWHERE = "127.0.0.1:1"
 
 async def until(holds: Callable[[], bool], what: str) -> None:
     """Wait for something to become true."""
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 50
     while not holds():
         assert time.monotonic() < end_s, what
         await asyncio.sleep(0.01)
@@ -355,7 +355,7 @@ async def posted(job: KeptHosts, body: bytes, token: str = TOKEN) -> int:
 
     def post() -> int:
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=50) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code

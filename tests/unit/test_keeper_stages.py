@@ -79,7 +79,9 @@ def test_a_checkpointer_whose_keeper_writes_to_storage_of_the_host_says_when(
     """Of the steps that are due there; of the others, that they are not; and of one without such
     storage, that there is none."""
     state = {"w": torch.arange(8)}
-    keeper = holdfast.Keeper(local=tmp_path / "nvme", local_every=2, memory="64MiB", linger="60s")
+    keeper = holdfast.Keeper(
+        local=tmp_path / "nvme", local_every=2, memory="64MiB", linger="60s", deadline_s=60
+    )
     with (
         keepers_below_a_folder(),
         holdfast.Checkpointer(tmp_path / "run", every=None, keeper=keeper) as run,
@@ -87,14 +89,14 @@ def test_a_checkpointer_whose_keeper_writes_to_storage_of_the_host_says_when(
         run.resume(state)
         first = run.step(1, state)
         assert first is not None
-        first.wait(30)
+        first.wait(60)
         second = run.step(2, state)
         assert second is not None
-        second.wait(30)
-        second.local.wait(30)
+        second.wait(60)
+        second.local.wait(60)
         assert "local reached" in repr(second)
         with pytest.raises(UsageError, match="is not written to the host's storage"):
-            first.local.wait(30)
+            first.local.wait(60)
         assert not first.local.done() or first.local.status == "failed"
         (kept,) = (tmp_path / "nvme").iterdir()
         assert [path.name for path in kept.iterdir()] == ["0-2"]
