@@ -162,7 +162,8 @@ class Memory:
             prot = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
             mapped = map_shared(self.fd, self.nbytes, prot)
         except (OSError, ValueError):
-            os.close(self.fd)
+            fd, self.fd = self.fd, -1  # or __del__ would close whatever has that number by then
+            os.close(fd)
             raise
         mapped.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # older kernel

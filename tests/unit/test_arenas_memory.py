@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -56,6 +57,18 @@ def test_memory_of_no_bytes_is_an_error_of_the_system(mapped: Callable[[], objec
     with pytest.raises(OSError, match="0 bytes cannot be mapped"):
         mapped()
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_memory_that_could_not_be_mapped_closes_its_descriptor_once() -> None:
+    """Its number may be that of something else when it is collected."""
+    fd = sealed_memory(0)
+    with pytest.raises(OSError, match="0 bytes") as raised:
+        Memory(fd, 0)
+    other = os.open("/dev/null", os.O_RDONLY)
+    assert other == fd
+    del raised
+    gc.collect()
+    os.close(other)
 
 
 def test_what_cannot_be_shared_is_left_out() -> None:
