@@ -14,7 +14,7 @@ __all__ = ["run"]
 
 
 def run(src: str, dst: str, *, recursive: bool, overwrite: bool, json_output: bool) -> int:
-    """Copy, and print what was copied. Return 0 if everything was copied, 1 if something is
+    """Copy, and print the result. Return 0 if everything was copied, 1 if something is
     damaged."""
     try:
         with progress_bar("cp", lines=True) as progress:

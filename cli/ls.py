@@ -34,7 +34,7 @@ def run(uri: str, *, last: int | None, json_output: bool) -> int:
 
 
 def _instead(uri: str) -> str:
-    """Return a note on what the place holds instead of checkpoints, if that is known."""
+    """Return a note on the other contents of the place, if they are known."""
     finding = engine.run(found_at(Place.of(uri, None)))
     if finding is None:
         return ""

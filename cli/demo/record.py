@@ -65,7 +65,7 @@ class Record:
             self.saves.append(Saved(told["step"], sum(r["nbytes"] for r in reports), **slowest))
 
     def tokens_per_s(self) -> float:
-        """Return the throughput, without the first step, in which torch sets itself up."""
+        """Return the throughput, without the first step, which sets torch up."""
         steps = sorted(self.losses)[1:] or list(self.losses)
         return sum(map(self.tokens.__getitem__, steps)) / sum(map(self.seconds.__getitem__, steps))
 

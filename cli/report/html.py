@@ -148,7 +148,7 @@ def _pictures(save: SaveTelemetry, found: Sequence[Straggler]) -> Iterator[Eleme
 
 
 def _said(lines: Sequence[str], *, nobody: str) -> Element:
-    """Return the warnings as a list, or the text ``nobody`` if there are none."""
+    """Return the warnings as a list, or the text ``nobody`` if it is empty."""
     if not lines:
         return element("p", nobody)
     return element("ul", *[element("li", line, class_="alarm") for line in lines])

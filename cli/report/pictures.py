@@ -47,7 +47,7 @@ _LEAST_PART = 0.002
 
 def ranks_over_time(save: SaveTelemetry, found: Sequence[Straggler]) -> tuple[Element, int]:
     """Draw a lane for each rank, and return the chart with the number of omitted ranks. If there
-    are too many, show those that stand out and an even sample of the others."""
+    are too many, show the outliers and an even sample of the rest."""
     shown = _chosen(list(save.ranks), {slow.rank for slow in found}, _LANES)
     marked = {slow.rank for slow in found}
     lanes = [
@@ -111,7 +111,7 @@ def _tip(what: str, stage: StageReport) -> str:
 
 def heat(save: SaveTelemetry, found: Sequence[Straggler]) -> Element:
     """Draw a heat map of ranks by stages. With many ranks, several share a row, which shows the
-    slowest of them. Stages in which a rank waits have figures, but no heat."""
+    slowest of them. Waiting stages have figures, but no heat."""
     busy_s = {
         name: {r: rec.stages[name].busy_s for r, rec in save.ranks.items() if name in rec.stages}
         for name in stage_names(save)

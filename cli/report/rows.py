@@ -42,7 +42,7 @@ class Table:
 
 
 def stage_names(save: SaveTelemetry) -> list[str]:
-    """Return the stages of all ranks, in the order in which they began."""
+    """Return the stages of all ranks, in the order they began."""
     began_s: dict[str, float] = {}
     for record in save.ranks.values():
         for name, stage in record.stages.items():

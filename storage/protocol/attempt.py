@@ -119,7 +119,7 @@ async def announce(driver: Driver, contents: Mapping[str, object] | None = None)
         return await _put_marker(driver, data)
     except ExistsError:
         # Ids are unique, so the request must have been sent twice, by the client or the storage,
-        # and this is the second answer. The first marker is collected like that of a dead attempt.
+        # and this is the second answer. The first marker is collected like a dead attempt's.
         return await _put_marker(driver, data)
 
 

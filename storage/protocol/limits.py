@@ -6,7 +6,7 @@ from __future__ import annotations
 __all__ = ["CLEAN_UP_S", "GRACE_S", "IDLE_S", "TELEMETRY_S"]
 
 GRACE_S = 3600.0
-"""Time for which an attempt with a commit record is spared. Must exceed any put of a manifest."""
+"""How long an attempt with a commit record is spared. Must exceed any put of a manifest."""
 CLEAN_UP_S = 30.0
 """Time limit for a failed save to remove its files, and for a new save to remove dead savers'
 files."""

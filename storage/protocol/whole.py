@@ -1,5 +1,4 @@
-"""Commits a checkpoint for which one process has the fragments of all ranks, images already
-stored."""
+"""Commits a checkpoint whose images are stored, from the fragments of all ranks in one process."""
 
 from __future__ import annotations
 
