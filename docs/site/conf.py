@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 project = "Holdfast"
 author = "the authors of Holdfast"
 html_title = "Holdfast"
@@ -25,6 +27,7 @@ python_maximum_signature_line_length = 80
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 # The repository has the sources; a copy would only make the site larger.
 html_copy_source = False
 html_show_sphinx = False
