@@ -260,6 +260,7 @@ def interrupted_save(uri: str, rank: int) -> Any:
         return await create(self, key, nbytes)
 
     LocalDriver.create = hang  # type: ignore[method-assign]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         own = {"own": torch.full((9,), dist.get_rank())}
         return _timed(lambda: holdfast.save(uri, own, deadline_s=30))
