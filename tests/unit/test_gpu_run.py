@@ -34,6 +34,7 @@ def test_a_part_that_hangs_ends_with_all_its_processes(tmp_path, monkeypatch):
     code = (
         "import fcntl, os, signal\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"signal.signal({int(how)}, signal.SIG_DFL)  # nohup ignores SIGHUP\n"
         f"lock = open({str(path)!r}, 'w')\n"
         "fcntl.flock(lock, fcntl.LOCK_EX)\n"
         "os.fork()\n"
@@ -58,6 +59,7 @@ def test_a_run_that_is_ended_ends_its_part(tmp_path, how):
     code = (
         "import os, signal, sys, run\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"signal.signal({int(how)}, signal.SIG_DFL)  # nohup ignores SIGHUP\n"
         "run.interrupt_on_signals()\n"
         f"run.run_part('a part', [sys.executable, '-S', '-c', {part_code!r}], os.environ, 60)\n"
     )
