@@ -34,7 +34,6 @@ def test_a_part_that_hangs_ends_with_all_its_processes(tmp_path, monkeypatch):
     code = (
         "import fcntl, os, signal\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        f"signal.signal({int(how)}, signal.SIG_DFL)  # nohup ignores SIGHUP\n"
         f"lock = open({str(path)!r}, 'w')\n"
         "fcntl.flock(lock, fcntl.LOCK_EX)\n"
         "os.fork()\n"

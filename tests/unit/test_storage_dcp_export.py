@@ -150,7 +150,7 @@ def test_a_folder_is_replaced_only_if_asked(tmp_path: Path) -> None:
     uri = saved({"w": torch.ones(300), "v": torch.ones(300)})
     (tmp_path / "notes.txt").write_text("mine")
     holdfast.export(uri, tmp_path, format="dcp", file_nbytes=1)
-    with pytest.raises(holdfast.ExistsError, match="is there"):
+    with pytest.raises(holdfast.ExistsError, match="already has a model"):
         holdfast.export(uri, tmp_path, format="dcp")
     holdfast.export(uri, tmp_path, format="dcp", only=["w"], overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -160,7 +160,7 @@ def test_a_folder_is_replaced_only_if_asked(tmp_path: Path) -> None:
     ]
     theirs = tmp_path / "theirs"
     dcp.save({"w": torch.ones(2)}, checkpoint_id=theirs, no_dist=True)
-    with pytest.raises(holdfast.ExistsError, match="is there"):
+    with pytest.raises(holdfast.ExistsError, match="already has a model"):
         holdfast.export(uri, theirs, format="dcp", overwrite=True)
 
 
