@@ -304,7 +304,7 @@ def test_a_rank_that_waits_for_a_leader_that_was_started_anew_says_so(store: Any
         await new.publish_status()
         (outcome,) = await together(waiting)
         assert kinds([outcome]) == [(errors.RankFailedError, 0)]
-        assert "started anew" in str(outcome)
+        assert "was restarted" in str(outcome)
 
     run(main)
 
