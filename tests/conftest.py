@@ -121,3 +121,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
     for reason, count in sorted(reasons.items()):
         terminalreporter.write_line(f"skipped {count}: {reason}")
+    seconds = _seconds_by_file(terminalreporter)
+    if len(seconds) > 1:
+        terminalreporter.section(f"seconds by file, {sum(seconds.values()):.0f} in all")
+        for file, spent in seconds.most_common(40):
+            terminalreporter.write_line(f"{spent:7.1f}  {file}")
+
+
+def _seconds_by_file(terminalreporter: pytest.TerminalReporter) -> Counter[str]:
+    """Return the time spent in the tests of each file, fixtures included."""
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    return seconds
