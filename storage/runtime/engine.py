@@ -126,27 +126,28 @@ class EngineFuture(Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """See :meth:`Future.result`. Raises UsageError if it would never return."""
-        return super().result(self._reached(timeout))
+        self._wait(timeout)
+        return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See :meth:`Future.exception`. Raises UsageError if it would never return."""
-        return super().exception(self._reached(timeout))
+        self._wait(timeout)
+        return super().exception(0)
 
-    def _reached(self, timeout: float | None) -> float:
+    def _wait(self, timeout: float | None) -> None:
         """Wait until this is done, for at most ``timeout`` seconds; run the loop meanwhile if the
-        engine has no thread. Returns 0: there is nothing left to wait.
+        engine has no thread.
         """
         if self.done():
-            return 0.0
+            return
         check_may_wait()
         if _is_driven():
             _drive(self, timeout)
-            return 0.0
+            return
         until_s = math.inf if timeout is None else time.monotonic() + timeout
         while not self.done() and (left_s := until_s - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError, CancelledError):
                 super().exception(min(WAIT_S, left_s))
-        return 0.0
 
 
 class _Started(EngineFuture[T]):

@@ -114,11 +114,11 @@ class Ballot:
 
 
 def _are_alike(votes: Iterable[Vote]) -> bool:
-    accords = set[str]()
+    agreements = set[str]()
     equal: dict[str, str] = {}
     for vote in votes:
-        accords.add(vote.agreement)
+        agreements.add(vote.agreement)
         for name, value in vote.equal.items():
             if equal.setdefault(name, value) != value:
                 return False
-    return len(accords) == 1
+    return len(agreements) == 1
