@@ -38,7 +38,6 @@ __all__ = [
     "list_attempts",
     "probe",
     "storage_time_s",
-    "superseded",
     "time_of_marker_s",
 ]
 
@@ -141,7 +140,7 @@ async def check_marker(driver: Driver, attempt: Attempt) -> ObjectInfo:
     except NotFoundError:
         info = await _second_look(driver, attempt)
     if info.nbytes == TRIAL_NBYTES:
-        raise superseded(driver)
+        raise await lost(driver, attempt)
     return info
 
 
@@ -170,10 +169,10 @@ async def check_exclusive_puts(driver: Driver, attempt: Attempt) -> None:
     refuse it, SupersededError if another save has deleted the marker.
     """
     if not await refuses_taken(driver, attempt.marker_key):
-        raise superseded(driver)
+        raise await lost(driver, attempt)
 
 
-def superseded(driver: Driver) -> HoldfastError:
+def _superseded(driver: Driver) -> HoldfastError:
     """Build the error for an attempt aborted by a later save."""
     return SupersededError(
         "another save to this URI began later and took over",
@@ -185,19 +184,19 @@ def superseded(driver: Driver) -> HoldfastError:
 async def lost(driver: Driver, attempt: Attempt) -> HoldfastError:
     """Return the error for an attempt whose files are gone.
 
-    That is :func:`superseded`, unless no file of another save exists.
+    It says that another save took over only if a file of another save exists.
     """
     with contextlib.suppress(StorageError):
         async for info in driver.list():
             if not info.key.startswith(f"{attempt.prefix}/"):
-                return superseded(driver)
+                return _superseded(driver)
         return SupersededError(
             "the files of this save were deleted while it was in progress, and there is no other "
             "save here",
             uri=driver.uri,
             advice="Did somebody remove the folder, or did a pruning take the save for dead?",
         )
-    return superseded(driver)
+    return _superseded(driver)
 
 
 @contextlib.asynccontextmanager

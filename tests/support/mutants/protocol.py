@@ -24,7 +24,7 @@ MUTANTS = [
     Mutant(
         says="a trial that came late counts as a marker",
         file="storage/protocol/attempt.py",
-        old=("    if info.nbytes == TRIAL_NBYTES:\n        raise superseded(driver)\n"),
+        old=("    if info.nbytes == TRIAL_NBYTES:\n        raise await lost(driver, attempt)\n"),
         new="",
         tests="tests/unit/test_storage_preflight.py::test_a_trial_that_comes_late_is_taken_for_no_marker",
     ),
