@@ -152,17 +152,16 @@ bench:  ## how to run the benchmarks
 	@echo "All of them, as one table:   $(BIN)/python -m holdfast.bench --markdown FILE"
 	@echo "One by one, each with --help, and --tiny for a run of seconds:"
 	@for name in $$($(MAKE) -s bench-names); do echo "  $(BIN)/python -m holdfast.bench.$$name"; done
-	@echo "objects and hadoop want --uri; make bench-server starts a server for them."
+	@echo "client wants --uri; make bench-server starts a server for it."
 
-bench-server: $(READY)  ## one benchmark on a server of the tests: make bench-server PROGRAM=objects SERVER=s3 [SERVER_ARGS="…"] [BENCH_ARGS="…"]
+bench-server: $(READY)  ## one benchmark on a server of the tests: make bench-server PROGRAM=client SERVER=s3 [SERVER_ARGS="…"] [BENCH_ARGS="…"]
 	@test -n "$(PROGRAM)" && test -n "$(SERVER)" || { \
-		echo "usage: make bench-server PROGRAM=objects SERVER=s3, or PROGRAM=hadoop SERVER=hdfs" >&2; exit 2; }
+		echo "usage: make bench-server PROGRAM=client SERVER=s3, or SERVER=hdfs" >&2; exit 2; }
 	@$(BIN)/python tests/servers/with_server.py $(SERVER_ARGS) $(SERVER) \
 		$(BIN)/python -m holdfast.bench.$(PROGRAM) --uri {uri} $(BENCH_ARGS)
 
-# A file below bench/ that has a main() is a program.
 bench-names:
-	@{ grep -rlE '^(async )?def main\(' --include='*.py' bench || true; } | sed -e 's|^bench/||' -e 's|\.py$$||' -e 's|/|.|g' | sort
+	@grep -l '^if __name__ == "__main__":' bench/[!_]*.py | sed -e 's|^bench/||' -e 's|\.py$$||' | sort
 
 clean:  ## remove .venv, caches and build leftovers
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .grimp_cache .hypothesis

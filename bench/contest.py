@@ -3,40 +3,29 @@ same conditions."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import TypeVar
 
 from ..drivers.uri import Uri
 from ..errors import HoldfastError, StorageError
 from .machine import PeakMemory, flush, processor_s
-from .options import GIB
+from .program import GIB
 from .report import LIMIT, OURS, Series, ratio
 
 __all__ = [
-    "CHECKED",
-    "NO_TENSORS",
     "Contestant",
     "blamed",
     "blaming",
-    "busy",
     "contest",
     "header",
     "rows",
-    "shares",
 ]
 
 T = TypeVar("T")
-
-NO_TENSORS = "no tensors"
-"""The bare client with random bytes."""
-CHECKED = "checked"
-"""The limit, plus the checksums that saves and loads compute."""
 
 
 def _nothing() -> None:
@@ -134,31 +123,6 @@ def _time(contestant: Contestant, series: Series, meet: Callable[[], None]) -> N
     series.own_processor_s.append(own_stop_s - own_s)
     series.all_processor_s.append(all_stop_s - all_s)
     series.peak_nbytes.append(memory.nbytes)
-
-
-def busy(found: Sequence[Series], nbytes: int) -> list[str]:
-    """Return a line on processor time for each contestant. If client and servers share a machine, a
-    slower one may only have more to do."""
-    gib = nbytes / GIB
-    count = os.cpu_count() or 1
-    return [
-        f"{s.name}: processor time per GiB: {median(s.own_processor_s) / gib:.2f} s its own, "
-        f"{median(s.all_processor_s) / gib:.2f} s with servers and system, "
-        f"which is {median(s.all_processor_s) / (count * s.median):.0%} of what {count} "
-        f"processors had"
-        for s in found
-    ]
-
-
-def shares(found: Sequence[Series], kind: str) -> str:
-    """Return our rate as a share of each of the bare client's other two modes, as a sentence."""
-    by_name = {series.name: series for series in found}
-    ours = by_name[OURS]
-    return (
-        f"{kind}: share of the rate of the client without tensors: "
-        f"{ratio(by_name[NO_TENSORS], ours):.2f}; with checksums: "
-        f"{ratio(by_name[CHECKED], ours):.2f}"
-    )
 
 
 def header() -> list[str]:

@@ -7,11 +7,10 @@ stored in memory, so that no disk is measured. Without a GPU nothing is measured
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,18 +21,16 @@ import torch
 
 import holdfast
 
-from ..storage.arenas.control import stop
-from ..storage.arenas.folder import KEEPER_DIR_VARIABLE, keeper_folders
-from .machine import PeakMemory, describe
-from .options import GIB, TINY_GIB, bare_parser, work_folder
+from .keeper import own_keepers
+from .machine import PeakMemory
+from .program import GIB, Options, Program
 from .report import Report, Series
 
 __all__: list[str] = []
 
 WAIT_S = 100.0
-BATCH = 4096
-HIDDEN = 4096
-TINY_HIDDEN = 256
+WIDTH = 4096
+TINY_WIDTH = 256
 BYTES_A_PARAMETER = 2 + 2 + 2
 """bf16 weights, and two moments in bf16."""
 HEADER = ["", "median ms", "GB/s", "of the link", "host memory", "device memory"]
@@ -44,26 +41,21 @@ class _Bench:
     """A model and its optimizer on ``device``, and the figures so far."""
 
     device: torch.device
-    gib: float
-    runs: int
-    hidden: int
+    given: Options
     link: dict[str, float] = field(default_factory=dict)
     """Bytes per second to the host and to the device."""
     rows: list[list[str]] = field(default_factory=list)
     series: list[Series] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        layers = max(1, int(self.gib * GIB / (self.hidden**2 * BYTES_A_PARAMETER)))
+        width = TINY_WIDTH if self.given.tiny else WIDTH
+        layers = max(1, int(self.given.gib * GIB / (width**2 * BYTES_A_PARAMETER)))
+        bf16: dict[str, Any] = {"device": self.device, "dtype": torch.bfloat16}
         self.net = torch.nn.Sequential(
-            *(
-                torch.nn.Linear(self.hidden, self.hidden, device=self.device, dtype=torch.bfloat16)
-                for _ in range(layers)
-            )
+            *(torch.nn.Linear(width, width, **bf16) for _ in range(layers))
         )
         self.optim = torch.optim.AdamW(self.net.parameters(), lr=1e-4, fused=True)
-        self.batch = torch.randn(
-            min(BATCH, self.hidden), self.hidden, device=self.device, dtype=torch.bfloat16
-        )
+        self.batch = torch.randn(width, width, **bf16)
         self.state: dict[str, Any] = {"net": self.net, "optim": self.optim}
         self.step()
         moments = [s[n] for s in self.optim.state.values() for n in ("exp_avg", "exp_avg_sq")]
@@ -96,7 +88,7 @@ class _Bench:
         series = Series(name)
         device_nbytes = 0
         after(run())
-        for _ in range(self.runs):
+        for _ in range(self.given.runs):
             self.synchronize()
             with PeakMemory() as host, self._peak() as peak:
                 began_s = time.perf_counter()
@@ -119,6 +111,7 @@ class _Bench:
                 f"{device_nbytes / GIB:.2f} GiB",
             ]
         )
+        print("  " + "  ".join(self.rows[-1]), flush=True)
         return series.median
 
     @contextmanager
@@ -216,15 +209,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _keeper(bench: _Bench) -> None:
     """Measure steps that a keeper holds in memory registered with CUDA."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[KEEPER_DIR_VARIABLE] = folder
-        try:
-            with holdfast.Checkpointer(Path(folder) / "run", keeper="auto", grace_s=None) as run:
-                _kept_steps(bench, run)
-        finally:
-            for keeper in keeper_folders(Path(folder)):
-                stop(keeper)
-            del os.environ[KEEPER_DIR_VARIABLE]
+    with (
+        own_keepers(),
+        tempfile.TemporaryDirectory() as folder,
+        holdfast.Checkpointer(Path(folder) / "run", keeper="auto", grace_s=None) as run,
+    ):
+        _kept_steps(bench, run)
 
 
 def _kept_steps(bench: _Bench, run: holdfast.Checkpointer) -> None:
@@ -246,35 +236,32 @@ def _kept_steps(bench: _Bench, run: holdfast.Checkpointer) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Return 0 without a GPU. Raises AssertionError if a load is wrong."""
-    parser = bare_parser("gpu", __doc__, tiny="a run of seconds that checks results, not speed")
-    parser.add_argument("--gib", type=float, default=2.0, help="size of the state (default: 2)")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each (default: 5)")
-    parser.add_argument(
-        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: only to try this program"
-    )
-    given = parser.parse_args(argv)
-    if given.device == "cuda" and not torch.cuda.is_available():
+def _report(given: Options, folder: Path) -> Report:
+    device = given.own.device
+    if device == "cuda" and not torch.cuda.is_available():
         print("gpu: there is no GPU here; nothing was measured")
-        return 0
-    gib, runs, hidden = given.gib, given.runs, HIDDEN
-    if given.tiny:
-        gib, runs, hidden = TINY_GIB, 1, TINY_HIDDEN
-    bench = _Bench(torch.device(given.device), gib, runs, hidden)
-    with work_folder(given.dir) as folder:
-        machine = describe(folder)
-    if given.device == "cuda":
-        machine["gpu"] = torch.cuda.get_device_name()
-    title = f"A state of {bench.nbytes / 1e9:.2f} GB on {given.device}, {runs} runs"
-    try:
-        for part in (_links, _captures, _stalls, _keeper, _restore):
-            part(bench)
-    finally:  # report the figures so far, also after a failure or interruption
-        Report("gpu", title, machine, HEADER, bench.rows, series=bench.series).emit(
-            given.json, given.svg
-        )
-    return 0
+        sys.exit()
+    bench = _Bench(torch.device(device), given)
+    for part in (_links, _captures, _stalls, _keeper, _restore):
+        part(bench)
+    return Report(
+        f"A state of {bench.nbytes / 1e9:.2f} GB on {device}, {given.runs} runs",
+        HEADER,
+        bench.rows,
+        series=bench.series,
+        machine={"gpu": torch.cuda.get_device_name()} if device == "cuda" else {},
+    )
+
+
+main = Program(
+    "gpu",
+    __doc__,
+    _report,
+    gib=2.0,
+    own=lambda parser: parser.add_argument(
+        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: only for a trial"
+    ),
+)
 
 
 if __name__ == "__main__":

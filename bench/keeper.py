@@ -30,6 +30,7 @@ from pathlib import Path
 import holdfast
 
 from ..core.decoded_json import int_in, object_in
+from ..drivers.uri import parse
 from ..storage.arenas.control import status_of, stop
 from ..storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder, keeper_folders
 from ..storage.arenas.messages import Flush
@@ -38,15 +39,13 @@ from ..storage.runtime.engine import CPU_THREADS, start
 from ..storage.state.bits import copy_memory
 from ..storage.training.run_identity import RUN_KEY
 from .contest import Contestant, contest, header, rows
-from .load import contestant as cold_load
-from .machine import describe, sync_tree
-from .options import GIB, TINY_GIB, Options, work_folder
-from .options import parse as parse_options
+from .machine import drop_caches, sync_tree
 from .peers.through_dcp import THROUGH_DCP
+from .program import GIB, Options, Program
 from .report import Report, Series, Target, ratio
 from .states import State, build, digests, nbytes_of, zero
 
-__all__: list[str] = []
+__all__ = ["own_keepers"]
 
 PIECE_NBYTES = 16 << 20
 FLUSHED_S = 120.0
@@ -228,7 +227,7 @@ def _save(uri: Path, state: State) -> None:
 
 def _compare(state: State, expected: dict[str, bytes]) -> None:
     if digests(state) != expected:
-        raise AssertionError("the resumed state is not the kept one")
+        raise AssertionError("the loaded state is not the kept one")
 
 
 def _contestants(
@@ -241,7 +240,15 @@ def _contestants(
     left.warm_up(1)
     left.close()
     (dcp,) = [peer for peer in THROUGH_DCP if peer.name == "DCP"]
-    cold = cold_load(dcp, folder / "dcp", state, expected)
+    cold = parse(folder / "dcp")
+    dcp.save(cold, state)
+    sync_tree(folder)
+
+    def make_cold() -> None:
+        zero(state)
+        drop_caches(folder / "dcp")
+
+    compare = partial(_compare, state, expected)
     saved = folder / "saved"
     return [
         Contestant(MEMCPY, _Copies(nbytes_of(state)).run),
@@ -252,9 +259,9 @@ def _contestants(
             RESTORE,
             partial(_resume, folder / "left", state),
             before=partial(zero, state),
-            after=partial(_compare, state, expected),
+            after=compare,
         ),
-        Contestant(DCP, cold.run, cold.before, cold.after),
+        Contestant(DCP, partial(dcp.load, cold, state), make_cold, compare),
         Contestant(
             FLUSH,
             partial(kept.flush, folder / "from memory"),
@@ -267,24 +274,15 @@ def _contestants(
 
 def _targets(found: Sequence[Series], blocked_ms: float) -> list[Target]:
     by_name = {series.name: series for series in found}
-    memcpy, restore = by_name[MEMCPY], by_name[RESTORE]
+
+    def faster(name: str, than: str) -> float:
+        return ratio(by_name[than], by_name[name])
+
     return [
-        Target(
-            "capture, share of memcpy's rate", ratio(memcpy, by_name[CAPTURE]), 0.9, at_least=True
-        ),
-        Target("resume, share of memcpy's rate", ratio(memcpy, restore), 0.5, at_least=True),
-        Target(
-            "resume, times faster than DCP's cold load",
-            ratio(by_name[DCP], restore),
-            8,
-            at_least=True,
-        ),
-        Target(
-            "flush, share of a save's rate",
-            ratio(by_name[SAVE], by_name[FLUSH]),
-            0.9,
-            at_least=True,
-        ),
+        Target("capture, share of memcpy's rate", faster(CAPTURE, MEMCPY), 0.9, at_least=True),
+        Target("resume, share of memcpy's rate", faster(RESTORE, MEMCPY), 0.5, at_least=True),
+        Target("resume, times faster than DCP's cold load", faster(RESTORE, DCP), 8, at_least=True),
+        Target("flush, share of a save's rate", faster(FLUSH, SAVE), 0.9, at_least=True),
         Target(
             "block of a trainer in Python, ms per GiB",
             blocked_ms,
@@ -295,7 +293,7 @@ def _targets(found: Sequence[Series], blocked_ms: float) -> list[Target]:
 
 
 @contextmanager
-def _keepers() -> Iterator[None]:
+def own_keepers() -> Iterator[None]:
     """Use separate keepers for this program, and stop them at the end."""
     before = os.environ.get(KEEPER_DIR_VARIABLE)
     with tempfile.TemporaryDirectory(prefix="hk") as base:
@@ -310,34 +308,26 @@ def _keepers() -> Iterator[None]:
                 os.environ[KEEPER_DIR_VARIABLE] = before
 
 
-def _measured(folder: Path, options: Options) -> Report:
-    state = build(TINY_GIB if options.tiny else options.gib)
-    with _keepers(), ExitStack() as stack:
+def _report(given: Options, folder: Path) -> Report:
+    state = build(given.gib)
+    with own_keepers(), ExitStack() as stack:
         kept = _Kept(folder / "kept", state)
         blocked = _Blocked(kept.capture)
         contestants = _contestants(kept, blocked, folder, state, stack)
-        found = contest(contestants, options.runs, options.settle_s)
+        found = contest(contestants, given.runs, given.settle_s)
     nbytes = nbytes_of(state)
-    targets = [] if options.tiny else _targets(found, blocked.per_gib_ms(nbytes))
     return Report(
-        "keeper",
         f"Steps in memory: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one process, "
-        f"{options.runs} rounds",
-        describe(folder),
+        f"{given.runs} rounds",
         header(),
         rows(found, nbytes),
-        targets,
+        _targets(found, blocked.per_gib_ms(nbytes)),
         [blocked.note()],
         series=found,
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Raises AssertionError if a state comes back changed."""
-    options = parse_options("keeper", __doc__, argv, gib=2.0)
-    with work_folder(options.folder) as folder:
-        _measured(folder, options).emit(options.json, options.svg)
-    return 0
+main = Program("keeper", __doc__, _report, gib=2.0)
 
 
 if __name__ == "__main__":

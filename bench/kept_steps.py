@@ -12,12 +12,9 @@ the next one begins: if a step is too short for its bytes, some are not.
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +25,14 @@ from torch.distributed.device_mesh import init_device_mesh
 import holdfast
 
 from ..core.decoded_json import int_in, object_in
-from ..storage.arenas.control import status_of, stop
-from ..storage.arenas.folder import KEEPER_DIR_VARIABLE, keeper_folders
-from .machine import describe
+from ..storage.arenas.control import status_of
+from ..storage.arenas.folder import keeper_folders
+from .keeper import own_keepers
 from .meshes import split_evenly
-from .options import GIB, Options, options, parser, work_folder
+from .program import GIB, Options, Program, joined, launched
 from .report import Report, Series, Target
 from .states import build, nbytes_of
 from .training import Training
-from .workers import joined, leave_findings, run_ranks
 
 __all__: list[str] = []
 
@@ -59,7 +55,7 @@ LONGER_PERCENT = 5.0
 class _Steps:
     """The work of one rank."""
 
-    def __init__(self, folder: Path, given: Options, rank: int) -> None:
+    def __init__(self, given: Options, rank: int) -> None:
         share = build(SHARED_GIB, seed=rank, share=round(SHARED_GIB * HOSTS / given.gib))
         self.nbytes = nbytes_of(share)
         self._training = Training(share, TINY_STEP_S if given.tiny else STEP_S)
@@ -73,7 +69,7 @@ class _Steps:
             linger="2min",
             deadline_s=KEPT_S,
         )
-        self._run = holdfast.Checkpointer(folder / "run", keeper=keeper, grace_s=None)
+        self._run = holdfast.Checkpointer(given.folder / "run", keeper=keeper, grace_s=None)
         self._number = 0
 
     def alone(self) -> float:
@@ -139,20 +135,17 @@ def _everywhere(here: bool) -> bool:
     return bool(told)
 
 
-def _measure(folder: Path, given: Options) -> dict[str, Any]:
+def _measure(given: Options, task: object) -> dict[str, Any]:
     """Measure in a worker. Return the seconds of steps by kind, and the numbers of skipped and
     protected steps."""
-    with joined() as (rank, _), tempfile.TemporaryDirectory(prefix="hk") as base:
-        os.environ[KEEPER_DIR_VARIABLE] = base
-        steps = _Steps(folder, given, rank)
+    with joined() as (rank, _), own_keepers():
+        steps = _Steps(given, rank)
         try:
             for _ in range(WARM_UP_STEPS):
                 steps.settle()
             return _rounds(steps, given)
         finally:
             steps.close()
-            for keeper in keeper_folders(Path(base)):
-                stop(keeper)
 
 
 def _rounds(steps: _Steps, given: Options) -> dict[str, Any]:
@@ -180,7 +173,8 @@ def _longer_percent(alone: Series, kept: Series) -> float:
     return 100.0 * (statistics.median(ratios) - 1)
 
 
-def _report(told: Sequence[dict[str, Any]], given: Options, machine: dict[str, str]) -> Report:
+def _report(given: Options, folder: Path) -> Report:
+    told = launched(given, folder, world=HOSTS)
     found = []
     for name in (ALONE, KEPT):
         of_ranks = [rank["seconds"][name] for rank in told]
@@ -190,48 +184,28 @@ def _report(told: Sequence[dict[str, Any]], given: Options, machine: dict[str, s
     count = len(kept.seconds)
     protected = min(of["protected"] for of in told)
     left_out = max(of["left_out"] for of in told)
-    targets = []
-    if not given.tiny:
-        targets = [
-            Target("slowdown of steps, %", longer, LONGER_PERCENT, at_least=False),
-            Target("share of protected steps", protected / count, 0.95, at_least=True),
-        ]
     return Report(
-        "kept_steps",
         f"Steps on {HOSTS} hosts, {told[0]['nbytes'] / GIB:.3f} GiB each, {given.runs} rounds of "
         f"{STEPS} steps",
-        machine,
         ["", "median s", "min s", "max s", "longer by"],
         [
             [
                 series.name,
-                f"{series.median:.3f}",
-                f"{min(series.seconds):.3f}",
-                f"{max(series.seconds):.3f}",
+                *(f"{x:.3f}" for x in (series.median, min(series.seconds), max(series.seconds))),
                 "–" if series is alone else f"{longer:+.1f} %",
             ]
             for series in found
         ],
-        targets,
+        [
+            Target("slowdown of steps, %", longer, LONGER_PERCENT, at_least=False),
+            Target("share of protected steps", protected / count, 0.95, at_least=True),
+        ],
         [f"of {count} steps, {left_out} were not kept, and {protected} were protected"],
         series=found,
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Raises RuntimeError if a rank fails."""
-    arguments = parser("kept_steps", __doc__, gib=0.2)
-    arguments.add_argument("--worker", action="store_true", help="for internal use")
-    arguments.add_argument("--findings", help="for internal use")
-    parsed = arguments.parse_args(argv)
-    given = options(parsed)
-    if parsed.worker:
-        leave_findings(parsed.findings, _measure(given.folder, given))
-        return 0
-    with work_folder(given.folder) as folder:
-        told = run_ranks("kept_steps", HOSTS, [*given.arguments(folder), "--worker"])
-        _report(told, given, describe(folder)).emit(given.json, given.svg)
-    return 0
+main = Program("kept_steps", __doc__, _report, gib=0.2, work=_measure)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import holdfast
 
-from .limits import Memcpy
-from .machine import describe
-from .options import Options, work_folder
-from .report import Report, Series, Target
-from .states import State, build, digests
+from .program import Options, Program, each_alone
+from .report import OURS, Report, Series, Target
+from .states import Memcpy, State, build, digests
 from .training import KINDS, Training
-from .workers import each_alone
 
 __all__: list[str] = []
 
@@ -49,6 +46,15 @@ LENGTHS = (1, 2, COPIES_A_STEP)
 """Lengths of steps with a save at each."""
 LEAST_STEPS = 6
 CALIBRATED_GIB = 1.0
+HEADER = [
+    "",
+    "stall, median ms",
+    "stall, max ms",
+    "step alone s",
+    "step during save s",
+    "longer",
+    "s per step and save",
+]
 STILL_MS = 5.0
 ARM_MS_PER_GIB = 10.0
 """The state is in host memory here, so the call arms its pages. With huge pages
@@ -147,43 +153,37 @@ class _DCPProcess(_DCP):
 
 
 CONTESTANTS: dict[str, Callable[[Path], Any]] = {
-    "holdfast": _Holdfast,
+    OURS: _Holdfast,
     "DCP": _DCP,
     "DCP, process": _DCPProcess,
 }
 
 
-def _measure(name: str, given: Options, step_s: float) -> list[dict[str, Any]]:
+def _measure(given: Options, task: dict[str, Any]) -> list[dict[str, Any]]:
     """Measure in a worker: the stalls per save; steps without and during saves, by kind; rounds of
     a step and a save; and, for Holdfast, stalls with modules."""
-    found = []
-    with work_folder(given.folder) as folder:
-        if name != "holdfast":
-            dist.init_process_group(
-                "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
-            )
-        state = build(given.gib)
-        clocks = _Clocks()
-        training = Training(state, step_s)
-        saver = CONTESTANTS[name](folder)
-        clocks.made_all()
-        for step in (-1, 0):  # the first allocates memory and does not count
-            saver.save(step + 2, state)
-            saver.wait()
-        rounds = _Rounds(name, saver, training, clocks)
-        for kind in _kinds(name):
-            found += rounds.beside(kind, state, given.runs)
+    name: str = task["name"]
+    folder = given.folder
+    if name != OURS:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    state = build(given.gib)
+    clocks = _Clocks()
+    training = Training(state, task["step_s"])
+    saver = CONTESTANTS[name](folder)
+    clocks.made_all()
+    for step in (1, 2):  # the first allocates memory and does not count
+        saver.save(step, state)
+        saver.wait()
+    rounds = _Rounds(name, saver, training, clocks)
+    found = [each for kind in _kinds(name) for each in rounds.beside(kind, state, given.runs)]
+    steps = 1 if given.tiny else max(LEAST_STEPS, given.runs)
+    found += [rounds.every_step(state, steps, copies) for copies in LENGTHS]
+    if name == OURS:
+        found.append(rounds.beside("accelerator", _modules(training, state), given.runs)[0])
         if given.tiny:
-            steps = 1
-        else:
-            steps = max(LEAST_STEPS, given.runs)
-        found += [rounds.every_step(state, steps, copies) for copies in LENGTHS]
-        if name == "holdfast":
-            found.append(rounds.beside("accelerator", _modules(training, state), given.runs)[0])
-        if given.tiny and name == "holdfast":
             _check(folder, training, state)
-        if name != "holdfast":
-            dist.destroy_process_group()
+    else:
+        dist.destroy_process_group()
     return [vars(series) for series in found]
 
 
@@ -280,12 +280,12 @@ def _table(found: dict[str, list[Series]]) -> list[list[str]]:
             rows.append([f"{name}, {_every(copies)}", *["–"] * 5, f"{series[at].median:.2f}"])
     return [
         *rows,
-        ["holdfast, a module and its optimizer", *_still_ms(found["holdfast"][-1]), *["–"] * 4],
+        ["holdfast, a module and its optimizer", *_still_ms(found[OURS][-1]), *["–"] * 4],
     ]
 
 
 def _kinds(name: str) -> list[str]:
-    if name == "holdfast":
+    if name == OURS:
         return list(KINDS)
     return ["accelerator"]
 
@@ -304,53 +304,37 @@ def _inflation(plain: Series, beside: Series) -> float:
     return statistics.median(b / a for a, b in zip(plain.seconds, beside.seconds, strict=True)) - 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
-    return each_alone("lazy", __doc__, list(CONTESTANTS), _measure, _report, argv, _step_s)
-
-
-def _report(found: dict[str, list[Series]], given: Options, folder: Path) -> Report:
-    ours = found["holdfast"]
+def _report(given: Options, folder: Path) -> Report:
+    found = each_alone(given, folder, CONTESTANTS, step_s=_step_s(given))
+    ours = found[OURS]
     still_ms = STILL_MS + ARM_MS_PER_GIB * given.gib
+    slower = 100 * _inflation(ours[1], ours[2])
     targets = [
         Target("stall per save, ms", 1e3 * ours[0].median, still_ms, at_least=False),
         Target("stall per save of modules, ms", 1e3 * ours[-1].median, still_ms, at_least=False),
-        Target(
-            "slowdown of steps during a save, %, accelerator",
-            100 * _inflation(ours[1], ours[2]),
-            3.0,
-            at_least=False,
-        ),
+        Target("slowdown of steps during a save, %, accelerator", slower, 3.0, at_least=False),
     ]
     if "DCP" in found:
         every = zip(LENGTHS, found["DCP"][3:], ours[3 * len(KINDS) :], strict=False)
-        for copies, theirs, mine in every:
-            times = theirs.median / mine.median
-            targets.append(
-                Target(f"{_every(copies)}, faster than DCP by", times, 2.0, at_least=True)
+        targets += [
+            Target(
+                f"{_every(copies)}, faster than DCP by",
+                theirs.median / mine.median,
+                2.0,
+                at_least=True,
             )
-    if given.tiny:
-        targets = []
+            for copies, theirs, mine in every
+        ]
     return Report(
-        "lazy",
-        (
-            f"Effect on training of saves of about {given.gib:g} GiB at every step, "
-            f"{given.runs} steps"
-        ),
-        describe(folder),
-        [
-            "",
-            "stall, median ms",
-            "stall, max ms",
-            "step alone s",
-            "step during save s",
-            "longer",
-            "s per step and save",
-        ],
+        f"Effect on training of saves of about {given.gib:g} GiB at every step, {given.runs} steps",
+        HEADER,
         _table(found),
         targets,
         series=[series for group in found.values() for series in group],
     )
+
+
+main = Program("lazy", __doc__, _report, work=_measure)
 
 
 if __name__ == "__main__":

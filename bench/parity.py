@@ -9,8 +9,9 @@ bypass the cache and are faster on some machines.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -18,8 +19,7 @@ import numpy as np
 from ..storage.keeper.parity.galois import Bytes, Isal, find_isal, make_pq, make_xor, recover
 from ..storage.runtime.buffers import HostBuffer
 from .contest import Contestant, contest
-from .machine import describe
-from .options import GIB, Options, parse, work_folder
+from .program import GIB, Options, Program
 from .ratios import median_ratio
 from .report import Report, Series, Target
 
@@ -151,25 +151,24 @@ def _compare(made: Bytes, expected: Bytes) -> None:
         raise AssertionError("the parity that was made is wrong")
 
 
-def _report(options: Options, isal: Isal | None, machine: dict[str, str]) -> Report:
-    memory = _Memory(int(options.gib * GIB))
+def _report(given: Options, folder: Path) -> Report:
+    memory = _Memory(int(given.gib * GIB))
+    isal = find_isal()
     ways = _ways(memory, isal)
     contestants = [
         Contestant(MEMCPY, memory.copy),
         *(Contestant(way.name, way.run, way.before, way.check) for way in ways),
     ]
-    found = contest(contestants, options.runs, options.settle_s)
+    found = contest(contestants, given.runs, given.settle_s)
     copied_s = found[0].own_processor_s
     shares = [median_ratio(copied_s, series.own_processor_s) for series in found]
     targets = [
         Target(f"{way.name}: of the rate of a memcpy", share, way.share_min, at_least=True)
         for way, share in zip(ways, shares[1:], strict=True)
-        if way.share_min is not None and not options.tiny
+        if way.share_min is not None
     ]
     return Report(
-        "parity",
-        f"Parity: {memory.nbytes / 1e9:.2f} GB of data, one thread, {options.runs} rounds",
-        machine,
+        f"Parity: {memory.nbytes / 1e9:.2f} GB of data, one thread, {given.runs} rounds",
         ["", "CPU s", "GB/s", "of memcpy"],
         [_row(series, share, memory.nbytes) for series, share in zip(found, shares, strict=True)],
         targets,
@@ -183,14 +182,7 @@ def _row(series: Series, share: float, nbytes: int) -> list[str]:
     return [series.name, f"{busy_s:.3f}", f"{nbytes / busy_s / 1e9:.2f}", f"{share:.2f}"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Return 1 if a target was missed. Raises AssertionError if parity is
-    wrong."""
-    options = parse("parity", __doc__, argv, gib=1.0)
-    with work_folder(options.folder) as folder:
-        report = _report(options, find_isal(), describe(folder))
-    report.emit(options.json, options.svg)
-    return int(any(not target.met for target in report.targets))
+main = Program("parity", __doc__, _report, gib=1.0)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,15 @@ the messages of all ranks are merged. Times are processor times on one core.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,16 +31,10 @@ from ..storage.state.filling.targets import match
 from ..storage.state.flattening.flatten import flatten
 from ..storage.state.plan import Agreed, plan_save
 from .llama import KINDS, MODEL, TINY, Job
-from .machine import PeakMemory, describe, map_large_blocks
-from .options import bare_parser
-from .planning_found import HEADER, Found, draw, targets_of
-from .planning_ranks import (
-    Beginning,
-    agreed_by_mesh,
-    fragments_by_twins,
-    fragments_of,
-)
-from .report import Report, Series
+from .machine import PeakMemory, map_large_blocks
+from .planning_ranks import Beginning, agreed_by_mesh, fragments_by_twins, fragments_of
+from .program import Options, Program
+from .report import Report, Series, Target
 from .simulated.fragments import by_host, fragment_told
 
 __all__: list[str] = []
@@ -47,8 +44,107 @@ DATA_PARALLEL = (8, 70, 128, 781)
 MERGED_RANKS_MAX = 100_000
 APART_RANKS_MAX = 8_960
 """Limit of jobs in which each rank plans for itself."""
+JUDGED_RANKS = 8_960
+"""Size of the jobs with targets."""
 SAMPLES = 5
 REPEATS = 9
+MIB = 1 << 20
+
+
+@dataclass
+class Found:
+    """Result for one job. Times are seconds of one processor, per rank or on the leader."""
+
+    job: Job
+    first_s: list[float] = field(default_factory=list)
+    again_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+    tensors: int = 0
+    shards: list[int] = field(default_factory=list)
+    fragment_nbytes: list[int] = field(default_factory=list)
+    again_nbytes: list[int] = field(default_factory=list)
+    host_nbytes: int = 0
+    """First message of a host to the leader."""
+    stated_nbytes: tuple[int, int] = (0, 0)
+    """Messages of a rank at the start of a save: the first time, and again."""
+    lead_s: tuple[float, float] = (0.0, 0.0)
+    merge_s: float = 0.0
+    merge_nbytes: int = 0
+    decode_s: float = 0.0
+    """Decoding and checking the manifest, which one rank per host does."""
+    verified_s: list[float] = field(default_factory=list)
+    """Decoding the rows that a rank wants, which the other ranks do."""
+    verified_nbytes: int = 0
+    manifest_nbytes: int = 0
+    stored: int = 0
+    """Shards of all ranks."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.job.kind}, {self.job.world:,} ranks"
+
+    def row(self) -> list[str]:
+        """Return the columns; zeros are of parts that were not run."""
+        return [self.name, *(f"{figure:.3g}" for _, figure in self.figures())]
+
+    def figures(self) -> list[tuple[str, float]]:
+        """Return the figures with their names and units."""
+        return [
+            ("tensors", self.tensors),
+            ("shards", max(self.shards)),
+            ("first ms", max(self.first_s) * 1e3),
+            ("again ms", max(self.again_s) * 1e3),
+            ("fragment kB", max(self.fragment_nbytes) / 1e3),
+            ("again kB", max(self.again_nbytes) / 1e3),
+            ("begin kB", self.stated_nbytes[0] / 1e3),
+            ("again kB", self.stated_nbytes[1] / 1e3),
+            ("leader s", self.lead_s[0]),
+            ("again s", self.lead_s[1]),
+            ("host kB", self.host_nbytes / 1e3),
+            ("merge s", self.merge_s),
+            ("merge MiB", self.merge_nbytes / MIB),
+            ("manifest MB", self.manifest_nbytes / 1e6),
+            ("checking it s", self.decode_s),
+            ("of it ms", max(self.verified_s, default=0) * 1e3),
+            ("of it MiB", self.verified_nbytes / MIB),
+            ("load plan ms", max(self.load_s, default=0) * 1e3),
+        ]
+
+
+GROWING: dict[str, Callable[[Found], float]] = {
+    "a first plan per tensor and shard": lambda f: (
+        statistics.median(f.first_s) / (f.tensors + statistics.median(f.shards))
+    ),
+    "merge per shard": lambda f: f.merge_s / f.stored,
+    "a merge's memory per shard": lambda f: f.merge_nbytes / f.stored,
+    "a manifest per shard": lambda f: f.manifest_nbytes / f.stored,
+}
+"""Figures that should hardly grow with the number of ranks."""
+
+
+def _targets(all_found: Sequence[Found]) -> list[Target]:
+    """Return the targets of the jobs with :data:`JUDGED_RANKS`, and the limits of growth, each
+    relative to the smallest job of the same kind."""
+    out = []
+    judged = [found for found in all_found if found.job.world == JUDGED_RANKS]
+    if judged:
+        bounds = {
+            "first ms": 1000.0,
+            "again ms": 5.0,
+            "merge s": 10.0,
+            "manifest MB": 100.0,
+            "load plan ms": 1000.0,
+        }
+        for name, bound in bounds.items():
+            worst = max(dict(found.figures()[2:4] + found.figures()[8:])[name] for found in judged)
+            title = f"{name}, {JUDGED_RANKS:,} ranks"
+            out.append(Target(title, worst, bound, at_least=False))
+    merged = sorted((found for found in all_found if found.stored), key=lambda f: -f.job.world)
+    least = {found.job.kind: found for found in merged}
+    for name, of in GROWING.items():
+        grown = max((of(found) / of(least[found.job.kind]) for found in merged), default=1.0)
+        out.append(Target(f"growth of {name} with the ranks", grown, 1.5, at_least=False))
+    return out
 
 
 def _sample(found: Found, rank: int) -> bytes:
@@ -167,61 +263,47 @@ def _measured(job: Job, target: Job, merged_max: int) -> Found:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Raises AssertionError if a layout does not fit."""
-    arguments = bare_parser("planning", __doc__, tiny="a small model on 16 and 64 ranks")
-    arguments.add_argument(
-        "--dp", type=int, nargs="+", default=DATA_PARALLEL, help="data-parallel ranks of each job"
-    )
-    arguments.add_argument(
-        "--merged-ranks-max", type=int, default=MERGED_RANKS_MAX, help="larger jobs are not merged"
-    )
-    arguments.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="what data parallelism splits"
-    )
-    given = arguments.parse_args(argv)
+def _report(given: Options, folder: Path) -> Report:
     map_large_blocks()
+    model, tp, pp, sizes = MODEL, 8, 16, given.own.dp
     if given.tiny:
-        model, tp, pp = (TINY, 2, 2)
-    else:
-        model, tp, pp = (MODEL, 8, 16)
-    if given.tiny:
-        sizes = (4, 16)
-    else:
-        sizes = given.dp
+        model, tp, pp, sizes = TINY, 2, 2, (4, 16)
     found = [
         _measured(
             Job(model, kind, tp, pp, dp),
             Job(model, "ZeRO-3", tp, pp // 2, dp),
-            given.merged_ranks_max,
+            given.own.merged_ranks_max,
         )
-        for kind in given.kinds
+        for kind in given.own.kinds
         for dp in sizes
     ]
-    series = [
-        Series(f"{f.name}: {what}", s)
-        for f in found
-        for what, s in (("first", f.first_s), ("again", f.again_s))
-    ]
-    targets = targets_of(found)
-    if given.tiny:
-        targets = []
-    report = Report(
-        "planning",
-        (
-            "Planning of Llama-3 405B with Adam, TP 8 × PP 16 × DP; the slowest of some ranks, "
-            "processor time"
-        ),
-        describe(given.dir),
-        HEADER,
+    return Report(
+        "Planning of Llama-3 405B with Adam, TP 8 × PP 16 × DP; the slowest of some ranks, "
+        "processor time",
+        ["", *(name for name, _ in found[0].figures())],
         [f.row() for f in found],
-        targets,
-        series=series,
+        _targets(found),
+        series=[
+            Series(f"{f.name}: {what}", s)
+            for f in found
+            for what, s in (("first", f.first_s), ("again", f.again_s))
+        ],
     )
-    report.emit(given.json)
-    if given.svg:
-        draw(found, given.svg)
-    return 0
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dp", type=int, nargs="+", default=DATA_PARALLEL, help="data-parallel ranks of each job"
+    )
+    parser.add_argument(
+        "--merged-ranks-max", type=int, default=MERGED_RANKS_MAX, help="larger jobs are not merged"
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="what data parallelism splits"
+    )
+
+
+main = Program("planning", __doc__, _report, own=_add_options)
 
 
 if __name__ == "__main__":

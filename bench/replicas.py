@@ -1,10 +1,9 @@
 """Measures cold loads of the same state by four ranks of one host: each byte read once and passed
 on, next to all ranks reading everything.
 
-Times are those of the whole job, from a barrier before to a barrier after. In the limit (``bare``),
-each rank reads a quarter of a replica's bytes, and each copies all of them into its tensors during
-the reads, without any planning, verification or agreement. Another contestant reads the quarters
-and discards them: the storage's own rate, which four replicas cannot reach.
+Times are those of the whole job, from a barrier before to a barrier after. In the limit, each rank
+reads a quarter of a replica's bytes and discards them: the storage's own rate, which four replicas
+cannot reach, because each of them also copies everything.
 """
 
 from __future__ import annotations
@@ -21,28 +20,24 @@ import torch.distributed as dist
 
 import holdfast
 
-from .bare import BareReplicas
 from .contest import header, rows
 from .limit.raw_file import RawFile
-from .machine import PeakMemory, describe, drop_caches, flush, read_from_device_nbytes
-from .options import Options, options, parser, work_folder
+from .machine import PeakMemory, drop_caches, flush, read_from_device_nbytes
+from .program import Options, Program, joined, launched
 from .report import LIMIT, OURS, Report, Series, Target, ratio
 from .states import State, build, digests, nbytes_of, zero
-from .workers import joined, leave_findings, run_ranks
 
 __all__: list[str] = []
 
 WORLD = 4
-READS = "quarters read, nothing copied"
 ALONE = "holdfast, exchange=False"
 DCP = "DCP"
-OF_THE_LIMIT = 0.85
-TIMES_READ = 1.01
 
 
-def _measure(folder: Path, given: Options) -> dict[str, Any]:
+def _measure(given: Options, task: object) -> dict[str, Any]:
     """Measure in a worker. Return the seconds, memory, and bytes requested from the storage and
     fetched from the device, by contestant and round."""
+    folder = given.folder
     with joined() as (rank, world):
         state = build(given.gib)
         expected = digests(state)
@@ -53,7 +48,7 @@ def _measure(folder: Path, given: Options) -> dict[str, Any]:
             for name, load in contestants.items():
                 zero(state)
                 told = _timed(load, folder, rank, given.settle_s)
-                if name not in (LIMIT, READS) and digests(state) != expected:
+                if name != LIMIT and digests(state) != expected:
                     raise AssertionError(f"{name}: what was loaded is not what was saved")
                 for key, value in (
                     told.items() if number or given.tiny else ()
@@ -68,7 +63,6 @@ def _contestants(
     """Return each contestant's work on this rank. It returns the bytes requested, if known."""
     raw = RawFile(folder / f"raw-{rank}", nbytes_of(state) // world, preallocate=True)
     raw.write()
-    bare = BareReplicas(folder, state)
     holdfast.save(folder / "ours", state)
     holdfast.release_memory()  # or the load would reuse, uncounted, memory kept from the save
 
@@ -77,15 +71,11 @@ def _contestants(
         holdfast.load(folder / "ours", into=state, exchange=exchange, on_report=reports.append)
         return reports[0].bytes_read
 
-    def reads() -> int:
+    def limit() -> int:
         raw.read()
         return raw.nbytes
 
-    def limit() -> int:
-        bare.run()
-        return bare.nbytes
-
-    out: dict[str, Callable[[], int | None]] = {READS: reads, LIMIT: limit}
+    out: dict[str, Callable[[], int | None]] = {LIMIT: limit}
     out[OURS] = lambda: ours(given.tiny or "auto")  # by default, small loads are not exchanged
     out[ALONE] = lambda: ours(False)
     if not given.alone:
@@ -147,61 +137,35 @@ def _joined(told: Sequence[dict[str, Any]]) -> tuple[list[Series], dict[str, tup
     return found, times
 
 
-def _targets(found: Sequence[Series], times: dict[str, tuple[float, float]]) -> list[Target]:
-    series = {s.name: s for s in found}
-    return [
-        Target(
-            "load of four replicas, of the limit",
-            ratio(series[LIMIT], series[OURS]),
-            OF_THE_LIMIT,
-            at_least=True,
-        ),
-        Target(
-            "bytes asked of the storage, in replicas", times[OURS][0], TIMES_READ, at_least=False
-        ),
-    ]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Raises RuntimeError if a rank fails, or if a state comes back changed."""
-    arguments = parser("replicas", __doc__, gib=1.0)
-    arguments.add_argument("--worker", action="store_true", help="for internal use")
-    arguments.add_argument("--findings", help="for internal use")
-    parsed = arguments.parse_args(argv)
-    given = options(parsed)
-    if parsed.worker:
-        leave_findings(parsed.findings, _measure(given.folder, given))
-        return 0
-    with work_folder(given.folder) as folder:
-        told = run_ranks("replicas", WORLD, [*given.arguments(folder), "--worker"])
-        found, times = _joined(told)
-        nbytes = told[0]["nbytes"]
-        table = [
-            [
-                *row,
-                f"{median(s.own_processor_s):.2f}",
-                f"{times[s.name][0]:.3f}" if times[s.name][0] else "–",
-                f"{times[s.name][1]:.2f}",
-            ]
-            for row, s in zip(rows(found, nbytes), found, strict=True)
+def _report(given: Options, folder: Path) -> Report:
+    told = launched(given, folder, world=WORLD)
+    found, times = _joined(told)
+    nbytes = told[0]["nbytes"]
+    table = [
+        [
+            *row,
+            f"{median(s.own_processor_s):.2f}",
+            f"{times[s.name][0]:.3f}" if times[s.name][0] else "–",
+            f"{times[s.name][1]:.2f}",
         ]
-        targets = _targets(found, times)
-        if given.tiny:
-            targets = []
-        Report(
-            "replicas",
-            (
-                f"Cold load of {nbytes / 1e9:.2f} GB by each of {WORLD} ranks, {given.runs} "
-                f"rounds; "
-                f"GB/s of one replica"
-            ),
-            describe(folder),
-            [*header(), "processor s", "replicas asked for", "from the device"],
-            table,
-            targets,
-            series=found,
-        ).emit(given.json, given.svg)
-    return 0
+        for row, s in zip(rows(found, nbytes), found, strict=True)
+    ]
+    by_name = {series.name: series for series in found}
+    alone = ratio(by_name[ALONE], by_name[OURS])
+    return Report(
+        f"Cold load of {nbytes / 1e9:.2f} GB by each of {WORLD} ranks, {given.runs} rounds; "
+        f"GB/s of one replica",
+        [*header(), "processor s", "replicas asked for", "from the device"],
+        table,
+        [
+            Target("times faster than each rank alone", alone, 2.0, at_least=True),
+            Target("bytes asked of the storage, in replicas", times[OURS][0], 1.01, at_least=False),
+        ],
+        series=found,
+    )
+
+
+main = Program("replicas", __doc__, _report, gib=1.0, work=_measure)
 
 
 if __name__ == "__main__":

@@ -69,14 +69,14 @@ class Target:
 class Report:
     """Result of one program. ``rows`` are its table, and ``series`` the figures behind them."""
 
-    program: str
     title: str
-    machine: dict[str, str]
     header: list[str]
     rows: list[list[str]]
     targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     series: list[Series] = field(default_factory=list)
+    machine: dict[str, str] = field(default_factory=dict)
+    program: str = ""
 
     def text(self) -> str:
         """Return the report for a terminal."""
@@ -98,7 +98,7 @@ class Report:
         if json_file is not None:
             json_file.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False))
         if svg_file is not None and self.series:
-            _draw(self, svg_file)
+            draw_all([self], svg_file)
 
 
 def read_report(json_file: Path) -> Report:
@@ -147,10 +147,6 @@ def _colour(name: str) -> str:
     if name.startswith(OURS):
         return "tab:green"
     return "tab:blue"
-
-
-def _draw(report: Report, file: Path) -> None:
-    draw_all([report], file)
 
 
 def draw_all(reports: Sequence[Report], file: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ import torch.distributed as dist
 
 import holdfast
 
-from .machine import PeakMemory, describe, drop_caches, read_from_device_nbytes
+from .machine import PeakMemory, drop_caches, read_from_device_nbytes
 from .meshes import LAYOUTS, lay_out
-from .options import Options, options, parser, work_folder
+from .program import Options, Program, joined, launched, work_folder
 from .report import Report, Series, Target
 from .states import build, digests, zero
-from .workers import joined, leave_findings, run_ranks
 
 __all__: list[str] = []
 
@@ -31,23 +29,30 @@ CASES = (("4 ranks", "4 ranks"), ("4 ranks", "3 ranks"), ("2×2", "2 ranks"))
 STRIPS = ("3 ranks", "2×2")
 """Loads columns of tensors stored by rows. The strips are shorter than a block, and blocks are read
 and verified whole."""
+HEADER = [
+    "",
+    "MB wanted",
+    "MB asked for",
+    "MB from the device",
+    "asked / wanted",
+    "device / wanted",
+    "median s",
+    "extra memory",
+]
 
 
-def _save(folder: Path, layout: str, gib: float) -> dict[str, Any]:
-    with joined():
-        state = lay_out(build(gib), LAYOUTS[layout])
-        dist.barrier()
-        began_s = time.perf_counter()
-        holdfast.save(folder, state)
-        return {"seconds": time.perf_counter() - began_s}
-
-
-def _load(folder: Path, layout: str, gib: float, runs: int) -> dict[str, Any]:
-    """Load in a worker, and check the result. Return the figures of each load."""
+def _work(given: Options, task: dict[str, Any]) -> dict[str, Any]:
+    """Save or load in a worker, and check what was loaded. Return the figures."""
+    folder = given.folder / "saved"
     with joined() as (rank, _world):
-        state = lay_out(build(gib), LAYOUTS[layout])
+        state = lay_out(build(given.gib), LAYOUTS[task["layout"]])
+        if task["saves"]:
+            dist.barrier()
+            began_s = time.perf_counter()
+            holdfast.save(folder, state)
+            return {"seconds": time.perf_counter() - began_s}
         expected = digests(_locals(state))
-        return {"runs": [_load_once(folder, state, expected, rank) for _ in range(runs)]}
+        return {"runs": [_load_once(folder, state, expected, rank) for _ in range(given.runs)]}
 
 
 def _load_once(
@@ -92,12 +97,9 @@ def _case(
     """Return the rows of the table, the seconds of the slowest rank per run, and the worst
     ratios."""
     with work_folder(folder) as inner:
-        shared = given.arguments(inner / "saved")
-        saved = run_ranks(
-            "reshard", LAYOUTS[source].world, [*shared, "--worker", "save", "--layout", source]
-        )
-        told = run_ranks(
-            "reshard", LAYOUTS[target].world, [*shared, "--worker", "load", "--layout", target]
+        saved, told = (
+            launched(given, inner, {"layout": layout, "saves": saves}, world=LAYOUTS[layout].world)
+            for layout, saves in ((source, True), (target, False))
         )
     name = f"{LAYOUTS[source].name} → {LAYOUTS[target].name}"
     print(f"  {name}: saved in {max(s['seconds'] for s in saved):.2f} s", flush=True)
@@ -125,34 +127,10 @@ def _case(
     return rows, series, worst
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Raises RuntimeError if a rank fails or loads wrong data."""
-    arguments = parser("reshard", __doc__, gib=1.0, runs=3)
-    arguments.add_argument("--worker", choices=("save", "load"), help="for internal use")
-    arguments.add_argument("--layout", choices=sorted(LAYOUTS), help="for internal use")
-    arguments.add_argument("--findings", help="for internal use")
-    parsed = arguments.parse_args(argv)
-    given = options(parsed)
-    if parsed.worker:
-        if parsed.worker == "save":
-            found = _save(given.folder, parsed.layout, given.gib)
-        else:
-            found = _load(given.folder, parsed.layout, given.gib, given.runs)
-        leave_findings(parsed.findings, found)
-        return 0
-    with work_folder(given.folder) as folder:
-        _report(given, folder).emit(given.json, given.svg)
-    return 0
-
-
 def _report(given: Options, folder: Path) -> Report:
-    pairs: Sequence[tuple[str, str]] = CASES
-    strips = []
-    if given.tiny:
-        pairs = CASES[2:]
-    else:
-        strips = [_case(*STRIPS, given, folder)]
+    pairs = CASES[2:] if given.tiny else CASES
     cases = [_case(source, target, given, folder) for source, target in pairs]
+    strips = [] if given.tiny else [_case(*STRIPS, given, folder)]
     names = ("asked of the storage", "fetched from the device")
     targets = [
         Target(
@@ -163,25 +141,10 @@ def _report(given: Options, folder: Path) -> Report:
         )
         for i, name in enumerate(names)
     ]
-    if given.tiny:
-        targets = []
     return Report(
-        "reshard",
-        (
-            f"Loading under another layout: a state of about {given.gib:g} GiB, cold, "
-            f"{given.runs} runs"
-        ),
-        describe(folder),
-        [
-            "",
-            "MB wanted",
-            "MB asked for",
-            "MB from the device",
-            "asked / wanted",
-            "device / wanted",
-            "median s",
-            "extra memory",
-        ],
+        f"Loading under another layout: a state of about {given.gib:g} GiB, cold, "
+        f"{given.runs} runs",
+        HEADER,
         [row for rows, _, _ in (*cases, *strips) for row in rows],
         targets,
         [
@@ -190,6 +153,9 @@ def _report(given: Options, folder: Path) -> Report:
         ],
         series=[series for _, series, _ in (*cases, *strips)],
     )
+
+
+main = Program("reshard", __doc__, _report, gib=1.0, runs=3, work=_work)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ best of three).
 Each contestant runs in its own process, in turn with its memcpy. The first call is shown
 separately, because memory is allocated for it. Next to it stands the time to touch the same amount
 of fresh memory, measured just before, as a virtual machine may have to ask its host for it. Each
-save is durable before the next begins.
+save is durable before the next begins. ``--chart`` draws the stalls beside the saves and loads of
+``holdfast bench --peer all``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,21 @@ import torch.distributed as dist
 import holdfast
 
 from ..storage.runtime.buffers import HostBuffer
-from .limits import Memcpy
-from .machine import PeakMemory, describe, flush
-from .options import GIB, TINY_GIB, Options, work_folder
-from .report import Report, Series, Target, ratio
-from .states import State, build, digests, nbytes_of, zero
-from .workers import each_alone
+from .machine import PeakMemory, flush
+from .measured.plan import Plan
+from .measured.run import measured
+from .program import GIB, TINY_GIB, Options, Program, each_alone
+from .report import LIMIT, OURS, Report, Series, Target, draw_all, ratio
+from .states import Memcpy, State, build, digests, nbytes_of, zero
 
 __all__: list[str] = []
 
+HEADER = ["", "median s", "min s", "max s", "of a memcpy", "s until durable", "extra memory"]
+CHARTS = {
+    "durable save": {"write limit": LIMIT, "save": OURS},
+    "cold, verified load": {"read limit": LIMIT, "load": OURS},
+}
+"""Phases of ``holdfast bench`` in a chart, with their names there. Peers come with their own."""
 Begin = Callable[[Path, State], Callable[[], Any]]
 """Starts an asynchronous save, and returns a function that waits for its end."""
 
@@ -48,39 +55,27 @@ def _begin_dcp(path: Path, state: State) -> Callable[[], Any]:
     return saving.result  # type: ignore[no-any-return]
 
 
-def _check_holdfast(path: Path, state: State, expected: dict[str, bytes]) -> None:
-    holdfast.load(path, into=state)
-    if digests(state) != expected:
-        raise AssertionError("what was loaded is not what the state was when async_save returned")
+CONTESTANTS: dict[str, Begin] = {OURS: _begin_holdfast, "DCP": _begin_dcp}
 
 
-CONTESTANTS: dict[str, Begin] = {"holdfast": _begin_holdfast, "DCP": _begin_dcp}
-
-
-def _measure(name: str, given: Options, _: float) -> list[dict[str, Any]]:
+def _measure(given: Options, task: dict[str, Any]) -> list[dict[str, Any]]:
     """Measure in a worker: the series of the memcpy, the waiting, and the time until durable."""
-    with work_folder(given.folder) as folder:
-        if name == "DCP":
-            dist.init_process_group(
-                "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
-            )
-        small = build(TINY_GIB)
-        CONTESTANTS[name](folder / "small", small)()
-        state = build(given.gib)
-        memcpy = Memcpy(state)
-        found = [
-            Series("memcpy"),
-            Series(name),
-            Series(f"{name}, until durable"),
-            Series("fresh memory"),
-        ]
-        found[3].seconds.append(_touch_s(nbytes_of(state)))
-        for _ in range(given.runs + 1):
-            _once(CONTESTANTS[name], folder / "saved", state, memcpy, found)
-            time.sleep(given.settle_s)
-        if given.tiny and name == "holdfast":
-            _check_changed(folder / "checked", state)
-    return [vars(series) for series in found]
+    name: str = task["name"]
+    folder = given.folder
+    if name == "DCP":
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    begin = CONTESTANTS[name]
+    begin(folder / "small", build(TINY_GIB))()
+    state = build(given.gib)
+    memcpy = Memcpy(state)
+    found = [Series("memcpy"), Series(name), Series(f"{name}, until durable")]
+    fresh = Series("fresh memory", [_touch_s(nbytes_of(state))])
+    for _ in range(given.runs + 1):
+        _once(begin, folder / "saved", state, memcpy, found)
+        time.sleep(given.settle_s)
+    if given.tiny and name == OURS:
+        _check_changed(folder / "checked", state)
+    return [vars(series) for series in (*found, fresh)]
 
 
 def _touch_s(nbytes: int) -> float:
@@ -100,9 +95,8 @@ def _once(begin: Begin, path: Path, state: State, memcpy: Memcpy, found: list[Se
         freed_s = time.perf_counter()
         wait()
         durable_s = time.perf_counter()
-    for series, seconds in zip(
-        found, (copied_s, freed_s - begin_s, durable_s - begin_s), strict=False
-    ):
+    times_s = (copied_s, freed_s - begin_s, durable_s - begin_s)
+    for series, seconds in zip(found, times_s, strict=True):
         series.seconds.append(seconds)
     found[1].peak_nbytes.append(memory.nbytes)
     shutil.rmtree(path)
@@ -114,71 +108,84 @@ def _check_changed(path: Path, state: State) -> None:
     wait = _begin_holdfast(path, state)
     zero(state)
     wait()
-    _check_holdfast(path, state, expected)
+    holdfast.load(path, into=state)
+    if digests(state) != expected:
+        raise AssertionError("what was loaded is not what the state was when async_save returned")
 
 
-def _rows(found: dict[str, list[Series]]) -> list[list[str]]:
-    rows = []
-    for name, (memcpy, waiting, durable, fresh) in found.items():
-        first, later = _split(waiting)
-        for label, series in ((f"{name}, first call", first), (f"{name}, later calls", later)):
-            times = [f"{x:.3f}" for x in (series.median, min(series.seconds), max(series.seconds))]
-            if series is later:
-                to_memcpy = ratio(series, _split(memcpy)[1])
-            else:
-                to_memcpy = series.median / memcpy.median
-            if series is first:
-                rest = durable.seconds[0]
-            else:
-                rest = _split(durable)[1].median
-            rows.append(
-                [
-                    label,
-                    *times,
-                    f"{to_memcpy:.2f} ×",
-                    f"{rest:.2f}",
-                    f"{waiting.peak_nbytes[0] / GIB:.2f} GiB",
-                ]
-            )
-        for label, beside in (("memcpy beside it", memcpy), ("fresh memory, once", fresh)):
-            times = [f"{x:.3f}" for x in (beside.median, min(beside.seconds), max(beside.seconds))]
-            rows.append([f"… {label}", *times, f"{beside.median / memcpy.median:.2f} ×", "–", "–"])
-    return rows
+def _rows(name: str, memcpy: Series, waiting: Series, durable: Series, fresh: Series) -> Any:
+    memory = f"{waiting.peak_nbytes[0] / GIB:.2f} GiB"
+    first, later = waiting.seconds[0] / memcpy.median, ratio(_later(waiting), _later(memcpy))
+    return [
+        _row(f"{name}, first call", waiting.seconds[:1], first, durable.seconds[0], memory),
+        _row(f"{name}, later calls", waiting.seconds[1:], later, _later(durable).median, memory),
+        _row("… memcpy beside it", memcpy.seconds, 1.0, None, "–"),
+        _row("… fresh memory, once", fresh.seconds, fresh.median / memcpy.median, None, "–"),
+    ]
 
 
-def _split(series: Series) -> tuple[Series, Series]:
-    return Series(series.name, series.seconds[:1]), Series(series.name, series.seconds[1:])
+def _row(
+    name: str, times_s: list[float], of_memcpy: float, durable_s: float | None, memory: str
+) -> list[str]:
+    median = Series(name, times_s).median
+    times = [f"{x:.3f}" for x in (median, min(times_s), max(times_s))]
+    return [
+        name,
+        *times,
+        f"{of_memcpy:.2f} ×",
+        "–" if durable_s is None else f"{durable_s:.2f}",
+        memory,
+    ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Raises AssertionError if a saved state is not that at the call's
-    return."""
-    return each_alone("stall", __doc__, list(CONTESTANTS), _measure, _report, argv)
+def _later(series: Series) -> Series:
+    """Return the figures without the first call, which allocates memory for all later ones."""
+    return Series(series.name, series.seconds[1:])
 
 
-def _report(found: dict[str, list[Series]], given: Options, folder: Path) -> Report:
-    memcpy, ours, *_ = found["holdfast"]
-    target = Target(
-        "waiting, in units of a memcpy",
-        ratio(_split(ours)[1], _split(memcpy)[1]),
-        1.3,
-        at_least=False,
-    )
-    targets = [target]
-    if given.tiny:
-        targets = []
+def _report(given: Options, folder: Path) -> Report:
+    found = each_alone(given, folder, CONTESTANTS)
+    memcpy, ours, *_ = found[OURS]
+    stall = ratio(_later(ours), _later(memcpy))
+    if given.own.chart:
+        stalls = [_later(memcpy), *(_later(group[1]) for group in found.values())]
+        _draw(given, folder, stalls)
     return Report(
-        "stall",
-        (
-            f"How long training waits for an asynchronous save of about {given.gib:g} GiB, "
-            f"{given.runs} calls after the first"
-        ),
-        describe(folder),
-        ["", "median s", "min s", "max s", "of a memcpy", "s until durable", "extra memory"],
-        _rows(found),
-        targets,
+        f"How long training waits for an asynchronous save of about {given.gib:g} GiB, "
+        f"{given.runs} calls after the first",
+        HEADER,
+        [row for name, group in found.items() for row in _rows(name, *group)],
+        [Target("waiting, in units of a memcpy", stall, 1.3, at_least=False)],
         series=[series for group in found.values() for series in group],
     )
+
+
+def _draw(given: Options, folder: Path, stalls: list[Series]) -> None:
+    """Measure saves and loads beside all peers, and draw them next to the stalls."""
+    plan = Plan(folder.as_uri(), int(given.gib * GIB), given.runs, peers="all")
+    phases = measured(plan, print).phases
+    charts = []
+    for title, names in CHARTS.items():
+        kind = list(names)[1]
+        series = [
+            Series(names.get(phase.name, phase.name.removeprefix(f"{kind}: ")), [*phase.seconds])
+            for phase in phases
+            if phase.name in names or phase.name.startswith(f"{kind}: ")
+        ]
+        charts.append(Report(title, [], [], series=series))
+    stall = Report("stall of an asynchronous save", [], [], series=stalls)
+    draw_all([*charts, stall], given.own.chart)
+
+
+main = Program(
+    "stall",
+    __doc__,
+    _report,
+    work=_measure,
+    own=lambda parser: parser.add_argument(
+        "--chart", type=Path, help="also measure saves and loads beside peers, and draw all"
+    ),
+)
 
 
 if __name__ == "__main__":

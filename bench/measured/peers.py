@@ -13,8 +13,8 @@ from ...drivers.uri import Uri, join
 from ..clearing import clear
 from ..contest import Contestant, blaming
 from ..machine import sync_tree
-from ..options import TINY_GIB
 from ..peers.peer import Peer
+from ..program import TINY_GIB
 from ..states import State, build, digests, zero
 from .plan import local_folder
 

@@ -8,44 +8,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 
-import holdfast
-
 from ...drivers.uri import Uri
 from ...errors import UsageError
 from .on_files import ON_FILES
-from .peer import Peer, State
-from .through_dcp import HOLDFAST_THROUGH_DCP, THROUGH_DCP
+from .peer import Peer
+from .through_dcp import THROUGH_DCP
 
-__all__ = ["ALL", "FIO", "OURS", "PEERS", "asks_for_fio", "beside_ours", "chosen", "through_dcp"]
+__all__ = ["ALL", "FIO", "PEERS", "asks_for_fio", "chosen"]
 
 ALL = "all"
 FIO = "fio"
 """Named like a peer, but it moves no state: it runs next to the limit."""
 PEERS = (*THROUGH_DCP, *ON_FILES)
-
-
-def _save(uri: Uri, state: State) -> None:
-    holdfast.save(str(uri), state)
-
-
-def _load(uri: Uri, state: State) -> None:
-    holdfast.load(str(uri), into=state)
-
-
-OURS = Peer("holdfast", "holdfast", _save, _load, durable=True)
-
-
-def beside_ours(uri: Uri, *, alone: bool = False) -> list[Peer]:
-    """Return this library and, unless ``alone`` is set, the installed peers that support
-    ``uri``."""
-    if alone:
-        return [OURS]
-    return [OURS, *_able(uri)]
-
-
-def through_dcp() -> list[Peer]:
-    """Return this library, this library as the storage of DCP, and DCP with its own storage."""
-    return [OURS, HOLDFAST_THROUGH_DCP, THROUGH_DCP[0]]
 
 
 def chosen(text: str, uri: Uri) -> list[Peer]:

@@ -13,7 +13,7 @@ from typing import Any
 from ...drivers.uri import Uri
 from .peer import Peer, State
 
-__all__ = ["HOLDFAST_THROUGH_DCP", "THROUGH_DCP"]
+__all__ = ["THROUGH_DCP"]
 
 Opened = Callable[[Uri], Any]
 REGION = "us-east-1"
@@ -116,13 +116,6 @@ def _our_reader(uri: Uri) -> Any:
     return HoldfastReader(str(uri))
 
 
-HOLDFAST_THROUGH_DCP = Peer(
-    "holdfast-dcp",
-    "holdfast through DCP",
-    partial(_save, _our_writer),
-    partial(_load, _our_reader),
-    durable=True,
-)
 THROUGH_DCP = (
     Peer("dcp", "DCP", partial(_save, partial(_file_writer, 1)), partial(_load, _file_reader)),
     Peer(
@@ -161,5 +154,12 @@ THROUGH_DCP = (
         schemes=("s3",),
         modules=("s3torchconnector", "tenacity"),
         packages="s3torchconnector tenacity",
+    ),
+    Peer(
+        "holdfast-dcp",
+        "holdfast through DCP",
+        partial(_save, _our_writer),
+        partial(_load, _our_reader),
+        durable=True,
     ),
 )

@@ -35,7 +35,7 @@ from support.soak.curves import Curve, Probe, draw, process_curves
 from support.soak.world import OPERATIONS, Ground, World, shorten_grace
 
 from holdfast.bench.machine import describe, share_heap
-from holdfast.bench.options import work_folder
+from holdfast.bench.program import work_folder
 from holdfast.bench.report import Report
 from holdfast.drivers.uri import Uri, join, parse
 
@@ -146,13 +146,13 @@ def _report(world: World, tallies: dict[str, _Tally], probe: Probe, folder: Path
         + ", ".join(f"{n} × {what}" for what, n in sorted(world.deaths.items()))
     )
     return Report(
-        "soak",
         f"Soak: {count:,} operations in {minutes:.1f} minutes on {where}, --seed {world.seed}",
-        describe(folder),
         ["", "operations", "made to fail", "median s", "max s"],
         [tally.row(name) for name, tally in tallies.items()],
         [curve.target() for curve in probe.curves],
         notes,
+        machine=describe(folder),
+        program="soak",
     )
 
 

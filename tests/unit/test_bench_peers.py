@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.bench.contest import contest
 from holdfast.bench.measured.peers import NOT_EQUAL, PeerContest
-from holdfast.bench.peers.choice import PEERS, beside_ours, chosen
+from holdfast.bench.peers.choice import PEERS, chosen
 from holdfast.bench.peers.peer import Peer
 from holdfast.bench.states import State, build, flat_tensors
 from holdfast.cli import app
@@ -62,7 +62,6 @@ def test_peers_are_chosen_once_and_by_storage() -> None:
     assert chosen("", FILE) == []
     assert [peer.name for peer in chosen("dcp, torchsave,dcp", FILE)] == ["DCP", "torch.save"]
     assert [peer.name for peer in chosen("dcp", parse("fsspec+memory://x"))] == ["DCP, fsspec"]
-    assert [peer.key for peer in beside_ours(FILE, alone=True)] == ["holdfast"]
     served = [(peer.key, scheme) for peer in PEERS for scheme in peer.schemes]
     assert len(set(served)) == len(served)
 

@@ -1,0 +1,210 @@
+"""The command line that all benchmark programs share, and the fresh processes that some need."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .machine import describe
+from .report import Report, Series
+
+__all__ = [
+    "GIB",
+    "TINY_GIB",
+    "Options",
+    "Program",
+    "each_alone",
+    "joined",
+    "launched",
+    "parser",
+    "work_folder",
+]
+
+GIB = 1 << 30
+TINY_GIB = 1 / 64
+TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of a program. ``own`` has those that only this program knows."""
+
+    program: str
+    tiny: bool
+    """Run for seconds, not minutes, with a small state and one run: checks results, not speed."""
+    folder: Path
+    """Folder to write to. Everything written is removed."""
+    runs: int
+    gib: float
+    alone: bool
+    """True to omit the peers."""
+    own: argparse.Namespace
+
+    @property
+    def settle_s(self) -> float:
+        """Rest of the storage between two runs, in seconds."""
+        if self.tiny:
+            return 0.0
+        return 1.0
+
+    def arguments(self, folder: Path) -> list[str]:
+        """Return the shared options for a worker that writes to ``folder``."""
+        if self.tiny:
+            size = ["--tiny"]
+        else:
+            size = ["--gib", str(self.gib), "--runs", str(self.runs)]
+        return ["--dir", str(folder), *size, *(["--alone"] if self.alone else [])]
+
+
+def parser(
+    program: str, doc: str | None, *, gib: float | None, runs: int | None
+) -> argparse.ArgumentParser:
+    """Return a parser of the shared options, with the program's defaults for ``--gib`` and
+    ``--runs``."""
+    out = argparse.ArgumentParser(
+        prog=f"python -m holdfast.bench.{program}", description=(doc or "").split("\n\n")[0]
+    )
+    out.add_argument(
+        "--tiny", action="store_true", help="a run of seconds that checks results, not speed"
+    )
+    out.add_argument(
+        "--dir",
+        type=Path,
+        default=Path(),
+        help="where to write; removed afterwards (default: here)",
+    )
+    out.add_argument(
+        "--runs",
+        type=int,
+        default=runs,
+        help=f"rounds; medians are reported (default: {runs or 'that of each'})",
+    )
+    out.add_argument(
+        "--gib",
+        type=float,
+        default=gib,
+        help=f"size of the state (default: {gib or 'that of each'})",
+    )
+    out.add_argument("--alone", action="store_true", help="without the peers")
+    out.add_argument("--json", type=Path, help="also write all figures to this file")
+    out.add_argument("--svg", type=Path, help="also draw them (needs matplotlib)")
+    return out
+
+
+def _options(program: str, parsed: argparse.Namespace) -> Options:
+    if parsed.tiny:
+        runs, gib = 1, TINY_GIB
+    else:
+        runs, gib = parsed.runs, parsed.gib
+    return Options(program, parsed.tiny, parsed.dir, runs, gib, parsed.alone, parsed)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A benchmark program: measures by ``report``, in a folder that is removed, and prints.
+
+    ``own`` adds the program's own options. ``work`` is called with a task of :func:`launched` in
+    each of its processes, and returns the findings as JSON values.
+    """
+
+    name: str
+    doc: str | None
+    report: Callable[[Options, Path], Report]
+    gib: float = 5.0
+    runs: int = 5
+    own: Callable[[argparse.ArgumentParser], object] = lambda _: None
+    work: Callable[[Options, Any], Any] = lambda given, task: None
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        """Run with the given arguments, and return 0. Raises AssertionError for a wrong result,
+        RuntimeError if a worker found one."""
+        arguments = parser(self.name, self.doc, gib=self.gib, runs=self.runs)
+        arguments.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
+        arguments.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
+        self.own(arguments)
+        parsed = arguments.parse_args(argv)
+        given = _options(self.name, parsed)
+        if parsed.findings:
+            file = parsed.findings / os.environ.get("RANK", "0")
+            file.write_text(json.dumps(self.work(given, parsed.task)))
+            return 0
+        with work_folder(given.folder) as folder:
+            found = self.report(given, folder)
+            found.program = self.name
+            found.machine = describe(folder) | found.machine
+        if given.tiny:
+            found.targets = []  # speed is not judged
+        found.emit(parsed.json, parsed.svg)
+        return 0
+
+
+@contextmanager
+def work_folder(parent: Path) -> Iterator[Path]:
+    """Make a new folder in ``parent``, and remove it with its contents at the end."""
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=parent) as folder:
+        yield Path(folder).resolve()
+
+
+def launched(given: Options, folder: Path, task: Any = None, *, world: int = 1) -> list[Any]:
+    """Run the program's ``work`` with ``task`` on ``world`` ranks in fresh processes that write to
+    ``folder``, under torchrun if there are several. Return the findings of all ranks.
+
+    Raises RuntimeError, with the output, if a process fails.
+    """
+    command = [sys.executable]
+    if world > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    command += ["-m", f"holdfast.bench.{given.program}", *given.arguments(folder)]
+    threads = max(1, (os.cpu_count() or 1) // world)
+    with tempfile.TemporaryDirectory() as findings:
+        done = subprocess.run(
+            [*command, "--task", json.dumps(task), "--findings", findings],
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(
+                f"a worker failed with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+            )
+        return [json.loads(Path(findings, str(rank)).read_text()) for rank in range(world)]
+
+
+def each_alone(
+    given: Options, folder: Path, names: Iterable[str], **task: Any
+) -> dict[str, list[Series]]:
+    """Run the program's ``work`` with ``task`` and each of ``names`` as ``name``, in a fresh
+    process and folder. Return the series of each. ``--alone`` runs the first name only."""
+    found = {}
+    for name in names:
+        with work_folder(folder) as inner:
+            (told,) = launched(given, inner, {"name": name, **task})
+        found[name] = [Series(**series) for series in told]
+        if given.alone:
+            break
+    return found
+
+
+@contextmanager
+def joined() -> Iterator[tuple[int, int]]:
+    """Join the job's process group in a worker, and yield this process's rank and the number of
+    ranks."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
