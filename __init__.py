@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     from .storage.operations.maintenance.copy import CopyReport, copy
     from .storage.operations.maintenance.listing import ListedCheckpoint, list_checkpoints
     from .storage.operations.maintenance.prune import PruneReport, prune
-    from .storage.operations.outcomes import Outcome, listen
     from .storage.operations.reading.diff import DiffReport, diff
     from .storage.operations.reading.reader import Checkpoint, TensorInfo, open
     from .storage.operations.report import LoadReport, SaveReport
     from .storage.operations.saving.handle import SaveHandle
+    from .storage.operations.telemetry import Outcome, listen
     from .storage.state.adapters.per_rank import PerRank
     from .storage.state.adapters.shards import Shard
     from .storage.state.adapters.stateful import RNGState
@@ -79,7 +79,7 @@ _HOME = {
     "Keeper": ".storage.training.keeper_option",
     "ListedCheckpoint": ".storage.operations.maintenance.listing",
     "LoadReport": ".storage.operations.report",
-    "Outcome": ".storage.operations.outcomes",
+    "Outcome": ".storage.operations.telemetry",
     "PruneReport": ".storage.operations.maintenance.prune",
     "PerRank": ".storage.state.adapters.per_rank",
     "RankTelemetry": ".storage.format.save_telemetry",
@@ -99,7 +99,7 @@ _HOME = {
     "fence": ".storage.api",
     "import_": ".storage.operations.conversion.importing",
     "list_checkpoints": ".storage.operations.maintenance.listing",
-    "listen": ".storage.operations.outcomes",
+    "listen": ".storage.operations.telemetry",
     "load": ".storage.api",
     "open": ".storage.operations.reading.reader",
     "prune": ".storage.operations.maintenance.prune",

@@ -14,8 +14,7 @@ from ..storage.format.digest import digest
 from ..storage.format.fragment import Fragment, Group, StateLayout
 from ..storage.operations.rounds import Findings, SaveStatement
 from ..storage.operations.saving.global_plan import GlobalPlan, Route
-from ..storage.operations.saving.plan_leader import PlanLeader
-from ..storage.operations.saving.replica_labels import Held
+from ..storage.operations.saving.plan_leader import Held, PlanLeader
 from ..storage.ranks.messages import codec
 from ..storage.state.flat_state import FlatState
 from ..storage.state.flattening.flatten import flatten

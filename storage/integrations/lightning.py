@@ -26,7 +26,7 @@ from ...drivers.uri import parse
 from ...errors import MismatchError, UsageError
 from ..api import async_save, load, save
 from ..format.packed import Compression
-from ..operations.maintenance.remove import remove
+from ..operations.maintenance.prune import remove
 from ..operations.options import Lazy
 from ..ranks.process_group import Group
 from ..state.adapters.per_rank import PerRank

@@ -14,8 +14,8 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, TracerProvider
 
 from ...core.spans import StageReport
-from ..operations.outcomes import Outcome, listen
 from ..operations.report import LoadReport, SaveReport
+from ..operations.telemetry import Outcome, listen
 
 __all__ = ["export_spans"]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from ...errors import DamagedError
-from ..operations.outcomes import Outcome, listen
 from ..operations.report import LoadReport, SaveReport
+from ..operations.telemetry import Outcome, listen
 from ..training.checkpointer import Checkpointer
 
 __all__ = ["export_metrics"]

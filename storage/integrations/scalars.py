@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..operations.outcomes import Outcome, listen
 from ..operations.report import SaveReport
+from ..operations.telemetry import Outcome, listen
 
 __all__ = ["log_scalars"]
 

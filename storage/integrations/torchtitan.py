@@ -30,7 +30,7 @@ from ...drivers.uri import divided, join, parse
 from ...errors import HoldfastError, UsageError
 from ..api import async_save, load, save
 from ..operations.maintenance.listing import list_checkpoints
-from ..operations.maintenance.remove import remove
+from ..operations.maintenance.prune import remove
 from ..operations.saving.handle import SaveHandle
 from .newest import as_path_or_uri
 

@@ -29,7 +29,7 @@ from ...drivers.uri import join, parse
 from ...errors import NotACheckpointError, UsageError
 from ..api import async_save, load, save
 from ..operations.maintenance.listing import list_checkpoints
-from ..operations.maintenance.remove import remove
+from ..operations.maintenance.prune import remove
 from ..operations.options import UriLike
 from ..state.adapters.stateful import RNGState
 from .engine_counters import counters_of, set_counters

@@ -31,9 +31,7 @@ __all__ = [
 class Closable(Protocol):
     """A driver, or an object that owns one."""
 
-    async def close(self) -> None:
-        """Release the resources."""
-        ...
+    async def close(self) -> None: ...
 
 
 @contextlib.contextmanager
@@ -85,10 +83,7 @@ async def closing(opened: Closable) -> AsyncIterator[None]:
 def printed_uri(uri: UriLike | Uri) -> str:
     """Return ``uri`` as its driver would print it, even if no such driver exists."""
     try:
-        if isinstance(uri, Uri):
-            parsed = uri
-        else:
-            parsed = parse(uri)
+        parsed = uri if isinstance(uri, Uri) else parse(uri)
         return Uri(parsed.scheme, parsed.location).redacted
     except (HoldfastError, TypeError, ValueError):
         return redact(str(uri))
@@ -97,8 +92,6 @@ def printed_uri(uri: UriLike | Uri) -> str:
 def printed_step(step: object) -> int | None:
     """Return the step of a call, or None if it is not a whole number."""
     try:
-        if not isinstance(step, SupportsIndex):
-            return None
-        return operator.index(step)
+        return operator.index(step) if isinstance(step, SupportsIndex) else None
     except TypeError:
         return None

@@ -1,27 +1,32 @@
-"""Recording of saves and loads: the recorder, log lines, and the stored telemetry."""
+"""Recording of saves and loads: the recorder, log lines, listeners, and the stored telemetry."""
 
 from __future__ import annotations
 
 import logging
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from ...core.forks.renewal import new_lock
 from ...core.spans import Recorder, StageReport, Summary, current
 from ...errors import UsageError
 from ..format.save_telemetry import RankTelemetry, SaveTelemetry, encode_head, encode_record
 from .report import LoadReport, SaveReport
 
 __all__ = [
+    "Outcome",
     "Telemetry",
+    "announce",
     "check_telemetry",
     "encoded_telemetry",
+    "listen",
     "log_loaded",
     "log_safely",
     "log_saved",
     "rank_telemetry",
+    "recorded_figures",
     "recorder_of",
-    "summary_of",
 ]
 
 Telemetry = Literal["on", "off"]
@@ -46,11 +51,20 @@ def recorder_of(telemetry: Telemetry, rank: int) -> Recorder | None:
     return Recorder(rank)
 
 
-def summary_of(recorder: Recorder | None) -> Summary:
-    """Return the summary so far; empty without a recorder."""
+def recorded_figures(recorder: Recorder | None) -> dict[str, Any]:
+    """Return the fields of a report that a recorder has figures for; none without a recorder."""
     if recorder is None:
-        return Summary({}, (), 0.0, 0)
-    return recorder.summary()
+        return {}
+    return _figures(recorder.summary())
+
+
+def _figures(summary: Summary) -> dict[str, Any]:
+    return {
+        "stages": summary.stages,
+        "slowest": summary.slowest,
+        "cpu_s": summary.cpu_s,
+        "peak_nbytes": summary.peak_nbytes,
+    }
 
 
 def rank_telemetry(
@@ -72,10 +86,7 @@ def rank_telemetry(
         stored_nbytes=stored_nbytes,
         elapsed_s=summary.elapsed_s,
         fenced_s=fenced_s,
-        cpu_s=summary.cpu_s,
-        peak_nbytes=summary.peak_nbytes,
-        stages=summary.stages,
-        slowest=summary.slowest,
+        **_figures(summary),
     )
 
 
@@ -132,6 +143,56 @@ def log_safely(log: Callable[..., object], *args: object) -> None:
         log(*args)
     except BaseException:
         traceback.print_exc()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of a save or a load on this rank.
+
+    ``uri`` is redacted. ``seconds``: from the call to the end. ``report``: set on success;
+    ``error``: set on failure. ``step``: None for loads and for checkpoints without a step.
+    """
+
+    operation: Literal["save", "load"]
+    uri: str
+    seconds: float
+    step: int | None = None
+    report: SaveReport | LoadReport | None = None
+    error: BaseException | None = None
+
+
+Listener = Callable[[Outcome], object]
+_listeners: list[Listener] = []
+_listeners_lock = new_lock()
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Call ``listener`` with the :class:`Outcome` of every future save and load of this process.
+
+    Returns a function that unsubscribes. The listener runs on the thread that ends the operation:
+    the engine's for a save, the caller's for a load. Others wait for it, so it should return
+    quickly. Its exceptions are printed and ignored.
+    """
+
+    def told(outcome: Outcome) -> None:
+        listener(outcome)
+
+    def stop() -> None:
+        with _listeners_lock:
+            if told in _listeners:
+                _listeners.remove(told)
+
+    with _listeners_lock:
+        _listeners.append(told)
+    return stop
+
+
+def announce(outcome: Outcome) -> None:
+    """Call every listener."""
+    with _listeners_lock:
+        listeners = list(_listeners)
+    for listener in listeners:
+        log_safely(listener, outcome)
 
 
 def _moved(nbytes: int, whose: str, seconds: float) -> str:

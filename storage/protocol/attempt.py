@@ -110,10 +110,7 @@ async def list_attempts(driver: Driver) -> Mapping[Attempt, AttemptFiles]:
 
 async def announce(driver: Driver, contents: Mapping[str, object] | None = None) -> Attempt:
     """Put the marker of a new attempt, with ``contents`` as JSON, or empty."""
-    if contents:
-        data = json.dumps(contents).encode()
-    else:
-        data = b""
+    data = json.dumps(contents).encode() if contents else b""
     try:
         return await _put_marker(driver, data)
     except ExistsError:

@@ -66,7 +66,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ...core.aio import at_most, side_by_side
@@ -81,7 +82,11 @@ from ...errors import (
     StorageError,
     UnsupportedFormatError,
 )
+from ..format.fragment import Fragment, join
+from ..format.lineage import ROOT
 from ..format.manifest import MANIFEST_KEY, Manifest, attempt_in, image_key
+from ..format.merge import merge
+from ..format.packed import Compression
 from ..runtime.engine import offload
 from . import limits
 from .attempt import (
@@ -109,6 +114,7 @@ __all__ = [
     "begin_import",
     "check_images",
     "commit",
+    "commit_attempt",
     "is_settled",
     "settle",
 ]
@@ -369,3 +375,35 @@ def _invisible(uri: str, key: str, rank: int, problem: str) -> HoldfastError:
         rank=rank,
         advice="Use storage that all hosts share; a local disk serves the ranks of one host only.",
     )
+
+
+async def commit_attempt(
+    driver: Driver,
+    attempt: Attempt,
+    fragments: Sequence[Fragment],
+    compression: Compression | None = None,
+    branch: str = ROOT,
+) -> None:
+    """Commit the images of all ranks from one process, and delete the checkpoint that it replaces.
+
+    ``fragments`` must be in order of rank. ``branch``: the run's branch, recorded in the manifest.
+    Raises CoverageError if an element is stored twice or not at all; SaveError; StorageError.
+    """
+    may_be_stored = False
+
+    def putting() -> None:
+        nonlocal may_be_stored
+        may_be_stored = True
+
+    try:
+        manifest = await offload(merge, [join(fragments)], compression)
+        obsolete = await commit(driver, attempt, replace(manifest, branch=branch), putting)
+    except BaseException:
+        if not may_be_stored:
+            await give_up(driver, attempt)
+        raise
+    await settle(driver, attempt)
+    if obsolete is not None:
+        await delete_attempt(driver, obsolete)
+    if not driver.traits.bounded:
+        await sweep(driver, limits.CLEAN_UP_S)

@@ -26,9 +26,7 @@ MAIN = "main"
 
 def _caller() -> str:
     thread = threading.current_thread()
-    if thread is threading.main_thread():
-        return MAIN
-    return thread.name
+    return MAIN if thread is threading.main_thread() else thread.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +49,7 @@ class Call:
 
     def __str__(self) -> str:
         text = f"{self.kind} {self.uri}".rstrip()
-        if self.step is None:
-            return text
-        return f"{text} (step {self.step})"
+        return text if self.step is None else f"{text} (step {self.step})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,9 +77,8 @@ class FollowerRendezvous:
         return answer, self._status
 
     def _look(self) -> tuple[Answer | None, RankStatus | None]:
-        status = self._member.status(
-            LEADER
-        )  # first: a leader publishes its answer before it leaves
+        # The status first: a leader publishes its answer before it leaves.
+        status = self._member.status(LEADER)
         data = self._member.keys.get(f"answer/{self._call.name}")
         return None if data is None else Answer.decode(data, self._member.world), status
 
@@ -102,9 +101,8 @@ class FollowerRendezvous:
         settled = member.settled(name).joined(answer.settled_with(member.rank))
         settled, left, _ = paired(settled, answer.failures, member.log(name))
         member.settle(name, settled)
-        if not left or (
-            status is not None and status.open_call(name)
-        ):  # the leader is in the next call of this name
+        in_next_call = status is not None and status.open_call(name)
+        if not left or in_next_call:
             return False
         number = next((number for number in left if number > 0), 0)
         if not number:  # a timeout only: the leader may be about to arrive

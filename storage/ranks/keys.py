@@ -51,13 +51,9 @@ class Keys:
         """
         whole = f"{self._prefix}/{key}"
         if self._compare_set is None:
-            if self._store.check([whole]):
-                return self._store.get(whole)
-            return None
+            return self._store.get(whole) if self._store.check([whole]) else None
         found = self._compare_set(whole, _NOTHING, _NOTHING)
-        if found == _NOTHING:
-            return None
-        return found
+        return None if found == _NOTHING else found
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set the value of ``key``."""
@@ -117,8 +113,5 @@ class Keys:
     def keys_of(self, key: str) -> list[str]:
         """Return the keys used by a :meth:`put` under ``key``."""
         value = self.value(key)
-        if value is not None and value[:1] == _PARTS:
-            parts = int(value[1:])
-        else:
-            parts = 0
+        parts = int(value[1:]) if value is not None and value[:1] == _PARTS else 0
         return [key, *(f"{key}/{i}" for i in range(parts))]

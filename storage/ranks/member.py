@@ -77,15 +77,9 @@ class Member:
         self.job_host = job_host
         self.anchor = anchor
         self.nonce = secrets.token_hex(8)
-        if rank == LEADER:
-            self.leader = self.nonce
-        else:
-            self.leader = ""
+        self.leader = self.nonce if rank == LEADER else ""
         """The nonce of the leader; empty until found."""
-        if rank == LEADER:
-            self.joined = [0] * world
-        else:
-            self.joined = []
+        self.joined = [0] * world if rank == LEADER else []
         """The highest call number that the leader has taken from each rank."""
         self.store_lost = False
         """True if the store was unreachable at the last access by a call."""
@@ -138,9 +132,7 @@ class Member:
     def status(self, rank: int) -> RankStatus | None:
         """Return the status record of a rank. Blocks."""
         data = self._keys.value(f"status/{rank}")
-        if data is None:
-            return None
-        return RankStatus.decode(data, rank)
+        return None if data is None else RankStatus.decode(data, rank)
 
     def statuses(self, ranks: Iterable[int]) -> dict[int, RankStatus | None]:
         """Return the status records of ``ranks``. Blocks."""

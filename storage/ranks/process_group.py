@@ -90,17 +90,13 @@ def _group() -> dist.ProcessGroup | None:
 def current_rank() -> int:
     """Return this process's rank; 0 if it is alone."""
     group = _group()
-    if group is None:
-        return 0
-    return dist.get_rank(group)
+    return 0 if group is None else dist.get_rank(group)
 
 
 def current_world() -> int:
     """Return the number of ranks that take part; 1 if this process is alone."""
     group = _group()
-    if group is None:
-        return 1
-    return dist.get_world_size(group)
+    return 1 if group is None else dist.get_world_size(group)
 
 
 def acting_name() -> str | None:

@@ -61,10 +61,7 @@ class LeaderRendezvous:
         self._silence_s = silence_s
         self.refused: UsageError | None = None
         """The error raised on all ranks if they are in different calls."""
-        if participation is None:
-            self.number = member.next_number()
-        else:
-            self.number = participation.number
+        self.number = participation.number if participation else member.next_number()
         self.roster = [-number for number in self._history.taken]
         self.roster[LEADER] = self.number
         self._instead: list[tuple[str, int]] = []
@@ -87,10 +84,7 @@ class LeaderRendezvous:
                 await self._check(statuses, loop.time())
                 last, idle_s = self._watch.look(statuses, what, loop.time())
                 self._participation.waits_for_rank(last, what, idle_s, loop.time())
-                if taken:
-                    pause_s = PAUSE_S
-                else:
-                    pause_s = min(pause_s * 1.5, PAUSE_MAX_S)
+                pause_s = PAUSE_S if taken else min(pause_s * 1.5, PAUSE_MAX_S)
                 await asyncio.sleep(pause_s)
                 has_waited = True
         if has_waited:
@@ -161,14 +155,8 @@ class LeaderRendezvous:
 
     def _check_gone(self, rank: int, number: int) -> None:
         """Raise if a rank has failed after its call was taken. Blocks."""
-        if self.roster[rank] == number:
-            status = self._member.status(rank)
-        else:
-            status = None
-        if status is None:
-            failed = None
-        else:
-            failed = status.failure(self._call.name, number - 1)
+        status = self._member.status(rank) if self.roster[rank] == number else None
+        failed = None if status is None else status.failure(self._call.name, number - 1)
         if failed is not None and failed.number == number:
             raise failed.failure.as_error()
 

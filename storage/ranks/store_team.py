@@ -73,16 +73,10 @@ class StoreTeam(Team):
         """Create the team, without I/O. ``member``: this process in its job; None creates one."""
         self.rank = rank
         self.world = world
-        if member is None:
-            self._member = Member(Keys(store, prefix), rank, world)
-        else:
-            self._member = member
+        self._member = member or Member(Keys(store, prefix), rank, world)
         self.host = self._member.host
         self.job_host = self._member.job_host
-        if call is None:
-            self._call = Call("call")
-        else:
-            self._call = call
+        self._call = call or Call("call")
         self._silence_s = silence_s
         self._heartbeat_s = max(0.02, min(5.0, silence_s / 5))
         self._participation: Participation | None = None
@@ -189,10 +183,7 @@ class StoreTeam(Team):
             elif self.rank == LEADER:
                 await self._refuse(error)
             else:
-                if self._participation is None:
-                    number = None
-                else:
-                    number = self._participation.number
+                number = self._participation.number if self._participation else None
                 self._member.failed(self._call, number, failure)
                 await self._member.publish_status()
                 await self._make_it_count()
@@ -215,9 +206,7 @@ class StoreTeam(Team):
         if self._answer is None:
             return None
         failure = await self._call_store(self._failed_in_session)
-        if failure is None:
-            return None
-        return failure.as_error()
+        return None if failure is None else failure.as_error()
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
@@ -346,10 +335,7 @@ class StoreTeam(Team):
             arrived(observed.values)
             if len(found) < len(ranks):
                 self._check(observed, watch, what)
-                if observed.values:
-                    pause_s = PAUSE_S
-                else:
-                    pause_s = min(pause_s * 1.5, PAUSE_MAX_S)
+                pause_s = PAUSE_S if observed.values else min(pause_s * 1.5, PAUSE_MAX_S)
                 await asyncio.sleep(pause_s)
                 has_waited = True
         if has_waited:

@@ -35,9 +35,8 @@ class Participation:
         """A counter of progress events."""
         self._seen = 0
         self._moved_s = now_s
-        self._awaits: tuple[int, str, float, float] | None = (
-            None  # rank, what, its idle time, when observed
-        )
+        # The rank, what it is waited for, its idle time, and when that was observed.
+        self._awaits: tuple[int, str, float, float] | None = None
 
     def report_progress(self) -> None:
         """Count one progress event."""
@@ -76,9 +75,8 @@ class Watch:
         self._name = name
         self._text = text
         self._silence_s = silence_s
-        self._last: dict[
-            int, tuple[object, float, float]
-        ] = {}  # last sign, idle time at that point, when observed
+        # By rank: last sign, idle time at that point, when observed.
+        self._last: dict[int, tuple[object, float, float]] = {}
 
     def look(
         self, statuses: Mapping[int, RankStatus | None], what: str, now_s: float
@@ -95,14 +93,8 @@ class Watch:
         return last, idle[last]
 
     def _idle_s(self, rank: int, status: RankStatus | None, now_s: float) -> float:
-        if status is None:
-            open_call = None
-        else:
-            open_call = status.open_call(self._name)
-        if status is not None and open_call is not None:
-            sign = (status.nonce, status.heartbeats)
-        else:
-            sign = None
+        open_call = None if status is None else status.open_call(self._name)
+        sign = (status.nonce, status.heartbeats) if status and open_call else None
         known = self._last.get(rank)
         if known is None or known[0] != sign:
             known = self._last[rank] = (sign, open_call.idle_s if open_call else 0.0, now_s)
@@ -117,20 +109,14 @@ class Watch:
     ) -> DeadlineError:
         first = stuck[0]
         status = statuses[first]
-        if status is None:
-            open_call = None
-        else:
-            open_call = status.open_call(self._name)
+        open_call = None if status is None else status.open_call(self._name)
         names = ", ".join(map(str, stuck[:SHOWN_AT_MOST]))
         names += f" and {len(stuck) - SHOWN_AT_MOST} more" if len(stuck) > SHOWN_AT_MOST else ""
         waiting = f"waiting for {what}"
         if self._text:
             waiting += f" of the {self._text}"
         if open_call is None:
-            if status and status.open:
-                elsewhere = f"; it is in the {status.open[0].text}"
-            else:
-                elsewhere = ""
+            elsewhere = f"; it is in the {status.open[0].text}" if status and status.open else ""
             message = (
                 f"rank {names} showed no sign of life for {self._silence_s:g} s, "
                 f"{waiting}{elsewhere}"

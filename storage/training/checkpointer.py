@@ -27,12 +27,12 @@ from ...drivers.registry import open_driver
 from ...drivers.uri import join
 from ...errors import CoordinationError, HoldfastError, UsageError
 from ..format.packed import Compression, checked_compression
-from ..operations.deadline import Deadline
 from ..operations.loading.differences import Strict
 from ..operations.location import Place
 from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions, UriLike
 from ..operations.saving.handle import SaveHandle
 from ..operations.saving.keeper_request import ByKeeper, Storage
+from ..operations.saving.save_job import Deadline
 from ..operations.saving.start_save import Destination, begin_memory_step, begin_save
 from ..operations.telemetry import Telemetry, check_telemetry
 from ..ranks.process_group import Group, acting_in, check_group
@@ -41,16 +41,14 @@ from ..runtime.progress import ProgressCallback
 from ..state.capture.lazy import fence, hook_optimizers
 from ..state.flattening.default import Default
 from .decisions import Decision, Decisions
-from .follower import PendingSave, follow, follow_memory
-from .keeper_option import KeeperOption
-from .memory_level import memory_level_of
-from .naming import checkpoint_name
+from .keeper_option import KeeperOption, checked_keeper
+from .memory_level import MemoryLevel
 from .preemption import Preemption
 from .resume import Back, Resumed, begin_run, resumed
 from .retention import Keep, Retention
-from .run_lineage import RunLineage, below
+from .run_lineage import RunLineage, below, checkpoint_name
 from .schedule import schedule_of
-from .stats import Counters, Stats, log_if_unsaved
+from .stats import Counters, PendingSave, Stats, follow, follow_memory, log_if_unsaved
 
 __all__ = ["GRACE_S", "Checkpointer"]
 
@@ -131,10 +129,7 @@ class Checkpointer:
         self._schedule = schedule_of(every)
         if isinstance(keep, int):
             keep = Keep(last=keep)
-        if keep is None:
-            self._retention = None
-        else:
-            self._retention = Retention(self._root, keep)
+        self._retention = None if keep is None else Retention(self._root, keep)
         self._when_busy = when_busy
         self._on_error = on_error
         self._save_options = SaveOptions(
@@ -150,7 +145,8 @@ class Checkpointer:
         self._decisions = Decisions(deadline_s, self._printed)
         self._stats = Stats()
         self._lineage = RunLineage(self._root)
-        self._memory = memory_level_of(keeper, self._printed)
+        option = checked_keeper(keeper)
+        self._memory = None if option is None else MemoryLevel(option, self._printed)
         self._keeping: list[PendingSave] = []
         """Steps in flight to keeper memory."""
         self._accord_made = False
@@ -278,7 +274,7 @@ class Checkpointer:
             return None
         due = False
         try:
-            kept = self._is_kept(step)
+            kept = self._has_joined(step) and self._memory is not None and self._memory.due(step)
             due = self._schedule.due(step, self._decisions) and step != self._last
             if due:
                 self._stats.due(step)
@@ -338,10 +334,7 @@ class Checkpointer:
             if self._memory is not None:
                 self._memory.close()
             if self._preemption is not None:
-                if self._preemption.pending:
-                    self._preemption.hand_over()
-                else:
-                    self._preemption.restore()
+                self._preemption.leave()
 
     def __enter__(self) -> Self:
         return self
@@ -368,10 +361,6 @@ class Checkpointer:
         if self._when_busy != "skip":
             self._wait_for_room()
         return self._begin(step, state, number)
-
-    def _is_kept(self, step: int) -> bool:
-        """Return whether to keep ``step`` in memory."""
-        return self._has_joined(step) and self._memory is not None and self._memory.due(step)
 
     def _has_joined(self, step: int) -> bool:
         """Return whether this run has joined its keepers; join them if it never resumed.
@@ -436,10 +425,7 @@ class Checkpointer:
 
     def _wait_for_room(self) -> None:
         """Block until at most one other save is in flight with a queue, or none without."""
-        if self._when_busy == "queue":
-            room = 1
-        else:
-            room = 0
+        room = 1 if self._when_busy == "queue" else 0
         in_flight = self._under_way()
         if len(in_flight) <= room:
             return
@@ -491,9 +477,7 @@ class Checkpointer:
             return None
         self._newest = step
         self._stats.begun(step, time.perf_counter() - began_s, queued=after is not None)
-        retention = None
-        if self._decisions.leads:
-            retention = self._retention
+        retention = self._retention if self._decisions.leads else None
         followed = start(
             follow(step, handle, metric, self._stats, retention, self._steps_under_way)
         )
@@ -519,7 +503,7 @@ class Checkpointer:
         assert self._preemption is not None
         if self._preemption.left_s <= 0:  # other Checkpointers of this process may still have time
             _log.error("step %d is not saved: the grace period is over", step)
-            self._preemption.hand_over()
+            self._preemption.leave()
             return True
         if self._stop_at is None:
             _log.warning("SIGTERM: saving, and ending within %.0f s", self._preemption.left_s)
@@ -537,7 +521,7 @@ class Checkpointer:
         self._decisions.highest(
             "stopped", step, self._preemption.left_s if self._decisions.leads else 0.0
         )
-        self._preemption.hand_over()
+        self._preemption.leave()
         return True
 
     def _check_open(self) -> None:
@@ -554,25 +538,23 @@ class Checkpointer:
             raise below(step, self._newest, self._root.uri.redacted)
 
 
-def _check_metric(metric: object) -> None:
+def _check_metric(metric: object) -> SupportsFloat | SupportsIndex | None:
     """Raise UsageError for an invalid metric, without reading a tensor, which would block."""
-    if metric is not None and not isinstance(metric, SupportsFloat | SupportsIndex):
-        raise _no_number(metric)
+    if metric is None or isinstance(metric, SupportsFloat | SupportsIndex):
+        return metric
+    raise _no_number(metric)
 
 
 def _number_of(metric: object) -> float | None:
     """Return the metric as a float; None if it is missing or not finite. Raises UsageError."""
-    if metric is None:
+    given = _check_metric(metric)
+    if given is None:
         return None
-    if not isinstance(metric, SupportsFloat | SupportsIndex):
-        raise _no_number(metric)
     try:
-        number = float(metric)
+        number = float(given)
     except Exception as error:
         raise _no_number(metric) from error
-    if math.isfinite(number):
-        return number
-    return None
+    return number if math.isfinite(number) else None
 
 
 def _no_number(metric: object) -> UsageError:

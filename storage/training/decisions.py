@@ -218,10 +218,7 @@ class Decisions:
                     return decision
                 if record.leader_at > step:
                     return None
-            if in_this_run:
-                void = record.void
-            else:
-                void = record.void_next
+            void = record.void if in_this_run else record.void_next
             is_absent = self._left_at.get(question) == (record.run, record.leader_at)
             if step <= void or is_absent or time.monotonic() > until_s:
                 self._give_up(member, question, step, data, in_this_run)

@@ -23,20 +23,15 @@ from ..ranks.process_group import current_team
 from ..ranks.team import Decide
 from ..runtime.engine import run
 
-__all__ = [
-    "Attempted",
-    "Outcome",
-    "held_at_length",
-    "held_round",
-    "tried",
-    "tried_at_length",
-    "verdict_of",
-]
+__all__ = ["Attempted", "Outcome", "held_round", "ready", "tried", "tried_here", "verdict_of"]
 
 _DAMAGE = (DamagedError, NotACheckpointError, NotFoundError)
 
 S = TypeVar("S")
 V = TypeVar("V")
+Prepare = Callable[[Callable[[], None]], Awaitable[S]]
+"""Prepares a statement on the engine's loop. It may take long: the other ranks wait past their
+deadline as long as it keeps calling its argument."""
 
 
 class Outcome(enum.Enum):
@@ -63,39 +58,29 @@ class Attempted:
 TRY = Round.of("resume", Attempted, Attempted)
 
 
+def ready(statement: S) -> Prepare[S]:
+    """Return the preparation of a statement that is known already."""
+
+    async def prepared(moved: Callable[[], None]) -> S:
+        return statement
+
+    return prepared
+
+
 def held_round(
-    round: Round[S, V], call: Call, deadline_s: float, statement: S, decide: Decide[S, V]
+    round: Round[S, V], call: Call, deadline_s: float, prepare: Prepare[S], decide: Decide[S, V]
 ) -> V:
-    """Send ``statement`` to the leader and return its decision.
+    """Send this rank's statement to the leader and return its decision.
 
     Raises what ``decide`` raises on the leader, and RankFailedError or DeadlineError if a rank does
     not arrive.
-    """
-
-    async def known(moved: Callable[[], None]) -> S:
-        return statement
-
-    return held_at_length(round, call, deadline_s, known, decide)
-
-
-def held_at_length(
-    round: Round[S, V],
-    call: Call,
-    deadline_s: float,
-    state: Callable[[Callable[[], None]], Awaitable[S]],
-    decide: Decide[S, V],
-) -> V:
-    """Hold a round like :func:`held_round`, whose statement may take long to prepare.
-
-    ``state(moved)`` runs on the engine's loop. The other ranks wait past their deadline as long as
-    it keeps calling ``moved()``.
     """
     team = current_team(call, deadline_s, saving=False)
 
     async def held() -> V:
         async with team.session():
             try:
-                return await team.round(round, await state(team.report_progress), decide)
+                return await team.round(round, await prepare(team.report_progress), decide)
             except BaseException as error:
                 await team.fail(error)
                 raise
@@ -103,59 +88,43 @@ def held_at_length(
     return run(held())
 
 
-def tried(
+def tried_here(
     call: Call, deadline_s: float, load: Callable[[], object], *, may_misfit: bool = False
 ) -> tuple[Outcome, Exception | None]:
-    """Call ``load()`` on every rank; return the common outcome and this rank's error, if any.
-
-    ``may_misfit``: whether a mismatch is an outcome (MISFIT) rather than an error. Raises errors
-    that make further attempts pointless.
-    """
+    """Call ``load()`` on every rank, in the caller's thread; return as :func:`tried`."""
     error: Exception | None = None
     try:
         load()
     except Exception as problem:
         error = problem
 
-    async def known(moved: Callable[[], None]) -> Exception | None:
-        return error
+    async def attempt(moved: Callable[[], None]) -> None:
+        if error is not None:
+            raise error
 
-    return _judged(call, deadline_s, known, may_misfit)
+    return tried(call, deadline_s, attempt, may_misfit=may_misfit)
 
 
-def tried_at_length(
-    call: Call, deadline_s: float, work: Callable[[Callable[[], None]], Awaitable[object]]
+def tried(
+    call: Call, deadline_s: float, attempt: Prepare[object], *, may_misfit: bool = False
 ) -> tuple[Outcome, Exception | None]:
-    """Call ``work(moved)`` on every rank; return as :func:`tried`.
+    """Call ``attempt`` on every rank; return the common outcome and this rank's error, if any.
 
-    Other ranks wait as in :func:`held_at_length`.
+    ``may_misfit``: whether a mismatch is an outcome (MISFIT) rather than an error. Raises errors
+    that make further attempts pointless.
     """
-
-    async def attempt(moved: Callable[[], None]) -> Exception | None:
-        try:
-            await work(moved)
-        except Exception as problem:
-            return problem
-        return None
-
-    return _judged(call, deadline_s, attempt, may_misfit=False)
-
-
-def _judged(
-    call: Call,
-    deadline_s: float,
-    attempt: Callable[[Callable[[], None]], Awaitable[Exception | None]],
-    may_misfit: bool,
-) -> tuple[Outcome, Exception | None]:
     error: Exception | None = None
 
     async def attempted(moved: Callable[[], None]) -> Attempted:
         nonlocal error
-        error = await attempt(moved)
+        try:
+            await attempt(moved)
+        except Exception as problem:
+            error = problem
         return _outcome(error, may_misfit)
 
     try:
-        verdict = held_at_length(TRY, call, deadline_s, attempted, verdict_of)
+        verdict = held_round(TRY, call, deadline_s, attempted, verdict_of)
     except RankFailedError as failure:
         if error is None or isinstance(error, (*_DAMAGE, RankFailedError)):
             raise failure from error
@@ -187,6 +156,4 @@ async def verdict_of(attempts: Sequence[Attempted]) -> Attempted:
     for outcome in (Outcome.DAMAGED, Outcome.MISFIT):
         if outcome in outcomes:
             return Attempted(outcome)
-    if outcomes == {Outcome.WHOLE}:
-        return Attempted(Outcome.WHOLE)
-    return Attempted(Outcome.DAMAGED)
+    return Attempted(Outcome.WHOLE if outcomes == {Outcome.WHOLE} else Outcome.DAMAGED)

@@ -23,10 +23,11 @@ from ..runtime.engine import offload, run, start
 from ..state.capture.switch_interval import switch_interval
 from ..state.pinned import pin
 from .keeper_inventory import GuardOption, InMemory, Meeting, Struck
-from .keeper_option import Keeper, KeeperOption, checked_keeper, start_keeper
-from .naming import checkpoint_name
+from .keeper_option import Keeper, start_keeper
+from .run_lineage import checkpoint_name
+from .schedule import Steps
 
-__all__ = ["LoadedBytes", "MemoryLevel", "memory_level_of"]
+__all__ = ["LoadedBytes", "MemoryLevel"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,14 +43,6 @@ class LoadedBytes:
     parity: int = 0
 
 
-def memory_level_of(option: KeeperOption, printed: str) -> MemoryLevel | None:
-    """Return the memory level for a ``keeper`` argument; None without one. Raises UsageError."""
-    keeper = checked_keeper(option)
-    if keeper is None:
-        return None
-    return MemoryLevel(keeper, printed)
-
-
 class MemoryLevel:
     """One rank's view of the memory of its host's keeper."""
 
@@ -62,7 +55,7 @@ class MemoryLevel:
         self._printed = printed
         self._arena: Arena | None = None
         self._run = ""
-        self._last: int | None = None
+        self._steps = Steps(option.every)
         self._struck: list[Struck] = []
         self._rebuilt_nbytes = 0
         self.loaded = LoadedBytes()
@@ -123,7 +116,7 @@ class MemoryLevel:
 
     def begin_epoch(self, epoch: int, step: int | None, meeting: Meeting) -> None:
         """Begin an epoch at ``step`` (None: the start of training), and discard later steps."""
-        self._last = step
+        self._steps.begin_at(step)
         self._struck = []
         self._rebuilt_nbytes = 0
         self.problem = meeting.problem
@@ -247,14 +240,7 @@ class MemoryLevel:
 
     def due(self, step: int) -> bool:
         """Return whether to keep ``step`` in memory. Call once per step, in ascending order."""
-        if self.problem:
-            return False
-        last = self._last
-        self._last = step
-        every = self._option.every
-        if last is None:
-            return step % every == 0
-        return step // every > last // every
+        return not self.problem and self._steps.due(step)
 
     def by(self, storage: Storage | None = None) -> ByKeeper | None:
         """Return the route of a save through the keeper, and on to ``storage`` if given.

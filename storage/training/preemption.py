@@ -33,9 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """One Checkpointer's registration for SIGTERM, from :meth:`install` to :meth:`hand_over` or
-    :meth:`restore`.
-    """
+    """One Checkpointer's registration for SIGTERM, from :meth:`install` to :meth:`leave`."""
 
     def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
@@ -75,15 +73,11 @@ class Preemption:
         if self._until_s is None:
             self._until_s = came_s + self.grace_s
 
-    def hand_over(self) -> None:
-        """Finish this Checkpointer's part after a signal.
+    def leave(self) -> None:
+        """Finish this Checkpointer's part. The last one to leave restores the previous handler.
 
-        Once all Checkpointers have, the previous handler runs; by default it ends the process here.
+        If SIGTERM has come, that handler then runs; by default it ends the process here.
         """
-        _process.leave(self)
-
-    def restore(self) -> None:
-        """Stop handling SIGTERM for this Checkpointer."""
         _process.leave(self)
 
 
@@ -111,14 +105,13 @@ class _Process:
 
     def has(self, member: Preemption) -> bool:
         """Return whether ``member`` is registered."""
-        return any(ref() is member for ref in self._members)
+        return member in self._there()
 
     def add(self, member: Preemption) -> None:
         """Register ``member``, in the main thread; notify it now if SIGTERM has already come."""
         with self._lock:
-            if (
-                signal.getsignal(signal.SIGTERM) != self._handle
-            ):  # a handler that was set meanwhile runs after ours
+            # A handler that was set meanwhile runs after ours.
+            if signal.getsignal(signal.SIGTERM) != self._handle:
                 self._before = signal.signal(signal.SIGTERM, self._handle)
             if self._watcher is None:
                 self._watcher = _Watcher(self._see)
@@ -137,7 +130,7 @@ class _Process:
             time.sleep(0)  # let Python handle signals now that a thread of ours sent under the lock
             if not self.has(member):
                 return
-            self._members = [ref for ref in self._members if ref() not in (None, member)]
+            self._members = [weakref.ref(other) for other in self._there() if other is not member]
             if self._waits():
                 if self._came_s is not None:
                     self._set_timer()
@@ -150,10 +143,12 @@ class _Process:
 
     def _waits(self) -> bool:
         """Return whether a Checkpointer still handles SIGTERM or has grace left."""
-        there = [member for ref in self._members if (member := ref()) is not None]
         if self._came_s is None:
-            return bool(there)
-        return any(member.left_s > 0 for member in there)
+            return bool(self._there())
+        return any(member.left_s > 0 for member in self._there())
+
+    def _there(self) -> list[Preemption]:
+        return [member for ref in self._members if (member := ref()) is not None]
 
     def _end(self) -> None:
         """Restore the previous handler, in the main thread; hand over a signal that has come."""
@@ -235,19 +230,15 @@ class _Process:
             if self._came_s is not None or not self.is_installed:
                 return
             self._came_s = time.monotonic()
-            for ref in self._members:
-                member = ref()
-                if member is not None:
-                    member.ask(self._came_s)
+            for member in self._there():
+                member.ask(self._came_s)
             self._set_timer()
 
     def _set_timer(self) -> None:
         """Schedule :meth:`_insist` for the end of the longest grace period."""
         if self._timer is not None:
             self._timer.cancel()
-        left_s = max(
-            (member.left_s for ref in self._members if (member := ref()) is not None), default=0.0
-        )
+        left_s = max((member.left_s for member in self._there()), default=0.0)
         self._timer = threading.Timer(left_s, self._insist)
         self._timer.daemon = True
         self._timer.start()
@@ -258,9 +249,8 @@ class _Process:
         Wakes up the main thread for the calls that only it may make.
         """
         with self._lock:
-            if (
-                self._insisted or not self.is_installed
-            ):  # once: the watcher also sees the signal sent below
+            # Once: the watcher also sees the signal sent below.
+            if self._insisted or not self.is_installed:
                 return
             self._insisted = True
             if self._before == signal.SIG_DFL:  # only the main thread may call signal.signal
@@ -312,9 +302,8 @@ class _Watcher:
         try:
             while numbers := os.read(self._read_fd, 64):
                 if self._unchanged():
-                    with contextlib.suppress(
-                        OSError
-                    ):  # full, or just closed: Python ignores these too
+                    # Full, or just closed: Python ignores these too.
+                    with contextlib.suppress(OSError):
                         os.write(self._before_fd, numbers)
                 for _ in range(numbers.count(signal.SIGTERM)):
                     self._see(self)

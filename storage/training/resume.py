@@ -30,7 +30,7 @@ from .keeper_inventory import (
     next_epoch,
     stocks_of,
 )
-from .load_attempts import Outcome, held_at_length, held_round, tried, tried_at_length
+from .load_attempts import Outcome, held_round, ready, tried, tried_here
 from .memory_level import LoadedBytes, MemoryLevel
 from .run_identity import run_id
 from .run_lineage import RunLineage, Survey, is_own
@@ -52,30 +52,29 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Choices:
+    """Generations in memory that are newer than storage, best first, and the hosts to read their
+    images from."""
+
+    kept: tuple[Choice, ...] = ()
+    peers: tuple[KeeperHost, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Candidates:
     """The leader's findings in the run's folder and in memory, for all ranks.
 
     ``broken``: how many checkpoints cannot be opened. ``refused``: why nothing can be resumed.
-    ``kept``: generations in memory that are newer than storage, best first; ``peers``: the hosts to
-    read their images from. ``epoch``: the epoch about to begin; ``meeting``: its keepers.
+    ``epoch``: the epoch about to begin; ``meeting``: its keepers.
     """
 
     tried: tuple[Candidate, ...]
     broken: int
     refused: str | None = None
     advice: str | None = None
-    kept: tuple[Choice, ...] = ()
-    peers: tuple[KeeperHost, ...] = ()
+    memory: Choices = field(default_factory=Choices)
     epoch: int = 0
     meeting: Meeting = field(default_factory=Meeting)
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """The fields of :class:`Candidates` that describe memory."""
-
-    kept: tuple[Choice, ...] = ()
-    peers: tuple[KeeperHost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +183,7 @@ class _Leader:
         choices = self._choices(statements, stocks, others)
         if self._back.asked or not choices.kept:
             return candidates
-        return replace(
-            candidates, kept=choices.kept, peers=choices.peers, refused=None, advice=None
-        )
+        return replace(candidates, memory=choices, refused=None, advice=None)
 
     async def choose(self, statements: Sequence[InMemory]) -> Choices:
         """Return the generations left in memory, after some were found damaged."""
@@ -283,9 +280,9 @@ def resumed(
         # was asked later may have dropped a step once all had parity of the next one. So look
         # again.
         join = partial(memory.join, identified(root, options.deadline_s))
-        held_at_length(OFFER, call, options.deadline_s, join, leader.hear_offers)
+        held_round(OFFER, call, options.deadline_s, join, leader.hear_offers)
         in_memory = memory.look()
-    candidates = held_round(LOOK, call, options.deadline_s, in_memory, leader.look)
+    candidates = held_round(LOOK, call, options.deadline_s, ready(in_memory), leader.look)
     if candidates.refused is not None:
         raise UsageError(candidates.refused, uri=root.uri.redacted, advice=candidates.advice)
     reports: list[LoadReport] = []
@@ -297,7 +294,7 @@ def resumed(
         return Nothing()
 
     call = Call("resume", root.uri.redacted, taken.step)
-    held_round(TAKE_UP, call, options.deadline_s, Nothing(), take_up)
+    held_round(TAKE_UP, call, options.deadline_s, ready(Nothing()), take_up)
     if memory is not None:
         memory.begin_epoch(taken.epoch, taken.step, candidates.meeting)
     nbytes = 0 if taken.step is None else reports[-1].bytes_read
@@ -353,7 +350,7 @@ def identified(root: Place, deadline_s: float) -> str:
             return RunId(await run_id(driver))
 
     call = Call("join", root.uri.redacted)
-    return held_round(RUN, call, deadline_s, Nothing(), identify).id
+    return held_round(RUN, call, deadline_s, ready(Nothing()), identify).id
 
 
 def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
@@ -374,7 +371,7 @@ def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
 
     call = Call("begin", root.uri.redacted)
     join = partial(memory.join, identified(root, deadline_s))
-    candidates = held_at_length(LOOK, call, deadline_s, join, decide)
+    candidates = held_round(LOOK, call, deadline_s, join, decide)
     memory.begin_epoch(candidates.epoch, None, candidates.meeting)
 
 
@@ -386,12 +383,11 @@ def _candidates(
         _log.warning("the checkpoint %s cannot be opened: %s", c.path, c.problem)
     refused = advice = None
     if not tried and (back.asked or any(c.abandoned for c in survey.steps)):
-        if not back.asked:
-            asked = "that is not abandoned"
-        else:
-            asked = f"before step {back.before}"
+        asked = "that is not abandoned"
         if back.step is not None:
             asked = f"of step {back.step}"
+        elif back.before is not None:
+            asked = f"before step {back.before}"
         refused = f"this run has no checkpoint {asked}"
         steps = ", ".join(f"{c.step}{' (abandoned)' * c.abandoned}" for c in survey.steps[:_NAMED])
         advice = (
@@ -420,7 +416,7 @@ def _load_kept(
     None if memory holds none. After a failure all ranks look again: a damaged image may exist on
     another host, or be rebuilt, and a keeper may have disappeared. No choice is tried twice.
     """
-    choices = Choices(candidates.kept, candidates.peers)
+    choices = candidates.memory
     made: set[Choice] = set()
     options = target.options
     while True:
@@ -434,10 +430,10 @@ def _load_kept(
         load = partial(memory.load, choice, choices.peers, target.state, options, target.touched)
         outcome, error = Outcome.WHOLE, None
         if choice.rebuilt:
-            outcome, error = tried_at_length(call, options.deadline_s, rebuild)
+            outcome, error = tried(call, options.deadline_s, rebuild)
         loads = outcome is Outcome.WHOLE
         if loads:
-            outcome, error = tried(call, options.deadline_s, load)
+            outcome, error = tried_here(call, options.deadline_s, load)
         if outcome is Outcome.WHOLE:
             return step, memory.loaded
         if loads and step not in target.failed:
@@ -445,7 +441,8 @@ def _load_kept(
         _log.warning(
             "step %d in memory is damaged, looking for another copy or step: %s", step, error
         )
-        choices = held_round(CHOOSE, call, options.deadline_s, memory.look(), leader.choose)
+        look = ready(memory.look())
+        choices = held_round(CHOOSE, call, options.deadline_s, look, leader.choose)
 
 
 def _load_first(
@@ -467,7 +464,7 @@ def _load_first(
         load = partial(load_state, uri, target.state, target.options, target.touched)
         call = Call("resume", root.uri.redacted, candidate.step)
         deadline_s = target.options.deadline_s
-        outcome, error = tried(call, deadline_s, load, may_misfit=may_misfit)
+        outcome, error = tried_here(call, deadline_s, load, may_misfit=may_misfit)
         if outcome is Outcome.WHOLE:
             return place
         if outcome is Outcome.MISFIT:

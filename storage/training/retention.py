@@ -22,8 +22,7 @@ from ..operations.location import Place
 from ..operations.maintenance.choice import choose
 from ..operations.maintenance.listing import ListedCheckpoint
 from ..operations.maintenance.prune import PruneReport, prune_here
-from .naming import step_of
-from .run_lineage import is_own
+from .run_lineage import is_own, step_of
 
 __all__ = ["Keep", "Retention"]
 

@@ -9,21 +9,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...drivers.contract import Driver
-from ...errors import AccessError, DamagedError, StorageError, UsageError
+from ...errors import AccessError, DamagedError, NotFoundError, StorageError, UsageError
 from ..format.lineage import LINEAGE_KEY, Lineage
+from ..format.manifest import MANIFEST_KEY
 from ..operations.location import Place
 from ..operations.maintenance.listing import ListedCheckpoint, Listing, read_lineage
-from .naming import checkpoint_name, step_of
-from .run_folder import RunFolder
+from ..runtime.engine import offload
 
-__all__ = ["RunLineage", "Survey", "below", "is_own"]
+__all__ = ["RunLineage", "Survey", "below", "checkpoint_name", "is_own", "step_of"]
+
+_NAME = re.compile(r"step-([0-9]{8,18})")
+_KNOWN = 16
+"""Recent checkpoints to look for on another device. Retention may have deleted all but the newest,
+and the newest saves may have failed."""
 
 _log = logging.getLogger(__name__)
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the folder name of a step's checkpoint, relative to the run's folder."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: str) -> int | None:
+    """Return the step in a name made by :func:`checkpoint_name`; None for any other name."""
+    match = _NAME.fullmatch(path)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +72,7 @@ class RunLineage:
 
     def __init__(self, root: Place) -> None:
         self._root = root
-        self._folder = RunFolder(root)
+        self._folder = _RunFolder(root)
         self._lineage: Lineage | None = None
         self._recorded = True
         self._is_unknown = False
@@ -141,6 +160,70 @@ class RunLineage:
                 await driver.put(LINEAGE_KEY, data)
         self._recorded = True
         self._is_unknown = False
+
+
+class _RunFolder:
+    """A check that the run's folder on a local file system has not been unmounted.
+
+    After ``umount``, saves to the folder below the mount point succeed, and the next ``mount``
+    hides them. A changed device number alone proves nothing: remounting the same file system may
+    change it. So an error is raised only if no checkpoint of the run is left in the folder.
+    """
+
+    def __init__(self, root: Place) -> None:
+        self._root = root
+        self._device: int | None = None
+        self._known: deque[str] = deque(maxlen=_KNOWN)
+
+    def note(self, path: str) -> None:
+        """Record that a checkpoint exists, or will exist, at ``path``."""
+        if path not in self._known:
+            self._known.append(path)
+
+    async def check(self) -> None:
+        """Raise StorageError if the folder is on another device than before and has lost the run's
+        checkpoints.
+        """
+        if self._root.uri.scheme not in ("file", "lustre"):
+            return
+        device = await offload(_device, self._root.uri.location)
+        before = self._device
+        if before not in (None, device) and self._known and not await self._has_known():
+            raise StorageError(
+                "the run's folder is on another file system than before, and none of the run's "
+                f"checkpoints is in it (device {_printed(before)}, now {_printed(device)})",
+                uri=self._root.uri.redacted,
+                advice="Has it been unmounted? Mount it again, and saves continue. For a new run, "
+                "start the job again.",
+            )
+        self._device = device
+
+    async def _has_known(self) -> bool:
+        async with self._root.opened() as driver:
+            for path in reversed(self._known):
+                try:
+                    await driver.stat(f"{path}/{MANIFEST_KEY}")
+                except NotFoundError:
+                    continue
+                return True
+        return False
+
+
+def _device(path: str) -> int:
+    """Return the device of the folder ``path``, or of its nearest existing parent."""
+    while True:
+        try:
+            return os.stat(path).st_dev
+        except (FileNotFoundError, NotADirectoryError):
+            above = os.path.dirname(path)
+            if above == path:
+                raise
+            path = above
+
+
+def _printed(device: int | None) -> str:
+    assert device is not None
+    return f"{os.major(device)}:{os.minor(device)}"
 
 
 async def _make_way(driver: Driver, error: StorageError) -> None:

@@ -3,58 +3,56 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 from ...core.units import parse_duration
 from ...errors import UsageError
 from .decisions import Decision, Decisions
 
-__all__ = ["Schedule", "schedule_of"]
+__all__ = ["Schedule", "Steps", "schedule_of"]
 
 LOOK_S = 5.0
 """The longest interval between two questions to the leader."""
 
 
-class Schedule(ABC):
-    """Base of all schedules. Called once per step, in ascending order."""
+class Schedule(Protocol):
+    """Called once per step, in ascending order."""
 
-    @abstractmethod
     def due(self, step: int, decisions: Decisions) -> bool:
         """Return whether a save is due at ``step``, the same on all ranks.
 
         Raises what ``decisions`` raises.
         """
 
-    def begin_at(self, step: int) -> None:  # noqa: B027 - most schedules do not depend on it
-        """Set the step of the checkpoint that training resumed from."""
+    def begin_at(self, step: int | None) -> None:
+        """Set the step of the checkpoint that training resumed from; None: nothing is known."""
 
 
-class _Never(Schedule):
-    def due(self, step: int, decisions: Decisions) -> bool:
-        return False
+class Steps:
+    """Due whenever a multiple of ``every`` is reached or passed, in strides too; None: never."""
 
-
-class _Steps(Schedule):
-    """Due whenever a multiple of ``every`` is reached or passed; steps may be strided."""
-
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int | None) -> None:
         self._every = every
         self._last: int | None = None
 
-    def due(self, step: int, decisions: Decisions) -> bool:
+    def due(self, step: int, decisions: Decisions | None = None) -> bool:
+        """See :class:`Schedule`."""
         last = self._last
         self._last = step
+        if self._every is None:
+            return False
         if last is None:
             return step % self._every == 0
         return step // self._every > last // self._every
 
-    def begin_at(self, step: int) -> None:
+    def begin_at(self, step: int | None) -> None:
+        """See :class:`Schedule`."""
         self._last = step
 
 
-class _Time(Schedule):
+class _Time:
     """Due by the leader's clock.
 
     The leader also announces the step at which to ask again: after a fraction of the remaining
@@ -68,7 +66,7 @@ class _Time(Schedule):
         self._asked: tuple[int, float] | None = None  # (step, time) of the last question
         self._next: int | None = None
 
-    def begin_at(self, step: int) -> None:
+    def begin_at(self, step: int | None) -> None:
         self._asked = None
         self._next = None
 
@@ -119,10 +117,8 @@ def schedule_of(every: int | str | None, clock: Callable[[], float] = time.monot
 
     ``clock`` returns the time in seconds. Raises UsageError.
     """
-    if every is None:
-        return _Never()
-    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
-        return _Steps(every)
+    if every is None or (type(every) is int and every > 0):
+        return Steps(every)
     if isinstance(every, str):
         with suppress(ValueError):
             every_s = parse_duration(every, needs_unit=True)

@@ -32,7 +32,7 @@ from holdfast.storage.runtime.engine import run
 from holdfast.storage.training import checkpointer
 from holdfast.storage.training.epochs import EPOCHS_KEY, Epochs, put_epochs, read_epochs
 from holdfast.storage.training.keeper_inventory import kept_in_memory, next_epoch
-from holdfast.storage.training.memory_level import memory_level_of
+from holdfast.storage.training.memory_level import MemoryLevel
 from holdfast.storage.training.run_identity import RUN_KEY, known_run_id, run_id
 
 RUN = "a" * 32
@@ -325,8 +325,7 @@ def test_a_run_whose_memory_is_damaged_does_not_begin_anew(tmp_path: Path, store
 
 def test_memory_of_a_host_that_is_gone_counts_as_damaged() -> None:
     """So that a restart looks for what else there is, instead of failing."""
-    level = memory_level_of(holdfast.Keeper(starts=False), "memory://run/")
-    assert level is not None
+    level = MemoryLevel(holdfast.Keeper(starts=False), "memory://run/")
     run(level.join(RUN, lambda: None))
     gone = KeeperHost("gone", "domain", "127.0.0.1:1", "f" * 32)
     choice = Choice(GenerationId(0, 7), 1, (("gone",),))

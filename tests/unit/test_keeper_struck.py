@@ -21,7 +21,7 @@ from holdfast.storage.keeper.tiers import PeerImage, TiersDriver
 from holdfast.storage.operations.options import LoadOptions
 from holdfast.storage.runtime import engine
 from holdfast.storage.training.keeper_inventory import Struck
-from holdfast.storage.training.memory_level import memory_level_of
+from holdfast.storage.training.memory_level import MemoryLevel
 
 HOSTS = "abcd"
 NEWEST = GenerationId(0, 2)
@@ -87,8 +87,7 @@ def resumed(
 
     async def loaded(job: KeptHosts, choice: Choice, name: str) -> set[Struck]:
         """Load on one host, and return the images it strikes."""
-        level = memory_level_of(holdfast.Keeper(starts=False), "memory://run/")
-        assert level is not None
+        level = MemoryLevel(holdfast.Keeper(starts=False), "memory://run/")
         level._run = RUN
         level._arena = next(iter(job.hosts[name].arenas.values()))
         into = {

@@ -19,8 +19,8 @@ from support.inside import clean_up_within
 import holdfast
 from holdfast.drivers.memory import STORES, MemoryDriver
 from holdfast.errors import DeadlineError, StorageDownError, UsageError
-from holdfast.storage.operations.deadline import Deadline
 from holdfast.storage.operations.saving.save import SaveJob, run_save
+from holdfast.storage.operations.saving.save_job import Deadline
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.ranks.team import Solo
 from holdfast.storage.runtime.engine import start

@@ -15,7 +15,7 @@ from torch import nn
 import holdfast
 from holdfast.storage.integrations.newest import newest_checkpoint
 from holdfast.storage.integrations.value_conversion import from_stored, to_stored
-from holdfast.storage.operations.maintenance.remove import remove
+from holdfast.storage.operations.maintenance.prune import remove
 
 STATE: dict[str, Any] = {
     "args": Namespace(lr=0.1, nested=[Namespace(path=Path("a/b"))]),

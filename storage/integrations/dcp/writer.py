@@ -25,8 +25,7 @@ from ...operations.saving.save_job import SaveJob
 from ...operations.saving.steps import commit_together, divide, write_image
 from ...protocol.attempt import Attempt
 from ...protocol.collect import give_up
-from ...protocol.commit import begin
-from ...protocol.whole import commit_attempt
+from ...protocol.commit import begin, commit_attempt
 from ...ranks.calls import Call
 from ...ranks.process_group import current_rank, current_team, current_world
 from ...ranks.team import Team

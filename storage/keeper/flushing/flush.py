@@ -18,8 +18,7 @@ from ...format.manifest import image_key
 from ...format.packed import Compression, checked_compression
 from ...protocol.attempt import Attempt
 from ...protocol.collect import give_up
-from ...protocol.commit import begin
-from ...protocol.whole import commit_attempt
+from ...protocol.commit import begin, commit_attempt
 from ..decisions.standing import Written
 from ..tiers import HeldImage
 from .image_upload import write_image

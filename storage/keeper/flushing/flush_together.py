@@ -9,8 +9,7 @@ from ....errors import DamagedError, SaveError, SupersededError
 from ...arenas.label import GenerationId, Label
 from ...arenas.messages import Flush
 from ...protocol.collect import give_up
-from ...protocol.commit import begin
-from ...protocol.whole import commit_attempt
+from ...protocol.commit import begin, commit_attempt
 from ..decisions.standing import FlushOrder, Written
 from ..reading import peers_of
 from ..reporting import Reporting

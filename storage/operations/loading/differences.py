@@ -71,13 +71,8 @@ class DifferenceCheck:
     def judge(self, told: Sequence[FitReport]) -> Differences:
         """Return what the load leaves out, and log it. Raises MismatchError if it must not
         proceed."""
-        found = {
-            "left": _once([report.left for report in told]),
-            "mismatched": _once([report.mismatched for report in told]),
-            "castable": _once([report.castable for report in told]),
-            "shared": _once([report.shared for report in told]),
-            "missing": _once([report.missing for report in told]),
-        }
+        kinds = ("left", "mismatched", "castable", "shared", "missing")
+        found = {kind: _once([getattr(report, kind) for report in told]) for kind in kinds}
         found["unexpected"] = self._unexpected(told)
         missing, unexpected = ([*dict(found[kind])] for kind in ("missing", "unexpected"))
         renaming = find_renaming(missing, unexpected)
@@ -124,10 +119,7 @@ class DifferenceCheck:
 
     def _log(self, left: Differences, renaming: Renaming | None) -> None:
         if left.missing_count:
-            if renaming:
-                hint = f"; {renaming}"
-            else:
-                hint = ""
+            hint = f"; {renaming}" if renaming else ""
             names = _listed(left.missing, left.missing_count)
             _log.warning(
                 "%s of the state %s not in %s and stayed as before: %s%s",
@@ -215,17 +207,11 @@ def _advice(strict: Strict, found: set[str], renaming: Renaming | None, *, nothi
 
 def counted(count: int, what: str) -> str:
     """Format a count: ``1 place``, ``2 places``."""
-    if count == 1:
-        plural = ""
-    else:
-        plural = "s"
-    return f"{count:,} {what}{plural}"
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _are(count: int) -> str:
-    if count == 1:
-        return "is"
-    return "are"
+    return "is" if count == 1 else "are"
 
 
 def _listed(names: Sequence[str], count: int) -> str:

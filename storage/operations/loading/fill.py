@@ -1,4 +1,5 @@
-"""Fills tensors from one checkpoint: plans the reads, verifies the data and scatters it."""
+"""Builds the state of a checkpoint, or a part of it, and fills tensors: plans the reads, verifies
+the data and scatters it."""
 
 from __future__ import annotations
 
@@ -7,16 +8,21 @@ from collections.abc import Callable
 from ....core.forks.renewal import new_lock
 from ....core.spans import Where, counting, span
 from ....drivers.contract import Driver
+from ....errors import UsageError
 from ....planner.loading import LoadPlan, Targets
 from ...format.manifest import Manifest
+from ...format.part import Part
+from ...format.tree import dotted
 from ...pipeline.image_reader import Deliver, ImageReader, plan_reads
 from ...runtime.buffers import HostBuffer
 from ...runtime.engine import offload
+from ...state.filling.build import build
 from ...state.filling.scatter import Scatter
-from ...state.filling.targets import Wanted
+from ...state.filling.targets import TypedPath, Wanted, typed_paths
 
-__all__ = ["Report", "delivery", "fill"]
+__all__ = ["Report", "build_part", "delivery", "fill"]
 
+_LISTED = 10
 
 Report = Callable[[int, int], None]
 """Called with (done bytes, total bytes), on any thread."""
@@ -66,3 +72,52 @@ def delivery(
     if sizes:
         report(0, total_nbytes)
     return delivered
+
+
+def build_part(
+    manifest: Manifest, rank: int, wanted: Wanted, part: Part | None, uri: str
+) -> object:
+    """Return the state as ``rank`` saved it, or a part of it.
+
+    Its tensors are still uninitialized, and are added to ``wanted``. Raises UsageError if the part
+    does not exist.
+    """
+    path: TypedPath = () if part is None else _path_of(manifest, part)
+    try:
+        state, _rows = build(manifest, rank, wanted, path)
+    except KeyError:
+        assert part is not None
+        raise UsageError(
+            f"there is no {part.name!r} in this checkpoint", uri=uri, advice=_advice(manifest)
+        ) from None
+    return state
+
+
+def _path_of(manifest: Manifest, part: Part) -> TypedPath:
+    """Return the path of a part. Keys with equal text are distinguished by type if both exist."""
+    typed = tuple((type(key).__name__, key) for key in part.keys)
+    containers = typed_paths(manifest.tree)
+    found = [path for path in containers if dotted(key for _, key in path) == part.name]
+    for row in manifest.tensors.rows.get(part.name, ()):
+        found.append(_path_of_tensor(manifest, row, containers))
+    if not found or typed in found:
+        return typed
+    return found[0]
+
+
+def _path_of_tensor(manifest: Manifest, row: int, containers: list[TypedPath]) -> TypedPath:
+    tree = manifest.tree
+    container = int(manifest.container[row])
+    prefix = tree.prefixes()[container]
+    key = tree.tensor_key(container, manifest.tensors.names[row].removeprefix(prefix))
+    return (*containers[container], (type(key).__name__, key))
+
+
+def _advice(manifest: Manifest) -> str:
+    """Return advice that lists the checkpoint's top-level keys."""
+    tops = dict.fromkeys(path[0][1] for path in typed_paths(manifest.tree) if path)
+    names = [repr(key) for key in tops]
+    if not names:
+        return "`holdfast show` lists what is there."
+    listed = ", ".join(names[:_LISTED])
+    return f"At its top there are {listed}; `holdfast show` lists all."

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -55,9 +56,8 @@ from ..rounds import (
     Hosts,
     OnHost,
 )
-from .build_part import build_part
 from .differences import DifferenceCheck, Strict, report_of
-from .fill import Report, delivery, fill
+from .fill import Report, build_part, delivery, fill
 from .overlaps import Overlaps, overlapping, read_overlaps
 
 __all__ = ["Exchanging", "LoadJob", "finish", "run_build", "run_load"]
@@ -155,10 +155,7 @@ async def _host_ranks(team: Team, exchange: Exchanging) -> list[int]:
     """
     if team.world == 1:
         return [team.rank]
-    if exchange:
-        host = team.host
-    else:
-        host = None
+    host = team.host if exchange else None
     verdict = await team.round(HOSTS, OnHost(host), _hosts)
     return ranks_with(team.rank, numbers_in(verdict.numbers))
 
@@ -180,10 +177,10 @@ async def _load(
     overlaps = await _overlaps(driver, team, seen, job)
     if overlaps is None:
         checksum = b""
-    judge = _Judge(DifferenceCheck(manifest, job.strict, driver.uri, job.part)).judge
-    fit = await team.round(
-        FITS.numbered(attempt), _fitting(job, manifest, checksum, team.host), judge
-    )
+    judge = partial(_judge, DifferenceCheck(manifest, job.strict, driver.uri, job.part))
+    peers = EVERYWHERE if job.exchange is True else team.host if job.exchange else None
+    report = report_of(job.match, manifest, checksum, peers)
+    fit = await team.round(FITS.numbered(attempt), report, judge)
     if fit.left is None:
         return None
     job.left = fit.left
@@ -234,10 +231,7 @@ async def _plan_reading(
     exchange = None
     if group is not None:
         exchange = await begin_exchange(group, reader, targets)
-    if exchange is not None:
-        plan = exchange.plan
-    else:
-        plan = await offload(plan_reads, driver, manifest, targets)
+    plan = exchange.plan if exchange else await offload(plan_reads, driver, manifest, targets)
     return _Reading(manifest, targets, reader, exchange, plan)
 
 
@@ -351,14 +345,15 @@ def _exchange_group(
     ranks = ranks_with(team.rank, numbers_in(verdict))
     if len(ranks) == 1:
         return None
-    if job.exchange is True:
-        job_host = team.job_host
-        least_nbytes = 1
-    else:
-        job_host = ""
-        least_nbytes = LEAST_NBYTES
+    everywhere = job.exchange is True
     return ExchangeGroup(
-        team, name, ranks, len(host_ranks), job_host, least_nbytes, job.exchange_limits
+        team,
+        name,
+        ranks,
+        len(host_ranks),
+        team.job_host if everywhere else "",
+        1 if everywhere else LEAST_NBYTES,
+        job.exchange_limits,
     )
 
 
@@ -411,29 +406,14 @@ def _path_of(flat: FlatState, subtree: Subtree) -> TypedPath:
     return tuple((type(key).__name__, key) for key in keys)
 
 
-def _fitting(job: LoadJob, manifest: Manifest, checksum: bytes, host: str | None) -> FitReport:
-    """Return this rank's report before reading: its manifest, mismatches, and places."""
-    peers: str | None = None
-    if job.exchange is True:
-        peers = EVERYWHERE
-    elif job.exchange:
-        peers = host
-    return report_of(job.match, manifest, checksum, peers)
-
-
-class _Judge:
-    """The leader's verdict: whether ranks proceed, who exchanges with whom, and what is left
-    out."""
-
-    def __init__(self, check: DifferenceCheck) -> None:
-        self._check = check
-
-    async def judge(self, reports: Sequence[FitReport]) -> Fit:
-        manifests = {report.manifest for report in reports}
-        if len(manifests) > 1 or b"" in manifests:
-            return Fit(None)  # a save intervened: some ranks read the old manifest
-        left = await offload(self._check.judge, reports)
-        return Fit(left, numbered([report.peers for report in reports]))
+async def _judge(check: DifferenceCheck, reports: Sequence[FitReport]) -> Fit:
+    """Return the leader's verdict: whether ranks proceed, who exchanges with whom, and what is
+    left out."""
+    manifests = {report.manifest for report in reports}
+    if len(manifests) > 1 or b"" in manifests:
+        return Fit(None)  # a save intervened: some ranks read the old manifest
+    left = await offload(check.judge, reports)
+    return Fit(left, numbered([report.peers for report in reports]))
 
 
 def finish(job: LoadJob, manifest: Manifest, rank: int) -> object:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ....core.spans import Summary, recording, span
+from ....core.spans import recording, span
 from ....drivers.contract import Driver
 from ....drivers.registry import open_driver
 from ...format.manifest import Manifest
@@ -27,10 +27,16 @@ from ...state.capture.lazy import fence
 from ...state.flattening.flatten import flatten
 from ..call_errors import announcing_errors, closing, printed_uri
 from ..options import LoadOptions, UriLike
-from ..outcomes import Outcome, announce
 from ..report import LoadReport
 from ..rounds import Differences
-from ..telemetry import log_loaded, log_safely, recorder_of, summary_of
+from ..telemetry import (
+    Outcome,
+    announce,
+    log_loaded,
+    log_safely,
+    recorded_figures,
+    recorder_of,
+)
 from .load import LoadJob, finish, run_build, run_load
 
 __all__ = ["load_state"]
@@ -64,7 +70,8 @@ def load_state(
         seconds = time.perf_counter() - began_s
         announce(Outcome("load", printed_uri(uri), seconds, error=error))
         raise
-    report = _report(printed, loaded, time.perf_counter() - began_s, summary_of(recorder))
+    seconds = time.perf_counter() - began_s
+    report = _report(printed, loaded, seconds, recorded_figures(recorder))
     log_safely(log_loaded, report)
     announce(Outcome("load", report.uri, report.seconds, report=report))
     if options.on_report is not None:
@@ -85,9 +92,7 @@ def _load(
     driver: Driver, team: Team, into: object, options: LoadOptions, touched: set[str] | None
 ) -> tuple[str, _Loaded]:
     """Load; return the URI as the driver prints it, and the result."""
-    part = None
-    if options.only is not None:
-        part = Part(options.only)
+    part = None if options.only is None else Part(options.only)
     if team.world == 1 and part is None and (into is None or options.strict is True):
         driver, options = _with_read_ahead(driver, options)
     if into is None:
@@ -117,7 +122,7 @@ class _Loaded(NamedTuple):
     """Names that were left out."""
 
 
-def _report(uri: str, loaded: _Loaded, seconds: float, summary: Summary) -> LoadReport:
+def _report(uri: str, loaded: _Loaded, seconds: float, figures: dict[str, Any]) -> LoadReport:
     return LoadReport(
         uri=uri,
         attempt=loaded.manifest.attempt,
@@ -129,10 +134,7 @@ def _report(uri: str, loaded: _Loaded, seconds: float, summary: Summary) -> Load
         unexpected=loaded.left.unexpected,
         missing_count=loaded.left.missing_count,
         unexpected_count=loaded.left.unexpected_count,
-        stages=summary.stages,
-        slowest=summary.slowest,
-        cpu_s=summary.cpu_s,
-        peak_nbytes=summary.peak_nbytes,
+        **figures,
     )
 
 
@@ -159,9 +161,7 @@ def _load_into(
 ) -> _Loaded:
     """Fill ``into``, which corresponds to the whole checkpoint or to ``part``, on every rank of
     the team."""
-    wrapped = into
-    if part is not None:
-        wrapped = part.around(into)
+    wrapped = into if part is None else part.around(into)
 
     async def fill(job: LoadJob) -> tuple[Manifest, ImageReader]:
         async with closing(driver):

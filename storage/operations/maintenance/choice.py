@@ -36,9 +36,7 @@ async def chosen_by(root: Place, rules: Rules, listed: Sequence[ListedCheckpoint
         gone = choose(listed, rules.keep_last, rules.keep_every, latest, damaged)
         if rules.abandoned:
             gone += _abandoned_beside_a_whole_one(listed, damaged)
-        counted: list[str] = []
-        if rules.verify:
-            counted = _counted_on(listed, gone, damaged)
+        counted = _counted_on(listed, gone, damaged) if rules.verify else []
         found = await _verified(root, [path for path in counted if path not in verified])
         if not found:
             return Choice(gone, damaged)
@@ -86,9 +84,8 @@ async def _verified(root: Place, paths: Iterable[str]) -> dict[str, str]:
         async with root.opened(path) as driver:
             try:
                 manifest, _ = await read_manifest(driver)
-                report = await verify_images(
-                    image_driver(driver, manifest), manifest, BUDGET_NBYTES, _unseen
-                )
+                images = image_driver(driver, manifest)
+                report = await verify_images(images, manifest, BUDGET_NBYTES, lambda *_: None)
             except CheckpointError as error:
                 found[path] = error.message
                 continue
@@ -96,10 +93,6 @@ async def _verified(root: Place, paths: Iterable[str]) -> dict[str, str]:
                 damage = report.damages[0]
                 found[path] = f"{damage.what} ({damage.key})"
     return found
-
-
-def _unseen(done_nbytes: int, total_nbytes: int) -> None:
-    """Ignore progress."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -368,9 +368,7 @@ async def _send(
     reader = ImageReader(image_driver(theirs, pair.manifest), pair.manifest, orders.budget_nbytes)
     copier = ImageCopier(reader, ours, attempt.id, orders.budget_nbytes, sent)
     try:
-        whole: Collection[int] = []
-        if resumed:
-            whole = await copier.whole()
+        whole: Collection[int] = await copier.whole() if resumed else []
         there_nbytes = sum(copier.sizes[i] for i in whole)
         sent(there_nbytes)
         await copier.run([i for i in range(len(copier.sizes)) if i not in whole])

@@ -20,6 +20,7 @@ from functools import partial
 
 from ....core.aio import at_most
 from ....drivers.contract import Driver
+from ....drivers.uri import divided
 from ....errors import (
     AccessError,
     DamagedError,
@@ -28,6 +29,7 @@ from ....errors import (
     NotACheckpointError,
     NotFoundError,
     StorageError,
+    UriError,
     UsageError,
 )
 from ...format.lineage import LINEAGE_KEY
@@ -45,7 +47,7 @@ from ...protocol.commit import is_settled
 from ...protocol.current import read_manifest
 from ...protocol.prune_lock import PRUNING_KEY, delete_manifest, is_lock
 from ...protocol.records import ABORT_RECORD, read_record
-from ...runtime.engine import run
+from ...runtime.engine import check_may_wait, run
 from ..location import Place
 from .choice import Choice, Rules, chosen_by
 from .listing import ListedCheckpoint, Listing, listed, unreadable
@@ -61,6 +63,7 @@ __all__ = [
     "plan_pruning",
     "prune",
     "prune_here",
+    "remove",
 ]
 
 _FOLDERS = 8
@@ -464,3 +467,42 @@ async def delete_if_empty(driver: Driver, path: str) -> None:
     except AccessError:
         return
     await driver.sweep(path)
+
+
+def remove(
+    uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
+) -> bool:
+    """Delete the checkpoint at ``uri`` and leftovers of dead attempts; return whether one was
+    deleted.
+
+    For callers with their own retention policy, such as trainers. Other files stay, and so does a
+    checkpoint whose save is still running. Atomic: the manifest goes first, so a reader finds a
+    complete checkpoint or none. Raises UriError and StorageError.
+    """
+    check_may_wait()
+    place = Place.of(uri, storage_options)
+    return run(_removed(place))
+
+
+async def _removed(place: Place) -> bool:
+    plan = await plan_pruning(place, _all, limits.IDLE_S, lambda path: path == "")
+    report = await carry_out(place, plan, limits.IDLE_S)
+    for error in plan.errors.values():
+        raise error
+    if report.checkpoints:
+        await _remove_folder(place)
+    return bool(report.checkpoints)
+
+
+async def _all(listed: Sequence[ListedCheckpoint]) -> Choice:
+    return Choice(listed)
+
+
+async def _remove_folder(place: Place) -> None:
+    """Delete the checkpoint's folder if it is empty."""
+    try:
+        folder, key = divided(place.uri)
+    except UriError:
+        return
+    async with Place(folder, place.options).opened() as driver:
+        await delete_if_empty(driver, key)

@@ -162,15 +162,11 @@ class _Side:
 
     def kind(self, row: int | None) -> TensorKind | None:
         """Return the dtype and shape of a row."""
-        if row is None:
-            return None
-        return kind_of(self.m.tensors, row)
+        return None if row is None else kind_of(self.m.tensors, row)
 
     def stored(self, row: int) -> int:
         """Return the row that stores the bytes."""
-        if self._alias[row] < 0:
-            return row
-        return self._alias[row]
+        return row if self._alias[row] < 0 else self._alias[row]
 
     @cached_property
     def _pointers(self) -> Ints:
@@ -237,9 +233,7 @@ def _by_rank(value: ByRank) -> object:
     value in a job of another size."""
     # The text distinguishes 1, 1.0 and True.
     texts = [(ranks, json.dumps(encoded, sort_keys=True)) for ranks, encoded in value]
-    if len(texts) == 1:
-        return texts[0][1]
-    return texts
+    return texts[0][1] if len(texts) == 1 else texts
 
 
 def _values(m: Manifest) -> dict[str, ByRank]:

@@ -196,9 +196,7 @@ class Checkpoint:
         t = m.tensors
         row = rows[0]
         stored_row = t.stored_row(row)
-        tied_to: str | None = None
-        if stored_row != row:
-            tied_to = t.names[stored_row]
+        tied_to = t.names[stored_row] if stored_row != row else None
         first = int(self._pointers[stored_row])
         last = int(self._pointers[stored_row + 1])
         ranks = sorted({int(r) for r in m.images.rank[m.shards.image[first:last]]})
@@ -232,7 +230,7 @@ class Checkpoint:
         or an index that does not fit; DamagedError; StorageError.
         """
         from ...state.filling.targets import Wanted
-        from .slices import Window, window
+        from .shares import Window, window
 
         if index is not None and rows is not None:
             raise UsageError("give index or rows, not both")
@@ -255,12 +253,10 @@ class Checkpoint:
         """
         from ...format.part import Part
         from ...state.filling.targets import Wanted
-        from ..loading.build_part import build_part
+        from ..loading.fill import build_part
 
-        part = None
-        if only is not None:
-            part = Part(only)
         wanted = Wanted()
+        part = None if only is None else Part(only)
         state = build_part(self._manifest, rank, wanted, part, self.uri)
         start(self._fill(wanted)).result()
         return state

@@ -1,10 +1,12 @@
-"""Iterates over a checkpoint's tensors, whole or one share of each, with bounded read-ahead.
+"""Slices of stored tensors, indexed as in numpy; and iteration over all tensors of a checkpoint,
+whole or one share of each, with bounded read-ahead.
 
-For programs with their own model layout, such as inference servers.
+Shares are for programs with their own model layout, such as inference servers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,17 +15,86 @@ import torch
 
 from ....core.units import ceil_div, in_groups
 from ....errors import UsageError
+from ....planner.box import Box
+from ....planner.layout import BoxLayout
 from ....planner.table import TensorTable
 from ...runtime.engine import start
+from ...state.dtypes import dtype_of, empty
 from ...state.filling.targets import Wanted
 from .selection import chosen, first_match
-from .slices import Window, window
 
-__all__ = ["Share", "Split", "read_in_groups", "shares_of"]
+__all__ = ["Share", "Split", "Window", "read_in_groups", "shares_of", "window"]
 
 Split = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None]
 """The dimension along which tensors are divided: name patterns, the first match applies; or a
 function of name and shape. Tensors without a match, or with None, are not divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The box that an index needs (``offsets``, ``lengths``), and the selection from it
+    (``within``, ``flips``)."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    within: tuple[slice | int, ...]
+    flips: tuple[int, ...]
+
+    def add_to(self, wanted: Wanted, row: int, tensors: TensorTable) -> torch.Tensor:
+        """Add this window of the tensor in ``row`` to ``wanted``; return the tensor to be
+        filled."""
+        made = empty(
+            self.lengths, dtype_of(*tensors.dtypes[tensors.dtype[row]]), tensors.names[row]
+        )
+        layout = BoxLayout(tensors.shape_of(row), Box(self.offsets, self.lengths))
+        wanted.add_held(row, made, layout)
+        return made
+
+    def view(self, made: torch.Tensor) -> torch.Tensor:
+        """Return the selected elements of the filled box."""
+        if self.flips:
+            made = made.flip(self.flips)
+        return made[self.within]
+
+
+def window(shape: tuple[int, ...], index: slice | int | tuple[slice | int, ...] | None) -> Window:
+    """Return the window of ``index`` in a tensor of ``shape``. Raises UsageError if it does not
+    fit."""
+    if index is None:
+        index = ()
+    indices = index if isinstance(index, tuple) else (index,)
+    if len(indices) > len(shape):
+        raise UsageError(f"{len(indices)} indices for a tensor of {len(shape)} dimensions")
+    whole = (slice(None),) * (len(shape) - len(indices))
+    offsets = []
+    lengths = []
+    within = []
+    flips = []
+    for dim, (part, size) in enumerate(zip((*indices, *whole), shape, strict=True)):
+        start, length, inner, flip = _one(part, size, dim)
+        offsets.append(start)
+        lengths.append(length)
+        within.append(inner)
+        if flip:
+            flips.append(dim)
+    return Window(tuple(offsets), tuple(lengths), tuple(within), tuple(flips))
+
+
+def _one(index: slice | int, size: int, dim: int) -> tuple[int, int, slice | int, bool]:
+    """Return start and length to read in one dimension, the selection from it, and whether it is
+    reversed."""
+    if isinstance(index, slice):
+        picked = range(*index.indices(size))
+        if not picked:
+            return 0, 0, slice(None), False
+        low = min(picked[0], picked[-1])
+        high = max(picked[0], picked[-1])
+        return low, high + 1 - low, slice(None, None, abs(picked.step)), picked.step < 0
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise UsageError(f"index {index!r} of dimension {dim} is neither an integer nor a slice")
+    if not -size <= index < size:
+        raise UsageError(f"index {index} is out of bounds for dimension {dim} of size {size}")
+    return index % size, 1, 0, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +124,8 @@ def shares_of(
         row = tensors.stored_row(rows[0])
         shape = tensors.shape_of(row)
         seen = window(shape, _index(name, shape, rank, world, split))
-        numel = 1
-        for length in seen.lengths:
-            numel *= length
-        found.append(Share(name, row, seen, numel * int(tensors.itemsize[row])))
+        nbytes = math.prod(seen.lengths) * int(tensors.itemsize[row])
+        found.append(Share(name, row, seen, nbytes))
     return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from operator import attrgetter
 
 from ....core.spans import StageReport
 from ...format.save_telemetry import RankTelemetry, SaveTelemetry
@@ -90,9 +91,7 @@ class Straggler:
     @property
     def factor(self) -> float | None:
         """Multiple of the typical time; None if that is close to zero."""
-        if self.typical_s < LEAST_S / 2:
-            return None
-        return self.seconds / self.typical_s
+        return None if self.typical_s < LEAST_S / 2 else self.seconds / self.typical_s
 
 
 def stragglers(telemetry: SaveTelemetry) -> list[Straggler]:
@@ -151,8 +150,7 @@ def _is_slow(telemetry: SaveTelemetry, name: str, stage: StageReport) -> bool:
     return _stands_out(stage.busy_s, _typical_of(telemetry, name, _busy_s), telemetry)
 
 
-def _busy_s(stage: StageReport) -> float:
-    return stage.busy_s
+_busy_s = attrgetter("busy_s")
 
 
 def _typical_of(

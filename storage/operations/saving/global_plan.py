@@ -42,8 +42,7 @@ from ...state.flat_state import FlatState
 from ...state.flattening.placeholders import reported_placeholders
 from ...state.plan import Agreed
 from ..rounds import AGREE, DIGESTS, HOLDS, Findings, PlanDecision, PlanFollowed, SaveStatement
-from .plan_leader import ALL_RANKS, PlanLeader
-from .replica_labels import Held, row_nbytes
+from .plan_leader import ALL_RANKS, Held, PlanLeader, row_nbytes
 
 __all__ = ["Digest", "GlobalPlan", "GlobalPlans", "Route", "agree"]
 
@@ -137,12 +136,8 @@ async def agree(
     DTensor.
     """
     key = (flat.layout_id, team.rank, team.world)
-    plan: GlobalPlan | None = None
-    if flat.layout_id is not None:
-        plan = plans.get(key)
-    held: Held | None = None
-    if plan is None:
-        held = Held.of(flat, team.rank, team.world)
+    plan = None if flat.layout_id is None else plans.get(key)
+    held = Held.of(flat, team.rank, team.world) if plan is None else None
     leader = PlanLeader()
     verdict = await team.round(
         AGREE, await _statement(team, uri, flat, digests, plan, held, compression), leader.agree

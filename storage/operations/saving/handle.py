@@ -40,9 +40,7 @@ class StageHandle:
             return "never"
         if not self._future.done():
             return "not yet"
-        if self._future.exception() is None:
-            return "reached"
-        return "failed"
+        return "reached" if self._future.exception() is None else "failed"
 
     def done(self) -> bool:
         """Return whether the stage was reached or the save failed.
@@ -165,14 +163,8 @@ class SaveHandle:
     @property
     def _stages(self) -> dict[str, StageHandle]:
         """The stages that this save can reach, in order."""
-        stages = {
-            "captured": self.captured,
-            "sealed": self.sealed,
-            "agreed": self.agreed,
-            "local": self.local,
-            "protected": self.protected,
-            "durable": self.durable,
-        }
+        names = ("captured", "sealed", "agreed", "local", "protected", "durable")
+        stages: dict[str, StageHandle] = {name: getattr(self, name) for name in names}
         return {name: stage for name, stage in stages.items() if stage.status != "never"}
 
     @property

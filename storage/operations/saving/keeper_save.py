@@ -24,7 +24,7 @@ from ...pipeline.chunks import chunks_to_write
 from ...ranks.team import Decide, Team
 from ...runtime.engine import offload
 from ...state.fingerprint import fingerprints
-from ...state.plan import Agreed, SavePlan, plan_save
+from ...state.plan import SavePlan, plan_save
 from ..rounds import KEEP, Keepable, Kept
 from .global_plan import GlobalPlan, agree
 from .save_job import SaveJob
@@ -69,17 +69,13 @@ async def global_plan_of(team: Team, uri: str, job: SaveJob) -> GlobalPlan | Non
     """Return the global plan; None for a rank without peers."""
     if team.world == 1:
         return None
-    digests = job.digests
-    if digests is None:
-        digests = partial(fingerprints, job.flat, lazy=job.lazy)
+    digests = job.digests or partial(fingerprints, job.flat, lazy=job.lazy)
     return await agree(team, uri, job.flat, digests, job.plans, job.compression)
 
 
 async def planned(job: SaveJob, rank: int, global_plan: GlobalPlan | None) -> SavePlan:
     """Return the plan of this rank's image."""
-    agreed: Agreed | None = None
-    if global_plan is not None:
-        agreed = global_plan.agreed
+    agreed = None if global_plan is None else global_plan.agreed
     with span("plan"):
         return await offload(plan_save, job.flat, rank, agreed, job.lazy)
 

@@ -1,10 +1,13 @@
-"""The leader's part of the global plan: finds replicas and divides the writing among them."""
+"""The leader's part of the global plan: finds replicas and divides the writing among them.
+
+A rank states the tensors whose replicas it does not know: labels, and the ranks of their meshes.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +18,8 @@ from ...format.digest import digest
 from ...ranks.hosts import numbered
 from ...ranks.messages import codec
 from ...runtime.engine import offload
+from ...state.fingerprint import label, unsure_rows
+from ...state.flat_state import FlatState
 from ...state.flattening.placeholders import refuse_placeholders
 from ..rounds import (
     AgreeVerdict,
@@ -25,14 +30,91 @@ from ..rounds import (
     PlanFollowed,
     SaveStatement,
 )
-from .replica_labels import DigestColumn, Held, digest_column, label_names
 
-__all__ = ["ALL_RANKS", "PlanLeader"]
+__all__ = ["ALL_RANKS", "Held", "PlanLeader", "row_nbytes"]
 
 Ints = npt.NDArray[np.int64]
+_Digests = npt.NDArray[np.uint8]
+"""Digests, one per row: (n, ``_DIGEST_NBYTES``)."""
+_DIGEST_NBYTES = 16
 
 ALL_RANKS = -1
 """Stands for a group's number: all ranks, which need not be listed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The rows of one rank whose replicas it does not know, regardless of their values.
+
+    ``labels``: (n, 16); plain tensors and parts of DTensors never share a label. ``mesh``: (n,)
+    int16, each row's group as an index into ``groups``, -1 for a plain tensor. ``groups``: bytes
+    held by each group of ranks named by a mesh, keyed by a digest of the ranks; also counts rows
+    not listed here.
+    """
+
+    labels: _Digests
+    mesh: npt.NDArray[np.int16]
+    groups: dict[str, int]
+
+    @classmethod
+    def of(cls, flat: FlatState, rank: int, world: int) -> Held:
+        """Return the ``unsure_rows`` of ``flat``, held by ``rank`` of ``world``."""
+        rows = unsure_rows(flat, world)
+        # Keyed by ids of rank tuples, which thousands of tensors share.
+        names: dict[int, str] = {}
+        groups = Counter[str]()
+        for row, layout in enumerate(flat.layouts):
+            if layout.holders is None or layout.is_empty:
+                continue
+            name = names.get(id(layout.holders))
+            if name is None:
+                ranks = layout.holders or (rank,)
+                name = digest(np.array(ranks, np.int64).data).hex()
+                names[id(layout.holders)] = name
+            groups[name] += row_nbytes(flat, row)
+        number = {name: i for i, name in enumerate(groups)}
+        holders = [flat.layouts[row].holders for row in rows]
+        mesh = [-1 if known is None else number[names[id(known)]] for known in holders]
+        labels = b"".join(digest(text) for text in _label_texts(flat, rows))
+        return cls(_digest_column(labels), np.array(mesh, np.int16), dict(groups))
+
+    @property
+    def names(self) -> list[str]:
+        """The labels in hexadecimal."""
+        return _label_names(self.labels)
+
+    def encode(self, host: str | None) -> HeldStatement:
+        """Return the message for the leader, from a rank on ``host``."""
+        return HeldStatement(self.labels.tobytes(), self.mesh.tobytes(), self.groups, host)
+
+    @classmethod
+    def decode(cls, message: HeldStatement) -> Held:
+        """Invert :meth:`encode`."""
+        mesh = np.frombuffer(message.mesh, np.int16)
+        return cls(_digest_column(message.labels), mesh, message.groups)
+
+
+def _label_texts(flat: FlatState, rows: Sequence[int]) -> Iterator[bytes]:
+    for row in rows:
+        kind = "plain " if flat.layouts[row].holders is None else "part "
+        yield (kind + label(flat, row)).encode("utf-8", "surrogatepass")
+
+
+def row_nbytes(flat: FlatState, row: int) -> int:
+    """Return the bytes of a row; 0 if it is tied to another."""
+    return flat.locals[row].nbytes if flat.alias[row] < 0 else 0
+
+
+def _label_names(labels: _Digests) -> list[str]:
+    """Return labels in hexadecimal."""
+    text = labels.tobytes().hex()
+    width = 2 * _DIGEST_NBYTES
+    return [text[i : i + width] for i in range(0, len(text), width)]
+
+
+def _digest_column(joined: bytes) -> _Digests:
+    """Return concatenated digests as a column."""
+    return np.frombuffer(joined, np.uint8).reshape(-1, _DIGEST_NBYTES)
 
 
 class PlanLeader:
@@ -122,12 +204,12 @@ def _labels_of_several_groups(held: Sequence[Held]) -> list[str]:
         groups.append(np.array(numbers, np.int64)[of.mesh[on_mesh]])
         labels.append(of.labels[on_mesh])
     group = np.concatenate(groups)
-    label = np.concatenate(labels)
-    first, number = _distinct(label)
-    return sorted(set(label_names(label[group != group[first][number]])))
+    column = np.concatenate(labels)
+    first, number = _distinct(column)
+    return sorted(set(_label_names(column[group != group[first][number]])))
 
 
-def _distinct(labels: DigestColumn) -> tuple[Ints, Ints]:
+def _distinct(labels: _Digests) -> tuple[Ints, Ints]:
     """Return the first row of each distinct label, and each row's label number."""
     high, low = labels.view(np.uint64).T
     order = np.lexsort((low, high))
@@ -141,13 +223,13 @@ def _decision(held: Sequence[Held], findings: Sequence[Findings]) -> PlanDecisio
     """Decide which ranks hold the compared rows, and who writes which share of everything."""
     pairs = list(zip(held, findings, strict=True))
     labels = np.concatenate([of.labels[list(found.of)] for of, found in pairs])
-    digests = np.concatenate([digest_column(found.digests) for found in findings])
+    digests = np.concatenate([_digest_column(found.digests) for found in findings])
     nbytes = [n for found in findings for n in found.nbytes]
     ranks = np.repeat(np.arange(len(held)), [len(found.of) for found in findings])
     first, number = _distinct(labels)
     is_identical = np.ones(len(first), bool)
     is_identical[number[(digests != digests[first][number]).any(axis=1)]] = False
-    names = label_names(labels[first])
+    names = _label_names(labels[first])
     _refuse_different_parts(findings, _names_where(names, ~is_identical))
 
     groups: dict[Group, int] = {tuple(range(len(held))): ALL_RANKS}

@@ -106,9 +106,7 @@ async def _save(
             # error.
             await check_marker(driver, Attempt(beginning.result()))
         raise
-    nbytes = 0
-    if len(written.digests):
-        nbytes = plan.layout.nbytes
+    nbytes = plan.layout.nbytes if len(written.digests) else 0
     leader.wrote = (nbytes, written.stored_nbytes)
     fragment = written_fragment(attempt, job, plan, written, team.rank)
     if team.rank != LEADER:  # the leader reports after its commit
@@ -130,9 +128,7 @@ async def _save(
 def _record(job: SaveJob, rank: int, wrote: tuple[int, int]) -> bytes:
     """Return this rank's encoded record for the save's telemetry."""
     record = rank_telemetry(rank, *wrote, job.fenced_s)
-    if record is None:
-        return b""
-    return encode_record(record)
+    return b"" if record is None else encode_record(record)
 
 
 async def _commit(
@@ -169,10 +165,7 @@ async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
 
 async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
     """Settle the committed attempt, within a limited time if the save has a deadline."""
-    if job.deadline.timeout_s is None:
-        limit_s = None
-    else:
-        limit_s = limits.CLEAN_UP_S
+    limit_s = None if job.deadline.timeout_s is None else limits.CLEAN_UP_S
     try:
         async with asyncio.timeout(limit_s):
             await leader.settle()

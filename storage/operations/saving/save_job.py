@@ -1,25 +1,63 @@
-"""The parameters of one rank's save."""
+"""The parameters of one rank's save, and its time limit."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from ....core.lru import LruCache
+from ....errors import DeadlineError, UsageError
 from ...format.packed import Compression
 from ...pipeline.image_writer import Callbacks
 from ...state.capture.lazy import LazyCapture
 from ...state.flat_state import FlatState
-from ..deadline import Deadline
 from .global_plan import Digest, GlobalPlans
 from .keeper_request import Keeping
 
-__all__ = ["PLANS_KEPT", "SaveJob"]
+__all__ = ["PLANS_KEPT", "Deadline", "SaveJob"]
 
 PLANS_KEPT = 8
 """Number of global plans that a process keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A time limit for a whole save; ``until_s`` on the clock of event loops. None: no limit."""
+
+    timeout_s: float | None = None
+    until_s: float | None = None
+
+    @classmethod
+    def of(cls, timeout_s: float | None) -> Deadline:
+        """Return a deadline ``timeout_s`` from now. Raises UsageError unless that is positive."""
+        if timeout_s is None:
+            return cls()
+        if not timeout_s > 0:
+            raise UsageError(
+                f"timeout_s is {timeout_s!r}",
+                advice="Give a positive number of seconds, or None for no limit.",
+            )
+        return cls(timeout_s, time.monotonic() + timeout_s)
+
+    @asynccontextmanager
+    async def holds(self, uri: str, rank: int) -> AsyncIterator[None]:
+        """Cancel the body when the time is up; raise DeadlineError once it has ended."""
+        try:
+            async with asyncio.timeout_at(self.until_s) as timeout:
+                yield
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise DeadlineError(
+                f"the save was not committed within {self.timeout_s:g} s",
+                uri=uri,
+                rank=rank,
+                advice="Check the storage and the network, or allow more time: timeout_s.",
+            ) from error
 
 
 @dataclass
@@ -53,9 +91,7 @@ class SaveJob:
     @property
     def fenced_s(self) -> float:
         """Seconds that training has waited for a lazy capture."""
-        if self.lazy is None:
-            return 0.0
-        return self.lazy.waited_s
+        return 0.0 if self.lazy is None else self.lazy.waited_s
 
     def release_state(self) -> None:
         """Drop all references to the state. Frames of a failed save may keep the job alive."""

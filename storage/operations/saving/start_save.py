@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import SupportsIndex
 
@@ -38,17 +37,22 @@ from ...state.flat_state import FlatState
 from ...state.flattening.flatten import flatten
 from ...state.flattening.placeholders import refuse_placeholders, reported_placeholders
 from ..call_errors import announcing_errors, printed_step
-from ..deadline import Deadline
 from ..options import SaveOptions, UriLike
-from ..outcomes import Outcome, announce
 from ..report import SaveReport
-from ..telemetry import log_safely, log_saved, recorder_of, summary_of
+from ..telemetry import (
+    Outcome,
+    announce,
+    log_safely,
+    log_saved,
+    recorded_figures,
+    recorder_of,
+)
 from .global_plan import GlobalPlans
 from .handle import SaveHandle, StageHandle
 from .keeper_request import ByKeeper, Keeping, KeptStages
 from .keeper_save import make_agreement, run_memory_step
 from .save import run_save
-from .save_job import PLANS_KEPT, SaveJob
+from .save_job import PLANS_KEPT, Deadline, SaveJob
 
 __all__ = ["Destination", "begin_memory_step", "begin_save", "step_of_state"]
 
@@ -129,11 +133,12 @@ def begin_save(
     call = Call("save", to.uri, printed_step(step))
     team = current_team(call, options.deadline_s, saving=True)
     recorder = recorder_of(options.telemetry, team.rank)
+    save = _RunningSave(to.uri, options, began_s, recorder, to.by)
+    save.logs_failure = logs_failure
     with announcing_errors(team, to), recording(recorder):
-        save = _prepared(_Call(to.uri, step, options, began_s, recorder, to.by), state, team.world)
+        save.flatten(state, step, team.world)
         save.job.after = after
         save.job.admit = admit
-        save.logs_failure = logs_failure
         with _in_flight_lock:
             before = _in_flight.get(to.uri)
             future = _in_flight[to.uri] = start(_run(to, team, save, before))
@@ -164,182 +169,105 @@ def begin_memory_step(
     team: Team | None = None
     if agrees:
         team = current_team(Call("keep", uri, step), options.deadline_s, saving=True)
+    save = _RunningSave(uri, options, began_s, recorder, by)
+    save.logs_failure = False
     with recording(recorder), announcing_errors(team or Solo()):
         world = current_world()
-        save = _prepared(_Call(uri, step, options, began_s, recorder, by), state, world)
-        save.logs_failure = False
+        save.flatten(state, step, world)
         future = start(_run_in_memory(rank, world, team, save))
     finish_before_exit()
     save.wait_in_call()
     return save.handle, future
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of a save, and the time of the call."""
-
-    uri: str
-    step: int | None
-    options: SaveOptions
-    began_s: float
-    recorder: Recorder | None
-    by: ByKeeper | None
-
-
-@collector_paused()
-def _prepared(call: _Call, state: object, world: int) -> _RunningSave:
-    """Prepare a save: flatten the state, and copy or watch data that may change before it is
-    copied."""
-    options = call.options
-    step = call.step
-    deadline = Deadline.of(options.timeout_s)
-    if step is not None:
-        step = _checked_step(step)
-    refuse_capture()
-    with span("flatten"):
-        flat = flatten(state, default=options.default)
-    if options.allow_empty:
-        flat.placeholders = {}
-    elif world == 1:
-        refuse_placeholders([reported_placeholders(flat)])
-    devices = devices_of(flat.locals)
-    if devices:
-        refuse_forked_child()
-    lazy = LazyCapture(flat, prove=options.lazy == "prove", eager=not options.lazy)
-    reporter = ProgressReporter(options.progress)
-    stages = _Stages(_handle(call.uri, lazy, call.by), call.began_s, lazy, call.recorder)
-    keeping = None
-    if call.by is not None:
-        handle = stages.handle
-        kept = KeptStages(
-            stages.sealed, handle.agreed.reach, handle.local.end, handle.protected.end
-        )
-        keeping = Keeping(call.by, kept)
-    job = SaveJob(
-        flat,
-        step,
-        _left(options.budget_nbytes, lazy.arena_nbytes),
-        lazy=lazy,
-        callbacks=Callbacks(stages.captured, stages.sealed, wrote=reporter.report),
-        digests=partial(_digests, flat, lazy, devices),
-        plans=_plans,
-        deadline=deadline,
-        compression=options.compression,
-        keeping=keeping,
-    )
-    return _RunningSave(job, stages, Queued.now(devices), reporter)
-
-
-def _left(budget_nbytes: int | None, used_nbytes: int) -> int | None:
-    """Return the remaining budget, if there is one; at least 1."""
-    return None if budget_nbytes is None else max(1, budget_nbytes - used_nbytes)
-
-
-def _open(uri: UriLike | Uri, below: str, world: int, options: Mapping[str, object]) -> Driver:
-    return open_driver(join(uri, below) if below else uri, world, **options)
-
-
-def _handle(uri: str, lazy: LazyCapture | None, by: ByKeeper | None) -> SaveHandle:
-    handle = SaveHandle(uri)
-    seen = _nothing if lazy is None else lazy.seen
-    handle.captured = StageHandle("captured", seen)
-    handle.durable = StageHandle("durable", seen)
-    if by is not None:
-        handle.agreed = StageHandle("agreed", seen)
-        if by.local:
-            handle.local = StageHandle("local", seen)
-        if by.protects:
-            handle.protected = StageHandle("protected", seen)
-        if by.storage is None:
-            handle.durable = StageHandle("durable", absent="this step stays in memory")
-    return handle
-
-
-def _nothing() -> None:
-    pass
-
-
-def _digests(
-    flat: FlatState,
-    lazy: LazyCapture | None,
-    devices: Sequence[torch.device],
-    rows: Sequence[int],
-) -> dict[int, bytes]:
-    with beside(devices):
-        return fingerprints(flat, rows, lazy)
-
-
-class _Stages:
-    """Records when a save reaches its stages. Called by the engine."""
+class _RunningSave:
+    """A save in progress. ``began_s``: when it was called; ``by``: its keeper, if it has one."""
 
     def __init__(
         self,
-        handle: SaveHandle,
+        uri: str,
+        options: SaveOptions,
         began_s: float,
-        lazy: LazyCapture | None,
         recorder: Recorder | None,
+        by: ByKeeper | None,
     ) -> None:
-        self.handle = handle
-        self._recorder = recorder
+        self.handle = SaveHandle(uri)
+        self.logs_failure = True
+        self.reporter = ProgressReporter(options.progress)
+        self._options = options
         self._began_s = began_s
-        self._lazy = lazy
+        self._recorder = recorder
+        self._by = by
         self._captured_s = 0.0
         self._sealed_s = 0.0
+        self._job: SaveJob | None = None
 
-    def captured(self) -> None:
-        """Record that every byte of the state is copied."""
-        if self._lazy is not None:
-            self._lazy.copied()
-        self._captured_s = self.elapsed_s()
+    @collector_paused()
+    def flatten(self, state: object, step: int | None, world: int) -> None:
+        """Flatten the state, and copy or watch data that may change before it is copied."""
+        options = self._options
+        self._deadline = Deadline.of(options.timeout_s)
+        self._step = None if step is None else _checked_step(step)
+        refuse_capture()
+        with span("flatten"):
+            flat = flatten(state, default=options.default)
+        if options.allow_empty:
+            flat.placeholders = {}
+        elif world == 1:
+            refuse_placeholders([reported_placeholders(flat)])
+        devices = devices_of(flat.locals)
+        if devices:
+            refuse_forked_child()
+        lazy = LazyCapture(flat, prove=options.lazy == "prove", eager=not options.lazy)
+        self._lazy = lazy
+        self._add_stages(lazy.seen)
+        keeping = None
+        if self._by is not None:
+            handle = self.handle
+            stages = (handle.agreed.reach, handle.local.end, handle.protected.end)
+            keeping = Keeping(self._by, KeptStages(self._sealed, *stages))
+        budget_nbytes = options.budget_nbytes
+        if budget_nbytes is not None:
+            budget_nbytes = max(1, budget_nbytes - lazy.arena_nbytes)
+        self._job = SaveJob(
+            flat,
+            self._step,
+            budget_nbytes,
+            lazy=lazy,
+            callbacks=Callbacks(self._captured, self._sealed, wrote=self.reporter.report),
+            digests=partial(_digests, flat, lazy, devices),
+            plans=_plans,
+            deadline=self._deadline,
+            compression=options.compression,
+            keeping=keeping,
+        )
+        self._queued = Queued.now(devices)  # the work that devices have pending
+
+    def _add_stages(self, seen: Callable[[], None]) -> None:
+        handle = self.handle
+        handle.captured = StageHandle("captured", seen)
+        handle.durable = StageHandle("durable", seen)
+        if self._by is None:
+            return
+        handle.agreed = StageHandle("agreed", seen)
+        if self._by.local:
+            handle.local = StageHandle("local", seen)
+        if self._by.protects:
+            handle.protected = StageHandle("protected", seen)
+        if self._by.storage is None:
+            handle.durable = StageHandle("durable", absent="this step stays in memory")
+
+    def _captured(self) -> None:
+        self._lazy.copied()
+        self._captured_s = self._elapsed_s()
         self.handle.captured.reach()
 
-    def sealed(self) -> None:
-        """Record that every byte of the image is checksummed."""
-        self._sealed_s = self.elapsed_s()
+    def _sealed(self) -> None:
+        self._sealed_s = self._elapsed_s()
         self.handle.sealed.reach()
 
-    def report(self, attempt: str, nbytes: int, stored_nbytes: int) -> SaveReport:
-        """Return the report of a save that has just been committed."""
-        summary = summary_of(self._recorder)
-        return SaveReport(
-            self.handle.uri,
-            attempt,
-            nbytes,
-            captured_s=self._captured_s,
-            sealed_s=self._sealed_s,
-            durable_s=self.elapsed_s(),
-            fenced_s=0.0 if self._lazy is None else self._lazy.waited_s,
-            stored_nbytes=stored_nbytes,
-            stages=summary.stages,
-            slowest=summary.slowest,
-            cpu_s=summary.cpu_s,
-            peak_nbytes=summary.peak_nbytes,
-        )
-
-    def elapsed_s(self) -> float:
-        """Return the seconds since the call."""
+    def _elapsed_s(self) -> float:
         return time.perf_counter() - self._began_s
-
-
-class _RunningSave:
-    """A save in progress. ``queued``: the work that devices had pending when it was called."""
-
-    def __init__(
-        self,
-        job: SaveJob,
-        stages: _Stages,
-        queued: Queued,
-        reporter: ProgressReporter,
-    ) -> None:
-        self._job: SaveJob | None = job
-        self._stages = stages
-        self._queued = queued
-        self._step = job.step
-        self._lazy = job.lazy
-        self._deadline = job.deadline
-        self.logs_failure = True
-        self.handle = stages.handle
-        self.reporter = reporter
 
     async def prepare(self, to: Destination, before: Future[None] | None, team: Team) -> Driver:
         """Wait until copying may begin, and for the end of ``before``, a save to the same URI.
@@ -353,7 +281,7 @@ class _RunningSave:
 
     async def until_ready(self, before: Future[None] | None) -> None:
         """Wait until copying may begin."""
-        if self._lazy is not None and not self._lazy.waits:
+        if not self._lazy.waits:
             await asyncio.sleep(LAZY_PAUSE_S)
         if before is not None:
             await asyncio.wait([asyncio.wrap_future(before)])
@@ -368,7 +296,7 @@ class _RunningSave:
 
     def wait_in_call(self) -> None:
         """Wait as long as the call of the save must not return."""
-        if self._lazy is not None and self._lazy.waits and not self._lazy.eager:
+        if self._lazy.waits and not self._lazy.eager:
             self._lazy.wait_in_call()
 
     async def until_kept(self, rank: int) -> Durable | None:
@@ -383,44 +311,62 @@ class _RunningSave:
 
     def stay_in_memory(self) -> None:
         """Mark the step as agreed, its last stage."""
-        seconds = self._stages.elapsed_s()
-        _log.debug("step %s is in memory after %.3f s", self._step, seconds)
+        _log.debug("step %s is in memory after %.3f s", self._step, self._elapsed_s())
         self.handle.agreed.reach()
 
     def succeed(self, attempt: str, nbytes: int, stored_nbytes: int) -> None:
         """Finish a committed save."""
-        report = self._stages.report(attempt, nbytes, stored_nbytes)
+        report = SaveReport(
+            self.handle.uri,
+            attempt,
+            nbytes,
+            captured_s=self._captured_s,
+            sealed_s=self._sealed_s,
+            durable_s=self._elapsed_s(),
+            fenced_s=self._lazy.waited_s,
+            stored_nbytes=stored_nbytes,
+            **recorded_figures(self._recorder),
+        )
         self.handle.report = report
         log_safely(log_saved, report, self._step)
         announce(Outcome("save", self.handle.uri, report.durable_s, step=self._step, report=report))
-        self.release_state()
+        self._release_state()
         self.handle.durable.reach()
 
     def fail(self, error: BaseException) -> None:
         """Finish a failed save."""
-        is_lazy = self._lazy is not None and not self._lazy.eager
-        caller_went_on = is_lazy or self.handle.captured.done()
+        caller_went_on = not self._lazy.eager or self.handle.captured.done()
         try:
             if self.logs_failure and caller_went_on:
                 _log.error("the save to %s failed: %s", self.handle.uri, error)
         finally:  # even if a user's log handler raises
             self.end_capture()
-            self.release_state()
+            self._release_state()
             _clear_frames(error)
-            seconds = self._stages.elapsed_s()
+            seconds = self._elapsed_s()
             announce(Outcome("save", self.handle.uri, seconds, step=self._step, error=error))
             self.handle.fail(error)
 
     def end_capture(self) -> None:
         """Stop copying."""
-        if self._lazy is not None:
-            self._lazy.end()
+        self._lazy.end()
 
-    def release_state(self) -> None:
+    def _release_state(self) -> None:
         """Drop all references to the state, even if the caller keeps the handle."""
         if self._job is not None:
             self._job.release_state()
             self._job = None
+
+
+def _open(uri: UriLike | Uri, below: str, world: int, options: Mapping[str, object]) -> Driver:
+    return open_driver(join(uri, below) if below else uri, world, **options)
+
+
+def _digests(
+    flat: FlatState, lazy: LazyCapture, devices: Sequence[torch.device], rows: Sequence[int]
+) -> dict[int, bytes]:
+    with beside(devices):
+        return fingerprints(flat, rows, lazy)
 
 
 async def _agreed(keeping: Keeping, rank: int) -> Durable | None:
@@ -507,13 +453,8 @@ def _checked_step(step: object) -> int:
 
 def step_of_state(state: object) -> int | None:
     """Return the default step to record: ``state["step"]`` if it is an int."""
-    if isinstance(state, Mapping):
-        step = state.get("step")
-    else:
-        step = None
-    if type(step) is int:
-        return step
-    return None
+    step = state.get("step") if isinstance(state, Mapping) else None
+    return step if type(step) is int else None
 
 
 in_child(_in_flight.clear)

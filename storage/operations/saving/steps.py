@@ -20,8 +20,7 @@ from ...pipeline.capture import TensorChunks
 from ...pipeline.image_writer import ImageWriter
 from ...protocol.attempt import Attempt
 from ...protocol.collect import give_up
-from ...protocol.commit import begin
-from ...protocol.whole import commit_attempt
+from ...protocol.commit import begin, commit_attempt
 from ...ranks.member import LEADER
 from ...ranks.messages import Nothing
 from ...ranks.team import Team

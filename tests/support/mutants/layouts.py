@@ -86,7 +86,7 @@ MUTANTS = [
     ),
     Mutant(
         says="ranks that hold one part are taken for one rank",
-        file="storage/operations/saving/replica_labels.py",
+        file="storage/operations/saving/plan_leader.py",
         old="                ranks = layout.holders or (rank,)\n",
         new="                ranks = layout.holders\n",
         tests="tests/unit/test_storage_shards.py",

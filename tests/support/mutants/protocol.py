@@ -177,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         says="negative index",
-        file="storage/operations/reading/slices.py",
+        file="storage/operations/reading/shares.py",
         old="    return (index % size, 1, 0, False)\n",
         new="    return (index if index >= 0 else size - index, 1, 0, False)\n",
         tests="tests/unit/test_storage_reader.py::test_an_index_means_what_it_means_to_numpy",

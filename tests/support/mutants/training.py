@@ -16,7 +16,7 @@ MUTANTS = [
     ),
     Mutant(
         says="old checkpoints are pruned also after a save that failed",
-        file="storage/training/follower.py",
+        file="storage/training/stats.py",
         old=("        return\n    log_safely(stats.saved, step, handle.report)\n"),
         new=("    else:\n        log_safely(stats.saved, step, handle.report)\n"),
         tests="tests/unit/test_checkpointer_background.py::test_nothing_is_deleted_after_a_save_that_failed",
