@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-keeper unit test properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server gpu gpu-wheels soak torch-old frameworks docs docs-serve clean
+.PHONY: help setup demo demo-keeper unit test nightly properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server gpu gpu-wheels soak torch-old frameworks docs docs-serve clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -44,8 +44,16 @@ unit: $(READY)  ## the tests that need no torch, no process and no server: under
 
 # `pytest`, not `python -m pytest`: the latter would put this folder on the path, and every room would be there twice,
 # as holdfast.planner and as planner.
-test: $(READY)  ## run every test but the drills; skips are listed with their reasons
+test: $(READY)  ## run the tests, but slow ones whose neighbours prove nearly the same; skips are listed with their reasons
 	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -o timeout_method=signal $(TEST_ARGS)
+
+# Each part runs, also when another one fails.
+nightly: test-servers  ## run everything: all tests, the frameworks, fresh seeds, all mutants, the oldest torch, an hour of soak; hours
+	@$(MAKE) -k nightly-tests frameworks sim sim-broken mutants torch-old properties damage crash soak
+
+.PHONY: nightly-tests
+nightly-tests:
+	@$(MAKE) test TEST_ARGS='--nightly all'
 
 sim: $(READY)  ## explore the simulator's schedules, some twenty a run: make sim [SEEDS=5000], or replay one run: make sim SEED=n
 	@$(BIN)/python tests/simulation/simulate.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),2000)) $(SIM_ARGS)
@@ -57,7 +65,7 @@ mutants: $(READY)  ## change the engine in one small way at a time, and see that
 	@$(BIN)/python tests/mutants/run.py $(if $(ONLY),--only '$(ONLY)') $(if $(SAMPLE),--sample)
 
 properties: $(READY)  ## property tests, with other examples each time, and more: make properties [EFFORT=20]
-	@HOLDFAST_TEST_EFFORT=$(or $(EFFORT),20) $(BIN)/pytest tests/property --timeout 7200 -o faulthandler_timeout=14400 $(TEST_ARGS)
+	@HOLDFAST_TEST_EFFORT=$(or $(EFFORT),20) $(BIN)/pytest --nightly all tests/property --timeout 7200 -o faulthandler_timeout=14400 $(TEST_ARGS)
 
 # The oldest torch that pyproject.toml promises, in an environment of its own. Its wheels come from PyTorch's index for
 # processors alone: those of PyPI bring gigabytes for GPUs.
@@ -68,7 +76,7 @@ TORCH_OLD_TESTS := tests/distributed tests/unit/test_names.py tests/unit/test_la
 	tests/unit/test_storage_*.py tests/unit/test_checkpointer.py tests/property/test_storage_states.py
 
 torch-old: $(TORCH_OLD_ENV)/.ready  ## the tests of states, layouts and jobs on the oldest torch promised: make torch-old [TORCH_OLD=2.6.0]
-	@$(TORCH_OLD_ENV)/bin/pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 -o timeout_method=signal $(TORCH_OLD_TESTS) $(TEST_ARGS)
+	@$(TORCH_OLD_ENV)/bin/pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 -o timeout_method=signal --nightly all $(TORCH_OLD_TESTS) $(TEST_ARGS)
 
 $(TORCH_OLD_ENV)/.ready: pyproject.toml constraints.txt | $(READY)
 	@$(PYTHON) -m venv --clear $(TORCH_OLD_ENV)
@@ -86,7 +94,7 @@ FRAMEWORKS_ENV := .venv/frameworks
 UNRESOLVED     := $(shell grep -E '^(torchtitan|torch_checkpointing|spmd_types)==' constraints-frameworks.txt)
 
 frameworks: $(FRAMEWORKS_ENV)/.ready  ## the tests with the trainers themselves (Lightning, Hugging Face, DeepSpeed, Megatron, …); fetches them
-	@$(FRAMEWORKS_ENV)/bin/pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 -o timeout_method=signal tests/frameworks $(TEST_ARGS)
+	@$(FRAMEWORKS_ENV)/bin/pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 -o timeout_method=signal --nightly all tests/frameworks $(TEST_ARGS)
 
 $(FRAMEWORKS_ENV)/.ready: pyproject.toml constraints.txt constraints-frameworks.txt | $(READY)
 	@$(PYTHON) -m venv --clear $(FRAMEWORKS_ENV)
@@ -98,13 +106,13 @@ $(FRAMEWORKS_ENV)/.ready: pyproject.toml constraints.txt constraints-frameworks.
 	@touch $@
 
 drills: $(READY) test-servers  ## what make test leaves out: real servers killed, cut off and filled up, and one more of a kind; half an hour
-	@$(BIN)/pytest -m drill tests --ignore tests/crash --ignore tests/frameworks $(TEST_ARGS)
+	@$(BIN)/pytest --nightly all -m drill tests --ignore tests/crash --ignore tests/frameworks $(TEST_ARGS)
 
 crash: $(READY)  ## kill saves and cut their power at every point, not at some; an hour, best as root
-	@HOLDFAST_TEST_CRASH_POINTS=all $(BIN)/pytest -m "" tests/crash -o faulthandler_timeout=14400 $(TEST_ARGS)
+	@HOLDFAST_TEST_CRASH_POINTS=all $(BIN)/pytest --nightly all tests/crash -o faulthandler_timeout=14400 $(TEST_ARGS)
 
 damage: $(READY)  ## every byte and every length of a small checkpoint, before every reader; half an hour, or PART=0-2000 of them
-	@HOLDFAST_TEST_DAMAGE=$(or $(PART),all) $(BIN)/pytest tests/property/test_damage.py -o faulthandler_timeout=14400 $(TEST_ARGS)
+	@HOLDFAST_TEST_DAMAGE=$(or $(PART),all) $(BIN)/pytest --nightly all tests/property/test_damage.py -o faulthandler_timeout=14400 $(TEST_ARGS)
 
 soak: $(READY)  ## everything at once, at random, on storage that fails: make soak [MINUTES=60] [SEED=n] [URI=s3://bucket/path]
 	@$(BIN)/python tests/soak/run.py --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) $(if $(URI),--uri '$(URI)') $(SOAK_ARGS)

@@ -17,7 +17,7 @@ from support.effort import EFFORT, tried
 
 ROOT = Path(__file__).parents[1]
 
-pytest_plugins = ["support.clocked", "support.given", "support.light"]
+pytest_plugins = ["support.clocked", "support.given", "support.light", "support.nightly"]
 
 # The time limit of a test is pytest's; a deadline per example only fails on a busy machine.
 settings.register_profile("holdfast", deadline=None, max_examples=tried(100))

@@ -25,13 +25,13 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 @pytest.mark.parametrize(
     ("world", "sharded"),
     [
-        pytest.param(1, None, marks=pytest.mark.long),
+        pytest.param(1, None, marks=pytest.mark.nightly(30)),
         (2, None),
-        pytest.param(2, "zero1", marks=pytest.mark.long),
-        pytest.param(2, "zero2", marks=pytest.mark.long),
-        pytest.param(2, "zero3", marks=pytest.mark.long),
-        pytest.param(2, "fsdp1", marks=pytest.mark.long),
-        pytest.param(2, "fsdp2", marks=pytest.mark.long),
+        pytest.param(2, "zero1", marks=pytest.mark.nightly(30)),
+        pytest.param(2, "zero2", marks=pytest.mark.nightly(30)),
+        pytest.param(2, "zero3", marks=pytest.mark.nightly(30)),
+        pytest.param(2, "fsdp1", marks=pytest.mark.nightly(30)),
+        pytest.param(2, "fsdp2", marks=pytest.mark.nightly(30)),
     ],
 )
 def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
@@ -59,7 +59,7 @@ def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
     assert not {name for name in files if name.endswith((".bin", ".pkl", ".pt"))}
 
 
-@pytest.mark.long
+@pytest.mark.nightly(30)
 @pytest.mark.parametrize(("before", "after"), [("zero3", "fsdp2"), ("fsdp1", "zero2")])
 def test_what_one_engine_has_saved_another_one_resumes(
     tmp_path: Path, before: str, after: str

@@ -84,7 +84,7 @@ def test_a_job_goes_on_from_its_checkpoint(form: str, tmp_path: Path) -> None:
         (Job(1, dtype=BF16), 3),
         (Job(3, dtype=BF16), 3),
         (Job(2, dtype=BF16), 1),
-        pytest.param(Job(1, dtype=BF16, accumulated="fp32"), 2, marks=pytest.mark.long),
+        pytest.param(Job(1, dtype=BF16, accumulated="fp32"), 2, marks=pytest.mark.nightly(30)),
         (Job(3), 2),
         (Job(other="FSDP2"), 2),
         (Job(other="FULL_SHARD"), 2),
@@ -115,7 +115,7 @@ def test_what_fsdp2_saves_zero_loads(tmp_path: Path) -> None:
             assert found_losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly(30)), 3])
 def test_what_one_process_saves_a_new_job_loads(stage: int, tmp_path: Path) -> None:
     """It has never stepped, and has no state of an optimizer."""
     uri = str(tmp_path / "c")
@@ -124,7 +124,9 @@ def test_what_one_process_saves_a_new_job_loads(stage: int, tmp_path: Path) -> N
         assert found_losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("stage", "other"), [(3, 1), pytest.param(1, 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("stage", "other"), [(3, 1), pytest.param(1, 3, marks=pytest.mark.nightly(30))]
+)
 def test_frozen_parameters_are_saved_and_loaded(stage: int, other: int, tmp_path: Path) -> None:
     """They have no masters; stage 3 partitions them, the others do not."""
     uri = str(tmp_path / "c")
@@ -157,7 +159,7 @@ def test_a_job_switches_from_checkpoints_of_deepspeed_and_back(
         assert found_losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly(30)), 3])
 def test_a_lazy_save_stores_what_was_held_at_the_call(stage: int, tmp_path: Path) -> None:
     """The next step writes to the masters while the save goes on. A state is recognised at the next
     save."""

@@ -68,7 +68,7 @@ def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
     assert listed["last.ckpt"] == 14
 
 
-@pytest.mark.long
+@pytest.mark.nightly(30)
 @pytest.mark.parametrize("uninterrupted", [(2, "auto")], indirect=True)
 def test_two_ranks_under_ddp_go_on_as_if_they_had_never_stopped(
     uninterrupted: Path, tmp_path: Path
@@ -90,8 +90,8 @@ def test_two_ranks_under_ddp_go_on_as_if_they_had_never_stopped(
     ("uninterrupted", "strategy", "plugin"),
     [
         ((2, "fsdp2"), "fsdp2", "sync"),
-        pytest.param((2, "tp"), "tp", "async", marks=pytest.mark.long),
-        pytest.param((2, "fsdp1"), "fsdp1", "lazy", marks=pytest.mark.long),
+        pytest.param((2, "tp"), "tp", "async", marks=pytest.mark.nightly(30)),
+        pytest.param((2, "fsdp1"), "fsdp1", "lazy", marks=pytest.mark.nightly(30)),
     ],
     indirect=["uninterrupted"],
 )
@@ -180,7 +180,7 @@ def test_strategies_that_shard_refuse_what_they_would_not_save(tmp_path: Path) -
     ("uninterrupted", "world", "strategy"),
     [
         ((1, "auto"), 1, "auto"),
-        pytest.param((2, "fsdp2"), 2, "fsdp2", marks=pytest.mark.long),
+        pytest.param((2, "fsdp2"), 2, "fsdp2", marks=pytest.mark.nightly(30)),
     ],
     indirect=["uninterrupted"],
 )

@@ -114,7 +114,7 @@ def test_adamw_of_8_bits_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> N
     assert losses(model, optimizer, 3, 6) == expected
 
 
-@pytest.mark.parametrize("lazy", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("lazy", [pytest.param(False, marks=pytest.mark.nightly(30)), True])
 def test_weights_that_fsdp2_gathers_in_eight_bits_are_stored_as_they_are(
     lazy: bool, tmp_path: Path
 ) -> None:

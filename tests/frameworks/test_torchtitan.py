@@ -76,9 +76,9 @@ def test_a_job_killed_in_mid_save_goes_on_from_the_checkpoint_before(
         ("disabled", 1, 2),
         ("async", 2, 1),
         ("async_with_pinned_mem", 1, 2),
-        pytest.param("disabled", 2, 1, marks=pytest.mark.long),
-        pytest.param("async", 1, 2, marks=pytest.mark.long),
-        pytest.param("async_with_pinned_mem", 2, 1, marks=pytest.mark.long),
+        pytest.param("disabled", 2, 1, marks=pytest.mark.nightly(30)),
+        pytest.param("async", 1, 2, marks=pytest.mark.nightly(30)),
+        pytest.param("async_with_pinned_mem", 2, 1, marks=pytest.mark.nightly(30)),
     ],
 )
 def test_a_job_goes_on_with_another_number_of_ranks(

@@ -52,13 +52,13 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        pytest.param(1, (), marks=pytest.mark.long),
-        pytest.param(2, (), marks=pytest.mark.long),
-        pytest.param(1, ("--lora",), marks=pytest.mark.long),
+        pytest.param(1, (), marks=pytest.mark.nightly(30)),
+        pytest.param(2, (), marks=pytest.mark.nightly(30)),
+        pytest.param(1, ("--lora",), marks=pytest.mark.nightly(30)),
         (1, ("--asynchronous", "yes")),
-        pytest.param(2, ("--asynchronous", "lazy"), marks=pytest.mark.long),
-        pytest.param(2, ("--sharded", "zero3"), marks=pytest.mark.long),
-        pytest.param(2, ("--sharded", "fsdp2"), marks=pytest.mark.long),
+        pytest.param(2, ("--asynchronous", "lazy"), marks=pytest.mark.nightly(30)),
+        pytest.param(2, ("--sharded", "zero3"), marks=pytest.mark.nightly(30)),
+        pytest.param(2, ("--sharded", "fsdp2"), marks=pytest.mark.nightly(30)),
     ],
 )
 def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
@@ -91,7 +91,7 @@ def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
     assert not {name for name in files if name.endswith((".bin", ".pt", ".pth", ".json"))}
 
 
-@pytest.mark.long
+@pytest.mark.nightly(30)
 def test_what_zero_has_saved_is_resumed_without_sharding(
     tmp_path: Path, whole_run: Callable[..., Path]
 ) -> None:
@@ -133,7 +133,9 @@ def trainer(folder: Path, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.long), "lazy"])
+@pytest.mark.parametrize(
+    "asynchronous", [pytest.param(False, marks=pytest.mark.nightly(30)), "lazy"]
+)
 def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(
     tmp_path: Path, asynchronous: bool | str
 ) -> None:
