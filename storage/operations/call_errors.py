@@ -56,11 +56,7 @@ async def _give_up(team: Team, error: BaseException, opened: Closable | None) ->
 def announcing_errors_of_call(
     kind: str, uri: UriLike, step: object, deadline_s: float
 ) -> Iterator[None]:
-    """Announce errors like :func:`announcing_errors`, before the call has a team.
-
-    An error on this rank alone must neither keep the others waiting nor make any rank miss the next
-    call.
-    """
+    """Announce errors like :func:`announcing_errors`, before the call has a team: no rank waits."""
     try:
         yield
     except BaseException as error:

@@ -22,17 +22,13 @@ class _ProgressLayer(Layer):
         self._worked = worked
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """Run ``call``; see :meth:`Layer.around`."""
         result = await call()
         self._worked()
         return result
 
 
 def with_progress(driver: Driver, team: Team) -> Driver:
-    """Wrap ``driver`` so that its operations count as progress of this rank.
-
-    Returns it unchanged if no other rank can be waiting.
-    """
+    """Make ``driver``'s operations count as progress of this rank, if others may wait."""
     if team.world == 1:
         return driver
     return _ProgressLayer(driver, team.report_progress)

@@ -114,8 +114,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class AgreeVerdict:
-    """Either ``plan``, which all ranks follow; or ``comparison``, made next; or, with neither,
-    all ranks must state their tensors."""
+    """``plan`` for all ranks; or a ``comparison`` to make; or neither: state all tensors."""
 
     plan: bytes = b""
     comparison: Comparison | None = None
@@ -184,8 +183,7 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The leader's attempt and its start time, and the writer of each box that several ranks
-    have, by name."""
+    """The leader's attempt, its start, and by name the writer of each box of several ranks."""
 
     attempt: str
     created_s: float
@@ -269,8 +267,7 @@ ARRIVED = Round.of("arrived", Arrived, Arrived)
 
 @dataclass(frozen=True, slots=True)
 class FragmentCodec(Codec[Fragment]):
-    """Codec for fragments between two ranks. ``sent`` and ``received`` persist across saves: a
-    layout sent before is replaced by its key."""
+    """Codec for fragments between two ranks; a layout sent before is replaced by its key."""
 
     sent: set[bytes]
     received: dict[bytes, StateLayout]

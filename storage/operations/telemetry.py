@@ -243,7 +243,6 @@ def _log_stages(what: str, stages: Mapping[str, StageReport]) -> None:
 
 
 def _amount(nbytes: float) -> str:
-    """Format an amount in the largest unit that it reaches."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"

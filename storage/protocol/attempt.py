@@ -79,8 +79,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class AttemptFiles:
-    """Facts derived from the files of an attempt: whether it has a commit or abort record, when
-    its last file was written, and their total size."""
+    """What the files of an attempt tell: its record, when it was last written, and its size."""
 
     has_record: bool = False
     written_s: float = float("-inf")
@@ -142,11 +141,7 @@ async def check_marker(driver: Driver, attempt: Attempt) -> ObjectInfo:
 
 
 async def _second_look(driver: Driver, attempt: Attempt) -> ObjectInfo:
-    """Return the marker's ``stat`` after a pause.
-
-    Object stores under load occasionally report an existing object as missing; a deleted marker
-    stays away.
-    """
+    """Return the marker's ``stat`` after a pause: busy object stores may miss it."""
     await asyncio.sleep(_SECOND_LOOK_S)
     try:
         return await driver.stat(attempt.marker_key)
@@ -160,17 +155,12 @@ async def time_of_marker_s(driver: Driver, attempt: Attempt) -> float:
 
 
 async def check_exclusive_puts(driver: Driver, attempt: Attempt) -> None:
-    """Check that the storage refuses an exclusive put to a taken key.
-
-    Must run before this process puts any abort record. Raises StorageError if the storage does not
-    refuse it, SupersededError if another save has deleted the marker.
-    """
+    """Raise unless the storage refuses to replace a key. Precedes any abort record."""
     if not await refuses_taken(driver, attempt.marker_key):
         raise await lost(driver, attempt)
 
 
 def _superseded(driver: Driver) -> HoldfastError:
-    """Build the error for an attempt aborted by a later save."""
     return SupersededError(
         "another save to this URI began later and took over",
         uri=driver.uri,
@@ -179,10 +169,7 @@ def _superseded(driver: Driver) -> HoldfastError:
 
 
 async def lost(driver: Driver, attempt: Attempt) -> HoldfastError:
-    """Return the error for an attempt whose files are gone.
-
-    It says that another save took over only if a file of another save exists.
-    """
+    """Return the error for an attempt whose files are gone: superseded if another has files."""
     with contextlib.suppress(StorageError):
         async for info in driver.list():
             if not info.key.startswith(f"{attempt.prefix}/"):
@@ -198,10 +185,7 @@ async def lost(driver: Driver, attempt: Attempt) -> HoldfastError:
 
 @contextlib.asynccontextmanager
 async def probe(driver: Driver) -> AsyncIterator[Attempt]:
-    """Create an attempt that exists during the block and is never committed.
-
-    Its files' times are the storage's time.
-    """
+    """Create an attempt during the block that is never committed, to learn the storage's time."""
     attempt = await announce(driver)
     try:
         await check_exclusive_puts(driver, attempt)
@@ -217,10 +201,7 @@ async def storage_time_s(driver: Driver) -> float:
 
 
 async def delete_attempt(driver: Driver, attempt: Attempt) -> bool:
-    """Delete an attempt that no manifest names or ever will; return whether that worked.
-
-    Does not raise StorageError: the next save collects any leftovers.
-    """
+    """Delete an attempt that no manifest will name; return whether that worked. Logs errors."""
     try:
         await driver.delete(attempt.marker_key)  # first: see step 5 of the protocol
         await driver.delete_all(attempt.prefix)

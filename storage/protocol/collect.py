@@ -104,8 +104,7 @@ async def collect_others(
 
 
 async def _collect_one(driver: Driver, attempt: Attempt, survey: Survey, silent_s: float) -> None:
-    """Delete an attempt that is not the checkpoint, if it can never become it. Raises
-    StorageError."""
+    """Delete an attempt that can never become the checkpoint."""
     if driver.traits.exclusive_is_atomic:
         has_record = survey.files[attempt].has_record
         await abort_and_delete(driver, attempt, has_record, survey.now_s, survey.grace_s)
@@ -147,11 +146,7 @@ async def collect(driver: Driver, idle_s: float) -> None:
 
 
 async def _delete_stale_lock(driver: Driver, attempt: Attempt) -> None:
-    """Delete the prune lock if it is older than ``limits.GRACE_S``, so that its pruning is dead.
-
-    ``attempt``: the caller's own, whose marker tells the storage's time. Raises StorageError, and
-    SupersededError if the marker is gone.
-    """
+    """Delete a prune lock older than ``limits.GRACE_S``, by the storage's clock."""
     since_s = await locked_since_s(driver)
     if since_s is None:
         return
@@ -161,10 +156,7 @@ async def _delete_stale_lock(driver: Driver, attempt: Attempt) -> None:
 
 
 async def give_up(driver: Driver, attempt: Attempt) -> None:
-    """Delete a failed attempt, within a time limit.
-
-    The storage may be down, and the caller is waiting to learn of the failure.
-    """
+    """Delete a failed attempt, within a time limit, because the caller waits to be told."""
     try:
         async with asyncio.timeout(limits.CLEAN_UP_S):
             if await delete_attempt(driver, attempt):
@@ -178,8 +170,7 @@ async def give_up(driver: Driver, attempt: Attempt) -> None:
 
 
 async def sweep(driver: Driver, limit_s: float | None = None) -> None:
-    """Delete unfinished files of killed savers, for at most ``limit_s`` seconds (None: no limit).
-    Logs a StorageError or an exceeded limit instead of raising it."""
+    """Delete unfinished files of killed savers, within ``limit_s`` seconds. Logs errors."""
     try:
         async with asyncio.timeout(limit_s):
             await driver.sweep("data")

@@ -176,7 +176,6 @@ async def _begin_resumable(driver: Driver, purpose: Mapping[str, str]) -> tuple[
 
 
 async def _resumable(driver: Driver, own: Attempt, purpose: Mapping[str, str]) -> Attempt | None:
-    """Return the newest resumable attempt with this purpose."""
     now_s = await time_of_marker_s(driver, own)
     # Where attempts are collected by age, it must be young enough to be spared long after this
     # check.
@@ -193,7 +192,6 @@ async def _resumable(driver: Driver, own: Attempt, purpose: Mapping[str, str]) -
 
 
 async def _purpose(driver: Driver, attempt: Attempt) -> object:
-    """Return the purpose stated in the marker of an attempt; None if there is none."""
     try:
         return json.loads(await driver.get(attempt.marker_key))
     except (NotFoundError, ValueError, RecursionError):
@@ -201,10 +199,7 @@ async def _purpose(driver: Driver, attempt: Attempt) -> object:
 
 
 async def abandon_failed(driver: Driver, attempt: Attempt) -> None:
-    """Abandon an attempt whose files could not be written, or were missing.
-
-    Raises SupersededError if another process deletes them: that is the error to report.
-    """
+    """Abandon an attempt that could not be written. Raises SupersededError if that is why."""
     try:
         await check_marker(driver, attempt)
     finally:
@@ -212,10 +207,7 @@ async def abandon_failed(driver: Driver, attempt: Attempt) -> None:
 
 
 async def abandon(driver: Driver, attempt: Attempt) -> None:
-    """Delete an attempt that other processes may work on too, unless one has put its commit record.
-
-    Does not raise StorageError.
-    """
+    """Delete an attempt that others may work on too, unless it is being committed. Logs errors."""
     with contextlib.suppress(StorageError, CheckpointError):
         try:
             await driver.stat(attempt.marker_key)
@@ -267,8 +259,7 @@ async def commit(
 
 
 async def _check_record(driver: Driver, attempt: Attempt, record: bytes) -> None:
-    """Read the commit record back. Raises StorageError if it is missing or cannot be read in
-    ranges."""
+    """Read the commit record back. Raises StorageError if it is missing or unreadable."""
     try:
         await check_range_reads(driver, attempt.record_key, record)
     except NotFoundError as error:
@@ -288,10 +279,7 @@ def _not_kept(driver: Driver, key: str, what: str) -> StorageError:
 async def _replaced(
     driver: Driver, attempt: Attempt, now_s: Callable[[], Awaitable[float]]
 ) -> tuple[str | None, Attempt | None]:
-    """Return the id of the current attempt, and that attempt if it can be deleted after the commit.
-
-    It can if its leader will not put its manifest again, not even after that of ``attempt``.
-    """
+    """Return the current attempt's id, and that attempt if it can be deleted after the commit."""
     before = None
     with contextlib.suppress(DamagedError):
         before = await current_attempt(driver)
@@ -304,10 +292,7 @@ async def _replaced(
 
 
 async def _is_kept(driver: Driver, data: bytes, superseded_ids: set[str | None]) -> bool:
-    """Return whether the storage returns the manifest ``data``, which was just put, or a later one.
-
-    A later manifest belongs to an attempt that is not among ``superseded_ids``.
-    """
+    """Return whether the manifest just put, or a later save's, is what the storage returns."""
     try:
         shown = await driver.get(MANIFEST_KEY)
         if shown == data:

@@ -15,10 +15,7 @@ __all__ = ["current_attempt", "is_current", "read_manifest"]
 
 
 async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
-    """Return the current manifest and its bytes.
-
-    Raises NotACheckpointError, DamagedError and UnsupportedFormatError.
-    """
+    """Return the current manifest and its bytes. Raises NotACheckpointError and DamagedError."""
     with span("manifest", Where(MANIFEST_KEY)):
         data = await _get_manifest(driver)
         return await _decode_manifest(driver, data), data
@@ -40,17 +37,13 @@ async def current_attempt(driver: Driver) -> str | None:
 
 
 async def is_current(driver: Driver, attempt: str) -> bool:
-    """Return whether the current manifest belongs to this attempt. Does not decode the tables.
-
-    Raises NotACheckpointError without a manifest; DamagedError and UnsupportedFormatError.
-    """
+    """Return whether the current manifest is of this attempt, without decoding the tables."""
     data = await _get_manifest(driver)
     with _location_added(driver):
         return await offload(attempt_in, data) == attempt
 
 
 async def _get_manifest(driver: Driver) -> bytes:
-    """Return the bytes of the current manifest, unchecked. Raises NotACheckpointError."""
     try:
         return await driver.get(MANIFEST_KEY)
     except NotFoundError as error:
@@ -63,8 +56,6 @@ async def _get_manifest(driver: Driver) -> bytes:
 
 
 async def _decode_manifest(driver: Driver, data: bytes) -> Manifest:
-    """Decode and check a manifest read from ``driver``. Raises DamagedError and
-    UnsupportedFormatError."""
     with _location_added(driver):
         manifest = await offload(Manifest.decode, data)
         check_complete(manifest, "the manifest")
@@ -73,7 +64,6 @@ async def _decode_manifest(driver: Driver, data: bytes) -> Manifest:
 
 @contextmanager
 def _location_added(driver: Driver) -> Iterator[None]:
-    """Add the manifest's location to errors about its contents."""
     try:
         yield
     except (DamagedError, UnsupportedFormatError) as error:

@@ -41,11 +41,7 @@ def new_lock() -> bytes:
 
 
 async def is_lock(driver: Driver, info: ObjectInfo) -> bool:
-    """Return whether the object is a lock, or has its size and may not be read.
-
-    A folder of other data may contain a file of the same name; if its size differs, it is not read.
-    Raises StorageError.
-    """
+    """Return whether the object is a lock, or has its size and may not be read."""
     if info.nbytes != _LOCK_NBYTES:
         return False
     try:
@@ -57,10 +53,7 @@ async def is_lock(driver: Driver, info: ObjectInfo) -> bool:
 
 
 async def locked_since_s(driver: Driver) -> float | None:
-    """Return when the lock was put, by the storage's clock; None without a lock.
-
-    A lock that may not be read counts. Raises StorageError.
-    """
+    """Return when a lock was put, by the storage's clock; None without one."""
     try:
         with contextlib.suppress(AccessError):
             # Read first: a login page that answers every request is not a lock.
@@ -133,11 +126,7 @@ async def delete_manifest(driver: Driver, attempt: Attempt) -> bool:
 
 
 async def _release(driver: Driver, lock: bytes, replaces_stale: bool) -> None:
-    """Delete ``lock``, unless another pruning has replaced it.
-
-    That can happen if it had replaced a stale lock itself; savers must wait for the other pruning.
-    Raises StorageError.
-    """
+    """Delete ``lock``, unless a pruning that took it for stale has replaced it."""
     try:
         if replaces_stale and await driver.get(PRUNING_KEY) != lock:
             return

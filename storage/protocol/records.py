@@ -36,19 +36,13 @@ def _new_commit_record() -> bytes:
 
 
 async def put_abort_record(driver: Driver, key: str) -> None:
-    """Put an abort record at ``key``, the attempt's ``record_key``.
-
-    Does nothing if the attempt already has a record or is gone. Raises StorageError.
-    """
+    """Put an abort record at ``key``, unless the attempt has a record or is gone."""
     with contextlib.suppress(ExistsError, NotFoundError):
         await driver.put(key, ABORT_RECORD, exclusive=True)
 
 
 async def read_record(driver: Driver, key: str) -> bytes | None:
-    """Return the record at ``key``: ``ABORT_RECORD``, or any other bytes for a commit record.
-
-    None without a record. Raises StorageError.
-    """
+    """Return the record at ``key``: ``ABORT_RECORD``, or any other to commit; None without one."""
     try:
         return await driver.get(key)
     except NotFoundError:
@@ -56,11 +50,7 @@ async def read_record(driver: Driver, key: str) -> bytes | None:
 
 
 async def put_once(driver: Driver, key: str, data: bytes) -> None:
-    """Put ``data``, unique to this process, exclusively. Also succeeds if the key already holds it.
-
-    A client may silently repeat a request whose answer was lost, and receive the refusal of the
-    second one. Raises ExistsError if the key holds something else; StorageError.
-    """
+    """Put ``data``, unique to this process, exclusively; succeeds if the key already holds it."""
     try:
         await driver.put(key, data, exclusive=True)
     except ExistsError:

@@ -23,10 +23,7 @@ _log = logging.getLogger(__name__)
 async def put_telemetry(
     driver: Driver, attempt: str, make: Callable[[], Awaitable[bytes | None]]
 ) -> None:
-    """Put the result of ``make``, if any, as the telemetry of the committed ``attempt``.
-
-    Takes a limited time and raises nothing: errors are logged.
-    """
+    """Put the result of ``make``, if any, for a committed ``attempt``. Logs errors."""
     try:
         async with asyncio.timeout(limits.TELEMETRY_S):
             data = await make()
@@ -37,10 +34,7 @@ async def put_telemetry(
 
 
 async def get_telemetry(driver: Driver, attempt: str) -> bytes | None:
-    """Return the telemetry of ``attempt``, or None.
-
-    Raises TelemetryError if it is too large; StorageError.
-    """
+    """Return the telemetry of ``attempt``, or None. Raises TelemetryError and StorageError."""
     key = telemetry_key(attempt)
     try:
         nbytes = (await driver.stat(key)).nbytes

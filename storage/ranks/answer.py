@@ -90,7 +90,5 @@ class Answer:
         )
 
     def settled_with(self, rank: int) -> Settled:
-        """Return the last settled failures between the leader and ``rank``, as the leader knew
-        them.
-        """
+        """Return the last settled failures between the leader and ``rank``."""
         return Settled(self.settled[rank], max(0, -self.roster[rank]))

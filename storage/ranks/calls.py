@@ -31,10 +31,7 @@ def _caller() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An API call, the same on every rank. ``uri`` is redacted.
-
-    ``thread``: the caller's thread; calls from one thread come in the same order on all ranks.
-    """
+    """An API call, the same on every rank. Calls of one ``thread`` come in the same order."""
 
     kind: str
     uri: str = ""
@@ -113,9 +110,7 @@ class RankStatus:
         return next((s for s in self.open if s.name == name), None)
 
     def other_call(self, thread: str, names: Collection[str]) -> OpenCall | None:
-        """Return an open call of a thread that the leader has not taken and that is not in
-        ``names``.
-        """
+        """Return an open call of a thread that is neither taken nor in ``names``."""
         for call in self.open:
             if not call.taken and call.thread == thread and call.name not in names:
                 return call
@@ -147,6 +142,5 @@ def decoded_roster(text: str, world: int) -> Sequence[int]:
 
 
 def _runs(column: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """Return runs of equal neighbours, as values and counts."""
     starts = np.flatnonzero(np.diff(column, prepend=column[0] - 1))
     return column[starts].tolist(), np.diff(starts, append=len(column)).tolist()

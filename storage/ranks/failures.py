@@ -23,10 +23,7 @@ SHORT_MESSAGE_CHARS = 3000
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error of rank ``reporter``, as sent to the other ranks.
-
-    ``type``: name of its class. ``rank``: the rank that the error itself names.
-    """
+    """An error of ``reporter`` as sent to others. ``rank``: the one that the error names."""
 
     reporter: int
     type: str
@@ -66,8 +63,7 @@ class Failure:
         return replace(self, message=self.message[:SHORT_MESSAGE_CHARS], differences=())
 
     def raise_alike(self) -> NoReturn:
-        """Raise the error that the leader reported, with the same class: its decision concerns all
-        ranks alike. Raises RankFailedError if the class is not a HoldfastError."""
+        """Raise the leader's error with the same class, which concerns all ranks alike."""
         kind: object = getattr(errors, self.type, None)
         if not isinstance(kind, type) or not issubclass(kind, HoldfastError):
             raise self._rank_failed()

@@ -36,10 +36,7 @@ class FollowerRendezvous:
         await self._member.wait_for_leader(self._silence_s, f"{what} of the {self._call}")
 
     async def answer(self, statement: bytes, what: str) -> Answer:
-        """Send ``statement``, and return the leader's answer.
-
-        Raises RankFailedError, DeadlineError, CoordinationError.
-        """
+        """Send ``statement``, and return the leader's answer. Raises CoordinationErrors."""
         member = self._member
         loop = asyncio.get_running_loop()
         key = f"join/{self._call.name}/{member.rank}"
@@ -63,10 +60,7 @@ class FollowerRendezvous:
             pause_s = min(pause_s * 1.5, PAUSE_MAX_S)
 
     async def _observe(self) -> tuple[Answer | None, RankStatus | None]:
-        """Read the leader's answer and status.
-
-        If the store is gone, add the leader's last known call to the error.
-        """
+        """Read the leader's answer and status. An error of the store names its last call."""
         try:
             answer, self._status = await self._member.call_store(self._look)
         except CoordinationError as error:
@@ -83,10 +77,7 @@ class FollowerRendezvous:
         return None if data is None else Answer.decode(data, self._member.world), status
 
     def _is_mine(self, answer: Answer, status: RankStatus | None, now_s: float) -> bool:
-        """Return whether an answer is for this call.
-
-        It is if the leader took this call, or failed before this rank arrived.
-        """
+        """Return whether an answer is for this call: taken, or failed before."""
         member = self._member
         name = self._call.name
         mine = self._participation.number

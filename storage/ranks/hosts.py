@@ -16,10 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def host_key() -> str | None:
-    """Return an id shared by ranks that can share memory: same boot, network namespace and user.
-
-    None if the system does not provide it.
-    """
+    """Return an id shared by ranks that can share memory; None if the system provides none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/net").st_ino

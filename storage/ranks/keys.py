@@ -28,10 +28,7 @@ _CompareSet = Callable[[str, bytes, bytes], bytes]
 
 
 class Keys:
-    """The keys below ``prefix``.
-
-    Every method blocks for one or a few round trips, and passes on errors of the store.
-    """
+    """The keys below ``prefix``. Every method blocks, and passes on errors of the store."""
 
     def __init__(self, store: StoreLike, prefix: str) -> None:
         self._store = store
@@ -60,11 +57,7 @@ class Keys:
         self._store.set(f"{self._prefix}/{key}", value)
 
     def swap(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
-        """Set ``key`` to ``desired`` if its value is ``expected`` (None: missing). Return its value
-        after.
-
-        Atomic, unless the store has no ``compare_set``.
-        """
+        """Set ``key`` if its value is ``expected`` (None: missing); return its value after."""
         if self._compare_set is None:
             before = self.value(key)
             if before != expected:
@@ -87,10 +80,7 @@ class Keys:
             self._store.delete_key(f"{self._prefix}/{key}")
 
     def put(self, key: str, value: bytes) -> list[str]:
-        """Store a value of any size; return the keys used.
-
-        The key itself is written last: its presence means that the value is complete.
-        """
+        """Store a value of any size; return the keys used. The key itself is written last."""
         if len(value) <= PART_NBYTES:
             self.set(key, _WHOLE + value)
             return [key]

@@ -107,10 +107,7 @@ class Member:
         self._history: OrderedDict[str, CallHistory] = OrderedDict()
 
     async def call_store(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Run ``function`` in a thread and return its result.
-
-        Raises CoordinationError if the store cannot be reached.
-        """
+        """Run ``function`` in a thread. Raises CoordinationError if the store is unreachable."""
         try:
             return await offload(function, *args)
         except RuntimeError as error:  # torch's stores raise this for every kind of failure
@@ -230,24 +227,15 @@ class Member:
         task.add_done_callback(self._spawned.discard)
 
     def announce(self, for_s: float) -> None:
-        """Publish this process to the others, outside any call.
-
-        The leader acknowledges ranks for ``for_s`` seconds. Does not wait. Thread-safe.
-        """
+        """Publish this process to the others, outside any call, for ``for_s`` seconds."""
         self.spawn(self.acknowledge_ranks(for_s) if self.rank == LEADER else self.publish_status())
 
     def is_same_run(self, theirs: str, ours: str) -> bool:
-        """Return whether the leader's loop ``theirs`` is the loop that this rank calls ``ours``.
-
-        The first call with a new ``theirs`` binds the two.
-        """
+        """Return whether the leader's loop ``theirs`` is ``ours``; a new one is bound to it."""
         return bool(theirs) and self._meanings.setdefault(theirs, ours) == ours
 
     async def acknowledge_ranks(self, for_s: float) -> None:
-        """On the leader, acknowledge ranks until all have found it.
-
-        Stops early when the leader is in no call and ``for_s`` seconds have passed.
-        """
+        """On the leader, acknowledge ranks until all have found it, or in time."""
         if self.all_found or self.rank != LEADER:
             return
         self._acknowledge_until_s = max(
@@ -278,18 +266,12 @@ class Member:
         self.all_found = not missing
 
     def _claim_leadership(self, now_s: float) -> None:
-        """Let ranks find this leader.
-
-        Publish its status first: ranks read it next, and must not see a predecessor's.
-        """
+        """Let ranks find this leader, whose status is already published."""
         self.publish(now_s)
         self._keys.set("lead", self.nonce)
 
     def _acknowledge_new(self, missing: set[int], known: dict[int, str]) -> bool:
-        """Acknowledge new nonces; return whether there are any.
-
-        Removes ranks that have found this leader from ``missing``.
-        """
+        """Acknowledge new nonces; return whether there are any, and trim ``missing``."""
         new = set[int]()
         for rank in sorted(missing):
             status = self.status(rank)
@@ -311,10 +293,7 @@ class Member:
 
     @contextlib.asynccontextmanager
     async def participating(self, call: Call, heartbeat_s: float) -> AsyncIterator[Participation]:
-        """Enter ``call``, and send heartbeats while in it.
-
-        A second call of the same name waits for the first to end.
-        """
+        """Enter ``call`` with heartbeats, once another of the same name has ended."""
         loop = asyncio.get_running_loop()
         await self._take_turn(call.name)
         participation = Participation(
@@ -368,10 +347,7 @@ class Member:
             await asyncio.sleep(min(self._heartbeat_s.values()))
 
     async def publish_status(self) -> None:
-        """Publish the status record, ignoring errors of the store.
-
-        Calls that wait for an answer will raise them.
-        """
+        """Publish the status record. Errors of the store are left to calls that wait."""
         async with self._publishing:
             with contextlib.suppress(RuntimeError):
                 await offload(self.publish, asyncio.get_running_loop().time())
@@ -402,7 +378,6 @@ class Member:
 
 
 def _trim(kept: OrderedDict[str, V], most: int) -> list[str]:
-    """Drop the oldest entries beyond ``most``; return their names."""
     dropped = []
     while len(kept) > most:
         dropped.append(kept.popitem(last=False)[0])

@@ -91,10 +91,7 @@ class _Blobs:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The conversion of values of one type to JSON and back.
-
-    ``scalars``: the JSON types of such values, if they need no conversion.
-    """
+    """How values of one type become JSON and back. ``scalars``: types that need no conversion."""
 
     write: Callable[[object, list[bytes]], object]
     read: Callable[[Json, _Blobs], object]
@@ -109,8 +106,6 @@ class _Field:
 
 
 class _MessageCodec(Generic[T]):
-    """The codec of one message class."""
-
     slow = False
 
     def __init__(self, kind: type[T]) -> None:
@@ -150,7 +145,6 @@ _DECODER = json.JSONDecoder()
 
 
 def _decoded(text: str) -> Json:
-    """Decode a line with exactly one JSON value."""
     value: Json
     value, end = _DECODER.raw_decode(text)
     if end != len(text):

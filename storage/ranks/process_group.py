@@ -78,7 +78,6 @@ def check_group(group: Group) -> None:
 
 
 def _group() -> dist.ProcessGroup | None:
-    """Return the process group that this thread acts in; None if this process is alone."""
     group = _acting.get()
     if group == "self" or not _in_use():
         return None
@@ -108,9 +107,7 @@ def acting_name() -> str | None:
 
 
 def current_numbers() -> Mapping[int, int] | None:
-    """Return the mapping from ranks in the job to ranks in the acting group; None if they are
-    equal.
-    """
+    """Return the mapping from the job's ranks to the acting group's; None if equal."""
     if _acting.get() is None:
         return None
     group = _group()
@@ -190,10 +187,7 @@ def store_host() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """This process's membership of a process group.
-
-    Ends when the process forks or the group is gone.
-    """
+    """This process's membership of a process group, until it forks or the group is gone."""
 
     pid: int
     group: weakref.ref[dist.ProcessGroup]
@@ -250,10 +244,7 @@ def _new_contact(group: dist.ProcessGroup) -> Contact:
 
 
 def _prefix(group: dist.ProcessGroup, world: int) -> str:
-    """Return a prefix from torch's restart count, the size of the group and its name.
-
-    Nonces tell apart any generations with the same prefix.
-    """
+    """Return a prefix from torch's restart count, and the group's size and name."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"holdfast/{restarts}/{world}"
     if group is dist.distributed_c10d._get_default_group():

@@ -67,10 +67,7 @@ class LeaderRendezvous:
         self._instead: list[tuple[str, int]] = []
 
     async def gather(self, mine: bytes, what: str) -> list[bytes]:
-        """Return the statements of all ranks, in rank order.
-
-        Raises RankFailedError, DeadlineError, and UsageError if ranks are in different calls.
-        """
+        """Return the statements of all ranks, in rank order. Raises CoordinationErrors."""
         assert self._participation is not None
         loop = asyncio.get_running_loop()
         found: dict[int, bytes] = {LEADER: mine}
@@ -135,7 +132,6 @@ class LeaderRendezvous:
     def _look(
         self, missing: Sequence[int]
     ) -> tuple[dict[int, bytes], dict[int, RankStatus | None]]:
-        """Return the statements of some ranks, and the statuses of the others."""
         keys = self._member.keys
         name = self._call.name
         taken: dict[int, bytes] = {}
@@ -154,14 +150,12 @@ class LeaderRendezvous:
         return taken, statuses
 
     def _check_gone(self, rank: int, number: int) -> None:
-        """Raise if a rank has failed after its call was taken. Blocks."""
         status = self._member.status(rank) if self.roster[rank] == number else None
         failed = None if status is None else status.failure(self._call.name, number - 1)
         if failed is not None and failed.number == number:
             raise failed.failure.as_error()
 
     def _take(self, rank: int, number: int) -> None:
-        """Record that the leader has taken a rank's call, or has seen it fail."""
         self._history.taken[rank] = self.roster[rank] = number
         self._member.joined[rank] = max(self._member.joined[rank], number)
 
@@ -210,10 +204,7 @@ class LeaderRendezvous:
     def _check_failures(
         self, rank: int, status: RankStatus, left: list[int], is_elsewhere: bool, now_s: float
     ) -> None:
-        """Raise the unpaired failure of a rank, if any.
-
-        A rank that has only timed out may be about to arrive: wait for the grace period first.
-        """
+        """Raise a rank's unpaired failure; one that timed out may yet arrive."""
         number = next((number for number in left if number > 0), 0)
         if not number and left and (is_elsewhere or self._has_lasted(rank, -left[-1], now_s)):
             number = -left[-1]
@@ -300,10 +291,7 @@ class LeaderRendezvous:
         raise error
 
     async def _wait_until_left(self, waiting: dict[int, OpenCall]) -> None:
-        """Wait until these ranks have left their calls, or a timeout.
-
-        This process may serve the store, and may end right after.
-        """
+        """Wait until ranks have left their calls: this process may serve the store."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + LEAVE_TIMEOUT_S
         while waiting and loop.time() < until_s:

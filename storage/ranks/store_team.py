@@ -170,10 +170,7 @@ class StoreTeam(Team):
             await asyncio.sleep(self._heartbeat_s)
 
     async def fail(self, error: BaseException) -> None:
-        """Report a failure of this rank to the others; see :class:`Team`.
-
-        Without a session, ranks that reach this call later find the failure.
-        """
+        """Report a failure of this rank to the others, also to those that arrive later."""
         if self._failure_announced or (isinstance(error, RankFailedError) and self.rank != LEADER):
             return
         with contextlib.suppress(CoordinationError):
@@ -192,10 +189,7 @@ class StoreTeam(Team):
                     await self._call_store(self._member.keys.set, gone, f"{self.rank} {number}")
 
     async def _make_it_count(self) -> None:
-        """Look for the leader, which ignores ranks that have not found it.
-
-        If that takes too long, continue in the background.
-        """
+        """Look for the leader, which ignores ranks that have not found it."""
         if not self._member.leader:
             await self._member.try_to_find_leader(min(SEEK_S, self._silence_s / 4))
         if not self._member.leader:
@@ -262,16 +256,12 @@ class StoreTeam(Team):
         return decision
 
     def _enter(self, answer: Answer) -> None:
-        """Enter the session that all ranks now share."""
         assert self._participation is not None
         self._participation.taken = True
         self._answer = answer
 
     async def _refuse(self, error: BaseException) -> None:
-        """On the leader, fail the call before all ranks have arrived.
-
-        Waiting ranks, and ranks that arrive late, see the failure at once.
-        """
+        """On the leader, fail the call before all have arrived, also for those who come late."""
         self._failure_announced = True
         rendezvous = self._rendezvous or LeaderRendezvous(
             self._member, self._call, self._participation, self._silence_s
@@ -310,7 +300,6 @@ class StoreTeam(Team):
 
     @property
     def _keys(self) -> Keys:
-        """The keys of the current session."""
         assert self._answer is not None
         return self._member.keys.below(str(self._answer.number))
 
@@ -324,7 +313,6 @@ class StoreTeam(Team):
         return Watch(self.rank, self._call.name, str(self._call), self._silence_s)
 
     async def _gather(self, name: str, ranks: Sequence[int], what: str) -> list[bytes]:
-        """Return the values that ``ranks`` put under ``name``, in the order of ``ranks``."""
         found: dict[int, bytes] = {}
         watch = self._watch()
         pause_s = PAUSE_S
@@ -345,7 +333,6 @@ class StoreTeam(Team):
         return [found[rank] for rank in ranks]
 
     def _check(self, observed: _Observed, watch: Watch, what: str) -> None:
-        """Raise a reported failure, or DeadlineError if a rank makes no progress."""
         assert self._answer is not None
         if observed.failure is not None:
             raise observed.failure.as_error()
@@ -376,7 +363,6 @@ class StoreTeam(Team):
     # call.
 
     def _look(self, name: str | None, ranks: Sequence[int]) -> _Observed:
-        """Return the messages of some ranks under ``name``, and the statuses of the others."""
         # Read the failure first: a rank sends its messages before it reports a failure.
         failure = self._failed_in_session()
         there: dict[int, bytes] = {}
@@ -392,7 +378,6 @@ class StoreTeam(Team):
         self._keys.swap("failed", None, codec(Failure).encode(failure))
 
     def _failed_in_session(self) -> Failure | None:
-        """Return the first failure reported since the ranks have met."""
         data = self._keys.value("failed")
         if data is None:
             return None
@@ -418,7 +403,6 @@ class StoreTeam(Team):
             self._delete_answer()
 
     def _remains(self) -> list[str]:
-        """Return the keys that remain after all ranks have left."""
         keys = self._keys
         found = ["left"]
         for name in self.rounds:
@@ -443,11 +427,7 @@ class StoreTeam(Team):
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
-    """A view of the store at one moment.
-
-    Holds a reported failure, if any, the messages of some ranks, and the status records of the
-    others.
-    """
+    """The store at one moment: a reported failure, messages of some ranks, statuses of others."""
 
     failure: Failure | None
     values: dict[int, bytes]
@@ -460,7 +440,7 @@ def _span(name: str) -> Span:
 
 
 async def _agreed(statements: Sequence[Nothing]) -> Nothing:
-    """Do nothing: all ranks have arrived, and there is nothing to decide."""
+    """All ranks have arrived, and there is nothing to decide."""
     return Nothing()
 
 

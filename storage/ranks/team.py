@@ -81,10 +81,7 @@ class Team(ABC):
 
     @abstractmethod
     async def fail(self, error: BaseException) -> None:
-        """Report the failure of this rank to the others.
-
-        Never raises, so that ``error`` stays visible.
-        """
+        """Report the failure of this rank to the others. Never raises."""
 
     @abstractmethod
     async def failure(self) -> CoordinationError | None:
@@ -101,10 +98,7 @@ class Team(ABC):
 
     @abstractmethod
     async def progress_with(self, other: asyncio.Future[None]) -> None:
-        """Wait until another call of this process has ended, successfully or not.
-
-        Progress of that call counts as this rank's.
-        """
+        """Wait for another call of this process, whose progress counts as this rank's."""
 
     @abstractmethod
     def session(self) -> contextlib.AbstractAsyncContextManager[None]:

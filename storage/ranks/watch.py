@@ -20,10 +20,7 @@ SHOWN_AT_MOST = 10
 
 
 class Participation:
-    """One rank in one call, as shown in its status record.
-
-    ``report_progress`` may be called from any thread.
-    """
+    """One rank in one call, as in its status record. Progress is reported from any thread."""
 
     def __init__(self, name: str, text: str, thread: str, number: int, now_s: float) -> None:
         self.name = name
@@ -81,10 +78,7 @@ class Watch:
     def look(
         self, statuses: Mapping[int, RankStatus | None], what: str, now_s: float
     ) -> tuple[int, float]:
-        """Return the rank that has been idle longest, and for how long.
-
-        Raises DeadlineError if that is too long.
-        """
+        """Return the rank that has been idle longest, and how long. Raises DeadlineError."""
         idle = {rank: self._idle_s(rank, status, now_s) for rank, status in statuses.items()}
         stuck = [rank for rank, idle_s in idle.items() if idle_s > self._silence_s]
         if stuck:

@@ -122,10 +122,7 @@ def release_pools() -> None:
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Convert a MemoryError of the block to UsageError, naming ``what``.
-
-    A manifest may describe more data than fits in the host's memory.
-    """
+    """Convert a MemoryError to UsageError: a manifest may describe more than fits in memory."""
     try:
         yield
     except MemoryError as error:

@@ -81,10 +81,7 @@ def on_engine() -> bool:
 
 
 def check_may_wait() -> None:
-    """Raise UsageError on the engine's thread, and after the interpreter has ended.
-
-    The engine's thread must not wait for its own work.
-    """
+    """Raise UsageError on the engine's thread, and after the interpreter has ended."""
     if sys.meta_path is None:
         raise UsageError(
             "the interpreter has shut down, and can no longer import anything",
@@ -113,8 +110,7 @@ class EngineFuture(Future[T]):
         self._pid = os.getpid()
 
     def done(self) -> bool:
-        """See :meth:`Future.done`. Raises UsageError in a forked child if it could never become
-        true."""
+        """Raise UsageError in a forked child if it could never become true."""
         done = super().done()
         if not done and self._pid != os.getpid():
             raise UsageError(
@@ -135,9 +131,7 @@ class EngineFuture(Future[T]):
         return super().exception(0)
 
     def _wait(self, timeout: float | None) -> None:
-        """Wait until this is done, for at most ``timeout`` seconds; run the loop meanwhile if the
-        engine has no thread.
-        """
+        """Wait until this is done; run the loop meanwhile if the engine has no thread."""
         if self.done():
             return
         check_may_wait()
@@ -235,10 +229,7 @@ def interrupt(future: Future[Any]) -> None:
 
 
 def finish_before_exit() -> None:
-    """Finish all started work, if the interpreter is shutting down and callers run the loop.
-
-    There may be no later caller to do so.
-    """
+    """Finish started work if the interpreter ends and no later caller would run the loop."""
     if _is_driven() and not on_engine():
         _finish_all()
 
@@ -269,10 +260,7 @@ def _begin_to_close(
 
 
 def _finish_all() -> None:
-    """Wait for asynchronous saves that are still in flight when the program ends.
-
-    Their own deadlines bound the wait.
-    """
+    """Wait for saves in flight when the program ends, up to their own deadlines."""
     until_s = time.monotonic() + EXIT_S
     for future in list(_unfinished):
         with contextlib.suppress(CancelledError, TimeoutError):
@@ -285,10 +273,7 @@ def _is_driven() -> bool:
 
 
 def _drive(future: Future[Any], timeout: float | None) -> None:
-    """Run the loop in the calling thread until ``future`` is done, for at most ``timeout`` seconds.
-
-    One caller at a time runs it on behalf of all.
-    """
+    """Run the loop in the calling thread until ``future`` is done; one caller at a time."""
     loop = _loop
     assert loop is not None
     until_s = EXIT_S if timeout is None else timeout

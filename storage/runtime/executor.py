@@ -104,8 +104,7 @@ class _Run(Generic[T]):
                 self._pending[task] = instruction
 
     def cancel(self) -> None:
-        """Start nothing new and cancel running tasks; only once, so that cleanup is not
-        disturbed."""
+        """Start nothing new and cancel running tasks; only once, so that cleanup is undisturbed."""
         if self._cancelled:
             return
         self._cancelled = True

@@ -137,7 +137,6 @@ class ProgressReporter:
             self._ended.set_result(None)
 
     def _next(self) -> tuple[int, int] | None:
-        """Wait for a report; return None after the operation has ended without another one."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._latest is not None)
             report = self._latest

@@ -41,10 +41,7 @@ class ReadBuffers:
         """Each job's share of the budget."""
 
     async def read(self, job: Hashable, key: str, start: int, nbytes: int) -> None:
-        """Read up to a chunk for ``job``. Raises the driver's errors.
-
-        The job must be released later, even after an error.
-        """
+        """Read up to a chunk for ``job``, which must be released later, even after an error."""
         if self._pool is None:
             self._buffers[job] = HostBuffer.over(await self._driver.fetch(key, start, nbytes))
         else:

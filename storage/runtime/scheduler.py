@@ -61,8 +61,7 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Instruction to begin stage number ``stage`` of ``job``; report its end by ``done`` or
-    ``fail``."""
+    """Begin stage number ``stage`` of ``job``; report its end by ``done`` or ``fail``."""
 
     job: int
     stage: int

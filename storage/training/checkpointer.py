@@ -363,10 +363,7 @@ class Checkpointer:
         return self._begin(step, state, number)
 
     def _has_joined(self, step: int) -> bool:
-        """Return whether this run has joined its keepers; join them if it never resumed.
-
-        After a failure, try again after a pause that doubles, in steps, the same on all ranks.
-        """
+        """Return whether this run has joined its keepers; try again after doubling pauses."""
         if self._memory is None or self._memory.joined:
             return self._memory is not None
         if step < self._join_at:
@@ -412,7 +409,6 @@ class Checkpointer:
         return handle
 
     def _under_way(self) -> list[PendingSave]:
-        """Return the saves in flight, and forget finished ones."""
         self._pending = [save for save in self._pending if not save.followed.done()]
         return [save for save in self._pending if not save.ended.done()]
 
@@ -435,7 +431,6 @@ class Checkpointer:
         self._stats.waited(time.perf_counter() - began_s)
 
     def _settle(self) -> None:
-        """Block until all saves and their follow-up work have ended."""
         for save in self._pending:
             _settled(save.ended)
             _settled(save.followed)
@@ -485,21 +480,16 @@ class Checkpointer:
         return handle
 
     def _by(self, step: int, name: str) -> ByKeeper | None:
-        """Return the route of a save through keepers; None if the run has none."""
         if self._memory is None or not self._has_joined(step):
             return None
         uri = str(join(self._root.uri, name))
         return self._memory.by(Storage(uri, self._root.options, self._save_options.compression))
 
     def _steps_under_way(self) -> list[int]:
-        """Return the steps being saved. Thread-safe."""
         return [save.step for save in list(self._pending) if not save.ended.done()]
 
     def _stops(self, step: int, state: object, metric: SupportsFloat | None) -> bool:
-        """Handle SIGTERM: save at the step of the furthest rank, then hand the signal over.
-
-        Returns False before that step.
-        """
+        """Handle SIGTERM: save at the step of the furthest rank, then hand the signal over."""
         assert self._preemption is not None
         if self._preemption.left_s <= 0:  # other Checkpointers of this process may still have time
             _log.error("step %d is not saved: the grace period is over", step)
@@ -546,7 +536,6 @@ def _check_metric(metric: object) -> SupportsFloat | SupportsIndex | None:
 
 
 def _number_of(metric: object) -> float | None:
-    """Return the metric as a float; None if it is missing or not finite. Raises UsageError."""
     given = _check_metric(metric)
     if given is None:
         return None
@@ -565,7 +554,6 @@ def _no_number(metric: object) -> UsageError:
 
 
 def _settled(future: Future[None], timeout_s: float | None = None) -> None:
-    """Wait for ``future`` to end, and ignore its outcome, which is reported elsewhere."""
     try:
         with contextlib.suppress(CancelledError):
             future.exception(timeout_s)

@@ -112,11 +112,7 @@ class Decisions:
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Begin a loop. Its steps may repeat steps of an earlier loop, whose decisions no longer
-        count.
-
-        Every rank calls this.
-        """
+        """Begin a loop on every rank; decisions about an earlier loop's steps do not count."""
         self._run = secrets.token_hex(8)
 
     @property
@@ -148,11 +144,7 @@ class Decisions:
             ) from error
 
     def highest(self, name: str, value: int, timeout_s: float) -> int | None:
-        """Return the maximum of ``value`` over all ranks; None after ``timeout_s`` or if the store
-        fails.
-
-        Blocks until every rank has contributed. A name can be used only once.
-        """
+        """Return the maximum of ``value`` over all ranks; None after ``timeout_s``. Blocks."""
         member = self._join()
         if member is None:
             return value
@@ -229,9 +221,7 @@ class Decisions:
     def _give_up(
         self, member: Member, question: str, step: int, known: bytes | None, in_this_run: bool
     ) -> None:
-        """Make ``step`` void for all ranks and raise DeadlineError; return if another rank wrote
-        first.
-        """
+        """Make ``step`` void for all ranks and raise DeadlineError, unless another rank wrote."""
         record = QuestionRecord.decode(known)
         after = record.voided(step, in_next_run=not in_this_run)
         if after != record:
@@ -251,7 +241,6 @@ class Decisions:
             member.announce(0.0)
 
     def _await(self, look: Callable[[], T | None], rank: int, until_s: float) -> T:
-        """Poll ``look()`` until it returns a value, and return that."""
         pause_s = PAUSE_S
         while (found := look()) is None:
             if time.monotonic() > until_s:

@@ -24,10 +24,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """The epochs that still matter, ascending, each with the step it resumed from (-1: none).
-
-    An epoch is dropped once a later one resumes from the same step or an earlier one.
-    """
+    """Epochs that still matter, ascending, each with the step it resumed from (-1: none)."""
 
     begun: tuple[tuple[int, int], ...] = ()
 
@@ -42,9 +39,7 @@ class Epochs:
         return Epochs((*[one for one in self.begun if one[1] < step], (epoch, step)))
 
     def has_left(self, generation: GenerationId) -> bool:
-        """Return whether a later epoch resumed from an earlier step, so the generation is
-        abandoned.
-        """
+        """Return whether a later epoch resumed before this generation's step."""
         return any(
             epoch > generation.epoch and step < generation.step for epoch, step in self.begun
         )
@@ -69,10 +64,7 @@ class Epochs:
 
 
 async def read_epochs(driver: Driver) -> Epochs:
-    """Read the record of the run in the folder that ``driver`` is bound to.
-
-    Empty if none was written. Raises StorageError, DamagedError, UnsupportedFormatError.
-    """
+    """Read the record of the run in this folder; empty if there is none."""
     try:
         data = await driver.get(EPOCHS_KEY)
     except NotFoundError:

@@ -66,11 +66,7 @@ class GuardOption:
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """The inventory of a rank's keeper.
-
-    ``host``: None if there is no keeper, or it does not answer. ``struck``: images that this rank
-    found damaged.
-    """
+    """What a rank's keeper holds. ``host``: None without one. ``struck``: damaged images."""
 
     inventory: Inventory = NOTHING
     host: KeeperHost | None = None
@@ -79,10 +75,7 @@ class InMemory:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The keepers of a job that work together, ``hosts``, with the ranks of each.
-
-    Empty if they cannot; ``problem`` then says why.
-    """
+    """The keepers of a job that work together, with their ranks; empty with a ``problem``."""
 
     hosts: tuple[KeeperHost, ...] = ()
     groups: tuple[GuardedGroup, ...] = ()
@@ -103,10 +96,7 @@ def stocks_of(statements: Sequence[InMemory]) -> list[Stock]:
 
 
 async def asked(stocks: Sequence[Stock], option: GuardOption) -> list[Stock]:
-    """Ask keepers that others name, and that no rank owns, for their inventories.
-
-    Keepers that do not answer are left out.
-    """
+    """Ask keepers that no rank owns for their inventories; leave out those that do not answer."""
     present = {stock.host.name for stock in stocks}
     absent = {
         host.name: host
@@ -167,10 +157,7 @@ def kept_in_memory(
 
 
 def meeting(stocks: Sequence[Stock], world: int, option: GuardOption) -> Meeting:
-    """Return how these keepers work together from now on.
-
-    Raises UsageError if there are too few of them for the protection.
-    """
+    """Return how these keepers work together. Raises UsageError if they are too few."""
     ranks = {rank for stock in stocks for rank in stock.host.ranks}
     if ranks != set(range(world)):
         lacking = sorted(set(range(world)) - ranks)

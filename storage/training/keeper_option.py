@@ -131,7 +131,6 @@ class Keeper:
 
 
 def _parse_rate(text: str) -> int:
-    """Parse bytes per second. Raises ValueError."""
     nbytes = parse_size(text)
     if not nbytes:
         raise ValueError("nothing would ever be read")
@@ -153,10 +152,7 @@ def checked_keeper(option: KeeperOption) -> Keeper | None:
 
 
 async def start_keeper(option: Keeper, folder: KeeperFolder, run: str) -> None:
-    """Start a keeper of the run, detached from this process.
-
-    If several processes do this at once, one keeper remains. Raises CoordinationError.
-    """
+    """Start a detached keeper of the run; of several, one remains. Raises CoordinationError."""
     options = json.dumps(asdict(option.of_process(run)))
     arguments = [sys.executable, "-m", "holdfast.storage.keeper.detached", options]
     folder.make()

@@ -145,10 +145,7 @@ def _outcome(error: Exception | None, may_misfit: bool) -> Attempted:
 
 
 async def verdict_of(attempts: Sequence[Attempted]) -> Attempted:
-    """Combine the outcomes of all ranks into one.
-
-    Raises RankFailedError for a rank that failed for a reason of its own.
-    """
+    """Combine the outcomes of all ranks. Raises RankFailedError for a rank's own failure."""
     for rank, attempt in enumerate(attempts):
         if attempt.outcome is Outcome.FAILED:
             raise RankFailedError(f"rank {rank} failed: {attempt.error}", rank=rank)

@@ -34,9 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedBytes:
-    """Bytes that a rank loaded from its own host's memory and from other hosts, and the size of the
-    images that had to be rebuilt from parity.
-    """
+    """Bytes loaded from the own host's memory and from others, and the images rebuilt."""
 
     own: int = 0
     peer: int = 0
@@ -47,10 +45,7 @@ class MemoryLevel:
     """One rank's view of the memory of its host's keeper."""
 
     def __init__(self, option: Keeper, printed: str) -> None:
-        """Create the level, not joined yet.
-
-        ``printed``: the run folder's URI as drivers print it, with a trailing slash.
-        """
+        """Create a level, not joined yet, for the run at the URI ``printed``, which ends in "/"."""
         self._option = option
         self._printed = printed
         self._arena: Arena | None = None
@@ -83,10 +78,7 @@ class MemoryLevel:
         return GuardOption(self._option.protect, self._option.group, self._option.certificate)
 
     async def join(self, run_id: str, moved: Callable[[], None]) -> InMemory:
-        """Find or start the keeper of the run, and return its inventory.
-
-        Calls ``moved()`` on progress. Runs on the engine's loop.
-        """
+        """Find or start the keeper of the run; return its inventory. Calls ``moved()``."""
         self._run = run_id
         if self._arena is not None:
             await self._arena.close()
@@ -207,11 +199,7 @@ class MemoryLevel:
         return own.name if own is not None and own.name in names else names[0]
 
     async def _images(self, choice: Choice, peers: Peers) -> list[HeldImage | PeerImage]:
-        """Open the images of all ranks, in rank order.
-
-        Strike each image that cannot be opened or whose label is damaged, then raise the first
-        error.
-        """
+        """Open all ranks' images, in order; strike all bad ones before the first is raised."""
         sources = [self._source(names) for names in choice.holders]
         opened = (self._image(choice, rank, name, peers) for rank, name in enumerate(sources))
         images: list[HeldImage | PeerImage] = []
@@ -243,10 +231,7 @@ class MemoryLevel:
         return not self.problem and self._steps.due(step)
 
     def by(self, storage: Storage | None = None) -> ByKeeper | None:
-        """Return the route of a save through the keeper, and on to ``storage`` if given.
-
-        None if keepers cannot work together.
-        """
+        """Return a save's route through the keeper, to ``storage`` if given; None without one."""
         if self.problem:
             return None
         local = self._option.local is not None
@@ -260,7 +245,6 @@ class MemoryLevel:
 
 
 def _unmap(images: list[HeldImage | PeerImage]) -> None:
-    """Unmap the images by dropping the last references to them."""
     images.clear()
 
 

@@ -57,10 +57,7 @@ class Preemption:
         return max(0.0, self._until_s - time.monotonic())
 
     def install(self) -> None:
-        """Register for SIGTERM.
-
-        Python allows that only in the main thread; in any other, log a warning instead.
-        """
+        """Register for SIGTERM, if this is the main thread; otherwise log a warning."""
         if threading.current_thread() is not threading.main_thread():
             _log.warning(
                 "SIGTERM is not handled: the Checkpointer was not created in the main thread"
@@ -74,10 +71,7 @@ class Preemption:
             self._until_s = came_s + self.grace_s
 
     def leave(self) -> None:
-        """Finish this Checkpointer's part. The last one to leave restores the previous handler.
-
-        If SIGTERM has come, that handler then runs; by default it ends the process here.
-        """
+        """Leave; the last one restores the handler, which gets a SIGTERM that has come."""
         _process.leave(self)
 
 
@@ -100,11 +94,9 @@ class _Process:
 
     @property
     def is_installed(self) -> bool:
-        """Return whether our handler is installed."""
         return self._watcher is not None
 
     def has(self, member: Preemption) -> bool:
-        """Return whether ``member`` is registered."""
         return member in self._there()
 
     def add(self, member: Preemption) -> None:
@@ -167,9 +159,7 @@ class _Process:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Call the previous handler for a signal that came during the restore, or through a handler
-        that was set after ours and calls it.
-        """
+        """Call the previous handler for a signal that came late, or through a later handler."""
         if callable(self._before):
             self._before(number, frame)
         elif self._before == signal.SIG_DFL:
@@ -211,10 +201,7 @@ class _Process:
             self._end()
 
     def _see(self, watcher: _Watcher) -> None:
-        """Count a signal seen by the watcher thread; the handler may or may not have run yet.
-
-        Ignore a watcher that was replaced: its signals have been handed over.
-        """
+        """Count a signal seen by the watcher thread, unless another watcher has replaced it."""
         with self._lock:
             if watcher is not self._watcher:
                 return
@@ -244,10 +231,7 @@ class _Process:
         self._timer.start()
 
     def _insist(self) -> None:
-        """End the grace period from another thread, even while the main thread is blocked.
-
-        Wakes up the main thread for the calls that only it may make.
-        """
+        """End the grace period from another thread, even if the main thread is blocked."""
         with self._lock:
             # Once: the watcher also sees the signal sent below.
             if self._insisted or not self.is_installed:
@@ -279,7 +263,6 @@ class _Watcher:
         self._thread.start()
 
     def undo(self) -> None:
-        """Restore the previous wakeup descriptor."""
         now_fd = signal.set_wakeup_fd(
             self._before_fd if self._unchanged() else -1, warn_on_full_buffer=False
         )
@@ -288,10 +271,7 @@ class _Watcher:
         os.close(self._write_fd)
 
     def end(self) -> None:
-        """Wait for the thread to end, after :meth:`undo`.
-
-        Gives up after END_S: the thread may be waiting for a lock that a frame below holds.
-        """
+        """Wait for the thread after :meth:`undo`, up to END_S: a frame below may hold its lock."""
         self._thread.join(END_S)
 
     def forget(self) -> None:
@@ -311,10 +291,7 @@ class _Watcher:
             os.close(self._read_fd)
 
     def _unchanged(self) -> bool:
-        """Return whether the previous wakeup descriptor still refers to the same file.
-
-        Its number may have been reused.
-        """
+        """Return whether the previous wakeup descriptor is still the same file."""
         return self._before_file is not None and _file(self._before_fd) == self._before_file
 
 

@@ -53,8 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Generations in memory that are newer than storage, best first, and the hosts to read their
-    images from."""
+    """Generations in memory newer than storage, best first, and the hosts to read from."""
 
     kept: tuple[Choice, ...] = ()
     peers: tuple[KeeperHost, ...] = ()
@@ -137,10 +136,7 @@ class Back:
 
 
 class _Leader:
-    """The leader's part: surveys the run's folder, and records where training resumes.
-
-    ``guards``: how to protect hosts; None if the run has no keepers, and so no epochs.
-    """
+    """The leader's part of a resume. ``guards``: the protection; None without keepers."""
 
     def __init__(
         self, lineage: RunLineage, root: Place, back: Back, guards: GuardOption | None
@@ -204,7 +200,6 @@ class _Leader:
         return Choices(tuple(kept), tuple(stock.host for stock in (*stocks, *others)))
 
     async def take_up(self, taken: _Taken) -> None:
-        """Record where training resumes."""
         assert self._survey is not None
         resumed_from = None
         if taken.chosen is not None:
@@ -232,7 +227,6 @@ class _Taken:
 
     @property
     def tier(self) -> str:
-        """The tier that the step came from."""
         return "memory" if self.step is not None and self.chosen is None else "storage"
 
 
@@ -315,10 +309,7 @@ def _load_best(
     back: Back,
     memory: MemoryLevel | None,
 ) -> _Taken:
-    """Load the best whole candidate, from memory, else from storage.
-
-    Raises DamagedError if there are candidates but none is whole.
-    """
+    """Load the best whole candidate, from memory, else storage. Raises DamagedError."""
     if memory is not None:
         kept = _load_kept(leader, root, candidates, target, memory)
         if kept is not None:
@@ -354,10 +345,7 @@ def identified(root: Place, deadline_s: float) -> str:
 
 
 def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
-    """Begin an epoch without resuming; steps in memory are discarded.
-
-    Every rank of a run that has not resumed calls this.
-    """
+    """Begin an epoch on every rank without resuming; steps in memory are discarded."""
 
     async def decide(statements: Sequence[InMemory]) -> Candidates:
         stocks = stocks_of(statements)
@@ -378,7 +366,6 @@ def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
 def _candidates(
     back: Back, root: Place, survey: Survey, tried: Sequence[ListedCheckpoint]
 ) -> Candidates:
-    """Return the candidates in storage, or the reason for their absence."""
     for c in survey.broken:
         _log.warning("the checkpoint %s cannot be opened: %s", c.path, c.problem)
     refused = advice = None
@@ -451,10 +438,7 @@ def _load_first(
     target: _Target,
     back: Back,
 ) -> int | None:
-    """Load the first whole checkpoint that fits; return its index in ``candidates.tried``.
-
-    None if there is nothing to try.
-    """
+    """Load the first whole checkpoint that fits; return its index, or None without any."""
     if not candidates.tried and not candidates.broken:
         return None
     misfit: Exception | None = None

@@ -62,10 +62,7 @@ class Keep:
             )
 
     def best_of(self, metrics: dict[int, float], steps: Container[int]) -> list[int] | None:
-        """Return the best of ``steps`` that have a metric, later steps first among equals.
-
-        None without a ``best`` rule.
-        """
+        """Return the best of ``steps`` by metric, the later among equals; None without a rule."""
         if self.best is None:
             return None
         known = [
@@ -86,10 +83,7 @@ class Retention:
         self._metrics: dict[int, float] | None = None
 
     async def note(self, step: int, metric: float | None) -> None:
-        """Store the metric of ``step`` in the run's folder, replacing an earlier one.
-
-        Raises StorageError.
-        """
+        """Store the metric of ``step`` in the run's folder, replacing an earlier one."""
         async with self._turn, self._root.opened() as driver:
             if metric is None and self._keep.best is None:
                 return
@@ -106,10 +100,7 @@ class Retention:
                 )
 
     async def apply(self, saved: int, in_flight: Collection[int]) -> PruneReport:
-        """Delete the checkpoints that no rule keeps, now that ``saved`` is committed.
-
-        Never deletes a step that is ``in_flight``. Raises StorageError, DamagedError.
-        """
+        """Delete the checkpoints that no rule keeps, now that ``saved`` is committed."""
         async with self._turn:
             async with self._root.opened() as driver:
                 metrics: dict[int, float] = {}
@@ -155,7 +146,6 @@ class Retention:
 
 
 def _decoded(data: bytes) -> dict[int, float]:
-    """Decode the metrics written by :meth:`Retention.note`; empty if the data is damaged."""
     try:
         if len(data) > _METRICS_NBYTES_MAX:
             raise ValueError("not a table of metrics")

@@ -59,10 +59,7 @@ class Survey:
     others: Sequence[str]
 
     def newest(self) -> ListedCheckpoint | None:
-        """Return the live checkpoint of the highest step.
-
-        A checkpoint that cannot be opened counts, with the step in its name.
-        """
+        """Return the live checkpoint of the highest step, also one that cannot be opened."""
         live = [c for c in self.steps if not c.abandoned]
         return max([*live, *self.broken], key=_step, default=None)
 
@@ -80,8 +77,7 @@ class RunLineage:
         self._turn = asyncio.Lock()
 
     async def survey(self, *, may_be_unknown: bool = False) -> Survey:
-        """List the run's folder. Raises StorageError; DamagedError where the lineage cannot be
-        read, unless it ``may_be_unknown``: then no checkpoint counts as abandoned."""
+        """List the run's folder. ``may_be_unknown``: the lineage need not be readable."""
         await self._folder.check()
         async with self._root.opened() as driver:
             listing = await Listing.of(driver)
@@ -110,10 +106,7 @@ class RunLineage:
     async def take_up(
         self, resumed_from: ListedCheckpoint | None, survey: Survey, *, record: bool
     ) -> None:
-        """Continue training from a checkpoint (None: from the beginning), and abandon later ones.
-
-        ``record``: store this durably now, rather than with the next save. Raises StorageError.
-        """
+        """Continue from a checkpoint (None: anew). ``record`` it now, not with the next save."""
         assert self._lineage is not None
         self._admits = True
         if resumed_from is None:
@@ -129,11 +122,7 @@ class RunLineage:
             await self._record()
 
     async def admit(self, step: int) -> str:
-        """Return the branch of a checkpoint about to be saved at ``step``.
-
-        Raises UsageError if the run already has a later step and did not go back; StorageError,
-        DamagedError.
-        """
+        """Return the branch of a save at ``step``. Raises UsageError before the newest step."""
         async with self._turn:
             await self._folder.check()
             if not self._admits:
@@ -181,9 +170,7 @@ class _RunFolder:
             self._known.append(path)
 
     async def check(self) -> None:
-        """Raise StorageError if the folder is on another device than before and has lost the run's
-        checkpoints.
-        """
+        """Raise StorageError if the folder is on another device and has lost checkpoints."""
         if self._root.uri.scheme not in ("file", "lustre"):
             return
         device = await offload(_device, self._root.uri.location)
@@ -210,7 +197,6 @@ class _RunFolder:
 
 
 def _device(path: str) -> int:
-    """Return the device of the folder ``path``, or of its nearest existing parent."""
     while True:
         try:
             return os.stat(path).st_dev

@@ -21,10 +21,7 @@ class Schedule(Protocol):
     """Called once per step, in ascending order."""
 
     def due(self, step: int, decisions: Decisions) -> bool:
-        """Return whether a save is due at ``step``, the same on all ranks.
-
-        Raises what ``decisions`` raises.
-        """
+        """Return whether a save is due at ``step``, the same on all ranks."""
 
     def begin_at(self, step: int | None) -> None:
         """Set the step of the checkpoint that training resumed from; None: nothing is known."""
@@ -98,7 +95,6 @@ class _Time:
         return decision
 
     def _steps_ahead(self, step: int, now_s: float) -> int:
-        """Return after how many steps to ask again."""
         if self._asked is None:
             return 1
         asked_step, asked_s = self._asked

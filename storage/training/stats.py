@@ -117,10 +117,7 @@ class Stats:
         self._fail(step, error, is_save=True)
 
     def undecided(self, step: int, error: BaseException, *, is_counted: bool) -> None:
-        """Count a step at which the ranks could not reach a decision as a save that failed.
-
-        ``is_counted``: whether the save was counted as due already.
-        """
+        """Count a step without a common decision as a failed save (``is_counted``: as due)."""
         if not is_counted:
             self.due(step)
         self._fail(step, error, is_save=False)
@@ -175,10 +172,7 @@ class Stats:
 
 
 def log_if_unsaved(pid: int, stats: Stats, on_error: str, uri: str) -> None:
-    """Log the error that close() would have raised, for a Checkpointer that was never closed.
-
-    Runs when it is garbage-collected or the process ``pid`` exits; does nothing in other processes.
-    """
+    """Log what close() would have raised, for a Checkpointer that was never closed."""
     if os.getpid() != pid:
         return
     try:

@@ -35,10 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def report_of(match: Match, manifest: Manifest, checksum: bytes, peers: str | None) -> FitReport:
-    """Report what does not fit, and which parts of the checkpoint this rank has a place for.
-
-    Called before any tensor is filled.
-    """
+    """Report what does not fit, and what this rank has a place for, before tensors are filled."""
     rows = np.zeros(len(manifest.tensors), bool)
     rows[list(match.tensors)] = True
     values = np.zeros(len(manifest.tree.values), bool)
@@ -69,8 +66,7 @@ class DifferenceCheck:
         self._part = part
 
     def judge(self, told: Sequence[FitReport]) -> Differences:
-        """Return what the load leaves out, and log it. Raises MismatchError if it must not
-        proceed."""
+        """Return what the load leaves out, and log it. Raises MismatchError."""
         kinds = ("left", "mismatched", "castable", "shared", "missing")
         found = {kind: _once([getattr(report, kind) for report in told]) for kind in kinds}
         found["unexpected"] = self._unexpected(told)
@@ -92,7 +88,6 @@ class DifferenceCheck:
         return left
 
     def _refused(self, nothing: bool) -> list[str]:
-        """Return the kinds of differences that prevent a load."""
         kinds = ["left", "mismatched", "castable"]
         if self._strict or nothing:
             kinds.append("missing")
@@ -155,7 +150,6 @@ class DifferenceCheck:
         return tensors, _union([report.values for report in told], len(m.tree.values))
 
     def _unexpected(self, told: Sequence[FitReport]) -> list[tuple[str, str]]:
-        """Return (name, text) of everything that only the checkpoint has."""
         m = self._manifest
         tensors, values = self._places(told)
         paths = m.tree.paths()
@@ -227,7 +221,7 @@ def _union(masks: Sequence[bytes], n: int) -> npt.NDArray[np.bool_]:
 
 
 def _once(told: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
-    """Return distinct (name, text) entries of all ranks in order; name the ranks if not all have
+    """Return distinct (name, text) entries of all ranks in order, with the ranks unless all have
     it."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, texts in enumerate(told):

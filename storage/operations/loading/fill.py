@@ -35,10 +35,7 @@ async def fill(
     budget_nbytes: int,
     report: Report = lambda done_nbytes, total_nbytes: None,
 ) -> ImageReader:
-    """Read everything wanted, once and verified, directly into its tensors.
-
-    Returns the reader, for its counts. ``driver`` must be the driver for images (``image_driver``).
-    """
+    """Read everything wanted into its tensors, once and verified. ``driver`` is that for images."""
     reader = ImageReader(driver, manifest, budget_nbytes)
     targets = wanted.targets(manifest.tensors.shape)
     with span("plan"):
@@ -50,10 +47,7 @@ async def fill(
 def delivery(
     m: Manifest, wanted: Wanted, targets: Targets, plan: LoadPlan, report: Report
 ) -> Deliver:
-    """Return a callback that scatters each completed read, then reports the delivered bytes.
-
-    Reports zero bytes immediately.
-    """
+    """Return a callback that scatters each read, then reports the delivered bytes: zero at once."""
     scatter = Scatter(m.tensors, m.shards, targets, plan, wanted.buffers, wanted.memory())
     sizes = (plan.stop - plan.start).tolist()
     total_nbytes = sum(sizes)
@@ -114,7 +108,6 @@ def _path_of_tensor(manifest: Manifest, row: int, containers: list[TypedPath]) -
 
 
 def _advice(manifest: Manifest) -> str:
-    """Return advice that lists the checkpoint's top-level keys."""
     tops = dict.fromkeys(path[0][1] for path in typed_paths(manifest.tree) if path)
     names = [repr(key) for key in tops]
     if not names:

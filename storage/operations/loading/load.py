@@ -149,10 +149,7 @@ def _replaced_each_time(driver: Driver) -> ReplacedError:
 
 
 async def _host_ranks(team: Team, exchange: Exchanging) -> list[int]:
-    """Return the ranks of this host; one reads the manifest for all.
-
-    Only this rank if ranks do not exchange or the host is unknown.
-    """
+    """Return the ranks for which one reads the manifest: of this host, or only this one."""
     if team.world == 1:
         return [team.rank]
     host = team.host if exchange else None
@@ -167,7 +164,6 @@ async def _hosts(statements: Sequence[OnHost]) -> Hosts:
 async def _load(
     driver: Driver, team: Team, job: LoadJob, attempt: int, host_ranks: Sequence[int]
 ) -> tuple[Manifest, ImageReader] | None:
-    """Try to load; return None if the checkpoint was replaced meanwhile, on any rank."""
     early = job.early
     job.early = None
     seen, checksum = await _seen(driver, team, f"manifest/{attempt}", host_ranks, early)
@@ -197,7 +193,6 @@ async def _load(
 
 
 def _written(job: LoadJob) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the load fills, and their wrappers, such as DTensors."""
     yield from job.match.wanted.buffers
     filled = set(job.match.wanted.names.values())
     for name, origin in zip(job.flat.names, job.flat.origins, strict=True):
@@ -238,8 +233,6 @@ async def _plan_reading(
 async def _read(
     driver: Driver, team: Team, job: LoadJob, reading: _Reading, overlaps: Overlaps | None
 ) -> bool:
-    """Read and fill; return False if the checkpoint was replaced meanwhile."""
-
     def report(done_nbytes: int, total_nbytes: int) -> None:
         team.report_progress()
         job.progress(done_nbytes, total_nbytes)
@@ -266,10 +259,7 @@ async def _read(
 
 
 async def _overlaps(driver: Driver, team: Team, seen: _Seen, job: LoadJob) -> Overlaps | None:
-    """Read the values of state tensors that share memory, before the ranks decide about the fit.
-
-    They are not read again. Returns None if the checkpoint was replaced meanwhile.
-    """
+    """Read values of tensors that share memory, once; None if the checkpoint was replaced."""
     found = job.match
     wanted = found.wanted
     groups = await offload(overlapping, wanted)
@@ -294,16 +284,12 @@ async def _overlaps(driver: Driver, team: Team, seen: _Seen, job: LoadJob) -> Ov
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The manifest that a rank loads from.
-
-    If another rank ``verified`` it, it has no shards until the wanted tensors are known.
-    """
+    """The manifest to load from; without shards for now if another rank ``verified`` it."""
 
     manifest: Manifest
     verified: VerifiedManifest | None = None
 
     async def with_shards_of(self, tensors: Ints) -> Manifest:
-        """Return the manifest with at least the shards of these tensors."""
         if self.verified is None:
             return self.manifest
         return await offload(self.verified.with_shards_of, tensors)
@@ -316,10 +302,7 @@ async def _seen(
     host_ranks: Sequence[int],
     early: Future[tuple[Manifest, bytes]] | None,
 ) -> tuple[_Seen, bytes]:
-    """Return the manifest and its checksum.
-
-    One rank of the host reads and checks it; the others decode only their own parts.
-    """
+    """Return the manifest and its checksum. One rank of the host checks it for the others."""
     mine: list[Manifest] = []
 
     async def read() -> bytes:
@@ -341,7 +324,7 @@ async def _seen(
 def _exchange_group(
     team: Team, name: str, verdict: bytes, job: LoadJob, host_ranks: Sequence[int]
 ) -> ExchangeGroup | None:
-    """Return the ranks to exchange with, by the leader's verdict; None if there are none."""
+    """Return the ranks to exchange with; None if there are none."""
     ranks = ranks_with(team.rank, numbers_in(verdict))
     if len(ranks) == 1:
         return None
@@ -407,8 +390,7 @@ def _path_of(flat: FlatState, subtree: Subtree) -> TypedPath:
 
 
 async def _judge(check: DifferenceCheck, reports: Sequence[FitReport]) -> Fit:
-    """Return the leader's verdict: whether ranks proceed, who exchanges with whom, and what is
-    left out."""
+    """Return the leader's verdict: what is left out, and who exchanges with whom, or a retry."""
     manifests = {report.manifest for report in reports}
     if len(manifests) > 1 or b"" in manifests:
         return Fit(None)  # a save intervened: some ranks read the old manifest
@@ -432,10 +414,7 @@ def finish(job: LoadJob, manifest: Manifest, rank: int) -> object:
 
 
 def _assign(job: LoadJob, manifest: Manifest, rank: int) -> object:
-    """Assign values to their containers, innermost first.
-
-    Tuples are immutable, so they are replaced in their containers.
-    """
+    """Assign values to their containers, innermost first, because tuples are replaced in theirs."""
     nodes = job.flat.nodes
     containers = job.flat.tree.containers
     todo: dict[int, dict[Key, object]] = {}

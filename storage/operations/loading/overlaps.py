@@ -126,7 +126,6 @@ class _SharedCopy:
 
     @staticmethod
     def digest(view: torch.Tensor) -> bytes:
-        """Return the digest of a view's elements."""
         plain = view.resolve_conj().resolve_neg().contiguous()
         return digest(plain.view(-1).view(torch.uint8).numpy().data)
 
@@ -197,7 +196,6 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address range [start, stop) of its elements."""
     return tensor.data_ptr(), _stop(tensor)
 
 

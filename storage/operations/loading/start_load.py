@@ -103,10 +103,7 @@ def _load(
 
 
 def _with_read_ahead(driver: Driver, options: LoadOptions) -> tuple[Driver, LoadOptions]:
-    """Add read-ahead for a remote driver, and reduce the budget accordingly.
-
-    Only for a load that reads the complete checkpoint, or fails.
-    """
+    """Add read-ahead for a remote driver, within the budget, to a load that reads everything."""
     if not driver.remote:
         return driver, options
     ahead = ReadAhead(driver, options.budget_nbytes)
@@ -139,7 +136,6 @@ def _report(uri: str, loaded: _Loaded, seconds: float, figures: dict[str, Any]) 
 
 
 def _load_new(driver: Driver, part: Part | None, options: LoadOptions) -> _Loaded:
-    """Build a new state, or a part of one."""
     rank = current_rank()
 
     async def build(reporter: ProgressReporter) -> tuple[object, Manifest, ImageReader]:
@@ -159,8 +155,7 @@ def _load_into(
     options: LoadOptions,
     touched: set[str] | None,
 ) -> _Loaded:
-    """Fill ``into``, which corresponds to the whole checkpoint or to ``part``, on every rank of
-    the team."""
+    """Fill ``into``, which corresponds to the whole checkpoint or to ``part``, on every rank."""
     wrapped = into if part is None else part.around(into)
 
     async def fill(job: LoadJob) -> tuple[Manifest, ImageReader]:
@@ -194,11 +189,7 @@ def _load_into(
 
 @contextlib.contextmanager
 def _reading_early(driver: Driver, team: Team) -> Iterator[Future[tuple[Manifest, bytes]] | None]:
-    """Read the manifest, and read ahead, while the body flattens the state.
-
-    Yields None if one rank reads the manifest for its host. If the body raises, reading is
-    cancelled.
-    """
+    """Read the manifest, and read ahead, while the body flattens; None if another rank does."""
     if team.world > 1:
         yield None
         return

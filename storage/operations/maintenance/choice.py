@@ -45,10 +45,7 @@ async def chosen_by(root: Place, rules: Rules, listed: Sequence[ListedCheckpoint
 
 
 def _latest_of_each_folder(listed: Iterable[ListedCheckpoint]) -> set[str]:
-    """Return the paths of the latest save in each folder, by the savers' clocks.
-
-    Clocks may be wrong, so these are only kept: nothing is deleted by time.
-    """
+    """Return the latest save of each folder, by the savers' clocks: these are only kept."""
     latest: dict[str, ListedCheckpoint] = {}
     for c in listed:
         if c.path and c.step is not None and c.problem is None and not c.abandoned:
@@ -78,7 +75,6 @@ def _counted_on(
 
 
 async def _verified(root: Place, paths: Iterable[str]) -> dict[str, str]:
-    """Verify every byte of these checkpoints; return the damaged ones with a description."""
     found: dict[str, str] = {}
     for path in paths:
         async with root.opened(path) as driver:

@@ -223,13 +223,11 @@ class _Sum:
         self._ended_at_nbytes = 0
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that are now at the destination."""
         self._done_nbytes += nbytes
         self._reporter.report(self._done_nbytes, self._total_nbytes)
 
     def end(self, nbytes: int) -> None:
-        """Finish a checkpoint of ``nbytes``. If it was damaged, subtract its unsent bytes from
-        the total."""
+        """Finish a checkpoint of ``nbytes``; subtract the unsent bytes of a damaged one."""
         added_nbytes = self._done_nbytes - self._ended_at_nbytes
         self._ended_at_nbytes = self._done_nbytes
         if added_nbytes < nbytes:
@@ -238,7 +236,6 @@ class _Sum:
 
 
 async def _paths(source: Place, *, recursive: bool) -> list[str]:
-    """Return the paths of the checkpoints to copy."""
     if not recursive:
         return [""]
     async with source.opened() as driver:
@@ -253,11 +250,7 @@ async def _paths(source: Place, *, recursive: bool) -> list[str]:
 async def _look_at_all(
     source: Place, target: Place, paths: Sequence[str], orders: Orders, recursive: bool
 ) -> list[CopiedCheckpoint]:
-    """Return the checkpoints at ``paths``, ordered by step. Sends nothing.
-
-    With ``recursive``, a checkpoint that cannot be copied is returned with its ``problem``;
-    without, its error is raised. Manifests are not retained, because there may be many.
-    """
+    """Return the checkpoints at ``paths`` by step; with ``recursive``, some with a ``problem``."""
     looked: list[CopiedCheckpoint] = []
 
     async def look(path: str) -> None:
@@ -308,11 +301,7 @@ async def copy_checkpoint(
 
 
 async def _look(theirs: Driver, ours: Driver, orders: Orders) -> Pair:
-    """Read the manifests of the source (``theirs``) and of the destination (``ours``).
-
-    Raises ExistsError if the destination has another or a damaged checkpoint, unless
-    ``orders.overwrite``; also raises the errors of reading the source's manifest.
-    """
+    """Read both manifests. Raises ExistsError if the destination has another checkpoint."""
     manifest, _ = await read_manifest(theirs)
     identity = await offload(_identity, manifest)
     return Pair(manifest, identity, await _same(ours, identity, orders))
@@ -344,10 +333,7 @@ def _identity(manifest: Manifest) -> str:
 
 
 async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
-    """Return whether the destination has this checkpoint already, so that nothing is sent.
-
-    With ``orders.overwrite``, also verify every byte there: a damaged copy is replaced.
-    """
+    """Return whether all of it is there; with ``orders.overwrite``, also whether it is whole."""
     if pair.same is None or not orders.overwrite:
         return pair.same is not None
     images = image_driver(ours, pair.same)
@@ -359,11 +345,7 @@ async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
 async def _send(
     theirs: Driver, ours: Driver, pair: Pair, orders: Orders, sent: Callable[[int], None]
 ) -> int:
-    """Send the missing images and commit; return the number of bytes sent.
-
-    Resumes an interrupted copy. Raises ReplacedError if a save replaced the source meanwhile,
-    DamagedError if the source is damaged, and the errors of both drivers.
-    """
+    """Send the missing images and commit; return the bytes sent. Resumes an interrupted copy."""
     attempt, resumed = await begin_copy(ours, pair.identity)
     reader = ImageReader(image_driver(theirs, pair.manifest), pair.manifest, orders.budget_nbytes)
     copier = ImageCopier(reader, ours, attempt.id, orders.budget_nbytes, sent)

@@ -137,20 +137,14 @@ def _unknown_lineage(driver: Driver, key: str, cause: HoldfastError) -> DamagedE
 
 
 def check_lineages(uri: str, listed: Sequence[ListedCheckpoint]) -> None:
-    """Raise DamagedError if the listing of ``uri`` has a run whose lineage cannot be read.
-
-    Any checkpoint of that run may be abandoned.
-    """
+    """Raise DamagedError if a run's lineage, and so what is abandoned, cannot be read."""
     for c in listed:
         if c.problem is not None and c.path.rpartition("/")[2] == LINEAGE_KEY:
             raise DamagedError(c.problem, uri=uri, key=c.path)
 
 
 async def listed(driver: Driver, unlisted: list[str]) -> AsyncIterator[ObjectInfo]:
-    """Yield every object of a driver; add folders that it may not enter to ``unlisted``.
-
-    Raises StorageError.
-    """
+    """Yield every object of a driver; add folders that may not be entered to ``unlisted``."""
     try:
         async for info in driver.list():
             yield info
@@ -201,8 +195,7 @@ class Listing:
         ]
 
     async def _hidden(self) -> list[ListedCheckpoint]:
-        """Return a line for each folder with files of an attempt whose manifest may not be read
-        or is not a file."""
+        """Return a line for each folder that may hold an attempt but has no readable manifest."""
         found: list[ListedCheckpoint] = []
 
         async def look(folder: str) -> None:
@@ -223,10 +216,7 @@ class Listing:
         ]
 
     async def checkpoints(self, folders: Sequence[str]) -> list[ListedCheckpoint]:
-        """Return the checkpoints in these folders, in no order.
-
-        Reads several manifests at a time, because each takes a round trip.
-        """
+        """Return the checkpoints in these folders, in no order; reads several at a time."""
         found: list[ListedCheckpoint] = []
 
         async def look(folder: str) -> None:
@@ -236,7 +226,6 @@ class Listing:
         return await self._marked(found)
 
     async def _marked(self, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
-        """Mark the abandoned checkpoints, by the lineages of their runs."""
         runs: dict[str, Lineage] = {}
 
         async def read(run: str) -> None:
@@ -250,11 +239,7 @@ class Listing:
         return [replace(c, abandoned=is_abandoned(c)) for c in checkpoints]
 
     async def _lineage(self, folder: str) -> Lineage:
-        """Return the lineage of the run in ``folder``.
-
-        If it cannot be read, record the error in ``unknown`` and return that of a run that never
-        went back.
-        """
+        """Return a run's lineage; one that is unreadable is noted, and counts as never left."""
         recorded = f"{folder}/{LINEAGE_KEY}".lstrip("/") in self._files
         if self._driver.remote and not recorded:
             return Lineage()  # only local file systems have entries that a listing omits
@@ -306,7 +291,6 @@ class Listing:
 
 
 def _is_in_run(c: ListedCheckpoint) -> bool:
-    """Return whether ``c`` can be read and lies in the folder of a run."""
     return bool(c.path) and c.problem is None
 
 
@@ -315,10 +299,7 @@ def _problem(folder: str, problem: str) -> ListedCheckpoint:
 
 
 async def unreadable(driver: Driver, key: str) -> str | None:
-    """Return why an unlisted object cannot be read; None if it does not exist or can be read.
-
-    Raises StorageError.
-    """
+    """Return why an unlisted object cannot be read; None if it can, or does not exist."""
     try:
         await driver.stat(key)
     except AccessError as error:

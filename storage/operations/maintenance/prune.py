@@ -180,11 +180,7 @@ async def prune_here(
     only: Callable[[str], bool],
     idle_s: float = limits.IDLE_S,
 ) -> PruneReport:
-    """Prune like :func:`prune`, on the engine's loop, with another rule.
-
-    Of the checkpoints whose path satisfies ``only``, delete those returned by ``chosen``, and
-    leftovers of dead attempts at such paths.
-    """
+    """Prune like :func:`prune`, on the engine's loop: what ``chosen`` returns of those."""
 
     async def choice(listed: Sequence[ListedCheckpoint]) -> Choice:
         return Choice(chosen(listed))
@@ -207,8 +203,7 @@ class PrunePlan:
 
 @contextlib.contextmanager
 def _noting(errors: dict[str, HoldfastError], path: str) -> Iterator[None]:
-    """Record and log an error that concerns one folder. An error of the whole storage
-    propagates."""
+    """Record and log an error of one folder. An error of the whole storage propagates."""
     try:
         yield
     except (StorageError, DamagedError) as error:
@@ -224,10 +219,7 @@ async def plan_pruning(
     idle_s: float,
     only: Callable[[str], bool] = lambda path: True,
 ) -> PrunePlan:
-    """Plan a pruning of the paths that satisfy ``only``.
-
-    It deletes the checkpoints that ``chosen`` returns, and leftovers of dead attempts.
-    """
+    """Plan what :func:`prune_here` deletes: ``chosen`` checkpoints, and leftovers of the dead."""
     async with root.opened() as driver:
         survey = await _survey(driver)
         folders = {path: nbytes for path, nbytes in survey.folders.items() if only(path)}
@@ -340,10 +332,7 @@ def _by_path(leftover: Leftover) -> tuple[str, str]:
 async def _leftovers(
     driver: Driver, path: str, current: ListedCheckpoint | None, idle_s: float
 ) -> list[Leftover]:
-    """Return what :func:`collect` would delete now, by this host's clock.
-
-    Nothing if the manifest may not be read, because it could name any attempt.
-    """
+    """Return what :func:`collect` would delete now; nothing beside an unreadable manifest."""
     if current is None and await unreadable(driver, MANIFEST_KEY) is not None:
         return []
     now_s = time.time()
@@ -426,11 +415,7 @@ async def _collect_all(root: Place, plan: PrunePlan, idle_s: float) -> list[Left
 
 
 async def delete_checkpoint(driver: Driver, checkpoint: PrunedCheckpoint) -> bool:
-    """Delete a checkpoint unless it was replaced meanwhile, or its saver may put its manifest
-    again.
-
-    Returns whether it was deleted.
-    """
+    """Delete a checkpoint unless it was replaced or may be put again; return whether so."""
     try:
         manifest, _ = await read_manifest(driver)
     except NotACheckpointError:
@@ -456,11 +441,7 @@ async def _is_checkpoint(driver: Driver) -> bool:
 
 
 async def delete_if_empty(driver: Driver, path: str) -> None:
-    """Delete a checkpoint's folder unless it contains an object.
-
-    Such an object is other data, or belongs to a save that has just begun. A save may also begin
-    now, so the sweep, which is safe for live savers, deletes the folder.
-    """
+    """Delete a folder unless it holds other data or a save has begun there, by the sweep."""
     try:
         async for _ in driver.list(path):
             return
@@ -499,7 +480,6 @@ async def _all(listed: Sequence[ListedCheckpoint]) -> Choice:
 
 
 async def _remove_folder(place: Place) -> None:
-    """Delete the checkpoint's folder if it is empty."""
     try:
         folder, key = divided(place.uri)
     except UriError:

@@ -61,10 +61,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """A small value, or the type of a container (path ``type(…)``), that differs.
-
-    ``a`` and ``b`` are the ranks' values, encoded as in the manifest; None if absent.
-    """
+    """A small value or container type that differs; each side encoded, None if absent."""
 
     path: str
     a: ByRank | None
@@ -135,11 +132,7 @@ def _difference_of(a: TensorKind | None, b: TensorKind | None) -> What | None:
 def _pairs(
     a: dict[int, int], b: dict[int, int]
 ) -> Iterator[tuple[int | None, int | None, int | None]]:
-    """Yield (rank, row in a, row in b) for each pair of rows of one name.
-
-    A tensor of the whole job (owner -1) on one side is compared with each rank's tensor on the
-    other.
-    """
+    """Yield (rank, row in a, row in b) of one name; the whole job (-1) matches each rank."""
     owners = sorted(a.keys() | b.keys())
     if owners[-1] >= 0 and a and b:
         owners = [owner for owner in owners if owner >= 0]
@@ -161,11 +154,9 @@ class _Side:
         return {self._owner[row]: row for row in self.m.tensors.rows.get(name, ())}
 
     def kind(self, row: int | None) -> TensorKind | None:
-        """Return the dtype and shape of a row."""
         return None if row is None else kind_of(self.m.tensors, row)
 
     def stored(self, row: int) -> int:
-        """Return the row that stores the bytes."""
         return row if self._alias[row] < 0 else self._alias[row]
 
     @cached_property
@@ -177,7 +168,6 @@ class _Side:
         return self.m.shards.nbytes(self.m.tensors)
 
     def shards(self, row: int) -> Ints:
-        """Return the shards of a tensor, ordered by box."""
         first, last = self._pointers[row : row + 2].tolist()
         rows = np.arange(first, last)
         if len(rows) > 1:
@@ -197,10 +187,7 @@ class _Side:
 
 
 def _have_equal_digests(a: _Side, row_a: int, b: _Side, row_b: int) -> bool:
-    """Return whether digests prove two tensors of equal shape and dtype equal.
-
-    They do if the tensors are stored in equal boxes at equal offsets in chunks with equal digests.
-    """
+    """Return whether digests of equal boxes at equal offsets prove two tensors equal."""
     if (a.m.chunk_nbytes, a.m.block_nbytes) != (b.m.chunk_nbytes, b.m.block_nbytes):
         return False
     ours = a.shards(row_a)
@@ -229,8 +216,7 @@ def _value_differences(a: Manifest, b: Manifest) -> Iterator[ValueDifference]:
 
 
 def _by_rank(value: ByRank) -> object:
-    """Return a key that is equal for equal values. A value shared by all ranks equals the same
-    value in a job of another size."""
+    """Return a key that is equal for equal values, and for one shared in a job of another size."""
     # The text distinguishes 1, 1.0 and True.
     texts = [(ranks, json.dumps(encoded, sort_keys=True)) for ranks, encoded in value]
     return texts[0][1] if len(texts) == 1 else texts

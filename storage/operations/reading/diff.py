@@ -138,7 +138,6 @@ class _Comparer:
         self.total_nbytes = sum(self._sizes)
 
     async def run(self) -> None:
-        """Compare all pairs. Raises DamagedError, ReplacedError and StorageError."""
         # Half of the budget is for the windows of both sides, the rest for the readers.
         share_nbytes = self._budget_nbytes // (4 * _WINDOWS) // _PAGE_NBYTES * _PAGE_NBYTES
         window_nbytes = max(_PAGE_NBYTES, min(share_nbytes, _WINDOW_NBYTES_MAX))
@@ -192,7 +191,6 @@ class _Comparer:
             self._gaps[part.item] = self._gaps.get(part.item, Gap()) + gap
 
     def differences(self) -> list[TensorDifference]:
-        """Return the tensors whose values differ."""
         found = []
         for item, gap in sorted(self._gaps.items()):
             if gap.differing:

@@ -160,8 +160,7 @@ class Checkpoint:
         return self._opened
 
     def _open_in_child(self) -> None:
-        """Replace the driver after a fork: the parent's waits for threads and a loop that do not
-        exist here."""
+        """Replace the driver after a fork: the parent's waits for its own threads."""
         if self._reopen is None:
             raise UsageError(
                 "this checkpoint was opened in the parent process",
@@ -340,7 +339,6 @@ class Checkpoint:
         return bytes(into)
 
     def _row(self, name: str, rank: int) -> int:
-        """Return the row that stores a tensor, resolving ties."""
         tensors = self._manifest.tensors
         row = tensors.find(name, rank)
         if row is None:

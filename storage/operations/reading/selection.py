@@ -19,10 +19,7 @@ _NAMES_SHOWN = 5
 
 
 def chosen(names: Iterable[str], only: Sequence[str]) -> list[str]:
-    """Return the names that match any pattern; all names if there are no patterns.
-
-    Raises UsageError for a pattern that matches nothing.
-    """
+    """Return the names that match any pattern; all without patterns. Raises UsageError."""
     known = list(names)
     if not only:
         return known
@@ -116,7 +113,6 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 def _filled(new: str, parts: Sequence[str]) -> str:
-    """Replace the stars in ``new`` with ``parts``."""
     texts = new.split("*")
     filled = texts[0]
     for part, text in zip(parts, texts[1:], strict=False):

@@ -41,8 +41,7 @@ class Window:
     flips: tuple[int, ...]
 
     def add_to(self, wanted: Wanted, row: int, tensors: TensorTable) -> torch.Tensor:
-        """Add this window of the tensor in ``row`` to ``wanted``; return the tensor to be
-        filled."""
+        """Add this window of the tensor in ``row`` to ``wanted``; return the tensor to fill."""
         made = empty(
             self.lengths, dtype_of(*tensors.dtypes[tensors.dtype[row]]), tensors.names[row]
         )
@@ -58,8 +57,7 @@ class Window:
 
 
 def window(shape: tuple[int, ...], index: slice | int | tuple[slice | int, ...] | None) -> Window:
-    """Return the window of ``index`` in a tensor of ``shape``. Raises UsageError if it does not
-    fit."""
+    """Return the window of ``index`` in a tensor of ``shape``. Raises UsageError."""
     if index is None:
         index = ()
     indices = index if isinstance(index, tuple) else (index,)
@@ -81,8 +79,7 @@ def window(shape: tuple[int, ...], index: slice | int | tuple[slice | int, ...] 
 
 
 def _one(index: slice | int, size: int, dim: int) -> tuple[int, int, slice | int, bool]:
-    """Return start and length to read in one dimension, the selection from it, and whether it is
-    reversed."""
+    """Return start and length to read in one dimension, the selection, and if it is reversed."""
     if isinstance(index, slice):
         picked = range(*index.indices(size))
         if not picked:
@@ -132,8 +129,7 @@ def shares_of(
 def _index(
     name: str, shape: tuple[int, ...], rank: int, world: int, split: Split
 ) -> tuple[slice, ...]:
-    """Return the index of a share. Divides like ``torch.chunk``, as Shard(dim) of a DTensor
-    does."""
+    """Return the index of a share, divided like ``torch.chunk``."""
     dim = split(name, shape) if callable(split) else first_match(split, name)
     if dim is None:
         return ()
@@ -180,7 +176,6 @@ class _Group:
         self.reading: Future[None] = start(fill(wanted))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all shares once read, keeping no reference to those handed over."""
         self.reading.result()
         made = self._made[::-1]
         self._made = []

@@ -156,7 +156,6 @@ _busy_s = attrgetter("busy_s")
 def _typical_of(
     telemetry: SaveTelemetry, name: str, figure: Callable[[StageReport], float]
 ) -> float:
-    """Return the typical figure among the ranks that have the stage."""
     stages = (record.stages.get(name) for record in telemetry.ranks.values())
     return typical([figure(stage) for stage in stages if stage is not None])
 

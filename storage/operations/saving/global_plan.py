@@ -182,8 +182,7 @@ async def _new_plan(
     compared: Set[str],
     leader: PlanLeader,
 ) -> GlobalPlan:
-    """Digest the compared rows; return the resulting plan. ``names`` are the labels of this
-    rank's rows."""
+    """Digest the compared rows, of these labels; return the resulting plan."""
     rows = unsure_rows(flat, team.world)
     positions = [
         i for i, row in enumerate(rows) if flat.layouts[row].holders is None or names[i] in compared
@@ -207,7 +206,6 @@ async def _new_plan(
 
 
 def _plan_of(compared: Mapping[str, int], decision: PlanDecision, team: Team) -> GlobalPlan:
-    """Build the plan for the compared rows, given by label."""
     groups = [*decision.groups, tuple(range(team.world))]  # the last one has number ALL_RANKS
     holders: dict[int, Group] = {}
     identical: defaultdict[str, list[int]] = defaultdict(list)

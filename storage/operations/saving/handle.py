@@ -21,10 +21,8 @@ class StageHandle:
     def __init__(
         self, name: str, seen: Callable[[], None] = lambda: None, *, absent: str = ""
     ) -> None:
-        """Create a stage. Whenever a caller learns that it is reached, ``seen()`` is called.
-
-        ``absent``: why this save never reaches the stage; querying it then raises UsageError.
-        """
+        """``seen()`` is called when a caller learns that it is reached; ``absent``: why it never
+        is."""
         self._name = name
         self._seen = seen
         self._absent = absent
@@ -81,10 +79,7 @@ class StageHandle:
         self._seen()
 
     async def reached(self) -> None:
-        """Wait on the engine, like awaiting the stage, but without calling ``seen``.
-
-        The engine does not write to the state, so it need not count as having seen the stage.
-        """
+        """Wait on the engine, like awaiting the stage, but without calling ``seen``."""
         self._future.done()  # raises UsageError in a forked child
         ended = asyncio.wrap_future(self._future)
         await asyncio.wait([ended])
@@ -111,11 +106,7 @@ class StageHandle:
 
 
 def _copy_of(error: BaseException) -> BaseException:
-    """Return a copy of ``error`` to raise.
-
-    A raised exception references the frames it passes through and their variables, and the handle
-    keeps the original.
-    """
+    """Return a copy of ``error`` to raise, because raising adds references to frames' variables."""
     copied = copy.copy(error)
     copied.__cause__ = error.__cause__
     copied.__context__ = error.__context__
@@ -162,7 +153,6 @@ class SaveHandle:
 
     @property
     def _stages(self) -> dict[str, StageHandle]:
-        """The stages that this save can reach, in order."""
         names = ("captured", "sealed", "agreed", "local", "protected", "durable")
         stages: dict[str, StageHandle] = {name: getattr(self, name) for name in names}
         return {name: stage for name, stage in stages.items() if stage.status != "never"}

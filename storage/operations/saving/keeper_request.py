@@ -42,8 +42,7 @@ class Storage:
     compression: str | None = None
 
     def request(self, step: int, branch: str) -> Flush:
-        """Return the request to a keeper. Raises SaveError for options that JSON cannot
-        represent."""
+        """Return the request to a keeper. Raises SaveError if JSON cannot hold an option."""
         try:
             options = json.dumps(dict(self.options))
         except (TypeError, ValueError) as error:
@@ -74,11 +73,7 @@ class ByKeeper:
 
 @dataclass(eq=False)
 class KeptStages:
-    """Callbacks for a keeper's progress, on the engine's loop.
-
-    ``sealed`` and ``agreed`` are called on success; ``local`` and ``protected`` on success, or with
-    the error.
-    """
+    """Callbacks of a keeper on the engine's loop; the last two may get an error."""
 
     sealed: Callable[[], None]
     agreed: Callable[[], None]
@@ -87,10 +82,7 @@ class KeptStages:
 
 
 class Keeping:
-    """One save through a keeper, seen from its rank.
-
-    ``ended`` completes when the save is finished: durable, if it goes to storage.
-    """
+    """One save through a keeper, seen from its rank. ``ended``: durable, if it goes to storage."""
 
     def __init__(self, by: ByKeeper, stages: KeptStages) -> None:
         self.arena = by.arena
@@ -136,8 +128,7 @@ class Keeping:
             self.ended.set_result(None)
 
     def _is_lost(self, event: KeeperLost) -> None:
-        """Handle the loss of the keeper. A step meant for storage may still be flushed by the
-        next keeper."""
+        """Handle the loss of the keeper; the next one may still flush the step."""
         error = SaveError(f"not kept in memory: {event.text}")
         self._is_local(error)
         self._unprotected(error)

@@ -33,10 +33,7 @@ __all__ = ["global_plan_of", "keep", "make_agreement", "planned", "run_memory_st
 
 
 async def run_memory_step(rank: int, world: int, job: SaveJob) -> None:
-    """Capture a step into memory without asking other ranks. Returns when the keeper has taken it.
-
-    Raises SaveError if there is no slot or no agreed plan, and any error of the capture.
-    """
+    """Capture a step into memory without asking other ranks. Raises SaveError without a slot."""
     assert job.keeping is not None
     assert job.step is not None
     global_plan = None
@@ -81,10 +78,7 @@ async def planned(job: SaveJob, rank: int, global_plan: GlobalPlan | None) -> Sa
 
 
 async def keep(team: Team, job: SaveJob, global_plan: GlobalPlan | None) -> bool:
-    """Capture the image into the keeper's memory and request a flush, if all ranks can.
-
-    Returns whether they can, when the keeper has taken the image. Every rank calls this.
-    """
+    """Capture the image into the keeper's memory, and have it flushed, if all ranks can."""
     keeping = job.keeping
     assert keeping is not None
     assert keeping.storage is not None
@@ -129,10 +123,7 @@ async def _capture(
     rank: int,
     global_plan: GlobalPlan | None,
 ) -> None:
-    """Copy the image into its slot and hand it to the keeper.
-
-    Raises any error of the capture; CoordinationError if the keeper does not take it.
-    """
+    """Copy the image into its slot and hand it to the keeper. Raises CoordinationError."""
     keeping = job.keeping
     assert keeping is not None
     assert job.step is not None

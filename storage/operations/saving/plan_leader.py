@@ -106,14 +106,12 @@ def row_nbytes(flat: FlatState, row: int) -> int:
 
 
 def _label_names(labels: _Digests) -> list[str]:
-    """Return labels in hexadecimal."""
     text = labels.tobytes().hex()
     width = 2 * _DIGEST_NBYTES
     return [text[i : i + width] for i in range(0, len(text), width)]
 
 
 def _digest_column(joined: bytes) -> _Digests:
-    """Return concatenated digests as a column."""
     return np.frombuffer(joined, np.uint8).reshape(-1, _DIGEST_NBYTES)
 
 
@@ -126,10 +124,7 @@ class PlanLeader:
         self._seal = b""
 
     async def agree(self, statements: Sequence[SaveStatement]) -> AgreeVerdict:
-        """Confirm the plan that all ranks follow, if it still holds.
-
-        Otherwise return the labels to compare, or request statements from all ranks.
-        """
+        """Confirm the plan if it still holds; otherwise ask for statements or for a comparison."""
         _check_same_save(statements)
         refuse_placeholders([statement.placeholders for statement in statements])
         holdings = [s.holdings for s in statements if s.holdings is not None]
@@ -141,16 +136,14 @@ class PlanLeader:
         return AgreeVerdict(followed[0].id)
 
     async def choose_labels(self, statements: Sequence[HeldStatement]) -> Comparison:
-        """Return the labels of DTensor parts that lie on several meshes. Plain tensors are
-        always compared."""
+        """Return labels of DTensor parts on several meshes; plain tensors are always compared."""
         self._held = await offload(lambda: [Held.decode(holdings) for holdings in statements])
         self._hosts = numbered([holdings.host for holdings in statements])
         self._seal = await offload(_seal_of, statements)
         return Comparison(tuple(await offload(_labels_of_several_groups, self._held)))
 
     async def decide(self, statements: Sequence[Findings]) -> PlanDecision:
-        """Return the global plan. Raises SaveError if ranks hold different values of one DTensor
-        part."""
+        """Return the global plan. Raises SaveError for different values of one DTensor part."""
         decision = replace(await offload(_decision, self._held, statements), hosts=self._hosts)
         plan_id = digest(codec(PlanDecision).encode(decision) + self._seal)
         return replace(decision, id=plan_id)
@@ -177,8 +170,7 @@ def _seal_of(statements: Sequence[HeldStatement]) -> bytes:
 
 
 def _still_holds(followed: Sequence[PlanFollowed]) -> bool:
-    """Return whether all ranks follow one plan, identical tensors still are, and divergent ones
-    still differ."""
+    """Return whether all follow one plan, and the same tensors are identical as before."""
     if len({plan.id for plan in followed}) > 1:
         return False
     identical: defaultdict[str, set[bytes]] = defaultdict(set)
@@ -220,7 +212,6 @@ def _distinct(labels: _Digests) -> tuple[Ints, Ints]:
 
 
 def _decision(held: Sequence[Held], findings: Sequence[Findings]) -> PlanDecision:
-    """Decide which ranks hold the compared rows, and who writes which share of everything."""
     pairs = list(zip(held, findings, strict=True))
     labels = np.concatenate([of.labels[list(found.of)] for of, found in pairs])
     digests = np.concatenate([_digest_column(found.digests) for found in findings])
@@ -260,13 +251,11 @@ def _names_where(names: Sequence[str], mask: npt.NDArray[np.bool_]) -> set[str]:
 
 
 def _rows_by_number(number: Ints) -> Iterable[Ints]:
-    """Return for each number the rows that have it, in order."""
     order = np.argsort(number, kind="stable")
     return np.split(order, np.cumsum(np.bincount(number, minlength=1))[:-1])
 
 
 def _refuse_different_parts(findings: Sequence[Findings], different: Set[str]) -> None:
-    """Raise SaveError if the part of a DTensor is among ``different``."""
     texts = {
         text: name for found in findings for name, text in found.parts.items() if name in different
     }

@@ -126,7 +126,6 @@ async def _save(
 
 
 def _record(job: SaveJob, rank: int, wrote: tuple[int, int]) -> bytes:
-    """Return this rank's encoded record for the save's telemetry."""
     record = rank_telemetry(rank, *wrote, job.fenced_s)
     return b"" if record is None else encode_record(record)
 
@@ -134,8 +133,7 @@ def _record(job: SaveJob, rank: int, wrote: tuple[int, int]) -> bytes:
 async def _commit(
     team: Team, fragment: Fragment, global_plan: GlobalPlan | None, leader: _Leader
 ) -> None:
-    """Send the fragment to the leader, via the first rank of this host; return once it is
-    committed."""
+    """Send the fragment through this host's first rank to the leader; return once committed."""
     plan = global_plan or GlobalPlan.alone(team.rank)
     codec = FragmentCodec(plan.sent_layouts, plan.received_layouts)
     host_ranks = plan.route.host_ranks
@@ -148,10 +146,7 @@ async def _commit(
 
 
 async def _is_committed(driver: Driver, attempt: Attempt) -> bool:
-    """Return whether the leader commits within a while.
-
-    Its process may have served the job's store, and exited right after the commit.
-    """
+    """Return whether the leader commits within a while: it may exit right after that."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + COMMITTED_S
     while True:
@@ -178,10 +173,7 @@ async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
 
 
 class _Leader:
-    """The leader's part of a save: begin an attempt, commit it, delete obsolete data.
-
-    Every rank has one. On other ranks than the leader, only :meth:`begin_for` does anything.
-    """
+    """The leader's part of a save: begin and commit an attempt. On others it only passes it on."""
 
     def __init__(self, driver: Driver, job: SaveJob) -> None:
         self._driver = driver
@@ -200,8 +192,7 @@ class _Leader:
         self._sweeping: asyncio.Future[None] | None = None
 
     async def begin_for(self, team: Team) -> str:
-        """Return the attempt that rank 0 begins. Every rank calls this, concurrently with
-        copying."""
+        """Return the attempt that rank 0 begins, while data is copied."""
         return (await team.round(BEGIN, Nothing(), self._begin, [LEADER])).attempt
 
     async def _begin(self, statements: Sequence[Nothing]) -> Begun:
@@ -215,8 +206,7 @@ class _Leader:
         return Begun(self._attempt.id)
 
     async def commit(self, fragments: Sequence[Fragment]) -> Nothing:
-        """Merge ``fragments``, one from each speaker of the route, into a manifest and commit
-        it."""
+        """Merge ``fragments``, one from each speaker, into a manifest and commit it."""
         assert self._attempt is not None
         with span("merge"):
             manifest = await offload(merge, fragments, self._job.compression)
@@ -244,7 +234,6 @@ class _Leader:
             )
 
     async def _end(self, attempt: Attempt) -> None:
-        """Settle the attempt, and delete its predecessor."""
         if self._sweeping is not None:
             await asyncio.wait([self._sweeping])
         await settle(self._driver, attempt)
@@ -252,20 +241,17 @@ class _Leader:
             await delete_attempt(self._driver, self._obsolete)
 
     async def _telemetry(self) -> bytes | None:
-        """Return the telemetry of the save; None if nothing was recorded."""
         mine = rank_telemetry(LEADER, *self.wrote, self._job.fenced_s)
         if mine is None:
             return None
         return await offload(encoded_telemetry, self._head, self._world, mine, self._records)
 
     async def give_up(self) -> None:
-        """Delete the attempt unless it may be committed; in that case later saves collect or
-        keep it."""
+        """Delete the attempt unless it may be committed."""
         if self._uncommitted is not None:
             await give_up(self._driver, self._uncommitted)
 
     async def aclose(self) -> None:
-        """Cancel the sweep."""
         if self._sweeping is not None:
             self._sweeping.cancel()
             cancelled = await wait_out([self._sweeping])

@@ -70,10 +70,7 @@ _in_flight_lock = new_rlock()  # reentrant: a signal handler may save meanwhile
 
 
 class Destination:
-    """The destination of a save: a driver, closed when the save has ended.
-
-    ``by``: the save goes through keepers, if those of all ranks have room.
-    """
+    """The driver of a save, closed at its end. ``by``: through keepers, if all have room."""
 
     def __init__(
         self,
@@ -99,8 +96,7 @@ class Destination:
             self.uri = self._driver.uri
 
     def driver(self) -> Driver:
-        """Return the driver. The first call opens it if :meth:`__init__` did not: that blocks, and
-        raises like :func:`join` and :func:`open_driver`."""
+        """Return the driver. The first call may open it: that blocks."""
         if self._driver is None:
             self._driver = self._open()
         return self._driver
@@ -270,17 +266,13 @@ class _RunningSave:
         return time.perf_counter() - self._began_s
 
     async def prepare(self, to: Destination, before: Future[None] | None, team: Team) -> Driver:
-        """Wait until copying may begin, and for the end of ``before``, a save to the same URI.
-
-        Returns the driver.
-        """
+        """Wait until copying may begin, and for ``before``, a save to the same URI."""
         async with self._deadline.holds(self.handle.uri, team.rank):
             with span("wait"):
                 await self.until_ready(before)
         return to.driver()
 
     async def until_ready(self, before: Future[None] | None) -> None:
-        """Wait until copying may begin."""
         if not self._lazy.waits:
             await asyncio.sleep(LAZY_PAUSE_S)
         if before is not None:
@@ -290,7 +282,6 @@ class _RunningSave:
 
     @property
     def job(self) -> SaveJob:
-        """The parameters of the save."""
         assert self._job is not None
         return self._job
 
@@ -310,12 +301,10 @@ class _RunningSave:
             return await _agreed(keeping, rank)
 
     def stay_in_memory(self) -> None:
-        """Mark the step as agreed, its last stage."""
         _log.debug("step %s is in memory after %.3f s", self._step, self._elapsed_s())
         self.handle.agreed.reach()
 
     def succeed(self, attempt: str, nbytes: int, stored_nbytes: int) -> None:
-        """Finish a committed save."""
         report = SaveReport(
             self.handle.uri,
             attempt,
@@ -334,7 +323,6 @@ class _RunningSave:
         self.handle.durable.reach()
 
     def fail(self, error: BaseException) -> None:
-        """Finish a failed save."""
         caller_went_on = not self._lazy.eager or self.handle.captured.done()
         try:
             if self.logs_failure and caller_went_on:
@@ -348,7 +336,6 @@ class _RunningSave:
             self.handle.fail(error)
 
     def end_capture(self) -> None:
-        """Stop copying."""
         self._lazy.end()
 
     def _release_state(self) -> None:
@@ -381,7 +368,6 @@ async def _agreed(keeping: Keeping, rank: int) -> Durable | None:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Drop the references held by the frames through which ``error`` was raised."""
     seen = set[int]()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -393,7 +379,6 @@ def _clear_frames(error: BaseException) -> None:
 async def _run(
     to: Destination, team: Team, save: _RunningSave, before: Future[None] | None
 ) -> None:
-    """Run a save; report its outcome to the handle."""
     try:
         try:
             driver = await save.prepare(to, before, team)
@@ -423,7 +408,6 @@ async def _run(
 
 
 async def _run_in_memory(rank: int, world: int, team: Team | None, save: _RunningSave) -> None:
-    """Keep a step in memory; report the outcome to the handle."""
     try:
         await save.until_ready(None)
         if team is not None:

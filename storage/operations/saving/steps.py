@@ -92,10 +92,7 @@ async def commit_together(
     merged: Callable[[Sequence[Fragment]], Sequence[Fragment]],
     compression: Compression | None = None,
 ) -> None:
-    """Send this rank's fragment to the leader, which commits ``merged`` of all fragments.
-
-    Every rank calls this. Raises like :func:`commit_attempt`; RankFailedError and DeadlineError.
-    """
+    """Send this rank's fragment to the leader, which commits ``merged`` of all fragments."""
     attempt = Attempt(fragment.head[0])
     has_all = False
 
