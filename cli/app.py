@@ -8,15 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-from .commands import complain, ended
-from .manual import MANUAL, HelpFormatter, closing_words
+from .commands import Parsers, add_command, ended
+from .manual import HelpFormatter
 
 __all__ = ["command_parser", "run"]
-
-Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""Registry of subcommands."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -66,23 +63,6 @@ def command_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(
-    commands: Parsers, run: Callable[..., int], summary: str, more: str = ""
-) -> argparse.ArgumentParser:
-    """Add a command named after its function. Its arguments become the function's keywords."""
-    name = run.__name__.lstrip("_")
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary}. {more}".strip(),
-        epilog=closing_words(MANUAL[name]),
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
 def _with_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", dest="json_output", action="store_true", help="print one JSON document instead"
@@ -90,12 +70,7 @@ def _with_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ls(commands: Parsers) -> None:
-    def ls(**arguments: Any) -> int:
-        from .ls import run
-
-        return run(**arguments)
-
-    parser = _command(commands, ls, "list the checkpoints at and below URI")
+    parser = add_command(commands, "ls", "list the checkpoints at and below URI")
     parser.add_argument(
         "uri", metavar="URI", help="a checkpoint, or a folder with checkpoints below it"
     )
@@ -109,14 +84,9 @@ def _add_ls(commands: Parsers) -> None:
 
 
 def _add_show(commands: Parsers) -> None:
-    def show(**arguments: Any) -> int:
-        from .show import run
-
-        return run(**arguments)
-
-    parser = _command(
+    parser = add_command(
         commands,
-        show,
+        "show",
         "show the state in a checkpoint as a tree: tensors with layouts, and small values",
     )
     parser.add_argument("uri", metavar="URI", help="a checkpoint")
@@ -131,25 +101,15 @@ def _add_show(commands: Parsers) -> None:
 
 
 def _add_verify(commands: Parsers) -> None:
-    def verify(**arguments: Any) -> int:
-        from .verify import run
-
-        return run(**arguments)
-
-    parser = _command(commands, verify, "read every byte of a checkpoint and check it")
+    parser = add_command(commands, "verify", "read every byte of a checkpoint and check it")
     parser.add_argument("uri", metavar="URI", help="a checkpoint")
     _with_json(parser)
 
 
 def _add_diff(commands: Parsers) -> None:
-    def diff(**arguments: Any) -> int:
-        from .diff import run
-
-        return run(**arguments)
-
-    parser = _command(
+    parser = add_command(
         commands,
-        diff,
+        "diff",
         "compare two checkpoints: names, shapes, dtypes and values, whatever their layouts",
     )
     parser.add_argument("a", metavar="A", help="a checkpoint")
@@ -158,14 +118,9 @@ def _add_diff(commands: Parsers) -> None:
 
 
 def _add_cp(commands: Parsers) -> None:
-    def cp(**arguments: Any) -> int:
-        from .cp import run
-
-        return run(**arguments)
-
-    parser = _command(
+    parser = add_command(
         commands,
-        cp,
+        "cp",
         "copy a checkpoint to another URI, and verify it on the way",
         "After an interruption, the same command continues where it stopped.",
     )
@@ -189,14 +144,9 @@ def _add_cp(commands: Parsers) -> None:
 
 
 def _add_export(commands: Parsers) -> None:
-    def export(**arguments: Any) -> int:
-        from .export import run
-
-        return run(**arguments)
-
-    parser = _command(
+    parser = add_command(
         commands,
-        export,
+        "export",
         "export a checkpoint as a Hugging Face model, a torch.save file, or a DCP folder",
         "A * in a pattern stands for any text; patterns match whole names.",
     )
@@ -225,16 +175,12 @@ def _add_export(commands: Parsers) -> None:
 
 
 def _add_import(commands: Parsers) -> None:
-    def _import(**arguments: Any) -> int:
-        from .imports import run
-
-        return run(**arguments)
-
-    parser = _command(
+    parser = add_command(
         commands,
-        _import,
+        "import",
         "make a checkpoint from files of other programs",
         "A * in a pattern stands for any text; patterns match whole names.",
+        runs="imports:run",
     )
     parser.add_argument(
         "source",
@@ -274,14 +220,9 @@ def _with_names(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_prune(commands: Parsers) -> None:
-    def prune(**arguments: Any) -> int:
-        from .prune import run
-
-        return run(**arguments)
-
-    parser = _command(
+    parser = add_command(
         commands,
-        prune,
+        "prune",
         "delete checkpoints that no rule keeps, and leftovers of dead saves",
         (
             "Without a --keep option or --abandoned it deletes no checkpoint, and it never "
@@ -320,14 +261,9 @@ def _add_prune(commands: Parsers) -> None:
 
 
 def _add_report(commands: Parsers) -> None:
-    def report(**arguments: Any) -> int:
-        from .report import run
-
-        return run(**arguments)
-
-    parser = _command(
+    parser = add_command(
         commands,
-        report,
+        "report",
         "show where a save spent its time, and which ranks delayed the others",
         "For a folder of checkpoints, it shows a line for each save.",
     )
@@ -349,34 +285,21 @@ def _add_report(commands: Parsers) -> None:
 def _add_bench(commands: Parsers) -> None:
     from .bench.arguments import add_arguments
 
-    def bench(**arguments: Any) -> int:
-        from .bench.command import run
-
-        return run(**arguments)
-
-    parser = _command(
+    parser = add_command(
         commands,
-        bench,
+        "bench",
         "measure checkpoints on a storage, next to what a bare client reaches",
         "`holdfast bench compare A.json B.json` compares two results.",
+        runs="bench.command:run",
     )
     add_arguments(parser)
     _with_json(parser)
 
 
 def _add_drivers(commands: Parsers) -> None:
-    def drivers(check: bool, **arguments: Any) -> int:
-        if check:
-            from .check import run as run_check
-
-            return run_check(arguments["scheme"], json_output=arguments["json_output"])
-        from .drivers import run
-
-        return run(**arguments)
-
-    parser = _command(
+    parser = add_command(
         commands,
-        drivers,
+        "drivers",
         (
             "list the available storages, or show the traits and options of one, with the source "
             "of each option"
@@ -397,14 +320,9 @@ def _add_drivers(commands: Parsers) -> None:
 def _add_keeper(commands: Parsers) -> None:
     from .keeper.arguments import add_commands
 
-    def keeper(**arguments: Any) -> int:
-        from .keeper.command import run
-
-        return run(**arguments)
-
-    parser = _command(
+    parser = add_command(
         commands,
-        keeper,
+        "keeper",
         "manage keepers, which hold checkpoints in host memory",
         "`holdfast keeper COMMAND --help` describes each command.",
     )
@@ -412,21 +330,13 @@ def _add_keeper(commands: Parsers) -> None:
 
 
 def _add_demo(commands: Parsers) -> None:
-    def demo(**arguments: Any) -> int:
-        from importlib.util import find_spec
-
-        if not (find_spec("matplotlib") and find_spec("rich")):
-            complain("the demo needs matplotlib and rich: pip install matplotlib rich")
-            return 2
-        from .demo.run import main
-
-        return main(**arguments)
-
-    parser = _command(
+    parser = add_command(
         commands,
-        demo,
+        "demo",
         "train, kill a rank during a save, resume with fewer ranks, and compare",
         "It takes about a minute.",
+        runs="demo.run:main",
+        needs=("matplotlib", "rich"),
     )
     parser.add_argument(
         "uri", metavar="URI", nargs="?", help="store the checkpoints below it (default: in --out)"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.util import find_spec
 
 from ..core.units import size_text
 from ..drivers.checks.course import check
@@ -15,7 +13,9 @@ from ..drivers.registry import schemes
 from ..drivers.uri import Uri, parse
 from ..errors import UsageError
 from .commands import complain, print_json
-from .text import is_terminal, one_of, paint, printable
+from .progress import last_line
+from .tables import columns
+from .text import one_of, paint, printable
 
 __all__ = ["run"]
 
@@ -32,7 +32,12 @@ def run(uri: str | None, *, json_output: bool) -> int:
         report = asyncio.run(check(place, warn=_warn))
         print_json(_document(report))
     else:
-        report = _watched(place)
+        with last_line(lines=False) as show:
+
+            def on_finding(finding: Finding) -> None:
+                show(f"{finding.title}: {_WORDS[finding.outcome]}")
+
+            report = asyncio.run(check(place, on_finding=on_finding, warn=_warn))
         print("\n".join(_text(report)))
     return int(not report.ok)
 
@@ -48,20 +53,6 @@ def _place(uri: str | None) -> Uri:
             advice=f"Write {uri}://…, or ./{uri} for a folder of that name.",
         )
     return parse(uri)
-
-
-def _watched(place: Uri) -> Report:
-    """Run the check. On a terminal, show its progress."""
-    if not sys.stderr.isatty() or find_spec("rich") is None:
-        return asyncio.run(check(place, warn=_warn))
-    from rich.console import Console
-
-    with Console(stderr=True).status("trying the storage …") as status:
-
-        def show(finding: Finding) -> None:
-            status.update(f"{finding.title}: {_WORDS[finding.outcome]}")
-
-        return asyncio.run(check(place, on_finding=show, warn=_warn))
 
 
 def _warn(report: Report) -> None:
@@ -84,10 +75,8 @@ def _document(report: Report) -> dict[str, object]:
 
 
 def _text(report: Report) -> list[str]:
-    if is_terminal() and find_spec("rich") is not None:
-        lines = _rich_table(report)
-    else:
-        lines = _plain_table(report)
+    rows = [_cells(finding) for finding in report.findings]
+    lines = columns(_TITLES, rows, ("what", "result", "detail"))
     explained = set()
     for finding in report.findings:
         if finding.detail not in explained or finding.outcome == "broken":
@@ -106,34 +95,8 @@ def _cells(finding: Finding) -> tuple[str, ...]:
         rate = f"{size_text(int(finding.nbytes_per_s))}/s"
     if finding.outcome not in ("broken", "not promised"):  # these are explained below the table
         detail = printable(finding.detail)
-    return finding.title, _WORDS[finding.outcome], time, rate, detail
-
-
-def _plain_table(report: Report) -> list[str]:
-    rows = [_TITLES, *map(_cells, report.findings)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def _rich_table(report: Report) -> list[str]:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for title in ("what", "result"):
-        table.add_column(title)
-    for title in ("time", "rate"):
-        table.add_column(title, justify="right")
-    table.add_column("detail")
-    for finding in report.findings:
-        what, result, *others = _cells(finding)
-        style = _COLOURS[finding.outcome]
-        table.add_row(Text(what), Text(result, style=style), *map(Text, others))
-    console = Console()
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().splitlines()
+    result = paint(_WORDS[finding.outcome], _COLOURS[finding.outcome])
+    return finding.title, result, time, rate, detail
 
 
 def _explained(finding: Finding) -> list[str]:

@@ -1,4 +1,4 @@
-"""Helpers of all commands: exit statuses and output.
+"""Helpers of all commands: their parsers, exit statuses and output.
 
 Exit statuses:
 
@@ -12,15 +12,58 @@ Exit statuses:
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, TypeAlias
 
 from ..errors import HoldfastError, UsageError
+from .manual import MANUAL, HelpFormatter, closing_words
 from .text import printable
 
-__all__ = ["complain", "ended", "print_json", "write_text"]
+__all__ = ["Parsers", "add_command", "complain", "ended", "print_json", "write_text"]
+
+Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""Registry of subcommands."""
+
+
+def add_command(
+    commands: Parsers,
+    name: str,
+    summary: str,
+    more: str = "",
+    *,
+    runs: str = "",
+    needs: Sequence[str] = (),
+) -> argparse.ArgumentParser:
+    """Add a command, whose arguments become the keywords of a function.
+
+    ``name`` starts with that of its group, if any. ``runs`` names the function and its module below
+    this package, by default ``NAME:run``. ``needs`` are packages that it cannot do without.
+    """
+
+    def call(**arguments: Any) -> int:
+        from importlib.util import find_spec
+
+        if not all(map(find_spec, needs)):
+            complain(f"the demo needs {' and '.join(needs)}: pip install {' '.join(needs)}")
+            return 2
+        module, _, function = (runs or f"{name}:run").partition(":")
+        status: int = getattr(import_module(f".{module}", __package__), function)(**arguments)
+        return status
+
+    parser = commands.add_parser(
+        name.rpartition(" ")[2],
+        help=summary,
+        description=f"{summary}. {more}".strip(),
+        epilog=closing_words(MANUAL[name]),
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=call)
+    return parser
 
 
 def ended(command: Callable[[], int]) -> int:

@@ -28,6 +28,7 @@ from ..drivers.schemes import scheme_of
 from ..drivers.uri import Uri, is_secret, parse, redact
 from ..errors import UsageError
 from .commands import print_json
+from .tables import columns
 from .text import paint, printable, time_text
 
 __all__ = ["run"]
@@ -54,9 +55,13 @@ class _Found:
     """The profiles for this place, in words."""
 
 
-def run(scheme: str | None, *, json_output: bool) -> int:
-    """Print all schemes, or the details of one scheme or URI. Return 1 if the requested one cannot
-    be used, else 0."""
+def run(scheme: str | None, *, check: bool, json_output: bool) -> int:
+    """Print all schemes, or the details of one scheme or URI; or check it. Return 1 if the
+    requested one cannot be used, else 0."""
+    if check:
+        from .check import run as run_check
+
+        return run_check(scheme, json_output=json_output)
     known = schemes()
     served = packages()
     if scheme is None:
@@ -64,7 +69,8 @@ def run(scheme: str | None, *, json_output: bool) -> int:
         if json_output:
             print_json({"drivers": [asdict(one) for one in found]})
         else:
-            print("\n".join(_table([_line(one) for one in found])))
+            rows = [_line(one) for one in found]
+            print("\n".join(columns(("scheme", "package", "driver", "state"), rows)))
         return 0
     is_uri = "://" in scheme or os.sep in scheme
     uri = parse(scheme) if is_uri else _example(scheme)
@@ -224,7 +230,7 @@ def _details(found: _Found) -> list[str]:
             printed += [
                 "",
                 paint(title, "bold"),
-                *_table(rows, ("name", "value", "from", "default", "what")),
+                *columns(("name", "value", "from", "default", "what"), rows),
             ]
     return printed
 
@@ -240,17 +246,3 @@ def _option_line(option: Mapping[str, Any]) -> tuple[str, ...]:
             option["help"],
         )
     )
-
-
-def _table(
-    rows: list[tuple[str, ...]], titles: tuple[str, ...] = ("scheme", "package", "driver", "state")
-) -> list[str]:
-    """Return aligned columns. The last one may hold colours and is not padded."""
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)][:-1]
-    lines = [
-        "  ".join(
-            [*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)), cells[-1]]
-        ).rstrip()
-        for cells in (titles, *rows)
-    ]
-    return [paint(lines[0], "dim"), *lines[1:]]

@@ -12,12 +12,12 @@ from ..storage.operations.location import Place
 from ..storage.operations.maintenance.listing import ListedCheckpoint, list_checkpoints
 from ..storage.runtime import engine
 from .commands import complain, print_json
+from .tables import columns
 from .text import age_text, paint, printable, time_text
 
 __all__ = ["run"]
 
 _TITLES = ("step", "saved", "age", "ranks", "tensors", "size", "path")
-_TO_THE_LEFT = {"saved", "path"}
 
 
 def run(uri: str, *, last: int | None, json_output: bool) -> int:
@@ -27,7 +27,8 @@ def run(uri: str, *, last: int | None, json_output: bool) -> int:
     if json_output:
         print_json({"uri": root.redacted, "checkpoints": [_entry(c, root) for c in found]})
     elif found:
-        print("\n".join(_table([_cells(c, time.time()) for c in found])))
+        rows = [_cells(c, time.time()) for c in found]
+        print("\n".join(columns(_TITLES, rows, ("saved", "path"))))
     if not found:
         complain(f"no checkpoint at or below {root.redacted}{_instead(uri)}")
     return int(not found)
@@ -84,17 +85,3 @@ def _cells(c: ListedCheckpoint, now_s: float) -> tuple[str, ...]:
         size_text(c.nbytes),
         path,
     )
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Return aligned columns. The last one may hold colours and is not padded."""
-    widths = [max(map(len, column)) for column in zip(_TITLES, *rows, strict=True)]
-    lines = ["  ".join(_aligned(cells, widths)).rstrip() for cells in (_TITLES, *rows)]
-    return [paint(lines[0], "dim"), *lines[1:]]
-
-
-def _aligned(cells: tuple[str, ...], widths: list[int]) -> list[str]:
-    return [
-        cell.ljust(width) if title in _TO_THE_LEFT else cell.rjust(width)
-        for title, cell, width in zip(_TITLES, cells, widths, strict=True)
-    ]

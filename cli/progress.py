@@ -54,11 +54,14 @@ def progress_bar(
 
 
 @contextlib.contextmanager
-def last_line() -> Iterator[Callable[[str], None]]:
+def last_line(*, lines: bool = True) -> Iterator[Callable[[str], None]]:
     """Yield a function that prints a line of progress. On a terminal each line replaces the
-    previous one."""
+    previous one; elsewhere they are printed only if ``lines`` is set."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
-        yield lambda line: print(printable(line), file=sys.stderr, flush=True)
+        if lines:
+            yield lambda line: print(printable(line), file=sys.stderr, flush=True)
+        else:
+            yield lambda line: None
         return
     from rich.console import Console
     from rich.markup import escape

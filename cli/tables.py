@@ -1,49 +1,44 @@
-"""Tables: drawn by rich on a terminal if it is installed, else plain columns."""
+"""Tables as aligned columns, with a dimmed header on a terminal."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 
-from .text import is_terminal, paint, printable
+from .text import paint, printable
 
-__all__ = ["print_table"]
+__all__ = ["columns", "print_table"]
+
+_COLOUR = re.compile("\x1b\\[[0-9]*m")
+
+
+def columns(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] | None = None
+) -> list[str]:
+    """Return ``rows`` below ``titles`` as lines. The columns in ``left``, by default all, are
+    aligned to the left, the others to the right. Cells may hold colours of :func:`.text.paint`."""
+    kept = titles if left is None else left
+    table = [titles, *rows]
+    widths = [max(map(_width, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for cells in table:
+        line = []
+        for title, cell, width in zip(titles, cells, widths, strict=True):
+            gap = " " * (width - _width(cell))
+            line.append(cell + gap if title in kept else gap + cell)
+        lines.append("  ".join(line).rstrip())
+    return [paint(lines[0], "dim"), *lines[1:]]
+
+
+def _width(cell: str) -> int:
+    return len(_COLOUR.sub("", cell))
 
 
 def print_table(
     title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]
 ) -> None:
-    """Print ``rows`` below ``titles``. The columns in ``left`` are aligned to the left, the others
-    to the right. Cells are escaped here."""
-    escaped = [[printable(cell) for cell in row] for row in rows]
-    if is_terminal() and find_spec("rich") is not None:
-        _drawn(title, titles, escaped, left)
-        return
+    """Print a table below its title. Cells are escaped here."""
     print(paint(title, "bold"))
-    widths = [max(map(len, column)) for column in zip(titles, *escaped, strict=True)]
-    for number, cells in enumerate([titles, *escaped]):
-        line = "  ".join(
-            cell.ljust(width) if name in left else cell.rjust(width)
-            for name, cell, width in zip(titles, cells, widths, strict=True)
-        )
-        print("  " + (paint(line.rstrip(), "dim") if number == 0 else line.rstrip()))
+    for line in columns(titles, [list(map(printable, row)) for row in rows], left):
+        print(f"  {line}")
     print()
-
-
-def _drawn(
-    title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]
-) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for name in titles:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console = Console()
-    # On a narrow terminal, wrapped lines are better than truncated figures.
-    console.width = max(console.width, console.measure(table).maximum)
-    console.print(table)

@@ -1,4 +1,4 @@
-"""Journals of ranks: the ranks of a job append lines, and the demo follows them.
+"""Journals of ranks: the ranks of a job append lines, and the demo follows them and keeps a record.
 
 A line reaches the demo as soon as it is written, even if its rank is killed in the next instant.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Event", "Journal", "Watcher"]
+from .text import LENGTH, SEQUENCES
+
+__all__ = ["Event", "Journal", "Record", "Saved", "Watcher"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +61,68 @@ class Watcher:
             self._seen[path] = self._seen.get(path, 0) + len(whole)
             for line in whole.splitlines():
                 yield Event(**json.loads(line))
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that all ranks have committed. Times are those of the slowest rank: until
+    training went on, and until the commit."""
+
+    step: int
+    nbytes: int
+    captured_s: float
+    durable_s: float
+
+
+@dataclass
+class Record:
+    """Record of a job, or of several that continue each other: losses, saves, loads, failures."""
+
+    ranks: int
+    losses: dict[int, float] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+    saves: list[Saved] = field(default_factory=list)
+    loads: list[dict[str, Any]] = field(default_factory=list)
+    """A load report for each rank."""
+    failures: list[Event] = field(default_factory=list)
+    _saving: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def add(self, event: Event) -> None:
+        """Add an event."""
+        told = event.told
+        if event.kind == "step" and event.rank == 0:
+            self.losses[told["step"]] = told["loss"]
+            self.seconds[told["step"]] = told["seconds"]
+        elif event.kind == "saved":
+            self._add_saved(told)
+        elif event.kind == "loaded":
+            self.loads.append(told)
+        elif event.kind == "failed":
+            self.failures.append(event)
+
+    def _add_saved(self, told: dict[str, Any]) -> None:
+        reports = self._saving.setdefault(told["step"], [])
+        reports.append(told)
+        if len(reports) == self.ranks:
+            slowest = {name: max(r[name] for r in reports) for name in ("captured_s", "durable_s")}
+            self.saves.append(Saved(told["step"], sum(r["nbytes"] for r in reports), **slowest))
+
+    @property
+    def first(self) -> int:
+        """The first step that was trained."""
+        return min(self.losses)
+
+    def progress(self) -> str:
+        """Return the last loss and the throughput, without the first step, which sets torch up."""
+        timed = list(self.seconds.values())[1:] or list(self.seconds.values())
+        rate = SEQUENCES * LENGTH * len(timed) / sum(timed)
+        return f"loss {list(self.losses.values())[-1]:.3f}  {rate:,.0f} bytes of text/s"
+
+    def loaded_nbytes(self) -> tuple[int, int]:
+        """Return the bytes wanted and the bytes read by all ranks together."""
+        return sum(r["bytes_wanted"] for r in self.loads), sum(r["bytes_read"] for r in self.loads)
+
+    def difference(self, other: Record) -> float:
+        """Return the greatest difference in loss over the steps that both have trained."""
+        common = self.losses.keys() & other.losses.keys()
+        return max(abs(self.losses[step] - other.losses[step]) for step in common)

@@ -23,10 +23,10 @@ from ..tables import print_table
 from ..text import one_of
 from .account import Account
 from .aftermath import LEFT, TITLES, Accident, Outcome, differences, outcome_of
-from .folder import checkpoints_uri
 from .hosts import HOSTS, Hosts
 from .jobs import Job, stopped_by_sigterm
 from .journal import Event
+from .plan import checkpoints_uri
 
 __all__ = ["main"]
 
@@ -180,7 +180,7 @@ class _RunningJob:
         else:
             account.chapter(f"Resume after: {self._before.title}")
         self._began_s = time.time()
-        with account.waiting("torchrun starts the ranks"):
+        with account.waiting():
             self._job.run(self._hear, survives=self._accident is None)
         if self._accident is not None and len(self._guarded) < len(HOSTS):
             failed = "; ".join(self._failures) or "the ranks do not say why"

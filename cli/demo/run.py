@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from ...core.units import size_text
-from ...drivers.uri import redact
+from ...drivers.uri import parse, redact
 from ...errors import SaveError
 from ...storage.operations.maintenance.listing import list_checkpoints
 from .. import show
 from ..text import one_of
 from .account import Account
-from .folder import checkpoint_uri, checkpoints_uri, name_of, prepare
 from .jobs import Job
-from .journal import Event
+from .journal import Event, Record
 from .picture import draw
-from .plan import Plan
-from .record import Record
+from .plan import Plan, checkpoint_uri, checkpoints_uri, prepare
 from .torn import Found, find
 
 __all__ = ["main"]
@@ -120,22 +118,16 @@ class _Demo:
 
     def _job(self, name: str, record: Record, *options: str, survives: bool = True) -> None:
         plan = self.plan
-        arguments = [
-            "--steps",
-            str(plan.steps),
-            "--every",
-            str(plan.every),
-            "--seed",
-            str(plan.seed),
-            *options,
-        ]
-        with self.account.bar(record, plan.steps) as bar:
+        settings = {"--steps": plan.steps, "--every": plan.every, "--seed": plan.seed}
+        arguments = [str(part) for setting in settings.items() for part in setting]
+        with self.account.waiting() as show:
 
             def on_event(event: Event) -> None:
                 self._note(record, event)
-                bar.look()
+                if event.kind == "step" and event.rank == 0:
+                    show(f"step {event.told['step']}/{plan.steps}  {record.progress()}")
 
-            Job(self.folder / "logs" / name, record.ranks, arguments).run(
+            Job(self.folder / "logs" / name, record.ranks, [*arguments, *options]).run(
                 on_event, survives=survives
             )
 
@@ -143,7 +135,11 @@ class _Demo:
         saves = len(record.saves)
         record.add(event)
         for saved in record.saves[saves:]:
-            self.account.saved(saved, record)
+            rate = f"{size_text(int(saved.nbytes / saved.durable_s))}/s"
+            self.account.say(
+                f"step {saved.step:2}  {record.progress()}  saved {size_text(saved.nbytes)} in "
+                f"{saved.durable_s:.2f} s ({rate}), training waited {saved.captured_s:.2f} s"
+            )
         if event.kind == "loaded" and len(record.loads) == record.ranks:
             self._say_resumed(record)
         if event.kind == "killed":
@@ -192,7 +188,7 @@ class _Demo:
 
     def _say_resumed(self, record: Record) -> None:
         wanted, read = record.loaded_nbytes()
-        name = name_of(record.loads[0]["uri"])
+        name = parse(record.loads[0]["uri"]).location.rpartition("/")[2]
         seconds = max(load["seconds"] for load in record.loads)
         figures = (
             f"wanted {size_text(wanted)} and read {size_text(read)} ({read / wanted:.1%}) "
@@ -220,18 +216,21 @@ class _Demo:
             self.account.say(f"no: {found} (that is more than rounding)", "red")
 
     def _write_down(self) -> list[tuple[Path, str]]:
-        svg, png = draw(
-            self.before, self.after, self.reference,
-            killed_at=self.killed_at, victim=self.plan.victim, path=self.folder / "loss",
-        )  # fmt: skip
-        tree = self.folder / "tree.txt"
+        picture, tree = self.folder / "loss.svg", self.folder / "tree.txt"
+        draw(
+            self.before,
+            self.after,
+            self.reference,
+            killed_at=self.killed_at,
+            victim=self.plan.victim,
+            file=picture,
+        )
         newest = checkpoint_uri(self.root, self._committed()[-1])
         with contextlib.redirect_stdout(io.StringIO()) as text:
             show.run(newest, json_output=False, values=False, depth=None)
         tree.write_text(text.getvalue())
         return [
-            (svg, "the loss across the kill"),
-            (png, "the same"),
+            (picture, "the loss across the kill"),
             (tree, "the newest checkpoint, by holdfast show"),
         ]
 
@@ -249,7 +248,7 @@ class _Demo:
                 "after": [asdict(s) for s in self.after.saves],
             },
             "resumed": {
-                "step": min(self.after.losses) - 1,
+                "step": self.after.first - 1,
                 "bytes_wanted": wanted,
                 "bytes_read": read,
             },

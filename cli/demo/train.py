@@ -29,10 +29,10 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 
 from ...drivers.uri import join, parse
-from .data import LENGTH, SEQUENCES, batch, part_of, read_text
-from .folder import checkpoint_uri
 from .journal import Journal
 from .model import ModelConfig, Transformer
+from .plan import checkpoint_uri
+from .text import batch, part_of, read_text
 from .torn import image_is_begun
 
 __all__ = ["Training", "main", "sharded_model"]
@@ -67,10 +67,6 @@ class Training:
 
     def run(self) -> None:
         """Resume, train, and save every few steps."""
-        parameters = sum(p.numel() for p in self._model.parameters())
-        self._journal.write(
-            "ready", world=self._world, parameters=parameters, text_nbytes=len(self._text)
-        )
         self._resume()
         for step in range(self._state["step"] + 1, self._job.steps + 1):
             if self._stopping:
@@ -79,9 +75,7 @@ class Training:
             loss = self._train(step)
             self._state["step"] = step
             seconds = time.perf_counter() - began_s
-            self._journal.write(
-                "step", step=step, loss=loss, seconds=seconds, tokens=SEQUENCES * LENGTH
-            )
+            self._journal.write("step", step=step, loss=loss, seconds=seconds)
             if self._saving is not None and self._saving[1].done():
                 self.end_save()
             if self._job.uri and step % self._job.every == 0:

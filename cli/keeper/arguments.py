@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TypeAlias
 
-from ..manual import MANUAL, HelpFormatter, closing_words
+from ..commands import Parsers, add_command
 
 __all__ = ["add_commands"]
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_commands(
@@ -21,9 +18,7 @@ def add_commands(
 ) -> None:
     """Add the commands of the group to ``keeper``. ``with_json`` adds the option --json to a
     parser."""
-    commands = keeper.add_subparsers(
-        title="commands", metavar="COMMAND", dest="command", required=True
-    )
+    commands = keeper.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _run(commands)
     with_json(_status(commands))
     _stop(commands)
@@ -31,24 +26,14 @@ def add_commands(
     with_json(_demo(commands))
 
 
-def _command(commands: Commands, name: str, summary: str, more: str) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary}. {more}",
-        epilog=closing_words(MANUAL[f"keeper {name}"]),
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
-
-
-def _run(commands: Commands) -> None:
-    parser = _command(
+def _run(commands: Parsers) -> None:
+    parser = add_command(
         commands,
-        "run",
+        "keeper run",
         "run the keeper of a run on this host",
         "Runs in the foreground until SIGTERM, Ctrl-C or `holdfast keeper stop`, or until it has "
         "been idle for --linger. A Checkpointer with keeper= starts one on its own.",
+        runs="keeper.processes:run",
     )
     parser.add_argument(
         "uri", metavar="URI", help="folder of the run, as given to its Checkpointer"
@@ -99,12 +84,13 @@ def _run(commands: Commands) -> None:
     )
 
 
-def _status(commands: Commands) -> argparse.ArgumentParser:
-    parser = _command(
+def _status(commands: Parsers) -> argparse.ArgumentParser:
+    parser = add_command(
         commands,
-        "status",
+        "keeper status",
         "show what the keepers of this host hold",
         "Succeeds even if there is none.",
+        runs="keeper.processes:status",
     )
     parser.add_argument("uri", metavar="URI", nargs="?", help="the folder of one run")
     parser.add_argument(
@@ -113,23 +99,25 @@ def _status(commands: Commands) -> argparse.ArgumentParser:
     return parser
 
 
-def _stop(commands: Commands) -> None:
-    parser = _command(
+def _stop(commands: Parsers) -> None:
+    parser = add_command(
         commands,
-        "stop",
+        "keeper stop",
         "stop the keepers of this host",
         "They finish writing to storage, and release their memory.",
+        runs="keeper.processes:stop",
     )
     parser.add_argument("uri", metavar="URI", nargs="?", help="the folder of one run")
 
 
-def _periods(commands: Commands) -> argparse.ArgumentParser:
-    parser = _command(
+def _periods(commands: Parsers) -> argparse.ArgumentParser:
+    parser = add_command(
         commands,
-        "periods",
+        "keeper periods",
         "print how often to save to each level of storage",
         "Minimizes the total time of saves and of the work that failures undo (Young 1974, Daly "
         "2006).",
+        runs="keeper.periods:periods",
     )
     parser.add_argument(
         "--step", metavar="TIME", required=True, help="duration of a training step: 800ms, 2s"
@@ -152,12 +140,14 @@ def _periods(commands: Commands) -> argparse.ArgumentParser:
     return parser
 
 
-def _demo(commands: Commands) -> argparse.ArgumentParser:
-    parser = _command(
+def _demo(commands: Parsers) -> argparse.ArgumentParser:
+    parser = add_command(
         commands,
-        "demo",
+        "keeper demo",
         "let hosts fail in training, and see what each next job resumes from",
         "Runs four hosts of one rank each on this machine. Takes about two minutes.",
+        runs="demo.keepers:main",
+        needs=("aiohttp", "rich"),
     )
     parser.add_argument(
         "uri", metavar="URI", nargs="?", help="folder to save below (default: a folder in /tmp)"

@@ -3,7 +3,6 @@ demo-keeper``, and in tests/crash."""
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -15,28 +14,26 @@ import pytest
 
 import holdfast
 from holdfast.cli.app import run as run_command
-from holdfast.cli.demo.account import Account
-from holdfast.cli.demo.aftermath import LEFT, TITLES, Accident, Outcome, differences, outcome_of
-from holdfast.cli.demo.hosts import HOSTS, Hosts, address_of
+from holdfast.cli.demo.aftermath import TITLES, Accident, Outcome, differences, outcome_of
+from holdfast.cli.demo.hosts import HOSTS, Hosts
 from holdfast.cli.demo.journal import Event
 from holdfast.cli.demo.keepers import ACCIDENTS, EVERY, STEPS
-from holdfast.cli.tables import print_table
 
 LOST = Accident("one host lost", 23, ("b",), 23, "parity")
 
 
 def resumed(rank: int, seconds: float, **tiers: int) -> Event:
-    """What a rank says of how it went on."""
+    """Return the event of a rank that has resumed."""
     told = {"step": 23, "tier": "memory", "nbytes": 0, "seconds": seconds, "tiers": tiers}
     return Event("resumed", rank, 0.0, told)
 
 
 def outcome(step: int | None = 23, **tiers: int) -> Outcome:
-    """What came of :data:`LOST`."""
+    """Return an outcome of :data:`LOST`."""
     return Outcome(LOST, step, tiers, 0.25, 12.0)
 
 
-def test_what_the_ranks_say_is_put_together() -> None:
+def test_reports_of_ranks_are_combined() -> None:
     """Bytes of all ranks are added up, by tier; the slowest rank sets the time."""
     events = [
         resumed(0, 0.25, own=1 << 20, peer=10, parity=0),
@@ -46,39 +43,24 @@ def test_what_the_ranks_say_is_put_together() -> None:
     assert outcome_of(LOST, events, 12.0) == Outcome(LOST, 23, tiers, 0.75, 12.0)
 
 
-def test_the_table_has_a_line_for_each_accident(capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps lost, times, and bytes by where they were, with a dash for none."""
-    rows = [
-        outcome(own=2 << 20, peer=10, parity=1 << 20).row(),
-        outcome(20, storage=3 << 20).row(),
-        outcome(None).row(),
-    ]
-    print_table("After", TITLES, rows, LEFT)
-    lines = capsys.readouterr().out.splitlines()
-    cells = [line.split() for line in lines[2:5]]
-    name = ["one", "host", "lost"]
-    assert cells[0] == [
-        *name, "23", "23", "0", "0.25", "s", "12.0", "s", "2.00", "MiB", "10", "B", "1.00", "MiB", "-"
-    ]  # fmt: skip
-    assert cells[1] == [
-        *name, "23", "20", "3", "0.25", "s", "12.0", "s", "-", "-", "-", "3.00", "MiB"
-    ]  # fmt: skip
-    assert cells[2][3:6] == ["23", "0", "23"]
-
-
-def test_programs_get_the_same_in_figures() -> None:
-    """Every tier is there, also where nothing came from it."""
-    assert outcome(own=100, parity=50).document() == {
+def test_outcome_is_a_row_and_a_document() -> None:
+    """Lost steps, times, and bytes by tier; the table has a dash for none, the document a 0."""
+    found = outcome(20, own=2 << 20, peer=10)
+    cells = ("one host lost", "23", "20", "3", "0.25 s", "12.0 s", "2.00 MiB", "10 B", "-", "-")
+    assert found.row() == cells
+    assert len(TITLES) == len(cells)
+    assert found.document() == {
         "what": "one host lost",
         "hosts": ["b"],
         "step": 23,
-        "resumed_step": 23,
-        "lost_steps": 0,
+        "resumed_step": 20,
+        "lost_steps": 3,
         "resume_s": 0.25,
         "first_step_s": 12.0,
-        "nbytes": {"own": 100, "peer": 0, "parity": 50, "storage": 0},
-        "as_expected": True,
+        "nbytes": {"own": 2 << 20, "peer": 10, "parity": 0, "storage": 0},
+        "as_expected": False,
     }
+    assert outcome(None).row()[2:4] == ("0", "23")
 
 
 @pytest.mark.parametrize(
@@ -86,9 +68,8 @@ def test_programs_get_the_same_in_figures() -> None:
     [outcome(20, parity=1), outcome(23, own=1), outcome(None)],
     ids=["step", "tier", "none"],
 )
-def test_another_step_or_tier_is_noticed(found: Outcome) -> None:
-    """A job that goes on from an earlier step, or without what had to be rebuilt, is none that went
-    as it should."""
+def test_unexpected_step_or_tier_is_noticed(found: Outcome) -> None:
+    """A job that resumes from an earlier step, or from another tier, is not as expected."""
     assert outcome(23, parity=1).as_expected
     assert not found.as_expected
 
@@ -112,21 +93,16 @@ def test_the_accidents_are_worth_showing() -> None:
     assert [a.step - a.expected for a in ACCIDENTS] == [0, 0, 0, ACCIDENTS[-1].step % EVERY]
 
 
-def test_hosts_have_addresses_of_their_own() -> None:
-    """Of the loopback."""
-    assert len({address_of(rank) for rank in range(len(HOSTS))}) == len(HOSTS)
-
-
 @pytest.fixture
 def base() -> Iterator[Path]:
-    """A folder for keepers, whose path is short."""
+    """Make a folder for keepers with a short path."""
     with tempfile.TemporaryDirectory(prefix="hk") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def sleeper(base: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that a job of the demo with ``base`` has left behind."""
+    """Start a process like one that a job of the demo with ``base`` left behind."""
     environment = os.environ | {"HOLDFAST_KEEPER_DIR": str(base / "b")}
     code = "import time; print(flush=True); time.sleep(60)"
     command = [sys.executable, "-c", code]
@@ -139,9 +115,9 @@ def sleeper(base: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def test_what_a_job_leaves_behind_is_ended(base: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    """A process that would become a keeper is known by its environment; those of a folder whose
-    name only begins alike are others'."""
+def test_leftover_processes_are_ended(base: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    """Processes of the demo are known by their environment. A folder with a similar name is another
+    demo's."""
     (base / "other").mkdir()
     Hosts(base / "other").end()
     assert sleeper.poll() is None
@@ -149,8 +125,8 @@ def test_what_a_job_leaves_behind_is_ended(base: Path, sleeper: subprocess.Popen
     assert sleeper.wait(50) == -9
 
 
-def test_a_host_that_is_lost_is_replaced_by_an_empty_one(base: Path) -> None:
-    """Its folder is there, for its user alone, and empty; those of others are as they were."""
+def test_lost_host_is_replaced_by_an_empty_one(base: Path) -> None:
+    """Its folder is empty and private; those of other hosts are unchanged."""
     hosts = Hosts(base)
     for name in HOSTS:
         (base / name / "something").touch()
@@ -159,26 +135,17 @@ def test_a_host_that_is_lost_is_replaced_by_an_empty_one(base: Path) -> None:
     assert (base / "b").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_is_too_deep_for_sockets_is_refused(tmp_path: Path) -> None:
+def test_folder_too_deep_for_sockets_is_refused(tmp_path: Path) -> None:
     """Before anything starts."""
     with pytest.raises(holdfast.UsageError, match="TMPDIR"):
         Hosts(tmp_path / ("x" * 100))
 
 
-def test_nothing_moves_where_nobody_watches() -> None:
-    """What says that something takes time is left out where there is no terminal."""
-    file = io.StringIO()
-    account = Account(file)
-    with account.waiting("torchrun starts the ranks"):
-        account.say("one")
-    assert file.getvalue().split() == ["one"]
-
-
-def test_the_demo_says_what_it_lacks(
+def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without aiohttp or rich: exit status 2, and which extras bring them."""
-    monkeypatch.setattr("holdfast.cli.keeper.command.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert run_command(["keeper", "demo"]) == 2
     assert "pip install aiohttp rich" in capsys.readouterr().err
 
