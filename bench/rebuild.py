@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any, cast
 
 import numpy as np
 
@@ -29,12 +30,12 @@ from ..planner.parity import Lane, ParityBlock
 from ..storage.arenas.hosts import GuardedGroup
 from ..storage.arenas.label import GenerationId, Label
 from ..storage.arenas.memory import Memory, reserved_memory
+from ..storage.keeper.options import ServeOptions, new_token
 from ..storage.keeper.parity.combining import Block
 from ..storage.keeper.parity.guarding import guard, image_nbytes, rebuild
 from ..storage.keeper.sealing import seal
-from ..storage.keeper.serving.catalog import Content, Item
+from ..storage.keeper.serving.memory_catalog import Content, Item
 from ..storage.keeper.serving.serve import serve
-from ..storage.keeper.serving.serve_options import ServeOptions, new_token
 from ..storage.runtime.engine import run as run_async
 from .contest import Contestant, contest
 from .program import GIB, Options, Program
@@ -160,7 +161,7 @@ async def _serve_member(
         if key.startswith(f"{member}/")
     }
     held.update({key: memoryview(label) for key, label in labels.items()})
-    async with serve(_Shelf(held), ServeOptions(token)) as server:
+    async with serve(cast(Any, _Shelf(held)), ServeOptions(token)) as server:
         # One write, because print may write the words separately, mixed with other members'
         # output.
         os.write(sys.stdout.fileno(), f"{member} {server.port}\n".encode())

@@ -20,9 +20,9 @@ from .messages import (
     Answer,
     Event,
     Hello,
+    Progress,
     Refused,
     Request,
-    UnderWay,
     Welcome,
     decode,
     encode,
@@ -169,7 +169,7 @@ class KeeperClient:
         if asked is None or asked.answer.done():  # nobody waits any more
             received.close()
             return
-        if isinstance(message, UnderWay):
+        if isinstance(message, Progress):
             received.close()
             asked.goes_on()
             return

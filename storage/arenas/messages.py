@@ -30,8 +30,7 @@ __all__ = [
     "Filled",
     "Flush",
     "FlushFailed",
-    "HeldGeneration",
-    "HeldGuard",
+    "GenerationEntry",
     "Hello",
     "Inventory",
     "Local",
@@ -39,6 +38,8 @@ __all__ = [
     "Message",
     "Open",
     "Opened",
+    "ParityEntry",
+    "Progress",
     "Protected",
     "Rebuild",
     "Refused",
@@ -48,14 +49,13 @@ __all__ = [
     "Status",
     "StatusAsked",
     "Stop",
-    "UnderWay",
     "Voided",
     "Welcome",
     "decode",
     "encode",
 ]
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldGeneration:
+class GenerationEntry:
     """A generation with images in the memory of a keeper.
 
     ``world``: number of ranks of the job. ``ranks``: those whose images this keeper has, ascending.
@@ -220,7 +220,7 @@ class HeldGeneration:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldGuard:
+class ParityEntry:
     """A keeper's parity of a generation, as the ``member`` with this index in ``group``."""
 
     generation: GenerationId
@@ -234,8 +234,8 @@ class Inventory:
     """Answers :class:`LookUp`. ``hosts``: keepers of the last job."""
 
     epoch: int
-    generations: tuple[HeldGeneration, ...]
-    guards: tuple[HeldGuard, ...] = ()
+    generations: tuple[GenerationEntry, ...]
+    guards: tuple[ParityEntry, ...] = ()
     hosts: tuple[KeeperHost, ...] = ()
 
 
@@ -312,7 +312,7 @@ class FlushFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
+class Progress:
     """Precedes the answer to a long request, with its number, and reports progress."""
 
 
@@ -333,10 +333,10 @@ Request: TypeAlias = (
 )
 Answer: TypeAlias = Welcome | Refused | Done | Filled | Inventory | Opened | Status
 Event: TypeAlias = Sealed | Agreed | Local | Protected | Voided | Durable | FlushFailed
-Message: TypeAlias = Request | Answer | Event | UnderWay
+Message: TypeAlias = Request | Answer | Event | Progress
 
 _KINDS = {
-    kind.__name__: kind for kind in (*Request.__args__, *Answer.__args__, *Event.__args__, UnderWay)
+    kind.__name__: kind for kind in (*Request.__args__, *Answer.__args__, *Event.__args__, Progress)
 }
 
 

@@ -136,7 +136,6 @@ class Exchange:
             tasks.create_task(self._read(deliver))
 
     async def _read(self, deliver: Deliver) -> None:
-        """Read this rank's units, for itself and for others."""
         own: list[int] = self._own.tolist()
         columns = {name: getattr(self.plan, name)[self._own] for name in ("image", "start", "stop")}
 
@@ -154,7 +153,6 @@ class Exchange:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

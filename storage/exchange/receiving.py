@@ -95,7 +95,6 @@ class Receiver:
     async def _fetch(
         self, member: int, connection: Connection, deliver: Deliver, gate: asyncio.Semaphore
     ) -> None:
-        """Receive all units that ``member``, on another host, reads for this rank."""
         awaited = self.awaited[member]
         async with asyncio.TaskGroup() as tasks, self._group.blaming(member):
             while awaited:
@@ -117,7 +116,6 @@ class Receiver:
         deliver: Deliver,
         gate: asyncio.Semaphore,
     ) -> None:
-        """Check, deliver and confirm a received unit."""
         connection = self.connections[member]
         receipt = RECEIPT.pack(self._units[job])
 

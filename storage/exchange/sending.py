@@ -129,7 +129,6 @@ class Sender:
         self.connections.clear()
 
     def _publish(self, job: int, buffer: HostBuffer, start: int) -> None:
-        """Put a unit into the arena, and notify the members of this host."""
         unit = self._units[job]
         self._arena.fill(start, buffer, int(self._plan.stop[job] - self._plan.start[job]))
         pending = self._pending[unit]
@@ -139,7 +138,6 @@ class Sender:
                 self.connections[member].send_now(HANDOVER.pack(unit, start, NO_DIGEST))
 
     async def _free_slot(self) -> int:
-        """Wait for a free slot of the arena, and return it."""
         while (start := self._arena.take()) is None:
             self._slot_freed.clear()  # safe: slots are freed in this thread
             await self._slot_freed.wait()
@@ -152,7 +150,6 @@ class Sender:
             await connection.send(HANDOVER.pack(unit, 0, digest), part)
 
     async def _receive_confirmations(self, member: int, connection: Connection) -> None:
-        """Receive confirmations of a member on another host."""
         async with self._group.blaming(member):
             while self.owed[member]:
                 self._confirm(member, await connection.receive(RECEIPT.size))

@@ -5,10 +5,11 @@ Ranks of one host connect over a unix socket in the abstract namespace; the kern
 at the other end. Units stay in shared memory (``shared_memory``), and only their positions are
 sent. Ranks of different hosts connect over TCP, and the bytes follow.
 
-Both sides prove that they know the listener's secret (``handshake``), which is distributed through
-the job's store only, never over the connection. Over TCP, all further bytes carry a digest under a
-key of this connection. So neither a process that has taken a rank's name or port, nor one in
-between, can impersonate a rank.
+Both sides prove that they know the listener's secret, which is distributed through the job's store
+only, never over the connection: each sends a fresh nonce, and gets an HMAC of both nonces under the
+secret. The proofs of the two sides differ, so a proof cannot be reflected. Over TCP, all further
+bytes carry a digest under a key of this connection. So neither a process that has taken a rank's
+name or port, nor one in between, can impersonate a rank.
 
 Nothing is encrypted. Any process is trusted that can read the job's store, or that runs as the same
 user on one of its hosts and can inspect its processes.
@@ -29,7 +30,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from .connection import DIGEST_NBYTES, Connection, closed_in_child
-from .handshake import NONCE_NBYTES, PROOF_NBYTES, Handshake
 from .shared_memory import Arena, Window, identity_of
 
 __all__ = ["Address", "Listener", "connect", "open_listener"]
@@ -43,11 +43,29 @@ STRANGERS_MAX = 64
 BACKLOG = 1024
 
 _SECRET_NBYTES = 32
+NONCE_NBYTES = 16
+PROOF_NBYTES = 32
 _CLIENT_HELLO = struct.Struct(f"<{NONCE_NBYTES}sI")  # nonce, number of the member
 _SERVER_HELLO = struct.Struct(f"<{NONCE_NBYTES}s{PROOF_NBYTES}s")  # nonce, proof
 _OVER_NETWORK = b"w"
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """Nonces of a client and a server, and the values derived from them with the secret.
+    ``member``: number of the client."""
+
+    secret: bytes
+    client_nonce: bytes
+    server_nonce: bytes
+    member: int
+
+    def derived(self, purpose: bytes) -> bytes:
+        """Return 32 bytes that are valid for one purpose in this connection only."""
+        nonces = self.client_nonce + self.server_nonce + struct.pack("<I", self.member)
+        return hmac.digest(self.secret, nonces + purpose, "sha256")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +148,12 @@ class Listener:
             return None
         nonce, member = _CLIENT_HELLO.unpack(await connection.receive(_CLIENT_HELLO.size))
         handshake = Handshake(self._secret, nonce, secrets.token_bytes(NONCE_NBYTES), member)
-        await connection.send(_SERVER_HELLO.pack(handshake.server_nonce, handshake.server_proof))
-        if not hmac.compare_digest(await connection.receive(PROOF_NBYTES), handshake.client_proof):
+        proof = handshake.derived(b"server")
+        await connection.send(_SERVER_HELLO.pack(handshake.server_nonce, proof))
+        proof = await connection.receive(PROOF_NBYTES)
+        if not hmac.compare_digest(proof, handshake.derived(b"client")):
             return None
-        connection.key = handshake.key
+        connection.key = handshake.derived(b"digests")
         if connection.over_network:
             await connection.send(_OVER_NETWORK)
         else:
@@ -203,19 +223,17 @@ async def connect(
 
 
 async def _introduce(connection: Connection, secret: bytes, member: int) -> None:
-    """Authenticate the server, then this rank."""
     nonce = secrets.token_bytes(NONCE_NBYTES)
     await connection.send(_CLIENT_HELLO.pack(nonce, member))
     server_nonce, proof = _SERVER_HELLO.unpack(await connection.receive(_SERVER_HELLO.size))
     handshake = Handshake(secret, nonce, server_nonce, member)
-    if not hmac.compare_digest(proof, handshake.server_proof):
+    if not hmac.compare_digest(proof, handshake.derived(b"server")):
         raise ConnectionRefusedError("the peer is not that rank: it does not know the secret")
-    connection.key = handshake.key
-    await connection.send(handshake.client_proof)
+    connection.key = handshake.derived(b"digests")
+    await connection.send(handshake.derived(b"client"))
 
 
 async def _window(connection: Connection, nbytes: int) -> Window:
-    """Receive and map the other side's memory. Raises OSError."""
     proof, fd = await connection.receive_descriptor(DIGEST_NBYTES)
     if fd is None:
         raise ConnectionRefusedError("that rank has refused the connection")

@@ -14,7 +14,7 @@ from .decisions.votes import KEPT, Outcome, Vote
 from .flushing.writing import Writing
 from .parity.guards import Guards
 from .reporting import Reporting
-from .slot_memory import Held
+from .slot_memory import SlotPool
 from .status import Counters
 
 __all__ = ["Agreement"]
@@ -31,7 +31,7 @@ class Agreement:
     def __init__(
         self,
         name: str,
-        held: Held,
+        pool: SlotPool,
         guards: Guards,
         counters: Counters,
         tell: Callable[[Event], Awaitable[None]],
@@ -41,7 +41,7 @@ class Agreement:
         self.reporting = Reporting(
             name, self.report, self.follow, self._unheard, run_later, certificate
         )
-        self._held = held
+        self._pool = pool
         self._guards = guards
         self._counters = counters
         self._tell = tell
@@ -90,30 +90,30 @@ class Agreement:
             self._guarding = {id for id in self._guarding if groups and _is_left(id, chosen)}
             if not groups or not _is_left(self.protected, chosen):
                 self.protected = max(self._guarded, default=None)
-            self._held.generations.guarding(self._relied_on())
+            self._pool.generations.guarding(self._relied_on())
         self.reporting.enter(epoch, hosts, groups)
 
     async def vote(self, label: Label, *, handed_over: bool = False) -> None:
         """Count the vote of a sealed image. ``handed_over``: the image comes from the previous
         keeper, which may have voted already."""
         id = label.generation
-        if id.epoch != self._held.generations.epoch:
+        if id.epoch != self._pool.generations.epoch:
             return  # a resume began a new epoch, perhaps from this step
         if handed_over:
             self._handed_over.add(id)
         known = self._known.get(id)
         if known is Outcome.AGREED:
-            self._held.generations.agreed(id)  # a trainer has handed the image over late
+            self._pool.generations.agreed(id)  # a trainer has handed the image over late
             if self._writing is not None:
                 self._writing.begin(id)
         elif known is Outcome.VOID:
             # The event was sent while this image was being captured, before its trainer listened.
-            self._held.generations.void(id)
+            self._pool.generations.void(id)
             await self._tell(Voided(id, _VOID))
         else:
             self._votes.setdefault(id, {})[label.rank] = Vote.of(label)
             await self._void_incomplete()
-            for old in sorted(self._votes.keys() - set(self._held.generations.undecided))[:-KEPT]:
+            for old in sorted(self._votes.keys() - set(self._pool.generations.undecided))[:-KEPT]:
                 await self._void(old, _LATER)
         await self.reporting.tell()
 
@@ -125,7 +125,7 @@ class Agreement:
             for id, votes in self._votes.items()
             if id not in self._handed_over
             and not self._whole(votes)
-            and self._held.generations.will_not_come(id)
+            and self._pool.generations.will_not_come(id)
         ]
 
     async def _void_incomplete(self) -> None:
@@ -135,9 +135,9 @@ class Agreement:
     async def _void(self, id: GenerationId, text: str) -> None:
         """Void a generation that only this keeper knows of."""
         votes = self._votes.pop(id, None)
-        if votes is not None and not self._held.generations.is_agreed(id):
+        if votes is not None and not self._pool.generations.is_agreed(id):
             self._counters.void += 1
-            self._held.generations.void(id)
+            self._pool.generations.void(id)
             await self._tell(Voided(id, text))
 
     def damaged(self, id: GenerationId) -> None:
@@ -145,13 +145,13 @@ class Agreement:
         self._votes.pop(id, None)
         if self.reporting.is_alone:
             self.reporting.lead.void(id)
-        self._held.generations.void(id)
+        self._pool.generations.void(id)
 
     def look_for_missing(self) -> None:
         """Void or report the generations that a rank has skipped, so that nobody waits for them."""
         if self._incomplete():
             self._run_later(self._void_incomplete())
-        if any(map(self._held.generations.will_not_come, self._open)):
+        if any(map(self._pool.generations.will_not_come, self._open)):
             self.tell_later()
 
     def tell_later(self) -> None:
@@ -160,7 +160,7 @@ class Agreement:
 
     def report(self) -> Report:
         """Return everything that this keeper knows."""
-        generations = self._held.generations
+        generations = self._pool.generations
         epoch = self.reporting.lead.epoch
         newest = generations.newest_agreed
         return Report(
@@ -201,9 +201,9 @@ class Agreement:
         for id in (*standing.void, *self._settled(standing, agreed)):
             is_news = self._is_news(id, Outcome.VOID, standing)
             # A restarted leader may not know that the generation was agreed before.
-            if is_news and not self._held.generations.is_agreed(id):
+            if is_news and not self._pool.generations.is_agreed(id):
                 self._counters.void += 1
-                self._held.generations.void(id)
+                self._pool.generations.void(id)
                 await self._tell(Voided(id, _VOID))
         for id in sorted(agreed):
             if self._is_news(id, Outcome.AGREED, standing):
@@ -230,7 +230,7 @@ class Agreement:
         if settled is None:
             return []
         named = {*agreed, *standing.open}
-        undecided = {*self._held.generations.undecided, *self._votes}
+        undecided = {*self._pool.generations.undecided, *self._votes}
         return sorted(id for id in undecided if id <= settled and id not in named)
 
     def _is_news(self, id: GenerationId, outcome: Outcome, standing: Standing) -> bool:
@@ -241,7 +241,7 @@ class Agreement:
         return True
 
     async def _agreed(self, id: GenerationId) -> None:
-        if not self._held.generations.agreed(id):
+        if not self._pool.generations.agreed(id):
             await self._tell(Voided(id, _LATER))
             return
         self._counters.agreed += 1
@@ -266,7 +266,7 @@ class Agreement:
         if is_news:
             self.protected = protected
         kept = self._relied_on()
-        self._held.generations.guarding(kept)
+        self._pool.generations.guarding(kept)
         if self.protected is not None:
             self._guards.keep(kept)
         self._guarded = {id for id in self._guarded if id in kept or self._guards.holds(id)}
@@ -294,5 +294,4 @@ class Agreement:
 
 
 def _is_left(id: GenerationId | None, chosen: int | None) -> bool:
-    """Return whether a generation survives a resume from step ``chosen``."""
     return id is not None and chosen is not None and id.step <= chosen

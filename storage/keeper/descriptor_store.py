@@ -17,30 +17,19 @@ import logging
 import os
 import socket
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
 
 from ...errors import DamagedError
 from ..arenas.label import LABEL_NBYTES_MAX, Label, check_sizes
 from ..arenas.memory import Memory, check_sealed, read_sealed
-from .slot_memory import Held, HeldSlot
+from .slot_memory import PooledSlot, SlotPool
 
-__all__ = ["DescriptorStore", "KeptImage"]
+__all__ = ["DescriptorStore"]
 
 _FIRST_FD = 3
 _AGREED = "agreed"
 _SEALED = "sealed"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class KeptImage:
-    """An image from the store, with its label. ``agreed``: the previous keeper knew the generation
-    to be agreed."""
-
-    slot: HeldSlot
-    label: Label
-    agreed: bool
 
 
 class DescriptorStore:
@@ -71,33 +60,32 @@ class DescriptorStore:
             os.set_inheritable(fd, False)
         return cls(address, [(name, fd) for name, fd in zip(names, fds, strict=False)])
 
-    def take(self, run: str) -> list[KeptImage]:
-        """Return the stored images of ``run``, and drop everything else from the store."""
+    def recall(self, pool: SlotPool, run: str) -> None:
+        """Add the stored images of ``run`` to ``pool``, and drop everything else from the store."""
         by_name: dict[str, list[int]] = {}
         for name, fd in self._handed:
             by_name.setdefault(name, []).append(fd)
         self._handed = []
-        found = []
         for name, fds in by_name.items():
             try:
-                image = _image_of(name, fds, run)
+                slot, label = _slot_of(fds, run)
             except (DamagedError, OSError, ValueError) as error:
                 _log.warning(
                     "dropping %s from the descriptor store, no image of this run: %s", name, error
                 )
                 self._forget(name)
                 continue
-            self._names[_number_of(image.slot)] = name
-            found.append(image)
-        return found
+            self._names[_number_of(slot)] = name
+            if pool.recall(slot, outlived=True) and name.startswith(_AGREED):
+                pool.generations.was_agreed(label.generation)
 
-    def keep(self, held: Held) -> None:
+    def keep(self, pool: SlotPool) -> None:
         """Make the store match the held images. A failure is logged and retried at the next
         call."""
         wanted = {
-            _number_of(slot): (slot, held.generations.is_restorable(slot.label.generation))
-            for number, slot in held.slots.items()
-            if slot.label is not None and held.generations.holds(number, slot.label.generation)
+            _number_of(slot): (slot, pool.generations.is_restorable(slot.label.generation))
+            for number, slot in pool.slots.items()
+            if slot.label is not None and pool.generations.holds(number, slot.label.generation)
         }
         for number, name in list(self._names.items()):
             if number not in wanted or name != _name_of(number, *wanted[number]):
@@ -135,7 +123,7 @@ class DescriptorStore:
         return True
 
 
-def _name_of(number: int, slot: HeldSlot, agreed: bool) -> str:
+def _name_of(number: int, slot: PooledSlot, agreed: bool) -> str:
     """Return the name of a stored image. It identifies the contents, since one memory holds
     different images over time."""
     assert slot.label is not None
@@ -143,11 +131,11 @@ def _name_of(number: int, slot: HeldSlot, agreed: bool) -> str:
     return f"{_AGREED if agreed else _SEALED}-{number}-{id.epoch}-{id.step}"
 
 
-def _number_of(slot: HeldSlot) -> int:
+def _number_of(slot: PooledSlot) -> int:
     return os.fstat(slot.memory.fd).st_ino
 
 
-def _image_of(name: str, fds: Sequence[int], run: str) -> KeptImage:
+def _slot_of(fds: Sequence[int], run: str) -> tuple[PooledSlot, Label]:
     """Build an image from its descriptors and take ownership of them; on failure, close them.
     Raises OSError, ValueError, DamagedError."""
     left = list(fds)
@@ -166,7 +154,7 @@ def _image_of(name: str, fds: Sequence[int], run: str) -> KeptImage:
     finally:
         for fd in left:
             os.close(fd)
-    return KeptImage(HeldSlot(memory, label, label_fd), label, name.startswith(_AGREED))
+    return PooledSlot(memory, label, label_fd), label
 
 
 def _is_changeable(fd: int) -> bool:

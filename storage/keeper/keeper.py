@@ -38,13 +38,13 @@ from ..arenas.messages import (
     Fill,
     Filled,
     Flush,
-    HeldGeneration,
     Hello,
     Inventory,
     LookUp,
     Message,
     Open,
     Opened,
+    Progress,
     Rebuild,
     Refused,
     Release,
@@ -52,7 +52,6 @@ from ..arenas.messages import (
     Status,
     StatusAsked,
     Stop,
-    UnderWay,
     Welcome,
     decode,
     encode,
@@ -66,12 +65,11 @@ from .flushing.local_level import LocalLevel
 from .flushing.writing import Writing
 from .options import KeeperOptions
 from .parity.guards import Guards, rebuilt
-from .recovery import recall_kept, recall_local
 from .sealing import seal
 from .serving.memory_catalog import MemoryCatalog
-from .slot_memory import RESERVE_NBYTES, Held, HeldSlot
+from .slot_memory import RESERVE_NBYTES, PooledSlot, SlotPool
 from .status import Counters, KeeperStatus
-from .trainers import Recalling, Trainer, Trainers
+from .trainers import Startup, Trainer, Trainers
 
 __all__ = ["Keeper"]
 
@@ -95,8 +93,8 @@ class Keeper:
         self._store = store
         spare_nbytes = max(0, available_nbytes() - RESERVE_NBYTES)
         budget_nbytes = min(spare_nbytes, options.budget_nbytes or spare_nbytes)
-        self.held = Held(budget_nbytes, options.budget_nbytes)
-        self._generations = self.held.generations
+        self.pool = SlotPool(budget_nbytes, options.budget_nbytes)
+        self._generations = self.pool.generations
         self._trainers = Trainers(self._gone, self._back)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counters = Counters()
@@ -108,36 +106,32 @@ class Keeper:
         self._guards = Guards(options.run, options.certificate, self._guards_changed)
         self._agreement = Agreement(
             name,
-            self.held,
+            self.pool,
             self._guards,
             self._counters,
             self._tell_all,
             self.run_later,
             options.certificate,
         )
-        self._reporting = self._agreement.reporting
+        self.reporting = self._agreement.reporting
         self._writing = Writing(
-            self.held,
+            self.pool,
             self._local,
             self._counters,
-            self._reporting,
+            self.reporting,
             self._tell_all,
             self._agreement.damaged,
         )
         self._agreement.writes(self._writing)
-        self.shelf = MemoryCatalog(
-            self.held,
-            self._guards,
-            options.run,
-            self.status,
-            self.inventory,
+        self.catalog = MemoryCatalog(
+            self.pool, self._guards, options.run, self.status, self.inventory
         )
         """The contents served over HTTP."""
         self.address = ""
         """HTTP address, "" if not served."""
         self._token = ""
         self.ended = asyncio.Event()
-        self._recalling = Recalling()
+        self._startup = Startup()
         self._handlers: dict[type, Callable[[Trainer, Any, Sequence[int]], Awaitable[_Reply]]] = {
             Enter: self._enter,
             Fill: self._fill,
@@ -155,19 +149,22 @@ class Keeper:
         """Restore the images of the previous keeper and of the local level. Trainers that connect
         meanwhile wait until :meth:`welcomes`."""
         if self._store is not None:
-            recall_kept(self.held, self._store.take(self.options.run))
+            self._store.recall(self.pool, self.options.run)
             self.keep_over()
         if self._local is not None:
-            await recall_local(self.held, self._local.read(self._recalling.moved))
+            async for image in self._local.read(self._startup.moved):
+                slot = await PooledSlot.sealed(image.label, image.memory)
+                if self.pool.recall(slot, outlived=False):  # only agreed ones are written there
+                    self._generations.agreed(image.label.generation)
 
     def keep_over(self) -> None:
         """Hand all images to the descriptor store, if any, so that they outlive this process."""
         if self._store is not None:
-            self._store.keep(self.held)
+            self._store.keep(self.pool)
 
     def welcomes(self) -> None:
         """Let trainers in."""
-        self._recalling.over.set()
+        self._startup.over.set()
 
     def serves_at(self, address: str, token: str) -> None:
         """Set the HTTP address, and the token that readers need."""
@@ -241,7 +238,7 @@ class Keeper:
             _log.warning("process %d is refused: %s", line.peer_pid, refused.text)
             await line.send(encode(number, refused))
             return None
-        await self._recalling.waited_for(partial(line.send, encode(number, UnderWay())))
+        await self._startup.wait(partial(line.send, encode(number, Progress())))
         trainer = self._trainers.at(line, message)
         self._used_s = time.monotonic()
         await line.send(encode(number, Welcome(os.getpid(), self.host)))
@@ -269,8 +266,6 @@ class Keeper:
         self._agreement.tell_later()
 
     async def _answer(self, trainer: Trainer, message: Message, fds: Sequence[int]) -> _Reply:
-        """Handle a request that came with ``fds``. Return the answer, and the descriptors to send
-        along."""
         self._used_s = time.monotonic()
         handler = self._handlers.get(type(message))
         if handler is None:
@@ -323,7 +318,7 @@ class Keeper:
             refused = await self._make(trainer, grant, message)
             if refused is not None:
                 return refused, []
-        slot = self.held.slots[grant.slot]
+        slot = self.pool.slots[grant.slot]
         slot.unlabel()
         filled = Filled(grant.slot, message.nbytes)
         if grant.slot in trainer.handed:
@@ -332,8 +327,7 @@ class Keeper:
         return filled, [slot.memory.fd]
 
     async def _make(self, trainer: Trainer, grant: Grant, message: Fill) -> Refused | None:
-        """Allocate the memory of a slot. Return a refusal if that fails or takes too long."""
-        making = asyncio.ensure_future(self.held.take_memory(grant.slot, message.nbytes))
+        making = asyncio.ensure_future(self.pool.take_memory(grant.slot, message.nbytes))
         self._keep(making)
         done, _ = await asyncio.wait({making}, timeout=message.within_s)
         if not done:
@@ -362,7 +356,7 @@ class Keeper:
         stale = self._stale(trainer)
         if stale is not None:
             return stale, []
-        slot = self.held.slots.get(message.slot)
+        slot = self.pool.slots.get(message.slot)
         generation = GenerationId(trainer.epoch, message.step)
         filling = self._generations.is_filling(message.slot, trainer.number, generation)
         if slot is None or not filling or not fds:
@@ -387,8 +381,7 @@ class Keeper:
         self.run_later(self._seal(trainer, message.slot, slot, label))
         return Done(), []
 
-    async def _seal(self, trainer: Trainer, number: int, slot: HeldSlot, draft: Label) -> None:
-        """Hash and label the image, and vote for it."""
+    async def _seal(self, trainer: Trainer, number: int, slot: PooledSlot, draft: Label) -> None:
         try:
             digests = await seal(
                 slot.memory, draft.hashed_end, draft.chunk_nbytes, draft.block_nbytes
@@ -416,20 +409,18 @@ class Keeper:
 
     def inventory(self) -> Inventory:
         """Return the images and parity that this keeper holds."""
-        held = self._generations.restorable()
         return Inventory(
             self._generations.epoch,
-            tuple(
-                HeldGeneration(one.id, one.world, tuple(sorted(one.ranks)), one.agreed)
-                for one in held
-            ),
+            tuple(self._generations.restorable()),
             self._guards.inventory(),
-            self._reporting.hosts,
+            self.reporting.hosts,
         )
 
     async def _look_up(self, trainer: Trainer, message: LookUp, fds: Sequence[int]) -> _Reply:
         self._generations.offer(trainer.number)
-        self._guards.offer(trainer.number, [one.id for one in self._generations.restorable()])
+        self._guards.offer(
+            trainer.number, [one.generation for one in self._generations.restorable()]
+        )
         return self.inventory(), []
 
     async def _release(self, trainer: Trainer, message: Release, fds: Sequence[int]) -> _Reply:
@@ -442,7 +433,7 @@ class Keeper:
         if number is None:
             text = f"no image of rank {message.rank} of step {message.generation.step} is held"
             return Refused("missing", text), []
-        slot = self.held.slots[number]
+        slot = self.pool.slots[number]
         return Opened(slot.memory.nbytes), [slot.memory.fd, slot.label_fd]
 
     async def _rebuild(self, trainer: Trainer, message: Rebuild, fds: Sequence[int]) -> _Reply:
@@ -453,8 +444,8 @@ class Keeper:
             self._generations.unpin(pin)
 
     async def _make_again(self, trainer: Trainer, message: Rebuild) -> Answer:
-        struck = self.held.slot_of(message.generation, message.rank)
-        if struck is not None and await struck.is_whole():
+        damaged = self.pool.slot_of(message.generation, message.rank)
+        if damaged is not None and await damaged.is_whole():
             return Done()
         options = self.options
         moved = self._trainers.in_flight(trainer)
@@ -463,9 +454,9 @@ class Keeper:
         except HoldfastError as error:
             text = f"the image of rank {message.rank} cannot be rebuilt: {error}"
             return Refused("lost", text)
-        image = HeldSlot(memory, label, sealed_bytes(await offload(label.encode)))
-        if struck is not None:
-            await struck.mend(image)
+        image = await PooledSlot.sealed(label, memory)
+        if damaged is not None:
+            await damaged.mend(image)
         else:
             # No await from here until it is held: the inventory must not list what cannot be read.
             number = self._generations.recall(
@@ -474,7 +465,7 @@ class Keeper:
             if isinstance(number, Refusal):
                 image.close()
                 return Refused(number.reason.value, number.text)
-            self.held.slots[number] = image
+            self.pool.slots[number] = image
         self._generations.agreed(label.generation)
         if trainer in self._trainers:  # otherwise nobody would release it
             self._generations.offer(trainer.number)
@@ -492,7 +483,7 @@ class Keeper:
         memory = Memory(os.dup(fds[0]), message.nbytes)
         of_image = label.generation, label.rank, label.world, label.nbytes
         self._writing.handed_over(label.generation)
-        number = self.held.in_use_already(
+        number = self.pool.in_use_already(
             label.nbytes, partial(self._generations.adopt, trainer.number, *of_image)
         )
         if isinstance(number, Refusal):
@@ -500,10 +491,10 @@ class Keeper:
             if number.reason is Reason.DUPLICATE:  # this keeper lived, only the connection was lost
                 return Done(), []
             return Refused(number.reason.value, number.text), []
-        outlived = self.held.slots.pop(number, None)
+        outlived = self.pool.slots.pop(number, None)
         if outlived is not None:
             outlived.close()
-        self.held.slots[number] = HeldSlot(memory, label, os.dup(fds[1]))
+        self.pool.slots[number] = PooledSlot(memory, label, os.dup(fds[1]))
         self.run_later(self._agreement.vote(label, handed_over=True))
         return Done(), []
 
@@ -515,8 +506,7 @@ class Keeper:
         return Done(), []
 
     def _close_unheld(self) -> None:
-        """Release the memory of slots that the state machine has removed."""
-        for number in self.held.close_unheld():
+        for number in self.pool.close_unheld():
             for trainer in self._trainers:
                 trainer.handed.discard(number)
 
@@ -529,18 +519,18 @@ class Keeper:
             began_s=self._began_s,
             epoch=self._generations.epoch,
             budget_nbytes=self._generations.budget_nbytes,
-            held_nbytes=self.held.nbytes,
+            held_nbytes=self.pool.nbytes,
             ranks=sorted({trainer.rank for trainer in self._trainers}),
             generations=self.inventory().generations,
             flushing=self._writing.flushing,
             address=self.address,
             counters=self._counters,
             name=self.name,
-            hosts=[host.name for host in self._reporting.hosts],
-            protection=next((group.mode for group in self._reporting.groups), "off"),
+            hosts=[host.name for host in self.reporting.hosts],
+            protection=next((group.mode for group in self.reporting.groups), "off"),
             protected=self._agreement.protected,
             parity_nbytes=self._guards.nbytes,
-            ready=self._recalling.over.is_set(),
+            ready=self._startup.over.is_set(),
         )
 
     @property
@@ -549,14 +539,6 @@ class Keeper:
         if self._trainers or self._tasks:
             return 0.0
         return time.monotonic() - self._used_s
-
-    async def hear(self, report: bytes) -> bytes:
-        """Take the report of another keeper; see :meth:`.reporting.Reporting.hear`."""
-        return await self._reporting.hear(report)
-
-    async def leave(self) -> None:
-        """Stop taking part in the job, and answer the keepers that wait for news."""
-        await self._reporting.close()
 
     async def finish(self, grace_s: float) -> None:
         """Wait, for ``grace_s`` at most, until all tasks are done and all trainers are gone.
@@ -574,6 +556,6 @@ class Keeper:
         if self._tasks:
             await asyncio.wait(self._tasks)
         self._trainers.close()
-        self.held.close()
+        self.pool.close()
         if self._local is not None:
             await self._local.close()

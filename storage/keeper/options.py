@@ -1,11 +1,14 @@
-"""Options of a keeper."""
+"""Options of a keeper, and of the HTTP server for its memory."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 
-__all__ = ["KeeperOptions", "cpus_of"]
+__all__ = ["LOOPBACK", "KeeperOptions", "ServeOptions", "cpus_of", "new_token"]
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,29 @@ class KeeperOptions:
     """Limit of all reads from other keepers. None: no limit."""
     cpus: str = ""
     """CPUs to run on, in the format of :func:`cpus_of`. Empty: any."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """``token``: from :func:`new_token`. ``interface``: a name such as ``eth0``, or an address.
+    ``port``: 0 for any free one. ``certificate`` and ``key``: PEM files; empty for no TLS."""
+
+    token: str = field(repr=False)
+    interface: str = LOOPBACK
+    port: int = 0
+    certificate: str = ""
+    key: str = ""
+    requests_max: int = 64
+    """Further requests get status 503 and Retry-After."""
+    connections_max: int = 256
+    """Further connections are closed at once."""
+    quiet_s: float = 60.0
+    """Time limit for a client to send its next request, or to accept 1 MiB of an answer."""
+
+
+def new_token() -> str:
+    """Return 128 random bits in hexadecimal."""
+    return secrets.token_hex(16)
 
 
 _CPUS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")

@@ -27,9 +27,8 @@ from ..arenas.sockets import Line, listening
 from ..runtime.engine import CPU_THREADS
 from .descriptor_store import DescriptorStore
 from .keeper import Keeper
-from .options import KeeperOptions, cpus_of
+from .options import KeeperOptions, ServeOptions, cpus_of, new_token
 from .serving.serve import address_and_port, interface_and_port, is_token, serve
-from .serving.serve_options import ServeOptions, new_token
 
 if TYPE_CHECKING:
     from .serving.http_server import MemoryServer
@@ -94,14 +93,13 @@ async def keep(
                     _log.info("keeper of run %s, process %d, %s", options.run, *where)
                     await _until_ended(keeper, options.linger_s)
                 await keeper.finish(GRACE_S)  # still together with the other keepers
-                await keeper.leave()
+                await keeper.reporting.close()
         finally:
             await keeper.close()
         _log.info("keeper of run %s is stopping", options.run)
 
 
 def _confine(options: KeeperOptions) -> None:
-    """Apply the CPU and rate limits, before any thread starts. Raises UsageError."""
     if options.cpus:
         try:
             os.sched_setaffinity(0, cpus_of(options.cpus))
@@ -116,7 +114,6 @@ def _confine(options: KeeperOptions) -> None:
 
 @contextlib.asynccontextmanager
 async def _accepting(keeper: Keeper, folder: KeeperFolder) -> AsyncIterator[None]:
-    """Accept connections of trainers during the body."""
     sock = listening(folder.socket)
     accepting = asyncio.ensure_future(_accept(sock, keeper))
     try:
@@ -165,8 +162,10 @@ async def _bound(
     if port and not options.port:
         with contextlib.suppress(OSError):  # somebody else has taken it
             preferred = replace(options, port=port)
-            return await stack.enter_async_context(serve(keeper.shelf, preferred, keeper.hear))
-    return await stack.enter_async_context(serve(keeper.shelf, options, keeper.hear))
+            return await stack.enter_async_context(
+                serve(keeper.catalog, preferred, keeper.reporting.hear)
+            )
+    return await stack.enter_async_context(serve(keeper.catalog, options, keeper.reporting.hear))
 
 
 async def _accept(sock: socket.socket, keeper: Keeper) -> None:

@@ -8,6 +8,7 @@ something changes (long polling). Lost messages are repeated.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -101,7 +102,6 @@ class Reporting:
 
     @property
     def _lead_host(self) -> KeeperHost | None:
-        """The leader, unless it is this keeper."""
         for host in self.hosts:
             if 0 in host.ranks and host.name != self.name:
                 return host
@@ -178,12 +178,7 @@ class Reporting:
         if version != self.lead.version:
             self.run_later(self.tell())
         elif report.waits and report.seen == version and not self._closed:
-            moved = self._moved
-            try:
-                async with asyncio.timeout(WAIT_S):
-                    await moved.wait()
-            except TimeoutError:
-                pass
+            await self.moved(WAIT_S)
             self._heard_s[report.name] = loop.time()
         return codec(Standing).encode(self.lead.standing())
 
@@ -208,14 +203,11 @@ class Reporting:
     async def moved(self, timeout_s: float) -> None:
         """Wait until something changes at this leader, or the timeout ends."""
         moved = self._moved
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await moved.wait()
-        except TimeoutError:
-            pass
 
     async def _report_news(self) -> None:
-        """Send each piece of news until the leader answers."""
         while True:
             await self._news.wait()
             for tried in itertools.count():
@@ -225,7 +217,6 @@ class Reporting:
                 await asyncio.sleep(PAUSES_S[min(tried, len(PAUSES_S) - 1)])
 
     async def _wait_for_news(self) -> None:
-        """Poll the leader for newer standings."""
         loop = asyncio.get_running_loop()
         answered_s = loop.time()
         failed = 0
@@ -270,7 +261,6 @@ class Reporting:
         return is_newer(standing.version, self._seen)
 
     async def _sent(self, host: KeeperHost, report: Report) -> Standing:
-        """Send a report, and return the answer. Raises CoordinationError, OSError, TimeoutError."""
         import aiohttp
 
         if self._session is None:
@@ -315,6 +305,5 @@ class Reporting:
 
 
 def _note_end(task: asyncio.Task[None]) -> None:
-    """Log if a reporting task ends, which only cancellation should cause."""
     if not task.cancelled():
         _log.error("this keeper no longer reports", exc_info=task.exception())

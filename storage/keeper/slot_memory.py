@@ -4,33 +4,42 @@ decides about both."""
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ...errors import DamagedError
 from ..arenas.free_memory import available_nbytes
 from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label
-from ..arenas.memory import Memory, read_sealed, reserved_memory
+from ..arenas.memory import Memory, read_sealed, reserved_memory, sealed_bytes
 from ..runtime.engine import offload
 from .decisions.generations import Generations
 from .decisions.slots import Refusal
 from .sealing import is_sealed
-from .tiers import HeldImage
+from .tiers import LocalImage
 
-__all__ = ["RESERVE_NBYTES", "Held", "HeldSlot", "spared_memory"]
+__all__ = ["RESERVE_NBYTES", "PooledSlot", "SlotPool", "spared_memory"]
 
 RESERVE_NBYTES = 256 << 20
 """Memory left to the rest of the system."""
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(eq=False)
-class HeldSlot:
+class PooledSlot:
     """Memory of a slot, and its label once the image in it is complete."""
 
     memory: Memory
     label: Label | None = None
     label_fd: int = -1
+
+    @classmethod
+    async def sealed(cls, label: Label, memory: Memory) -> PooledSlot:
+        """Return the slot of a complete image."""
+        return cls(memory, label, sealed_bytes(await offload(label.encode)))
 
     async def is_whole(self) -> bool:
         """Check the image and its label against their checksums. Reads the whole image, in
@@ -41,7 +50,7 @@ class HeldSlot:
             return False
         return label == self.label and await is_sealed(self.memory, label)
 
-    async def mend(self, intact: HeldSlot) -> None:
+    async def mend(self, intact: PooledSlot) -> None:
         """Repair the image in place from ``intact``, and close that. Concurrent readers are safe:
         only damaged bytes change."""
         try:
@@ -69,14 +78,14 @@ class HeldSlot:
         self.memory.close()
 
 
-class Held:
+class SlotPool:
     """The slots of a keeper, by number. ``budget_nbytes``: limit for all of them; ``given_nbytes``:
     the limit that the user has set, None if the budget was derived from free memory."""
 
     def __init__(self, budget_nbytes: int, given_nbytes: int | None = None) -> None:
         self.generations = Generations(budget_nbytes)
         self._given_nbytes = given_nbytes
-        self.slots: dict[int, HeldSlot] = {}
+        self.slots: dict[int, PooledSlot] = {}
         self._making_nbytes = 0
         """Memory being allocated now, which the system may not report as used yet."""
 
@@ -92,7 +101,7 @@ class Held:
         if nbytes <= spare_nbytes:
             self._making_nbytes += nbytes
             try:
-                self.slots[slot] = HeldSlot(await offload(reserved_memory, nbytes))
+                self.slots[slot] = PooledSlot(await offload(reserved_memory, nbytes))
                 self.generations.made(slot)
                 return ""
             except OSError as error:
@@ -101,6 +110,24 @@ class Held:
                 self._making_nbytes -= nbytes
         self.generations.unmade(slot)
         return problem
+
+    def recall(self, slot: PooledSlot, *, outlived: bool) -> bool:
+        """Take over a complete image before any trainer connects. ``outlived``: its memory comes
+        from the previous keeper, and other processes may still have it mapped. Return False, and
+        close the slot, if there is no room."""
+        label = slot.label
+        assert label is not None
+        of_image = label.generation, label.rank, label.world, label.nbytes
+        take = partial(self.generations.recall, *of_image, outlived=outlived)
+        number = self.in_use_already(label.nbytes, take) if outlived else take()
+        if isinstance(number, Refusal):
+            _log.warning("rank %d: %s", label.rank, number.text)
+            slot.close()
+            return False
+        self.slots[number] = slot
+        how = "kept by the descriptor store" if outlived else "loaded from the local level"
+        _log.info("step %d of rank %d was %s", label.generation.step, label.rank, how)
+        return True
 
     def in_use_already(self, nbytes: int, take: Callable[[], int | Refusal]) -> int | Refusal:
         """Return the slot that ``take()`` finds for memory of an earlier keeper. Extends the budget
@@ -113,17 +140,17 @@ class Held:
             self.generations.budget_nbytes = before_nbytes
         return number
 
-    def images(self, generation: GenerationId) -> list[HeldImage]:
+    def images(self, generation: GenerationId) -> list[LocalImage]:
         """Return the images of a generation, by rank. Excludes dropped images, even if their slots
         are not overwritten yet."""
         found = [
-            HeldImage(slot.label, slot.memory)
+            LocalImage(slot.label, slot.memory)
             for number, slot in self.slots.items()
             if slot.label is not None and self.generations.holds(number, generation)
         ]
         return sorted(found, key=lambda image: image.label.rank)
 
-    def slot_of(self, generation: GenerationId, rank: int) -> HeldSlot | None:
+    def slot_of(self, generation: GenerationId, rank: int) -> PooledSlot | None:
         """Find the slot that holds the image of a rank."""
         for number, slot in self.slots.items():
             is_of_rank = slot.label is not None and slot.label.rank == rank

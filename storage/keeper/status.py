@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..arenas.label import GenerationId
-from ..arenas.messages import HeldGeneration
+from ..arenas.messages import GenerationEntry
 
 __all__ = ["Counters", "KeeperStatus"]
 
@@ -50,7 +50,7 @@ class KeeperStatus:
     held_nbytes: int
     ranks: Sequence[int]
     """Ranks with a connected process."""
-    generations: Sequence[HeldGeneration]
+    generations: Sequence[GenerationEntry]
     flushing: GenerationId | None
     """Generation being flushed."""
     address: str
@@ -71,32 +71,10 @@ class KeeperStatus:
 
     def as_json(self) -> dict[str, object]:
         """Return the status as a JSON object."""
-        return {
-            "run": self.run,
-            "host": self.host,
-            "pid": self.pid,
-            "began_s": self.began_s,
-            "epoch": self.epoch,
-            "budget_nbytes": self.budget_nbytes,
-            "held_nbytes": self.held_nbytes,
-            "ranks": list(self.ranks),
-            "generations": [
-                {
-                    "epoch": held.generation.epoch,
-                    "step": held.generation.step,
-                    "world": held.world,
-                    "ranks": list(held.ranks),
-                    "agreed": held.agreed,
-                }
-                for held in self.generations
-            ],
-            "flushing_step": None if self.flushing is None else self.flushing.step,
-            "address": self.address,
-            "name": self.name,
-            "hosts": list(self.hosts),
-            "protection": self.protection,
-            "protected_step": None if self.protected is None else self.protected.step,
-            "parity_nbytes": self.parity_nbytes,
-            "ready": self.ready,
-            "counters": asdict(self.counters),
-        }
+        found = asdict(self)
+        for held in found["generations"]:
+            held.update(held.pop("generation"))
+        for name in ("flushing", "protected"):
+            generation = found.pop(name)
+            found[f"{name}_step"] = None if generation is None else generation["step"]
+        return found

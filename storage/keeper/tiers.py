@@ -26,14 +26,14 @@ from ..format.merge import merge
 from ..runtime.engine import offload
 from .reading import image_file
 
-__all__ = ["HeldImage", "PeerImage", "TiersDriver", "manifest_of"]
+__all__ = ["LocalImage", "PeerImage", "TiersDriver", "manifest_of"]
 
 READ_NBYTES = 64 << 20
 """Read size at which the C library bypasses the CPU cache."""
 
 
 @dataclass(frozen=True, eq=False)
-class HeldImage:
+class LocalImage:
     """An image in memory, and its label."""
 
     label: Label
@@ -65,10 +65,10 @@ class TiersDriver(ReadOnly, Driver):
     remote: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
-    def __init__(self, uri: str, manifest: bytes, images: Sequence[HeldImage | PeerImage]) -> None:
+    def __init__(self, uri: str, manifest: bytes, images: Sequence[LocalImage | PeerImage]) -> None:
         """Create the driver. ``uri``: named in errors."""
         self.uri = uri
-        is_all_here = all(isinstance(image, HeldImage) for image in images)
+        is_all_here = all(isinstance(image, LocalImage) for image in images)
         self.traits = Traits(
             part_nbytes=16 << 20,
             part_min_nbytes=1,
@@ -113,7 +113,7 @@ class TiersDriver(ReadOnly, Driver):
             return into
         self.own_nbytes += nbytes
         image = self._images.get(key)
-        if isinstance(image, HeldImage):
+        if isinstance(image, LocalImage):
             # Otherwise the first reader of each page waits for it with the GIL held.
             await offload(image.memory.populate, start, start + nbytes)
         return content[start : start + nbytes]
@@ -161,7 +161,6 @@ def _nbytes(content: memoryview | PeerImage) -> int:
 def _check_range(
     content: memoryview | PeerImage, start: int, nbytes: int, uri: str, key: str
 ) -> None:
-    """Raise DamagedError if the object ends before the range does."""
     end = _nbytes(content)
     if not 0 <= start <= start + nbytes <= end:
         raise DamagedError(f"object ends at byte {end}, before {start + nbytes}", uri=uri, key=key)

@@ -15,14 +15,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..arenas.messages import Event, Hello, UnderWay, encode
+from ..arenas.messages import Event, Hello, Progress, encode
 from ..arenas.sockets import Line
 
-__all__ = ["Recalling", "Trainer", "Trainers"]
+__all__ = ["Startup", "Trainer", "Trainers"]
 
 TELL_S = 5.0
 """Time limit for a trainer to receive a message."""
-UNDER_WAY_S = 0.5
+PROGRESS_S = 0.5
 """Interval of progress messages to a trainer that waits for a long request."""
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Trainer:
     handed: set[int] = field(default_factory=set)
 
 
-class Recalling:
+class Startup:
     """Startup of a keeper; ``over`` is set when trainers are let in."""
 
     def __init__(self) -> None:
@@ -56,18 +56,18 @@ class Recalling:
         """Record progress."""
         self._moves += 1
 
-    async def waited_for(self, tell: Callable[[], Awaitable[None]]) -> None:
+    async def wait(self, tell: Callable[[], Awaitable[None]]) -> None:
         """Wait until startup is over, and call ``tell()`` on progress. Raises as ``tell()`` does
         when the waiting trainer has gone."""
         if self.over.is_set():
             return
-        told = self._moves
+        seen = self._moves
         while not self.over.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(UNDER_WAY_S):
+                async with asyncio.timeout(PROGRESS_S):
                     await self.over.wait()
-            if told != self._moves:
-                told = self._moves
+            if seen != self._moves:
+                seen = self._moves
                 await tell()
         await tell()
 
@@ -112,7 +112,6 @@ class Trainers:
         return trainer
 
     def _ended(self, trainer: Trainer) -> None:
-        """Handle the end of a process, whose memory is gone."""
         self._unwatch(trainer)
         del self._by_pid[trainer.pid]
         trainer.line.close()
@@ -130,13 +129,13 @@ class Trainers:
     def in_flight(self, trainer: Trainer) -> Callable[[], Awaitable[None]]:
         """Return a callback that reports progress on the trainer's current request. May be called
         often: messages are rate-limited."""
-        number, told_s = trainer.asks, time.monotonic()
+        number, sent_s = trainer.asks, time.monotonic()
 
         async def moved() -> None:
-            nonlocal told_s
-            if time.monotonic() - told_s >= UNDER_WAY_S:
-                told_s = time.monotonic()
-                await self._send(trainer, encode(number, UnderWay()))
+            nonlocal sent_s
+            if time.monotonic() - sent_s >= PROGRESS_S:
+                sent_s = time.monotonic()
+                await self._send(trainer, encode(number, Progress()))
 
         return moved
 
@@ -151,8 +150,8 @@ class Trainers:
 
     async def tell_all(self, event: Event, epoch: int) -> None:
         """Send an event to all trainers of an epoch, concurrently."""
-        told = [self.tell(trainer, event) for trainer in self if trainer.epoch == epoch]
-        await asyncio.gather(*told)
+        sending = [self.tell(trainer, event) for trainer in self if trainer.epoch == epoch]
+        await asyncio.gather(*sending)
 
     def close(self) -> None:
         """Stop watching all trainers."""

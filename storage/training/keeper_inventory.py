@@ -24,10 +24,10 @@ from ..ranks.messages import codec
 from .epochs import Epochs
 
 __all__ = [
+    "DamagedImage",
     "GuardOption",
     "InMemory",
     "Meeting",
-    "Struck",
     "asked",
     "kept_in_memory",
     "meeting",
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Struck:
+class DamagedImage:
     """The image of ``rank`` on the keeper ``name`` is damaged or unreachable."""
 
     generation: GenerationId
@@ -66,11 +66,11 @@ class GuardOption:
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """What a rank's keeper holds. ``host``: None without one. ``struck``: damaged images."""
+    """What a rank's keeper holds. ``host``: None without one. ``damaged``: damaged images."""
 
     inventory: Inventory = NOTHING
     host: KeeperHost | None = None
-    struck: tuple[Struck, ...] = ()
+    damaged: tuple[DamagedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def kept_in_memory(
     world: int,
     newer_than: int,
     epochs: Epochs,
-    struck: Collection[Struck] = (),
+    damaged: Collection[DamagedImage] = (),
 ) -> tuple[list[Choice], list[str]]:
     """Return the generations that can be resumed, best first, and why others cannot.
 
@@ -152,7 +152,7 @@ def kept_in_memory(
         within_reach,
         [stock.host.name for stock in stocks if stock in within_reach],
         is_of_use,
-        {(one.generation, one.rank, one.name) for one in struck},
+        {(one.generation, one.rank, one.name) for one in damaged},
     )
 
 

@@ -14,7 +14,7 @@ from ..arenas.hosts import KeeperHost
 from ..arenas.messages import VERSION, Enter, Hello, Rebuild
 from ..keeper.decisions.choice import Choice
 from ..keeper.reading import Peers
-from ..keeper.tiers import HeldImage, PeerImage, TiersDriver, manifest_of
+from ..keeper.tiers import LocalImage, PeerImage, TiersDriver, manifest_of
 from ..operations.loading.start_load import load_state
 from ..operations.options import LoadOptions
 from ..operations.saving.keeper_request import ByKeeper, Storage
@@ -22,7 +22,7 @@ from ..ranks.process_group import current_rank, current_world
 from ..runtime.engine import offload, run, start
 from ..state.capture.switch_interval import switch_interval
 from ..state.pinned import pin
-from .keeper_inventory import GuardOption, InMemory, Meeting, Struck
+from .keeper_inventory import DamagedImage, GuardOption, InMemory, Meeting
 from .keeper_option import Keeper, start_keeper
 from .run_lineage import checkpoint_name
 from .schedule import Steps
@@ -51,7 +51,7 @@ class MemoryLevel:
         self._arena: Arena | None = None
         self._run = ""
         self._steps = Steps(option.every)
-        self._struck: list[Struck] = []
+        self._damaged: list[DamagedImage] = []
         self._rebuilt_nbytes = 0
         self.loaded = LoadedBytes()
         self._flushes = True
@@ -103,13 +103,13 @@ class MemoryLevel:
         arena = self.arena
         inventory = await arena.look_up() if arena.is_open else None
         if inventory is None or arena.host is None:
-            return InMemory(struck=tuple(self._struck))
-        return InMemory(inventory, arena.host, tuple(self._struck))
+            return InMemory(damaged=tuple(self._damaged))
+        return InMemory(inventory, arena.host, tuple(self._damaged))
 
     def begin_epoch(self, epoch: int, step: int | None, meeting: Meeting) -> None:
         """Begin an epoch at ``step`` (None: the start of training), and discard later steps."""
         self._steps.begin_at(step)
-        self._struck = []
+        self._damaged = []
         self._rebuilt_nbytes = 0
         self.problem = meeting.problem
         self._protects = bool(meeting.groups)
@@ -161,7 +161,7 @@ class MemoryLevel:
         """
         name = f"{self._printed}{checkpoint_name(choice.generation.step)}"
         peers = Peers(choice.generation, hosts, self._option.certificate)
-        images: list[HeldImage | PeerImage] = []
+        images: list[LocalImage | PeerImage] = []
         try:
             images = run(self._images(choice, peers))
             driver = TiersDriver(name, run(_manifest(images)), images)
@@ -185,28 +185,28 @@ class MemoryLevel:
             start(offload(_unmap, images))
 
     def _strike(
-        self, choice: Choice, images: Sequence[HeldImage | PeerImage], error: HoldfastError
+        self, choice: Choice, images: Sequence[LocalImage | PeerImage], error: HoldfastError
     ) -> None:
         """Record the damaged image, so that the next attempt uses another copy or parity."""
         for image, names in zip(images, choice.holders, strict=True):
             if error.key == image.label.key:
                 rank = image.label.rank
-                self._struck.append(Struck(choice.generation, rank, self._source(names)))
+                self._damaged.append(DamagedImage(choice.generation, rank, self._source(names)))
 
     def _source(self, names: Sequence[str]) -> str:
         """Return the keeper to read an image from, given its holders; prefer this host's own."""
         own = self.arena.host
         return own.name if own is not None and own.name in names else names[0]
 
-    async def _images(self, choice: Choice, peers: Peers) -> list[HeldImage | PeerImage]:
+    async def _images(self, choice: Choice, peers: Peers) -> list[LocalImage | PeerImage]:
         """Open all ranks' images, in order; strike all bad ones before the first is raised."""
         sources = [self._source(names) for names in choice.holders]
         opened = (self._image(choice, rank, name, peers) for rank, name in enumerate(sources))
-        images: list[HeldImage | PeerImage] = []
+        images: list[LocalImage | PeerImage] = []
         problems: list[HoldfastError] = []
         for rank, one in enumerate(await asyncio.gather(*opened)):
             if isinstance(one, HoldfastError):
-                self._struck.append(Struck(choice.generation, rank, sources[rank]))
+                self._damaged.append(DamagedImage(choice.generation, rank, sources[rank]))
                 problems.append(one)
             else:
                 images.append(one)
@@ -216,12 +216,12 @@ class MemoryLevel:
 
     async def _image(
         self, choice: Choice, rank: int, name: str, peers: Peers
-    ) -> HeldImage | PeerImage | DamagedError | StorageError:
+    ) -> LocalImage | PeerImage | DamagedError | StorageError:
         """Open a rank's image on the keeper ``name``; return the error instead of raising it."""
         own = self.arena.host
         try:
             if own is not None and own.name == name:
-                return HeldImage(*await self.arena.image(choice.generation, rank))
+                return LocalImage(*await self.arena.image(choice.generation, rank))
             return PeerImage(await peers.label(name, rank, self._run), peers.driver(name), name)
         except (DamagedError, StorageError) as error:
             return error
@@ -244,11 +244,11 @@ class MemoryLevel:
             self._arena = None
 
 
-def _unmap(images: list[HeldImage | PeerImage]) -> None:
+def _unmap(images: list[LocalImage | PeerImage]) -> None:
     images.clear()
 
 
-async def _manifest(images: Sequence[HeldImage | PeerImage]) -> bytes:
+async def _manifest(images: Sequence[LocalImage | PeerImage]) -> bytes:
     try:
         return await offload(manifest_of, [image.label for image in images])
     except SaveError as error:

@@ -191,9 +191,9 @@ class _Leader:
         self, statements: Sequence[InMemory], stocks: Sequence[Stock], others: Sequence[Stock]
     ) -> Choices:
         newest = max((c.step or 0 for c in self._tried), default=-1)
-        struck = {one for statement in statements for one in statement.struck}
+        damaged = {one for statement in statements for one in statement.damaged}
         kept, problems = kept_in_memory(
-            stocks, others, len(statements), newest, self._epochs, struck
+            stocks, others, len(statements), newest, self._epochs, damaged
         )
         for problem in problems:
             _log.warning("%s", problem)

@@ -36,9 +36,9 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.storage.arenas.memory import reserved_memory
-from holdfast.storage.keeper.serving.catalog import Content
+from holdfast.storage.keeper.options import ServeOptions, new_token
+from holdfast.storage.keeper.serving.memory_catalog import Content
 from holdfast.storage.keeper.serving.serve import address_of, serve
-from holdfast.storage.keeper.serving.serve_options import ServeOptions, new_token
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 

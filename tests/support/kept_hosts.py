@@ -13,12 +13,12 @@ from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import Agreed, Enter, Event, Rebuild, Voided
 from holdfast.storage.keeper.decisions.choice import Choice, Stock
 from holdfast.storage.keeper.keeper import Keeper
+from holdfast.storage.keeper.options import ServeOptions
 from holdfast.storage.keeper.serving.serve import serve
-from holdfast.storage.keeper.serving.serve_options import ServeOptions
 from holdfast.storage.training.epochs import Epochs
 from holdfast.storage.training.keeper_inventory import (
+    DamagedImage,
     GuardOption,
-    Struck,
     kept_in_memory,
     meeting,
 )
@@ -61,7 +61,9 @@ class KeptHosts:
         stack = AsyncExitStack()
         keeper, folder = await stack.enter_async_context(kept(name, name))
         options = ServeOptions(TOKEN, "127.0.0.1")
-        server = await stack.enter_async_context(serve(keeper.shelf, options, keeper.hear))
+        server = await stack.enter_async_context(
+            serve(keeper.catalog, options, keeper.reporting.hear)
+        )
         keeper.serves_at(f"127.0.0.1:{server.port}", TOKEN)
         arenas = {
             rank: await stack.enter_async_context(trainer(folder, rank, self.world))
@@ -73,7 +75,7 @@ class KeptHosts:
     async def lose(self, name: str) -> None:
         """A host is gone, with all that it has."""
         host = self.hosts.pop(name)
-        await host.keeper.leave()
+        await host.keeper.reporting.close()
         await host.stack.aclose()
 
     def stocks(self) -> list[Stock]:
@@ -109,7 +111,7 @@ class KeptHosts:
             await asyncio.gather(*(one.until((kind, Voided)) for one in told))
         return told
 
-    def choices(self, struck: Collection[Struck] = ()) -> tuple[list[Choice], list[str]]:
+    def choices(self, struck: Collection[DamagedImage] = ()) -> tuple[list[Choice], list[str]]:
         """What a restart could go on from, but for these images."""
         return kept_in_memory(self.stocks(), [], self.world, -1, Epochs(), struck)
 

@@ -15,9 +15,9 @@ from typing import Any
 from holdfast.drivers import memory
 from holdfast.errors import NotFoundError
 from holdfast.storage.arenas.memory import Memory, sealed_bytes
-from holdfast.storage.keeper.serving.catalog import Content, Item
+from holdfast.storage.keeper.options import ServeOptions, new_token
+from holdfast.storage.keeper.serving.memory_catalog import Content, Item
 from holdfast.storage.keeper.serving.serve import serve
-from holdfast.storage.keeper.serving.serve_options import ServeOptions, new_token
 
 __all__ = ["MemfdShelf", "Showing", "StoreShelf", "showing", "until"]
 

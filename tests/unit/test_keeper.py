@@ -10,7 +10,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -51,7 +51,7 @@ from holdfast.storage.keeper import slot_memory as held
 from holdfast.storage.keeper.flushing import writing
 from holdfast.storage.keeper.keeper import Keeper
 from holdfast.storage.keeper.options import KeeperOptions
-from holdfast.storage.keeper.trainers import UNDER_WAY_S
+from holdfast.storage.keeper.trainers import PROGRESS_S
 
 NBYTES = 100_000
 
@@ -83,17 +83,17 @@ def test_a_flush_that_fails_is_tried_again_until_storage_is_back(
     """Each failure is told; meanwhile later steps are kept."""
     told = Told()
     later = Told()
-    flush_to = writing.flush_to
+    flush = writing.flush
     tried = 0
 
-    async def failing(request: Flush, images: Sequence[object], is_wanted: object) -> str:
+    async def failing(*given: object) -> tuple[str, int]:
         nonlocal tried
         tried += 1
         if tried <= 3:
             raise StorageDownError("no storage today")
-        return await flush_to(request, images, is_wanted)  # type: ignore[arg-type]
+        return await flush(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(writing, "flush_to", failing)
+    monkeypatch.setattr(writing, "flush", failing)
     monkeypatch.setattr(writing, "FLUSH_PAUSES_S", (0.05,))
 
     async def body() -> None:
@@ -280,7 +280,7 @@ def test_memory_of_no_bytes_is_refused() -> None:
             assert await arena.fill(1, 0) is None
             assert "memory of 0 bytes cannot be mapped" in arena.problem
             assert await arena.fill(2, 8192) is not None
-            assert list(keeper.held.generations.slots) == list(keeper.held.slots)
+            assert list(keeper.pool.generations.slots) == list(keeper.pool.slots)
 
     run(body)
 
@@ -363,7 +363,7 @@ def test_a_step_that_goes_to_storage_is_waited_for_where_a_line_is_cut(tmp_path:
             await cut(arena)
             assert isinstance(await told[1].until((Durable, Voided)), Durable)
             assert keeper.status().counters.flushed == 2
-            assert pinned(keeper.held.generations) == []
+            assert pinned(keeper.pool.generations) == []
 
     run(body)
     assert [KeeperLost in map(type, one.events) for one in told] == [True, True]
@@ -546,7 +546,7 @@ def test_memory_that_cannot_be_mapped_costs_one_step(monkeypatch: pytest.MonkeyP
                 slot = await rank.fill(step, NBYTES)
                 assert slot is not None, rank.problem
                 await rank.dropped(slot)
-            assert len(keeper.held.slots) == 1
+            assert len(keeper.pool.slots) == 1
 
     def refused(fd: int, nbytes: int) -> Memory:
         os.close(fd)
@@ -605,15 +605,15 @@ def test_trainers_are_let_in_once_the_keeper_has_what_it_begins_with() -> None:
         ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         keeper = Keeper(KeeperOptions(RUN, "here"), "keeper")
         keeper.run_later(keeper.attend(theirs))
-        client = KeeperClient(ours, 3 * UNDER_WAY_S, lambda event, fds: None)
+        client = KeeperClient(ours, 3 * PROGRESS_S, lambda event, fds: None)
         heard: list[float] = []
         hello = Hello(VERSION, RUN, 0, 1, "here")
         asking = asyncio.ensure_future(
             client.ask(hello, Welcome, goes_on=lambda: heard.append(time.monotonic()))
         )
         for _ in range(8):
-            await asyncio.sleep(UNDER_WAY_S)
-            keeper._recalling.moved()
+            await asyncio.sleep(PROGRESS_S)
+            keeper._startup.moved()
         assert not keeper.status().ready
         assert not asking.done()
         assert len(heard) > 3
@@ -645,7 +645,7 @@ def test_a_line_that_was_given_up_takes_no_other_ones_place() -> None:
             await asyncio.sleep(0.1)
         keeper.welcomes()
         await asking[1]
-        await asyncio.sleep(2 * UNDER_WAY_S)
+        await asyncio.sleep(2 * PROGRESS_S)
         found, _ = await clients[1].ask(LookUp(), Inventory)
         assert found.epoch == -1
         await clients[1].close()

@@ -98,7 +98,7 @@ class Host:
 
     def held(self) -> set[GenerationId]:
         """What is there."""
-        return {one.id for one in self.generations.restorable()}
+        return {one.generation for one in self.generations.restorable()}
 
     async def hear(self, lead: str, epoch: int, **how: Any) -> None:
         """How things stand, as that lead keeper says."""
@@ -162,13 +162,13 @@ async def test_what_another_keeper_was_told_is_guarded_is_kept_in_the_next_epoch
     await host.hear("x", 1)
     works_on(host, 6, 7, 8, epoch=1)
     assert {id(1), id(2)} <= host.held()
-    assert host.agreement.report().told == id(1)
+    assert host.agreement.report().guarded_by_all == id(1)
     await host.hear("x", 1, guarded=id(2), heard=True)
-    assert host.agreement.report().told == id(2)
+    assert host.agreement.report().guarded_by_all == id(2)
     works_on(host, 9, 10, epoch=1)
     assert {id(1), id(2)} <= host.held()
     await host.hear("x", 1, guarded=id(2), protected=id(2), heard=True)
-    assert host.agreement.report().told == id(2)
+    assert host.agreement.report().guarded_by_all == id(2)
     assert not [event for event in host.told if event == Protected(id(2))]
     works_on(host, 11, 12, epoch=1)
     assert id(1) not in host.held()
@@ -183,7 +183,7 @@ async def test_what_is_guarded_is_protected_once_all_keepers_know() -> None:
     host.seal(1, 2)
     await host.hear("x", 0, agreed=(id(1), id(2)), guarded=id(1), protected=id(1))
     await host.hear("x", 0, agreed=(id(2),), guarded=id(2), protected=id(1))
-    assert (host.agreement.report().told, host.agreement.protected) == (id(2), id(1))
+    assert (host.agreement.report().guarded_by_all, host.agreement.protected) == (id(2), id(1))
     works_on(host, 3, 4, epoch=0)
     assert host.held() == {id(1), id(2), id(3)}
     assert [event for event in host.told if isinstance(event, Protected)] == [Protected(id(1))]
@@ -204,7 +204,7 @@ async def test_a_resume_goes_back_to_what_was_protected_before() -> None:
     host.guards.held = {id(1)}
     await host.hear("x", 0, agreed=(id(2),), guarded=id(2), protected=id(2))
     host.enter(1, 1)
-    assert (host.agreement.report().told, host.agreement.protected) == (id(1), id(1))
+    assert (host.agreement.report().guarded_by_all, host.agreement.protected) == (id(1), id(1))
 
 
 @in_loop
@@ -405,7 +405,7 @@ async def test_what_is_guarded_goes_by_a_resume_from_before_it() -> None:
     host.seal(1, 2)
     await host.hear("x", 0, agreed=(id(2),), guarded=id(2), heard=True)
     host.enter(1, 1)
-    assert host.agreement.report().told is None
+    assert host.agreement.report().guarded_by_all is None
 
 
 @in_loop

@@ -9,7 +9,7 @@ import pytest
 from holdfast.planner.parity import Mode
 from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.arenas.messages import HeldGeneration, HeldGuard, Inventory
+from holdfast.storage.arenas.messages import GenerationEntry, Inventory, ParityEntry
 from holdfast.storage.keeper.decisions.choice import Choice, Stock, choices
 
 NAMES = "abcd"
@@ -28,30 +28,30 @@ def group(mode: Mode = "xor", names: str = NAMES) -> GuardedGroup:
 
 def held(step: int, *ranks: int, epoch: int = 0, world: int = 4, agreed: bool = True) -> object:
     """Images."""
-    return HeldGeneration(id(step, epoch), world, ranks, agreed)
+    return GenerationEntry(id(step, epoch), world, ranks, agreed)
 
 
 def guard(name: str, step: int, of: GuardedGroup | None = None) -> object:
     """The parity that a host has."""
     of = of or group()
-    return HeldGuard(id(step), 4, of, of.names.index(name))
+    return ParityEntry(id(step), 4, of, of.names.index(name))
 
 
 def stock(name: str, *what: object) -> Stock:
     """What the keeper of a host has."""
-    generations = tuple(one for one in what if isinstance(one, HeldGeneration))
-    guards = tuple(one for one in what if isinstance(one, HeldGuard))
+    generations = tuple(one for one in what if isinstance(one, GenerationEntry))
+    guards = tuple(one for one in what if isinstance(one, ParityEntry))
     return Stock(KeeperHost(name, name, name), Inventory(0, generations, guards))
 
 
 def chosen(
     stocks: Iterable[Stock],
     rebuilders: Iterable[str] = NAMES,
-    struck: Iterable[tuple[GenerationId, int, str]] = (),
+    damaged: Iterable[tuple[GenerationId, int, str]] = (),
     newer_than: int = 0,
 ) -> tuple[list[Choice], list[str]]:
     """The choices, and what is wrong with those that are better."""
-    return choices(list(stocks), list(rebuilders), lambda one: one.step > newer_than, set(struck))
+    return choices(list(stocks), list(rebuilders), lambda one: one.step > newer_than, set(damaged))
 
 
 def all_hold(*steps: int, agreed: bool = True) -> list[Stock]:
@@ -133,9 +133,9 @@ def test_a_member_without_its_parity_is_as_good_as_lost() -> None:
 def test_an_image_that_was_struck_out_is_made_again() -> None:
     """It is damaged there, and nowhere else."""
     stocks = [stock(name, held(5, rank), guard(name, 5)) for rank, name in enumerate(NAMES)]
-    (choice,), _ = chosen(stocks, struck=[(id(5), 2, "c")])
+    (choice,), _ = chosen(stocks, damaged=[(id(5), 2, "c")])
     assert [lost.rank for lost in choice.rebuilt] == [2]
-    found, _ = chosen(stocks, struck=[(id(5), 2, "c"), (id(5), 3, "d")])
+    found, _ = chosen(stocks, damaged=[(id(5), 2, "c"), (id(5), 3, "d")])
     assert found == []
 
 
@@ -143,14 +143,14 @@ def test_damage_in_two_lanes_is_one_loss_in_each() -> None:
     """Each lane has parity of its own. In one lane, two are too many."""
     of = GuardedGroup("xor", ("a", "b", "c"), ((0, 1), (2, 3), (4,)))
     stocks = [
-        stock(name, held(5, *ranks, world=5), HeldGuard(id(5), 5, of, member))
+        stock(name, held(5, *ranks, world=5), ParityEntry(id(5), 5, of, member))
         for member, (name, ranks) in enumerate(zip(of.names, of.ranks, strict=True))
     ]
-    (choice,), _ = chosen(stocks, "abc", struck=[(id(5), 0, "a"), (id(5), 3, "b")])
+    (choice,), _ = chosen(stocks, "abc", damaged=[(id(5), 0, "a"), (id(5), 3, "b")])
     assert [(lost.rank, lost.lost) for lost in choice.rebuilt] == [(0, (0,)), (3, (1,))]
     for struck in ([0, 2], [1, 3], [2, 4]):
         holders = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c"}
-        found, _ = chosen(stocks, "abc", struck=[(id(5), rank, holders[rank]) for rank in struck])
+        found, _ = chosen(stocks, "abc", damaged=[(id(5), rank, holders[rank]) for rank in struck])
         assert found == []
 
 

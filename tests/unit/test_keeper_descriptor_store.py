@@ -15,6 +15,7 @@ from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.memory import reserved_memory, sealed_bytes
 from holdfast.storage.arenas.messages import Adopt, Agreed, Enter
 from holdfast.storage.keeper.descriptor_store import DescriptorStore
+from holdfast.storage.keeper.slot_memory import PooledSlot, SlotPool
 
 
 @pytest.fixture
@@ -27,6 +28,13 @@ def manager() -> Iterator[ServiceManager]:
 def store_of(manager: ServiceManager) -> DescriptorStore:
     """As the service has it when it is started now."""
     return DescriptorStore(manager.address, manager.handed_over())
+
+
+def recalled(store: DescriptorStore, run: str = RUN) -> dict[int, PooledSlot]:
+    """Return what a keeper of ``run`` finds in the store."""
+    pool = SlotPool(1 << 20)
+    store.recall(pool, run)
+    return pool.slots
 
 
 async def two_steps(manager: ServiceManager) -> None:
@@ -45,9 +53,9 @@ def test_a_keeper_that_is_started_anew_has_what_the_one_before_had(manager: Serv
     async def body() -> None:
         await two_steps(manager)
         async with kept(store=store_of(manager)) as (keeper, _):
-            held = {one.id: one.agreed for one in keeper.held.generations.restorable()}
+            held = {one.generation: one.agreed for one in keeper.pool.generations.restorable()}
             assert held == {GenerationId(3, 1): True, GenerationId(3, 2): True}
-            (image,) = keeper.held.images(GenerationId(3, 2))
+            (image,) = keeper.pool.images(GenerationId(3, 2))
             expected = state_of(2)["w0"].numpy().tobytes()
             assert expected in bytes(image.memory.view)
 
@@ -64,7 +72,9 @@ def test_what_is_given_up_is_kept_no_longer(manager: ServiceManager) -> None:
             assert await arena.enter(Enter(4, 1))
             (name,) = manager.hear()
             assert name.startswith("agreed-")
-            assert [one.id for one in keeper.held.generations.restorable()] == [GenerationId(3, 1)]
+            assert [one.generation for one in keeper.pool.generations.restorable()] == [
+                GenerationId(3, 1)
+            ]
 
     run(body)
 
@@ -82,7 +92,7 @@ def test_memory_that_others_may_have_mapped_is_not_filled_again(manager: Service
                 slot = await capture(arena, step, told)
                 assert os.fstat(slot.memory.fd).st_ino not in before
                 await told.until(Agreed)
-            assert {one.id.epoch for one in keeper.held.generations.restorable()} == {4}
+            assert {one.generation.epoch for one in keeper.pool.generations.restorable()} == {4}
 
     run(body)
 
@@ -102,8 +112,8 @@ def test_a_trainer_hands_over_what_was_kept_already(manager: ServiceManager) -> 
         async with kept(store=store_of(manager)) as (keeper, folder), trainer(folder) as arena:
             assert await arena.enter(Enter(3, None))
             await arena._done(Adopt(os.fstat(memory).st_size), [memory, label])
-            assert len(keeper.held.slots) == 1
-            (slots,) = keeper.held.slots.values()
+            assert len(keeper.pool.slots) == 1
+            (slots,) = keeper.pool.slots.values()
             assert os.fstat(slots.memory.fd).st_ino == number
         os.close(memory)
         os.close(label)
@@ -122,7 +132,7 @@ def test_images_of_another_run_and_what_is_none_are_given_up(manager: ServiceMan
             sock.connect(manager.address)
             socket.send_fds(sock, [f"FDSTORE=1\nFDNAME={name}".encode()], fds)
         store = store_of(manager)
-        assert store.take(RUN) == []
+        assert recalled(store) == {}
         assert manager.hear() == []
     for fd in (reading, writing, label):
         os.close(fd)
@@ -130,7 +140,7 @@ def test_images_of_another_run_and_what_is_none_are_given_up(manager: ServiceMan
 
     async def body() -> None:
         await two_steps(manager)
-        assert store_of(manager).take("1" * 32) == []
+        assert recalled(store_of(manager), "1" * 32) == {}
         assert manager.hear() == []
 
     run(body)
@@ -148,7 +158,7 @@ def test_a_manager_that_does_not_listen_is_no_reason_to_fail(manager: ServiceMan
             told = Told()
             await capture(arena, 1, told)
             await told.until(Agreed)
-            assert len(keeper.held.generations.restorable()) == 1
+            assert len(keeper.pool.generations.restorable()) == 1
 
     run(body)
 
@@ -166,5 +176,5 @@ def test_the_environment_says_where_it_is() -> None:
     }
     store = DescriptorStore.of_environment(of_another)
     assert store is not None
-    assert store.take(RUN) == []
+    assert recalled(store) == {}
     assert of_another == {"HOME": "/"}

@@ -10,7 +10,7 @@ from support.clock import run_virtual
 
 from holdfast.errors import SaveError, SupersededError
 from holdfast.storage.keeper.decisions.standing import Written
-from holdfast.storage.keeper.flushing.flush_together import _written
+from holdfast.storage.keeper.flushing.flush import _written
 
 
 class Waiting:

@@ -29,7 +29,7 @@ from holdfast.storage.arenas.messages import (
     Rebuild,
     Voided,
 )
-from holdfast.storage.keeper import keeper as keeper_module
+from holdfast.storage.keeper import slot_memory
 from holdfast.storage.keeper.decisions.lead import Lead
 from holdfast.storage.keeper.decisions.standing import Report
 from holdfast.storage.keeper.status import KeeperStatus
@@ -204,7 +204,7 @@ def test_an_image_that_is_made_again_for_a_trainer_that_has_ended_is_not_kept_fo
             request = Rebuild(choice.generation, lost.rank, lost.group, lost.lost, peers)
             answer, _ = await keeper._rebuild(gone, request, [])
             assert isinstance(answer, Done)
-            assert not any(slot.readers for slot in keeper.held.generations._slots.values())
+            assert not any(slot.readers for slot in keeper.pool.generations._slots.values())
 
     run(body)
 
@@ -223,14 +223,14 @@ def test_an_image_that_is_made_again_is_told_of_once_it_can_be_read(
 
             async def offload(work: Callable[..., object], *args: object) -> object:
                 for held in keeper.inventory().generations:
-                    images = keeper.held.images(held.generation)
+                    images = keeper.pool.images(held.generation)
                     assert [image.label.rank for image in images] == list(held.ranks)
                 looked.append(work)
                 return await real(work, *args)
 
             looked: list[object] = []
-            real = keeper_module.offload
-            monkeypatch.setattr(keeper_module, "offload", offload)
+            real = slot_memory.offload
+            monkeypatch.setattr(slot_memory, "offload", offload)
             assert await job.rebuild(choice) == []
             assert looked != []
 
@@ -252,7 +252,7 @@ def test_a_flush_that_others_have_let_go_of_ends(tmp_path: Path) -> None:
             assert isinstance(failed, FlushFailed)
             assert not failed.final
             await job.enter(1)
-            generations = job.hosts["a"].keeper.held.generations
+            generations = job.hosts["a"].keeper.pool.generations
             await until(lambda: not pinned(generations), "nothing is kept for the flush")
 
     run(body)
@@ -335,7 +335,7 @@ def test_damage_on_a_host_that_is_left_is_found_in_a_rebuild() -> None:
             await job.lose("c")
             (choice,), _ = job.choices()
             for name in "ab":
-                for slot in job.hosts[name].keeper.held.slots.values():
+                for slot in job.hosts[name].keeper.pool.slots.values():
                     if slot.label is not None:
                         slot.memory.view[4096] ^= 1
             (problem,) = await job.rebuild(choice)
@@ -401,7 +401,7 @@ def test_a_flush_whose_lead_keeper_dies_goes_on_with_the_next_one(tmp_path: Path
             assert await a.arenas[0].flush(flush)
             for one in told:
                 assert isinstance(await one.until((Durable, FlushFailed)), Durable)
-            assert pinned(b.keeper.held.generations) == []
+            assert pinned(b.keeper.pool.generations) == []
 
     run(body)
 
@@ -418,7 +418,7 @@ def test_a_flush_of_what_the_next_lead_keeper_has_lost_ends(tmp_path: Path) -> N
             await job.step(2)
             a.keeper._agreement.reporting.lead = Lead("another")
             a.keeper._agreement.reporting.hosts = ()
-            slots = a.keeper.held.generations._slots
+            slots = a.keeper.pool.generations._slots
             (number,) = [number for number, slot in slots.items() if slot.generation.step == 1]
             del slots[number]
             await a.arenas[0].enter(a.arenas[0]._enters)
@@ -426,7 +426,7 @@ def test_a_flush_of_what_the_next_lead_keeper_has_lost_ends(tmp_path: Path) -> N
             assert isinstance(event, FlushFailed)
             assert event.final
             assert event.text.startswith("some images of this step are no longer in memory")
-            assert pinned(b.keeper.held.generations) == []
+            assert pinned(b.keeper.pool.generations) == []
 
     run(body)
 
@@ -452,6 +452,6 @@ def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_path: 
             event = await told[2].until(FlushFailed)
             assert isinstance(event, FlushFailed)
             assert event.text.startswith("some images of this step are no longer in memory")
-            assert pinned(job.hosts["b"].keeper.held.generations) == []
+            assert pinned(job.hosts["b"].keeper.pool.generations) == []
 
     run(body)

@@ -55,7 +55,7 @@ def protect(lead: Lead, generation: GenerationId) -> None:
     for name in NAMES:
         says(lead, name, guarded=generation)
     for name in NAMES:
-        says(lead, name, guarded=generation, told=generation)
+        says(lead, name, guarded=generation, guarded_by_all=generation)
 
 
 def agree(lead: Lead, *steps: int, epoch: int = 1) -> None:
@@ -184,9 +184,9 @@ def test_the_newest_generation_that_is_agreed_on_is_guarded() -> None:
     assert (lead.standing().guard, lead.standing().guarded) == (id(1), None)
     says(lead, "b", guarded=id(1))
     assert (lead.standing().guard, lead.standing().guarded) == (None, id(1))
-    says(lead, "a", told=id(1))
+    says(lead, "a", guarded_by_all=id(1))
     assert (lead.standing().guard, lead.standing().protected) == (None, None)
-    says(lead, "b", told=id(1))
+    says(lead, "b", guarded_by_all=id(1))
     assert (lead.standing().guard, lead.standing().protected) == (id(3), id(1))
     says(lead, "b")
     assert lead.standing().protected == id(1)
@@ -197,9 +197,9 @@ def test_nothing_is_guarded_before_all_keepers_are_heard() -> None:
     lead = begun(guards=True, heard=False)
     says(lead, "a", agreed=id(2))
     assert lead.standing().guard is None
-    says(lead, "b", told=id(1))
+    says(lead, "b", guarded_by_all=id(1))
     assert (lead.standing().guard, lead.standing().protected) == (None, None)
-    says(lead, "a", told=id(1))
+    says(lead, "a", guarded_by_all=id(1))
     assert (lead.standing().guard, lead.standing().protected) == (id(2), id(1))
 
 
@@ -277,14 +277,14 @@ def test_what_a_keeper_was_told_is_guarded_is_told_to_all() -> None:
     a resume has dropped since."""
     lead = begun(guards=True, heard=False)
     assert not lead.standing().heard
-    says(lead, "a", told=id(5, 0))
+    says(lead, "a", guarded_by_all=id(5, 0))
     assert (lead.standing().guarded, lead.standing().heard) == (id(5, 0), False)
-    says(lead, "b", told=id(3, 0))
+    says(lead, "b", guarded_by_all=id(3, 0))
     assert (lead.standing().guarded, lead.standing().heard) == (id(5, 0), True)
     lead.begin(2, NAMES, guards=True)
     assert (lead.standing().guarded, lead.standing().heard) == (None, False)
     says(lead, "a", epoch=2)
-    says(lead, "b", told=id(3, 0), epoch=2)
+    says(lead, "b", guarded_by_all=id(3, 0), epoch=2)
     assert (lead.standing().guarded, lead.standing().heard) == (id(3, 0), True)
 
 
@@ -306,7 +306,7 @@ def test_what_is_guarded_is_not_told_back() -> None:
     lead = begun(guards=True)
     says(lead, "a", agreed=id(1))
     assert lead.standing().guard == id(1)
-    says(lead, "a", guarded=id(1), told=id(2))
+    says(lead, "a", guarded=id(1), guarded_by_all=id(2))
     says(lead, "b", guarded=id(1))
     assert lead.standing().guarded == id(2)
 

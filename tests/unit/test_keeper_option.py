@@ -24,7 +24,7 @@ from holdfast.storage.arenas.folder import (
 from holdfast.storage.arenas.free_memory import available_nbytes
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.arenas.messages import HeldGeneration, Inventory
+from holdfast.storage.arenas.messages import GenerationEntry, Inventory
 from holdfast.storage.keeper.decisions.choice import Choice, Stock
 from holdfast.storage.keeper.options import cpus_of
 from holdfast.storage.operations.options import LoadOptions
@@ -114,12 +114,12 @@ def test_a_record_of_a_newer_version_is_refused(driver: MemoryDriver) -> None:
 
 def held(
     epoch: int, step: int, ranks: int, *, world: int = 2, agreed: bool = True
-) -> HeldGeneration:
+) -> GenerationEntry:
     """A generation of which a keeper holds the images of the first ranks."""
-    return HeldGeneration(GenerationId(epoch, step), world, tuple(range(ranks)), agreed)
+    return GenerationEntry(GenerationId(epoch, step), world, tuple(range(ranks)), agreed)
 
 
-def stock(*generations: HeldGeneration, name: str = "keeper", epoch: int = 3) -> Stock:
+def stock(*generations: GenerationEntry, name: str = "keeper", epoch: int = 3) -> Stock:
     """That of a keeper of one rank."""
     host = KeeperHost(name, "domain", f"{name}:1", ranks=(0,))
     return Stock(host, Inventory(epoch, generations))

@@ -28,7 +28,7 @@ class Reporter(Reporting):
         self.told: GenerationId | None = None
 
     def compose(self) -> Report:
-        return Report(self.name, 1, told=self.told)
+        return Report(self.name, 1, guarded_by_all=self.told)
 
     async def note(self, standing: Standing) -> None:
         self.followed.append(standing)
@@ -87,7 +87,7 @@ def test_the_lead_keeper_hears_itself_until_it_has_nothing_to_say() -> None:
         keeper.lead = Lead("x")
         keeper.enter(1, HOSTS, ())
         known = GenerationId(0, 3)
-        keeper.lead.hear(Report("b", 1, told=known))
+        keeper.lead.hear(Report("b", 1, guarded_by_all=known))
         await keeper.tell()
         assert keeper.told == known
         assert keeper.lead.standing().protected == known

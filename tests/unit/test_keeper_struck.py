@@ -16,20 +16,20 @@ from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.memory import sealed_bytes
 from holdfast.storage.arenas.messages import Protected, Rebuild
 from holdfast.storage.keeper.decisions.choice import Choice
-from holdfast.storage.keeper.slot_memory import HeldSlot
+from holdfast.storage.keeper.slot_memory import PooledSlot
 from holdfast.storage.keeper.tiers import PeerImage, TiersDriver
 from holdfast.storage.operations.options import LoadOptions
 from holdfast.storage.runtime import engine
-from holdfast.storage.training.keeper_inventory import Struck
+from holdfast.storage.training.keeper_inventory import DamagedImage
 from holdfast.storage.training.memory_level import MemoryLevel
 
 HOSTS = "abcd"
 NEWEST = GenerationId(0, 2)
 
 
-def slot_of(job: KeptHosts, name: str, rank: int) -> HeldSlot:
+def slot_of(job: KeptHosts, name: str, rank: int) -> PooledSlot:
     """Find the slot with the newest image of a rank."""
-    slots = job.hosts[name].keeper.held.slots.values()
+    slots = job.hosts[name].keeper.pool.slots.values()
     labels = [(slot, slot.label) for slot in slots if slot.label is not None]
     (slot,) = (s for s, label in labels if (label.generation, label.rank) == (NEWEST, rank))
     return slot
@@ -70,7 +70,7 @@ def resumed(
             await job.step(2, Protected)
             damage(job)
             made: list[Choice] = []
-            struck: set[Struck] = set()
+            struck: set[DamagedImage] = set()
             while True:
                 choices, lost = job.choices(struck)
                 problems.extend(lost)
@@ -85,7 +85,7 @@ def resumed(
                 if not found and not any(results):
                     return choice.generation.step
 
-    async def loaded(job: KeptHosts, choice: Choice, name: str) -> set[Struck]:
+    async def loaded(job: KeptHosts, choice: Choice, name: str) -> set[DamagedImage]:
         """Load on one host, and return the images it strikes."""
         level = MemoryLevel(holdfast.Keeper(starts=False), "memory://run/")
         level._run = RUN
@@ -100,8 +100,8 @@ def resumed(
             await asyncio.to_thread(level.load, choice, hosts, into, LoadOptions(), set())
         except holdfast.DamagedError as error:
             problems.append(str(error))
-            assert level._struck
-            return set(level._struck)
+            assert level._damaged
+            return set(level._damaged)
         for rank in range(count):
             for key, wanted in state_of(choice.generation.step, rank).items():
                 assert torch.equal(into[key], wanted)
@@ -202,7 +202,7 @@ def test_a_keeper_repairs_its_own_damaged_image() -> None:
             assert await arena.rebuild(request)
             assert keeper.status().counters.rebuilt == 1
             assert await job.image(NEWEST, 0, "a") == image == bytes(mapped)
-            assert pinned(keeper.held.generations) == []
+            assert pinned(keeper.pool.generations) == []
             flip_image(job, "a")
             flip_parity(job, "b")
             flip_parity(job, "c")

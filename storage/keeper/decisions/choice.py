@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ....planner.parity import parity_of
 from ...arenas.hosts import GuardedGroup, KeeperHost
 from ...arenas.label import GenerationId
-from ...arenas.messages import HeldGuard, Inventory
+from ...arenas.messages import Inventory, ParityEntry
 
 __all__ = ["Choice", "Lost", "Stock", "choices"]
 
@@ -52,12 +52,12 @@ def choices(
     stocks: Sequence[Stock],
     rebuilders: Sequence[str],
     is_of_use: Callable[[GenerationId], bool],
-    struck: Collection[tuple[GenerationId, int, str]] = (),
+    damaged: Collection[tuple[GenerationId, int, str]] = (),
 ) -> tuple[list[Choice], list[str]]:
     """Return the usable generations, best first, and the reasons why newer ones are not usable.
 
     ``rebuilders``: names of keepers that may rebuild images; one whose own copy is damaged does so
-    only if no other can. ``is_of_use``: whether a generation is worth considering. ``struck``:
+    only if no other can. ``is_of_use``: whether a generation is worth considering. ``damaged``:
     damaged images, as (generation, rank, keeper).
     """
     worlds: dict[GenerationId, int] = {}
@@ -72,7 +72,7 @@ def choices(
     for generation in sorted(worlds, key=lambda id: (id.step, id.epoch), reverse=True):
         if not is_of_use(generation):
             continue
-        outcome = _choice(generation, worlds[generation], stocks, rebuilders, struck)
+        outcome = _choice(generation, worlds[generation], stocks, rebuilders, damaged)
         if isinstance(outcome, Choice):
             found.append(outcome)
         elif not found:
@@ -85,15 +85,14 @@ def _choice(
     world: int,
     stocks: Sequence[Stock],
     rebuilders: Sequence[str],
-    struck: Collection[tuple[GenerationId, int, str]],
+    damaged: Collection[tuple[GenerationId, int, str]],
 ) -> Choice | str:
-    """Return how to resume from a generation, or why that is impossible."""
     holders: list[list[str]] = [[] for _ in range(world)]
     for stock in stocks:
         for held in stock.inventory.generations:
             if held.generation == generation and held.world == world:
                 for rank in held.ranks:
-                    if (generation, rank, stock.host.name) not in struck:
+                    if (generation, rank, stock.host.name) not in damaged:
                         holders[rank].append(stock.host.name)
     missing = [rank for rank in range(world) if not holders[rank]]
     guards = {
@@ -111,7 +110,7 @@ def _choice(
             return outcome
         if not rebuilders:
             return "no keeper can rebuild images"
-        intact = [name for name in rebuilders if (generation, rank, name) not in struck]
+        intact = [name for name in rebuilders if (generation, rank, name) not in damaged]
         at = min(intact or rebuilders, key=lambda name: (load[name], rebuilders.index(name)))
         load[at] += 1
         rebuilt.append(Lost(rank, at, *outcome))
@@ -121,7 +120,7 @@ def _choice(
 
 
 def _rebuilt(
-    rank: int, holders: Sequence[Sequence[str]], guards: Mapping[str, HeldGuard]
+    rank: int, holders: Sequence[Sequence[str]], guards: Mapping[str, ParityEntry]
 ) -> tuple[GuardedGroup, tuple[int, ...]] | str:
     """Return the group that can rebuild an image, and its lost members in the lane of that image
     (lanes are independent); otherwise the reason why no group can."""

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 
 from ....core.units import size_text
 from ...arenas.label import GenerationId
-from .slots import Content, Grant, HeldRanks, Pin, Reason, Refusal, Slot
+from ...arenas.messages import GenerationEntry
+from .slots import Content, Grant, Pin, Reason, Refusal, Slot
 
 __all__ = ["SLOTS_PER_RANK", "Generations"]
 
@@ -141,7 +142,6 @@ class Generations:
             self._forget(id)
 
     def _empty(self, slot: Slot) -> None:
-        """Mark a slot as free, and forget its generation if this was the last image of it."""
         id = slot.generation
         slot.empty()
         if id is not None and not self._is_held(id):
@@ -164,13 +164,12 @@ class Generations:
         if step in self._left_out:
             return Refusal(Reason.NO_FREE_SLOT, f"another rank has no slot for step {step}")
         self._give_up_behind(rank, step)
-        freed = self._free_useless(rank, nbytes, world)
+        self._free_useless(rank, nbytes, world)
         usable = self._by_loss(rank)
         number = usable[0] if usable else None
         fresh = False
         if number is None or self._slots[number].generation is not None:
-            problem, made_free = self._make_room(rank, nbytes)
-            freed += made_free
+            problem = self._make_room(rank, nbytes)
             if problem is None:
                 number = next(self._numbers)
                 self._slots[number] = Slot(rank, nbytes, made=False)
@@ -180,20 +179,16 @@ class Generations:
                 return problem
         self._begin_filling(self._slots[number], client, GenerationId(self.epoch, step), world)
         self._newest_step[rank] = step
-        return Grant(number, fresh, freed)
+        return Grant(number, fresh)
 
-    def _make_room(self, rank: int, nbytes: int) -> tuple[Refusal | None, tuple[int, ...]]:
-        """Free memory for one more slot of ``rank``. Return why there is still no room (None if
-        there is), and the slots that were freed."""
-        freed: tuple[int, ...] = ()
+    def _make_room(self, rank: int, nbytes: int) -> Refusal | None:
+        """Free memory for one more slot of ``rank``. Return why there is still no room, if so."""
         problem = self._no_room(rank, nbytes)
-        if problem is not None and problem.reason is Reason.NO_MEMORY:
-            freed += self._free_foreign(rank)
-            problem = self._no_room(rank, nbytes)
-        if problem is not None and problem.reason is Reason.NO_MEMORY:
-            freed += self._free_thirds(rank, nbytes)
-            problem = self._no_room(rank, nbytes)
-        return problem, freed
+        for free in (self._free_foreign, self._free_thirds):
+            if problem is not None and problem.reason is Reason.NO_MEMORY:
+                free(rank, nbytes)
+                problem = self._no_room(rank, nbytes)
+        return problem
 
     def _leave_out(self, step: int) -> None:
         self._left_out = [*self._left_out, step][-LEFT_OUT_KEPT:]
@@ -225,7 +220,7 @@ class Generations:
     def _is_held(self, id: GenerationId) -> bool:
         return any(slot.generation == id for slot in self._slots.values())
 
-    def _free_useless(self, rank: int, nbytes: int, world: int) -> tuple[int, ...]:
+    def _free_useless(self, rank: int, nbytes: int, world: int) -> None:
         """Free unprotected slots that no step can use: memory that outlived a keeper, ranks that no
         longer exist, images of a former size, and surplus slots."""
         freed = [
@@ -238,9 +233,9 @@ class Generations:
         ]
         for of_rank in range(world):
             freed += [number for number in self._surplus(of_rank) if number not in freed]
-        return self._given_up(freed)
+        self._remove(freed)
 
-    def _free_foreign(self, rank: int) -> tuple[int, ...]:
+    def _free_foreign(self, rank: int, nbytes: int) -> None:
         """Free unprotected slots of ranks that another keeper serves now."""
         ranks = self._ranks_now(rank)
         freed = [
@@ -248,9 +243,9 @@ class Generations:
             for number, slot in self._slots.items()
             if slot.rank not in ranks and not slot.mappers and self._may_be_filled(slot)
         ]
-        return self._given_up(freed)
+        self._remove(freed)
 
-    def _free_thirds(self, rank: int, nbytes: int) -> tuple[int, ...]:
+    def _free_thirds(self, rank: int, nbytes: int) -> None:
         """Free third slots of other ranks if ``rank`` lacks its first or second: no step is agreed
         without an image of every rank. Memory is short until then, since the generation that the
         epoch resumed from is retained."""
@@ -259,19 +254,17 @@ class Generations:
         if mine >= self._slots_per_rank - 1 or self._wanted_nbytes(ranks, rank, nbytes) > (
             self.budget_nbytes
         ):
-            return ()
+            return
         freed = []
         for other in sorted(ranks - {rank}):
             if len(self._of_rank(other)) >= self._slots_per_rank:
                 freed += self._by_loss(other)[:1]
-        return self._given_up(freed)
+        self._remove(freed)
 
-    def _given_up(self, numbers: Collection[int]) -> tuple[int, ...]:
-        """Remove these slots, and return their numbers."""
+    def _remove(self, numbers: Collection[int]) -> None:
         for number in numbers:
             self._lose(self._slots[number])
             del self._slots[number]
-        return tuple(numbers)
 
     def _surplus(self, rank: int) -> list[int]:
         """Return the slots of ``rank`` beyond its share. They stood in for slots mapped by a
@@ -284,7 +277,6 @@ class Generations:
         return {number: slot for number, slot in self._slots.items() if slot.rank == rank}
 
     def _by_loss(self, rank: int) -> list[int]:
-        """Return the slots of ``rank`` that may be overwritten, the least valuable first."""
         mine = self._of_rank(rank)
         usable = [number for number, slot in mine.items() if self._may_be_filled(slot)]
         return sorted(usable, key=lambda number: mine[number].generation or GenerationId(-1, -1))
@@ -347,7 +339,6 @@ class Generations:
         return Refusal(Reason.NO_MEMORY, text)
 
     def _ranks_now(self, rank: int) -> set[int]:
-        """Return the ranks that have entered this epoch, and ``rank``."""
         entered = {
             of for client, of in self._ranks.items() if self._epochs.get(client) == self.epoch
         }
@@ -562,14 +553,14 @@ class Generations:
         text = f"{size_text(held + nbytes)} are more than {size_text(self.budget_nbytes)}"
         return Refusal(Reason.NO_MEMORY, text)
 
-    def restorable(self) -> list[HeldRanks]:
+    def restorable(self) -> list[GenerationEntry]:
         """Return the generations with sealed images, newest first."""
         found: dict[GenerationId, list[int]] = {}
         for slot in self._slots.values():
             if slot.content is Content.SEALED and slot.generation is not None:
                 found.setdefault(slot.generation, []).append(slot.rank)
         return [
-            HeldRanks(id, of.world, tuple(sorted(found[id])), self.is_restorable(id))
+            GenerationEntry(id, of.world, tuple(sorted(found[id])), self.is_restorable(id))
             for id, of in sorted(self._generations.items(), reverse=True)
             if id in found
         ]

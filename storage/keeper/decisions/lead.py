@@ -51,7 +51,7 @@ class Lead:
         """Version of the standing that first requested the encoding of ``_guard``."""
         self._have_guarded: set[str] = set()
         self._guarded: GenerationId | None = None
-        self._told: dict[str, GenerationId] = {}
+        self._guarded_by_all: dict[str, GenerationId] = {}
         """Newest generation that each keeper knows to be encoded on all keepers."""
         self._protected: GenerationId | None = None
         self._failures = 0
@@ -97,7 +97,7 @@ class Lead:
         self._heard = set()
         self._guard = self._tried = self._newest = None
         self._guarded = self._protected = None  # reports will tell
-        self._told = {}
+        self._guarded_by_all = {}
         self._have_guarded = set()
         self._failures = self._rest = 0
         self._wanted = set()
@@ -112,7 +112,7 @@ class Lead:
         before = self._state()
         if incarnation_of(report.seen) == self._incarnation:
             self._heard.add(report.name)
-        self._note_told(report)
+        self._note_guarded_by_all(report)
         for vote in report.votes:
             if vote.generation.epoch == self._epoch:
                 self._ballot.cast(vote)
@@ -168,10 +168,12 @@ class Lead:
             self._tried = None
             self._release_guard()
 
-    def _note_told(self, report: Report) -> None:
-        if report.told is not None:
-            self._told[report.name] = max(report.told, self._told.get(report.name, report.told))
-            self._note_guarded(report.told)
+    def _note_guarded_by_all(self, report: Report) -> None:
+        if report.guarded_by_all is not None:
+            self._guarded_by_all[report.name] = max(
+                report.guarded_by_all, self._guarded_by_all.get(report.name, report.guarded_by_all)
+            )
+            self._note_guarded(report.guarded_by_all)
 
     def _note_guarded(self, id: GenerationId) -> None:
         if self._guarded is None or id > self._guarded:
@@ -181,7 +183,7 @@ class Lead:
         """Mark the encoded generation as protected once all keepers know that it is encoded. Only
         then are trainers told and older parity is dropped: any surviving keeper can now tell the
         next leader or the next epoch."""
-        if all(self._told.get(name) == self._guarded for name in self._names):
+        if all(self._guarded_by_all.get(name) == self._guarded for name in self._names):
             self._protected = self._guarded
 
     def _release_guard(self) -> None:

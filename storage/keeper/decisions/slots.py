@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from ...arenas.label import GenerationId
 
-__all__ = ["Content", "Grant", "HeldRanks", "Pin", "Reason", "Refusal", "Slot"]
+__all__ = ["Content", "Grant", "Pin", "Reason", "Refusal", "Slot"]
 
 
 class Reason(enum.Enum):
@@ -33,22 +33,10 @@ class Refusal:
 @dataclass(frozen=True, slots=True)
 class Grant:
     """A slot to fill. ``fresh``: its memory must be allocated, followed by a call of
-    :meth:`.generations.Generations.made` or ``unmade``. ``freed``: slots that were removed for
-    it."""
+    :meth:`.generations.Generations.made` or ``unmade``."""
 
     slot: int
     fresh: bool
-    freed: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class HeldRanks:
-    """A generation, and the ranks with sealed images."""
-
-    id: GenerationId
-    world: int
-    ranks: tuple[int, ...]
-    agreed: bool
 
 
 class Content(enum.Enum):

@@ -46,7 +46,7 @@ class Report:
     unguarded: GenerationId | None = None
     """Newest generation that it failed to encode in this ``attempt``."""
     attempt: str = ""
-    told: GenerationId | None = None
+    guarded_by_all: GenerationId | None = None
     """Newest generation that it knows to be encoded on all keepers, in this epoch or before."""
     written: Written | None = None
     """Its part of the newest flush."""

@@ -1,29 +1,38 @@
-"""Flushes a generation from memory to storage, with the same protocol as a save."""
+"""Flushes a generation from memory to storage, with the same protocol as a save: each keeper writes
+its own images, and the leader commits."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+
+import numpy as np
 
 from ....drivers.contract import Driver
 from ....drivers.registry import open_driver
-from ....errors import SupersededError
-from ...arenas.label import Label
+from ....errors import DamagedError, SaveError, SupersededError
+from ....planner.image import ImageLayout
+from ...arenas.label import GenerationId, Label
 from ...arenas.messages import Flush
-from ...format.fragment import Fragment
-from ...format.lineage import ROOT
 from ...format.manifest import image_key
 from ...format.packed import Compression, checked_compression
-from ...protocol.attempt import Attempt
+from ...pipeline.chunks import MemoryChunks
+from ...pipeline.image_writer import Callbacks, ImageWriter
 from ...protocol.collect import give_up
 from ...protocol.commit import begin, commit_attempt
-from ..decisions.standing import Written
-from ..tiers import HeldImage
-from .image_upload import write_image
+from ..decisions.standing import FlushOrder, Written
+from ..reading import peers_of
+from ..reporting import Reporting
+from ..tiers import LocalImage
 
-__all__ = ["flush", "flush_part", "flush_to", "fragment_of", "opened_for", "write_part"]
+__all__ = ["flush", "flush_part", "opened_for", "write_image", "write_part"]
+
+BUDGET_NBYTES = 256 << 20
+"""Limit for compressed chunks. Uncompressed chunks are written in place and take none of it."""
+_LOOK_S = 1.0
 
 
 @asynccontextmanager
@@ -41,16 +50,7 @@ async def opened_for(
         await driver.close()
 
 
-async def flush_to(
-    request: Flush, images: Sequence[HeldImage], is_wanted: Callable[[], bool] = lambda: True
-) -> str:
-    """Flush for the request of a trainer, and return the id of the attempt. Raises as :func:`flush`
-    and :func:`opened_for`."""
-    async with opened_for(request, len(images)) as (driver, compression):
-        return (await flush(driver, images, compression, request.branch, is_wanted)).id
-
-
-async def flush_part(request: Flush, attempt: str, images: Sequence[HeldImage]) -> Written:
+async def flush_part(request: Flush, attempt: str, images: Sequence[LocalImage]) -> Written:
     """Write this keeper's images for an attempt that another keeper commits. They are durable on
     return. Raises StorageError, DamagedError if an image has changed in memory, and as
     :func:`opened_for`."""
@@ -60,49 +60,124 @@ async def flush_part(request: Flush, attempt: str, images: Sequence[HeldImage]) 
 
 
 async def flush(
-    driver: Driver,
-    images: Sequence[HeldImage],
-    compression: Compression | None = None,
-    branch: str = ROOT,
-    is_wanted: Callable[[], bool] = lambda: True,
-) -> Attempt:
-    """Write the images of a generation, one per rank in order, and commit them as one checkpoint.
+    request: Flush,
+    generation: GenerationId,
+    images: Sequence[LocalImage],
+    reporting: Reporting,
+    is_wanted: Callable[[], bool],
+) -> tuple[str, int]:
+    """Have all keepers of the job write a generation, and commit it. Return the id of the attempt
+    and the total size of the images in bytes. ``images``: the images held by this keeper, the
+    leader.
 
-    ``is_wanted()`` is asked right before the commit. Raises DamagedError if an image has changed in
-    memory, SupersededError if the generation is no longer wanted, and as :func:`commit_attempt`.
-    After an error nothing is committed, unless putting the manifest failed.
+    Raises SaveError if another keeper fails to write its part or has not reported for too long,
+    DamagedError if an image has changed in memory, and SupersededError if the generation is no
+    longer wanted or another keeper has dropped it; then nothing is committed. Also raises as
+    :func:`opened_for` and :func:`commit_attempt`.
     """
-    attempt = await begin(driver)
-    try:
-        stored = [await write_part(driver, attempt.id, image, compression) for image in images]
-        if not is_wanted():
-            raise SupersededError("a resume has discarded this step", uri=driver.uri)
-    except BaseException:
-        await give_up(driver, attempt)
-        raise
-    fragments = [
-        fragment_of(image.label, attempt.id, nbytes, compression)
-        for image, nbytes in zip(images, stored, strict=True)
-    ]
-    await commit_attempt(driver, attempt, fragments, compression, branch)
-    return attempt
+    if not images:
+        raise DamagedError(f"no image of step {generation.step} is in memory")
+    world = images[0].label.world
+    async with opened_for(request, world) as (driver, compression):
+        attempt = await begin(driver)
+        try:
+            reporting.order(FlushOrder(generation, attempt.id))
+            stored = {
+                image.label.rank: await write_part(driver, attempt.id, image, compression)
+                for image in images
+            }
+            labels = {image.label.rank: image.label for image in images}
+            written = await _written(reporting, is_wanted)
+            for name, part in written.items():
+                stored |= dict(zip(part.ranks, part.stored_nbytes, strict=True))
+                labels |= await _labels(reporting, images[0].label.run, generation, name, part)
+            if labels.keys() != set(range(world)):
+                lacking = sorted(set(range(world)) - labels.keys())
+                kind = DamagedError if reporting.is_alone else SaveError
+                raise kind(f"no keeper has written the image of rank {lacking[0]}")
+            _check_wanted(is_wanted)
+        except BaseException:
+            await give_up(driver, attempt)
+            raise
+        fragments = [
+            labels[rank].fragment(attempt.id, None if compression is None else stored[rank])
+            for rank in range(world)
+        ]
+        await commit_attempt(driver, attempt, fragments, compression, request.branch)
+    return attempt.id, sum(label.nbytes for label in labels.values() if label.digests)
+
+
+async def _written(reporting: Reporting, is_wanted: Callable[[], bool]) -> Mapping[str, Written]:
+    others = reporting.lead.names - {reporting.name}
+    while True:
+        written = reporting.lead.written()
+        for name, part in written.items():
+            if part.gone:
+                raise SupersededError(f"the keeper {name} no longer holds it: {part.problem}")
+            if part.problem:
+                kind = DamagedError if part.damaged else SaveError
+                raise kind(f"the keeper {name} cannot write its part: {part.problem}")
+        _check_wanted(is_wanted)
+        if written.keys() >= others:
+            return {name: written[name] for name in sorted(others)}
+        # If the job was restarted on other hosts meanwhile, its keepers do not report here.
+        if gone := [*reporting.unheard(), *sorted(others - reporting.lead.names)]:
+            raise SaveError(f"the keeper {gone[0]} has stopped reporting")
+        await reporting.moved(_LOOK_S)
+
+
+def _check_wanted(is_wanted: Callable[[], bool]) -> None:
+    if not is_wanted():
+        raise SupersededError("a resume has discarded this step")
+
+
+async def _labels(
+    reporting: Reporting, run: str, generation: GenerationId, name: str, part: Written
+) -> dict[int, Label]:
+    async with peers_of(generation, reporting.hosts, reporting.certificate) as peers:
+        found = await asyncio.gather(*(peers.label(name, rank, run) for rank in part.ranks))
+    return dict(zip(part.ranks, found, strict=True))
 
 
 async def write_part(
-    driver: Driver, attempt: str, image: HeldImage, compression: Compression | None
+    driver: Driver, attempt: str, image: LocalImage, compression: Compression | None
 ) -> int:
     """Write one image for an attempt, and return the size of its file; 0 for a rank without shards,
     which writes none."""
-    label = image.label
-    if not label.digests:
+    if not image.label.digests:
         return 0
-    return await write_image(
-        driver, image_key(attempt, label.rank, compression), image, compression
+    key = image_key(attempt, image.label.rank, compression)
+    return await write_image(driver, key, image, compression)
+
+
+async def write_image(
+    driver: Driver, key: str, image: LocalImage, compression: Compression | None = None
+) -> int:
+    """Write an image that has shards, without a copy, and return the size of its file. It is
+    durable on return. Raises StorageError, and DamagedError if the image has changed in memory."""
+    label = image.label
+    no_shards = np.zeros(1, np.int64)
+    layout = ImageLayout(
+        header=b"",
+        start=no_shards,
+        order=no_shards,
+        data_end=label.hashed_end,
+        hashed_end=label.hashed_end,
+        nbytes=label.nbytes,
+        chunk_nbytes=label.chunk_nbytes,
+        block_nbytes=label.block_nbytes,
     )
+    chunks = MemoryChunks(layout, image.memory)
+    unseen = Callbacks(lambda: None, lambda: None)
+    writer = ImageWriter(driver, layout, chunks, BUDGET_NBYTES, unseen, compression)
 
+    async def known() -> str:
+        return key
 
-def fragment_of(
-    label: Label, attempt: str, stored_nbytes: int, compression: Compression | None
-) -> Fragment:
-    """Return the manifest fragment of an image that was written for an attempt."""
-    return label.fragment(attempt, None if compression is None else stored_nbytes)
+    written = await writer.write(known)
+    if written.digests.tobytes() != label.digests:
+        raise DamagedError(
+            f"the image of rank {label.rank} of step {label.generation.step} has changed in memory",
+            rank=label.rank,
+        )
+    return written.stored_nbytes

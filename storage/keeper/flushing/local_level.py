@@ -22,9 +22,10 @@ from ....errors import DamagedError, HoldfastError
 from ...arenas.label import GenerationId, Label, check_sizes
 from ...arenas.memory import Memory
 from ...runtime.engine import offload
+from ..reading import generation_folder
 from ..slot_memory import spared_memory
-from ..tiers import HeldImage
-from .image_upload import write_image
+from ..tiers import LocalImage
+from .flush import write_image
 
 __all__ = ["GENERATIONS_KEPT", "LocalLevel"]
 
@@ -55,22 +56,21 @@ class LocalLevel:
             return step % self._every == 0
         return step // self._every > last // self._every
 
-    async def write(self, images: Sequence[HeldImage]) -> None:
+    async def write(self, images: Sequence[LocalImage]) -> None:
         """Write a generation durably, then delete old ones. Raises StorageError, and DamagedError
         if an image has changed in memory."""
         if not images:
             raise DamagedError("its images are no longer in memory")
-        folder = _folder_of(images[0].label.generation)
+        folder = generation_folder(images[0].label.generation)
         for image in images:
             label = image.label
             if label.digests:
                 await write_image(self._driver, f"{folder}/{label.rank}.safetensors", image)
             await self._driver.put(f"{folder}/{label.rank}.label", await offload(label.encode))
         for old in (await self._generations())[GENERATIONS_KEPT:]:
-            await self._driver.delete_all(_folder_of(old))
+            await self._driver.delete_all(generation_folder(old))
 
     async def _generations(self) -> list[GenerationId]:
-        """Return all generations with any file, newest first."""
         found = set[GenerationId]()
         async for info in self._driver.list():
             match = _FOLDER.fullmatch(info.key.partition("/")[0])
@@ -78,7 +78,7 @@ class LocalLevel:
                 found.add(GenerationId(int(match[1]), int(match[2])))
         return sorted(found, reverse=True)
 
-    async def read(self, moved: Callable[[], None]) -> AsyncIterator[HeldImage]:
+    async def read(self, moved: Callable[[], None]) -> AsyncIterator[LocalImage]:
         """Load the images of the newest generations into memory, one by one. Skips images that
         cannot be read or do not fit into memory, with a warning. The bytes are not verified here.
         Calls ``moved()`` on progress."""
@@ -86,7 +86,7 @@ class LocalLevel:
             generations = await self._generations()
             moved()
             for generation in generations[:GENERATIONS_KEPT]:
-                prefix = _folder_of(generation)
+                prefix = generation_folder(generation)
                 keys = [info.key async for info in self._driver.list(prefix)]
                 moved()
                 for key in sorted(key for key in keys if key.endswith(".label")):
@@ -98,7 +98,7 @@ class LocalLevel:
 
     async def _image(
         self, key: str, generation: GenerationId, moved: Callable[[], None]
-    ) -> HeldImage | None:
+    ) -> LocalImage | None:
         memory: Memory | None = None
         try:
             label = Label.decode(await self._driver.get(key))
@@ -115,19 +115,14 @@ class LocalLevel:
             if memory is not None:
                 memory.close()
             return None
-        return HeldImage(label, memory)
+        return LocalImage(label, memory)
 
     async def close(self) -> None:
         """Close the driver."""
         await self._driver.close()
 
 
-def _folder_of(generation: GenerationId) -> str:
-    return f"{generation.epoch}-{generation.step}"
-
-
 async def _read(driver: Driver, key: str, memory: Memory, moved: Callable[[], None]) -> None:
-    """Read an image into ``memory``. Raises StorageError, DamagedError."""
     if (await driver.stat(key)).nbytes != memory.nbytes:
         raise DamagedError("the image has another size than its label says", key=key)
     moved()

@@ -19,10 +19,9 @@ from ...arenas.messages import Durable, Event, Flush, FlushFailed, Local
 from ..decisions.slots import Pin
 from ..decisions.standing import FlushEnd, FlushOrder, Standing, Written
 from ..reporting import Reporting
-from ..slot_memory import Held
+from ..slot_memory import SlotPool
 from ..status import Counters
-from .flush import flush_part, flush_to
-from .flush_together import flush_together
+from .flush import flush, flush_part
 from .local_level import LocalLevel
 
 __all__ = ["Writing"]
@@ -42,14 +41,14 @@ class Writing:
 
     def __init__(
         self,
-        held: Held,
+        pool: SlotPool,
         local: LocalLevel | None,
         counters: Counters,
         reporting: Reporting,
         tell: Callable[[Event], Awaitable[None]],
         damaged: Callable[[GenerationId], None],
     ) -> None:
-        self._held = held
+        self._pool = pool
         self._local = local
         self._counters = counters
         self._reporting = reporting
@@ -108,13 +107,13 @@ class Writing:
         if local is None or not local.due(generation.step) or self._writes_locally:
             return False
         self._writes_locally = True
-        pin = self._held.generations.pin(generation)
+        pin = self._pool.generations.pin(generation)
         self._run_later(self._write_locally(local, generation, pin))
         return True
 
     def forget_dropped(self) -> None:
         """Forget flushes that can no longer be agreed, since a resume began a new epoch."""
-        generations = self._held.generations
+        generations = self._pool.generations
         for generation in list(self._wanted):
             is_old = generation.epoch < generations.epoch
             if is_old and not generations.is_agreed(generation):
@@ -127,9 +126,9 @@ class Writing:
         their images one by one."""
         if generation not in self._wanted or generation in self._begun:
             return
-        if not self._held.generations.is_agreed(generation) or not self._is_whole(generation):
+        if not self._pool.generations.is_agreed(generation) or not self._is_whole(generation):
             return
-        pin = self._held.generations.pin(generation)
+        pin = self._pool.generations.pin(generation)
         if self._reporting.leads:
             self._begun.add(generation)
             self._run_later(self._flush_until_durable(generation, self._wanted[generation], pin))
@@ -138,15 +137,13 @@ class Writing:
         self._run_later(self._settle_parts())
 
     def _is_whole(self, generation: GenerationId) -> bool:
-        """Return whether the images of all ranks of this host are held."""
-        labels = [image.label for image in self._held.images(generation)]
+        labels = [image.label for image in self._pool.images(generation)]
         ranks = {label.rank for label in labels}
         return bool(labels) and ranks.issuperset(self._reporting.own_ranks(labels[0].world))
 
     def _is_lost(self, generation: GenerationId) -> bool:
-        """Return whether an image of this host is missing for good."""
         is_whole = self._is_whole(generation)
-        return not is_whole and self._held.generations.will_not_come(generation)
+        return not is_whole and self._pool.generations.will_not_come(generation)
 
     async def _settle_parts(self) -> None:
         """Keep only the newest pending part, and the part being written, since each takes a slot.
@@ -173,7 +170,7 @@ class Writing:
 
     def _release_part(self, generation: GenerationId) -> None:
         _, pin = self._parts.pop(generation)
-        self._held.generations.unpin(pin)
+        self._pool.generations.unpin(pin)
 
     async def follow(self, standing: Standing) -> None:
         """Act on a standing: write the ordered part, and announce flushes that have ended. The
@@ -208,9 +205,8 @@ class Writing:
             self._reporting.end(FlushEnd(lost, "", problem=_LOST))
 
     async def _write_part(self, order: FlushOrder) -> None:
-        """Write the images held here for this order, and report the result."""
         request, _ = self._parts.get(order.generation, (None, ()))
-        images = self._held.images(order.generation)
+        images = self._pool.images(order.generation)
         if request is None or not images:
             problem = f"this keeper has nothing of step {order.generation.step} to write"
             gone = self._is_lost(order.generation)
@@ -243,7 +239,6 @@ class Writing:
             await self._fail_parts(older, _OVERTAKEN)
 
     async def _say(self, ended: FlushEnd) -> None:
-        """Announce the end of a flush to the trainers."""
         if ended.problem:
             await self._tell(FlushFailed(ended.generation, ended.problem, ended.final))
         else:
@@ -252,7 +247,7 @@ class Writing:
     async def _write_locally(self, local: LocalLevel, generation: GenerationId, pin: Pin) -> None:
         problem = ""
         try:
-            await local.write(self._held.images(generation))
+            await local.write(self._pool.images(generation))
             self._counters.local += 1
         except (HoldfastError, OSError) as error:
             self._counters.local_failures += 1
@@ -262,7 +257,7 @@ class Writing:
             problem = str(error)
         finally:
             self._writes_locally = False
-            self._held.generations.unpin(pin)
+            self._pool.generations.unpin(pin)
         await self._tell(Local(generation, problem))
 
     async def _flush_until_durable(
@@ -280,16 +275,16 @@ class Writing:
             self.flushing = None
             self._wanted.pop(generation, None)
             self._begun.discard(generation)
-            self._held.generations.unpin(pin)
+            self._pool.generations.unpin(pin)
 
     def _is_overtaken(self, generation: GenerationId) -> bool:
         return any(
-            other > generation and self._held.generations.is_agreed(other) for other in self._wanted
+            other > generation and self._pool.generations.is_agreed(other) for other in self._wanted
         )
 
     def _is_dropped(self, generation: GenerationId) -> bool:
         """Return whether a resume has dropped the generation, here or on other keepers."""
-        generations = self._held.generations
+        generations = self._pool.generations
         is_old = generation.epoch < generations.epoch
         return not generations.is_agreed(generation) or (is_old and not self._reporting.is_alone)
 
@@ -314,21 +309,13 @@ class Writing:
         return True
 
     async def _end(self, ended: FlushEnd) -> None:
-        """Announce the end of a flush to keepers and trainers."""
         self._ended = ended
         self._reporting.end(ended)
         await self._say(ended)
 
     async def _flush(self, generation: GenerationId, request: Flush) -> tuple[str, int]:
-        """Flush, and return the id of the attempt and the total size of the images in bytes."""
-
         def is_wanted() -> bool:
-            return self._held.generations.is_agreed(generation)
+            return self._pool.generations.is_agreed(generation)
 
-        images = self._held.images(generation)
-        if not self._reporting.is_alone:
-            return await flush_together(request, generation, images, self._reporting, is_wanted)
-        if not images or len(images) < images[0].label.world:
-            raise DamagedError(f"not all images of step {generation.step} are in memory")
-        attempt = await flush_to(request, images, is_wanted)
-        return attempt, sum(image.label.nbytes for image in images if image.label.digests)
+        images = self._pool.images(generation)
+        return await flush(request, generation, images, self._reporting, is_wanted)

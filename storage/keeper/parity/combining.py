@@ -6,9 +6,9 @@ host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -45,16 +45,11 @@ _COMBINED_NBYTES = MIB
 Combine: TypeAlias = Callable[[Bytes, Sequence[Bytes]], None]
 
 
-class Pull(Protocol):
-    """A function that reads bytes of one block from the member that holds it. Several calls run
-    concurrently. After a call has ended, even by cancellation, nothing writes to its ``into``."""
-
-    async def __call__(
-        self, member: int, lane: int, block: Block, start: int, into: memoryview
-    ) -> None:
-        """Fill ``into`` (at least one byte) with bytes of ``block`` of ``lane``, from ``start``
-        within the block. The member's own block may be longer. Raises StorageError or DamagedError,
-        which reach the caller of :func:`make_all`."""
+Pull: TypeAlias = Callable[[int, int, Block, int, memoryview], Coroutine[Any, Any, None]]
+"""Reads bytes of one block from the member that holds it: ``pull(member, lane, block, start,
+into)`` fills ``into`` from ``start`` within the block. Several calls run concurrently. After a call
+has ended, even by cancellation, nothing writes to ``into``. Errors reach the caller of
+:func:`make_all`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -215,7 +215,6 @@ def _pq_piece(p: Bytes, q: Bytes, blocks: Sequence[Bytes], spare: Bytes) -> None
 
 
 def _q_piece(q: Bytes, blocks: Sequence[Bytes], spare: Bytes) -> None:
-    """Compute Q alone by Horner's scheme."""
     _copy(q, blocks[-1])
     for block in reversed(blocks[:-1]):
         _double(q, spare[: len(q)])
@@ -248,7 +247,6 @@ def _check_lengths(nbytes: int, blocks: Sequence[Bytes]) -> None:
 
 
 def _powers() -> tuple[int, ...]:
-    """Return all powers of 2, starting with exponent 0."""
     found = [1]
     while len(found) < ORDER:
         value = found[-1] << 1
@@ -260,7 +258,6 @@ _POWERS = _powers()
 
 
 def _power(exponent: int) -> int:
-    """Return 2 to the power ``exponent``, which may be negative."""
     return _POWERS[exponent % ORDER]
 
 
@@ -271,7 +268,6 @@ def _product(a: int, b: int) -> int:
 
 
 def _quotient(a: int, b: int) -> int:
-    """Return ``a`` divided by ``b``, both of them non-zero."""
     return _power(_POWERS.index(a) - _POWERS.index(b))
 
 

@@ -13,14 +13,12 @@ from functools import partial
 
 import numpy as np
 
-from ....core.aio import at_most
 from ....errors import DamagedError, UsageError
 from ....planner.parity import Lane, ParityBlock, StripeRepair
 from ...arenas.hosts import GuardedGroup
 from ...arenas.label import GenerationId, Label, check_sizes
 from ...arenas.memory import Memory
-from ...format.digest import digest
-from ...runtime.engine import CPU_THREADS, offload
+from ...runtime.engine import offload
 from ..sealing import is_sealed
 from .combining import Block, Combine, Pull, Range, make_all
 from .galois import Bytes, find_isal, make_pq, make_xor, recover
@@ -32,7 +30,6 @@ __all__ = [
     "Pull",
     "guard",
     "image_nbytes",
-    "parity_is_intact",
     "rebuild",
 ]
 
@@ -45,13 +42,12 @@ class HeldParity:
     """A parity block in the memory of this member of the group.
 
     ``lane``: number of its lane; lane n protects the n-th rank of every member. ``memory``:
-    ``block.nbytes`` bytes, None if that is 0. ``digest``: xxh3-128 of the bytes.
+    ``block.nbytes`` bytes, None if that is 0.
     """
 
     lane: int
     block: ParityBlock
     memory: Memory | None
-    digest: bytes = b""
 
     @property
     def view(self) -> memoryview:
@@ -131,7 +127,6 @@ async def guard(
                     await offload(_make_room, held, room)
                     ranges.append(_of_parity(held, lane))
         await make_all(ranges, pull)
-        await at_most(CPU_THREADS, (offload(_seal, held) for held in guarded.parities))
     except BaseException:
         guarded.close()
         raise
@@ -191,12 +186,6 @@ async def rebuild(
     return label
 
 
-async def parity_is_intact(held: HeldParity) -> bool:
-    """Return whether the bytes of a block still match their digest. Check this before sending them.
-    Reads the whole block, in a thread."""
-    return await offload(digest, held.view) == held.digest
-
-
 def _decoded(group: GuardedGroup, labels: Mapping[int, bytes]) -> dict[int, Label]:
     """Return the labels of all ranks of the group, decoded, by rank.
 
@@ -237,12 +226,7 @@ def _make_room(held: HeldParity, room: Callable[[int], Memory]) -> None:
     held.memory = room(held.block.nbytes)
 
 
-def _seal(held: HeldParity) -> None:
-    held.digest = digest(held.view)
-
-
 def _of_parity(held: HeldParity, lane: Lane) -> Range:
-    """Return the range that computes a parity block."""
     assert held.memory is not None
     block = held.block
     data = lane.data(block.stripe)
@@ -266,7 +250,6 @@ def _into_q(out: Bytes, data: Sequence[Bytes]) -> None:
 
 
 def _of_repair(repair: StripeRepair, lane: int, memory: Memory) -> Range:
-    """Return the range that recovers a block of a lost image."""
     wanted = repair.wanted
     blocks = repair.pulled
     combine: Combine | None = partial(_recovered, repair)

@@ -14,7 +14,7 @@ from ....planner.parity import DataBlock, parity_of
 from ...arenas.hosts import GuardedGroup, KeeperHost
 from ...arenas.label import GenerationId, Label
 from ...arenas.memory import Memory
-from ...arenas.messages import HeldGuard, Rebuild
+from ...arenas.messages import ParityEntry, Rebuild
 from ...runtime.engine import offload
 from ..reading import Peers, image_file, parity_file, peers_of
 from ..slot_memory import spared_memory
@@ -55,10 +55,10 @@ class Guards:
         """Size of all parity."""
         return sum(held.nbytes for held in self._held.values())
 
-    def inventory(self) -> tuple[HeldGuard, ...]:
+    def inventory(self) -> tuple[ParityEntry, ...]:
         """Return the held parity, newest first."""
         return tuple(
-            HeldGuard(id, self._worlds[id], held.group, held.member)
+            ParityEntry(id, self._worlds[id], held.group, held.member)
             for id, held in sorted(self._held.items(), reverse=True)
         )
 
@@ -185,7 +185,6 @@ class _Pull:
 
 
 async def _labels(peers: Peers, group: GuardedGroup, run: str) -> dict[int, Label]:
-    """Read the labels of all ranks of a group from the keepers that hold their images."""
     asked = [
         (rank, peers.label(name, rank, run))
         for name, ranks in zip(group.names, group.ranks, strict=True)
@@ -250,14 +249,12 @@ async def _made_without(
 async def _labels_of_group(
     peers: Peers, names: Sequence[str], group: GuardedGroup, run: str
 ) -> dict[int, Label]:
-    """Read the labels of all ranks of a group. Each member has copies of them."""
     ranks = [rank for ranks in group.ranks for rank in ranks]
     found = await asyncio.gather(*(_label_of_any(peers, names, rank, run) for rank in ranks))
     return dict(zip(ranks, found, strict=True))
 
 
 async def _label_of_any(peers: Peers, names: Sequence[str], rank: int, run: str) -> Label:
-    """Read the label of a rank from the first of these keepers that has an intact one."""
     problem: HoldfastError | None = None
     for name in names:
         try:

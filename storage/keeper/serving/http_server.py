@@ -19,10 +19,10 @@ from typing import Self, cast
 from aiohttp import hdrs, web
 
 from ....errors import CoordinationError, HoldfastError, NotFoundError
+from ..options import ServeOptions
 from ..reporting import REPORT_NBYTES_MAX, StaleReportError
-from .catalog import Catalog, Content
 from .http_requests import REPORT_PATH, Asked, RequestError, asked_of, is_authorized, range_of
-from .serve_options import ServeOptions
+from .memory_catalog import Content, MemoryCatalog
 
 __all__ = ["MODIFIED_HEADER", "Hear", "MemoryServer", "Served"]
 
@@ -62,7 +62,7 @@ class MemoryServer:
 
     def __init__(
         self,
-        shelf: Catalog,
+        catalog: MemoryCatalog,
         options: ServeOptions,
         address: str,
         tls: ssl.SSLContext | None,
@@ -72,7 +72,7 @@ class MemoryServer:
         self.address = address
         self.port = options.port
         self.served = Served()
-        self._shelf = shelf
+        self._catalog = catalog
         self._hear = hear
         self._options = options
         self._tls = tls
@@ -166,7 +166,6 @@ class MemoryServer:
         return self._small(asked)
 
     async def _report(self, request: web.BaseRequest) -> web.Response:
-        """Answer the report of another keeper. Raises RequestError if it is malformed or stale."""
         if self._hear is None:
             raise RequestError(404, "this keeper takes no reports")
         body = await self._body(request)
@@ -198,7 +197,7 @@ class MemoryServer:
         if asked.what == "health":
             return web.Response(text="ok\n")
         if asked.what == "status":
-            return web.json_response(self._shelf.status())
+            return web.json_response(self._catalog.status())
         if asked.what == "metrics":
             return web.Response(text=self._metrics(), headers={hdrs.CONTENT_TYPE: _PROMETHEUS})
         return web.Response(text=self._list(asked.key), content_type="application/jsonl")
@@ -206,7 +205,7 @@ class MemoryServer:
     def _list(self, prefix: str) -> str:
         lines = [
             json.dumps({"key": item.key, "nbytes": item.nbytes, "modified_s": item.modified_s})
-            for item in self._shelf.listing()
+            for item in self._catalog.listing()
             if not prefix or item.key == prefix or item.key.startswith(prefix + "/")
         ]
         return "".join(line + "\n" for line in lines)
@@ -222,14 +221,14 @@ class MemoryServer:
             f"holdfast_keeper_http_{name}_total {value}\n"
             for name, value in counted.items()
         )
-        return self._shelf.metrics() + own
+        return self._catalog.metrics() + own
 
     async def _send_object(
         self, request: web.BaseRequest, connection: _Connection, key: str
     ) -> web.StreamResponse:
         with ExitStack() as pinned:
             try:
-                content = pinned.enter_context(self._shelf.open(key))
+                content = pinned.enter_context(self._catalog.open(key))
             except NotFoundError as error:
                 raise RequestError(404, "no such object") from error
             except HoldfastError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ....core.lru import LruCache
 from ....errors import NotFoundError
@@ -18,29 +19,46 @@ from ...format.manifest import MANIFEST_KEY
 from ...ranks.messages import codec
 from ..parity.guards import Guards
 from ..reading import INVENTORY_KEY, parse_held
-from ..slot_memory import Held
+from ..slot_memory import SlotPool
 from ..status import KeeperStatus
 from ..tiers import manifest_of
-from .catalog import Content, Item
 
-__all__ = ["MemoryCatalog"]
+__all__ = ["Content", "Item", "MemoryCatalog"]
 
 _MANIFESTS_KEPT = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One object. ``key``: starts with the name of the run, as in
+    ``<run>/step-00000500/manifest.safetensors``. ``modified_s``: seconds since the epoch."""
+
+    key: str
+    nbytes: int
+    modified_s: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Content:
+    """The bytes of an object, not copied."""
+
+    view: memoryview
+    modified_s: float
+
+
 class MemoryCatalog:
-    """A :class:`.catalog.Catalog` of the steps of ``run``. If two epochs have the same step, it
-    shows the later epoch. ``inventory()`` returns the full inventory."""
+    """Read-only objects in the memory of a keeper of ``run``. If two epochs have the same step, it
+    shows the later epoch. ``inventory()`` returns the full inventory. No method blocks."""
 
     def __init__(
         self,
-        held: Held,
+        pool: SlotPool,
         guards: Guards,
         run: str,
         status: Callable[[], KeeperStatus],
         inventory: Callable[[], Inventory],
     ) -> None:
-        self._held = held
+        self._pool = pool
         self._guards = guards
         self._run = run
         self._status = status
@@ -48,10 +66,10 @@ class MemoryCatalog:
         self._manifests = LruCache[bytes](_MANIFESTS_KEPT)
 
     def listing(self) -> Sequence[Item]:
-        """Implement :meth:`.catalog.Catalog.listing`."""
+        """Return all objects, in any order."""
         items = []
         for prefix, generation in self._shown().items():
-            images = self._held.images(generation)
+            images = self._pool.images(generation)
             created_s = min(image.label.created_s for image in images)
             manifest = self._manifest(generation)
             items.append(Item(f"{prefix}/{MANIFEST_KEY}", len(manifest), created_s))
@@ -63,24 +81,25 @@ class MemoryCatalog:
         return items
 
     def _shown(self) -> dict[str, GenerationId]:
-        """Return the readable generations, by the names of their folders."""
         whole = [
             one
-            for one in self._held.generations.restorable()
+            for one in self._pool.generations.restorable()
             if one.agreed and len(one.ranks) == one.world
         ]
-        return {f"{self._run}/step-{one.id.step:08d}": one.id for one in reversed(whole)}
+        return {
+            f"{self._run}/step-{one.generation.step:08d}": one.generation for one in reversed(whole)
+        }
 
     def _manifest(self, generation: GenerationId) -> bytes:
         known = self._manifests.get(generation)
         if known is None:
-            known = manifest_of([image.label for image in self._held.images(generation)])
+            known = manifest_of([image.label for image in self._pool.images(generation)])
             self._manifests.put(generation, known)
         return known
 
     @contextmanager
     def open(self, key: str) -> Iterator[Content]:
-        """Implement :meth:`.catalog.Catalog.open`."""
+        """Pin an object for the body. Raises NotFoundError, at the call or on entry."""
         if key == INVENTORY_KEY:
             data = codec(Inventory).encode(self._inventory())
             yield Content(memoryview(data), time.time())
@@ -97,11 +116,11 @@ class MemoryCatalog:
         shown = self._shown().get(f"{run}/{folder}")
         if shown is None:
             raise NotFoundError("no such step is in memory", key=key)
-        pin = self._held.generations.pin(shown)
+        pin = self._pool.generations.pin(shown)
         try:
             yield self._content(shown, name, key)
         finally:
-            self._held.generations.unpin(pin)
+            self._pool.generations.unpin(pin)
 
     @contextmanager
     def _opened_image(
@@ -109,16 +128,16 @@ class MemoryCatalog:
     ) -> Iterator[Content]:
         """Pin an image, or return its label, which other members of the group have copies of."""
         (rank,) = numbers
-        for image in self._held.images(generation):
+        for image in self._pool.images(generation):
             if image.label.rank == rank:
-                pin = self._held.generations.pin(generation)
+                pin = self._pool.generations.pin(generation)
                 try:
                     view = image.memory.view
                     if kind == "label":
                         view = memoryview(image.label.encode())
                     yield Content(view, image.label.created_s)
                 finally:
-                    self._held.generations.unpin(pin)
+                    self._pool.generations.unpin(pin)
                 return
         with self._guards.opened(generation) as guarded:
             if guarded is None or kind != "label" or rank not in guarded.labels:
@@ -139,7 +158,7 @@ class MemoryCatalog:
         raise NotFoundError("no such parity is in memory", key=key)
 
     def _content(self, generation: GenerationId, name: str, key: str) -> Content:
-        images = self._held.images(generation)
+        images = self._pool.images(generation)
         if name == MANIFEST_KEY:
             created_s = min(image.label.created_s for image in images)
             return Content(memoryview(self._manifest(generation)), created_s)
@@ -149,11 +168,11 @@ class MemoryCatalog:
         raise NotFoundError("no such image is in memory", key=key)
 
     def status(self) -> Mapping[str, object]:
-        """Implement :meth:`.catalog.Catalog.status`."""
+        """Return the status of the keeper as a JSON object, without secrets."""
         return self._status().as_json()
 
     def metrics(self) -> str:
-        """Implement :meth:`.catalog.Catalog.metrics`."""
+        """Return the metrics in the text format of Prometheus."""
         status = self._status()
         agreed = [held.generation.step for held in status.generations if held.agreed]
         gauges = {

@@ -17,11 +17,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 from ....errors import UsageError
-from .catalog import Catalog
-from .serve_options import ServeOptions
+from ..options import ServeOptions
 
 if TYPE_CHECKING:
     from .http_server import Hear, MemoryServer
+    from .memory_catalog import MemoryCatalog
 
 __all__ = ["address_and_port", "address_of", "interface_and_port", "is_token", "serve"]
 
@@ -34,9 +34,9 @@ _SIOCGIFADDR = 0x8915
 
 
 def serve(
-    shelf: Catalog, options: ServeOptions, hear: Hear | None = None
+    catalog: MemoryCatalog, options: ServeOptions, hear: Hear | None = None
 ) -> AbstractAsyncContextManager[MemoryServer]:
-    """Serve ``shelf`` for the body, with ``hear`` to take reports. Raises UsageError for bad
+    """Serve ``catalog`` for the body, with ``hear`` to take reports. Raises UsageError for bad
     options or if aiohttp is not installed, and OSError if the address cannot be used."""
     if not is_token(options.token):
         raise UsageError("the token of a run has 32 hexadecimal digits")
@@ -47,7 +47,7 @@ def serve(
             "serving memory to other hosts needs aiohttp, which is not installed",
             advice="pip install aiohttp",
         ) from error
-    return MemoryServer(shelf, options, address_of(options.interface), _tls(options), hear)
+    return MemoryServer(catalog, options, address_of(options.interface), _tls(options), hear)
 
 
 def interface_and_port(text: str) -> tuple[str, int]:

@@ -10,14 +10,14 @@ MUTANTS = [
     Mutant(
         says="a client takes whatever answers for the rank",
         file="storage/exchange/transport.py",
-        old="    if not hmac.compare_digest(proof, handshake.server_proof):\n",
+        old="    if not hmac.compare_digest(proof, handshake.derived(b'server')):\n",
         new="    if False:\n",
         tests="tests/unit/test_ranks_strangers.py -k refused",
     ),
     Mutant(
         says="a listener accepts clients that do not know its secret",
         file="storage/exchange/transport.py",
-        old="        if not hmac.compare_digest(await connection.receive(PROOF_NBYTES), handshake.client_proof):\n",
+        old="        if not hmac.compare_digest(proof, handshake.derived(b'client')):\n",
         new="        if not await connection.receive(PROOF_NBYTES):\n",
         tests="tests/unit/test_ranks_strangers.py -k repeated",
     ),

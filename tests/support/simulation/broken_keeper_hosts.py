@@ -14,7 +14,7 @@ from holdfast.storage.keeper.decisions import choice
 from holdfast.storage.keeper.decisions.generations import Generations
 from holdfast.storage.keeper.decisions.lead import Lead
 from holdfast.storage.keeper.decisions.standing import Report, Standing
-from holdfast.storage.keeper.flushing import flush_together
+from holdfast.storage.keeper.flushing import flush
 from holdfast.storage.keeper.parity.guards import Guards
 from holdfast.storage.keeper.reporting import Reporting
 from holdfast.storage.training import keeper_inventory as memory_survey
@@ -97,7 +97,7 @@ def _told_nothing() -> Iterator[Patch]:
 
     def report(self: Agreement) -> Report:
         said = real(self)
-        return said if self.reporting.leads else replace(said, told=None)
+        return said if self.reporting.leads else replace(said, guarded_by_all=None)
 
     yield Agreement, "report", report
 
@@ -221,7 +221,7 @@ def _nobody_waits() -> Iterator[Patch]:
     async def written(given: Reporting, is_wanted: Any) -> Mapping[str, Any]:
         return {}
 
-    yield flush_together, "_written", written
+    yield flush, "_written", written
 
 
 @broken("the next epoch is counted from what storage knows alone", first=18)

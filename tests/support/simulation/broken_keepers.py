@@ -244,7 +244,7 @@ def _former_ranks_kept() -> Iterator[Patch]:
         return real(self, rank, nbytes, SIZE_MAX)
 
     yield Generations, "_free_useless", free
-    yield Generations, "_free_foreign", lambda self, rank: ()
+    yield Generations, "_free_foreign", lambda self, rank, nbytes: None
 
 
 @broken("memory that has outlived a keeper is filled again")

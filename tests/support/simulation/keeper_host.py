@@ -192,7 +192,7 @@ class HostKeeper(SimulatedKeeper):
     def offer(self, reader: int) -> None:
         """What is here stays until the reader has chosen what to go on from."""
         self.generations.offer(reader)
-        self.guards.offer(reader, [one.id for one in self.generations.restorable()])
+        self.guards.offer(reader, [one.generation for one in self.generations.restorable()])
         self.offered[reader] = {
             held.memory
             for held in self.slots.values()

@@ -22,7 +22,7 @@ from holdfast.storage.arenas.messages import Rebuild
 from holdfast.storage.keeper.decisions.choice import Choice, Stock
 from holdfast.storage.training import keeper_inventory as memory_survey
 from holdfast.storage.training.epochs import Epochs
-from holdfast.storage.training.keeper_inventory import GuardOption, InMemory, Struck
+from holdfast.storage.training.keeper_inventory import DamagedImage, GuardOption, InMemory
 
 from .keeper_host import STATE_NBYTES, Host, HostJob, HostKeeper, HostTrainer
 from .keeper_peers import KeeperProcess, installed
@@ -53,7 +53,7 @@ class Loads:
     def __init__(self, job: HostJob) -> None:
         self.found: tuple[int, int] | None = None
         self.failed: list[int] = []
-        self.struck: set[Struck] = set()
+        self.struck: set[DamagedImage] = set()
         self.filled: dict[str, dict[int, list[State | None]]] = {h.name: {} for h in job.hosts}
         self.behind: list[tuple[str, int, list[State | None]]] = []
         self.impeded = False
@@ -332,7 +332,7 @@ class Hosts(Promises):
                 if not (yield from self.read_image(job, keeper, id, rank, own, pieces)):
                     if not self.has_flipped(id) and self.was_pinned(keeper, id, job):
                         raise Violation(f"{id} was offered, and {keeper} has no rank {rank}")
-                    loads.struck.add(Struck(id, rank, name))
+                    loads.struck.add(DamagedImage(id, rank, name))
                     return None
                 loads.behind += [(other, rank, pieces) for other in others]
             states.append(pieces)

@@ -20,7 +20,7 @@ from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
 from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.keeper import agreement
 from holdfast.storage.keeper.decisions.standing import Report, Standing
-from holdfast.storage.keeper.flushing import flush, flush_together
+from holdfast.storage.keeper.flushing import flush
 from holdfast.storage.keeper.parity import guards
 from holdfast.storage.keeper.reporting import ANSWER_S, Reporting, StaleReportError
 from holdfast.storage.ranks.messages import codec
@@ -298,7 +298,7 @@ async def write_part(driver: _Driver, attempt: str, image: Held, compression: No
     return 1
 
 
-def _fragment_of(label: Label, attempt: str, nbytes: int, compression: None) -> object:
+def _fragment_of(label: Label, attempt: str, nbytes: None) -> object:
     return label, attempt
 
 
@@ -329,14 +329,13 @@ _STORAGE = {
     "opened_for": _opened_for,
     "begin": _begin,
     "write_part": write_part,
-    "fragment_of": _fragment_of,
     "commit_attempt": _commit,
     "give_up": _give_up,
 }
 _OWN: list[tuple[Any, dict[str, Any]]] = [
     (agreement, {"Reporting": Wire}),
-    (flush, _STORAGE),
-    (flush_together, {**_STORAGE, "peers_of": _peers_of}),
+    (flush, {**_STORAGE, "peers_of": _peers_of}),
+    (Label, {"fragment": _fragment_of}),
     (
         guards,
         {

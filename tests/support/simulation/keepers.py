@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from holdfast.errors import DamagedError
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId, Label
-from holdfast.storage.arenas.messages import HeldGeneration, Inventory
+from holdfast.storage.arenas.messages import Inventory
 from holdfast.storage.keeper.decisions.choice import Choice
 from holdfast.storage.keeper.decisions.generations import Generations
 from holdfast.storage.keeper.decisions.slots import Reason, Refusal
@@ -383,7 +383,7 @@ class SimulatedKeeper:
         held = self.generations.restorable()
         return Inventory(
             self.generations.epoch,
-            tuple(HeldGeneration(one.id, one.world, one.ranks, one.agreed) for one in held),
+            tuple(held),
         )
 
     def open(self, client: int, id: GenerationId, rank: int) -> Held | None:
