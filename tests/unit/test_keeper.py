@@ -25,7 +25,7 @@ from holdfast.storage.arenas import arena as arena_module
 from holdfast.storage.arenas.arena import Arena, Capture, KeeperLost
 from holdfast.storage.arenas.client import KeeperClient, Refusal
 from holdfast.storage.arenas.folder import KeeperFolder
-from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.arenas.memory import Memory, read_sealed, reserved_memory, sealed_bytes
 from holdfast.storage.arenas.messages import (
     VERSION,
@@ -51,6 +51,7 @@ from holdfast.storage.keeper import slot_memory as held
 from holdfast.storage.keeper.flushing import writing
 from holdfast.storage.keeper.keeper import Keeper
 from holdfast.storage.keeper.options import KeeperOptions
+from holdfast.storage.keeper.slot_memory import PooledSlot, SlotPool
 from holdfast.storage.keeper.trainers import PROGRESS_S
 
 NBYTES = 100_000
@@ -160,20 +161,6 @@ def test_a_stranger_is_refused_with_the_reason(hello: Hello, said: str) -> None:
             assert keeper.status().counters.refused == 1
             async with trainer(folder) as other:
                 assert await other.enter(Enter(0, None))
-
-    run(body)
-
-
-def test_an_older_epoch_is_refused() -> None:
-    """Whatever it asks for."""
-    told = Told()
-
-    async def body() -> None:
-        async with kept() as (_, folder), trainer(folder) as arena:
-            await arena.enter(Enter(1, None))
-            await capture(arena, 1, told)
-            assert not await arena.enter(Enter(0, None))
-            assert "is over" in arena.problem
 
     run(body)
 
@@ -312,24 +299,6 @@ def test_an_image_that_is_not_there_is_damage() -> None:
             await arena.enter(Enter(0, None))
             with pytest.raises(DamagedError, match="no image of rank 3 of step 7"):
                 await arena.image(GenerationId(0, 7), 3)
-
-    run(body)
-
-
-def test_a_keeper_that_is_gone_voids_what_it_has_not_told() -> None:
-    """So nobody waits for it."""
-    told = Told()
-
-    async def body() -> None:
-        async with kept() as (_, folder), trainer(folder) as arena:
-            await arena.enter(Enter(0, None))
-            await capture(arena, 1, told)
-            await told.until(Agreed)
-            await capture(arena, 2, told)
-            arena._lost()
-            assert [type(event) for event in told.events[-2:]] == [KeeperLost, Voided]
-            assert await arena.fill(2, 8192) is None
-            assert arena.problem
 
     run(body)
 
@@ -652,3 +621,17 @@ def test_a_line_that_was_given_up_takes_no_other_ones_place() -> None:
         await keeper.close()
 
     run(body)
+
+
+def test_a_voided_generation_has_no_images() -> None:
+    """Its bytes stay until the slot is filled again, so a reader would see them overwritten."""
+    pool = SlotPool(10 * NBYTES)
+    id = GenerationId(1, 2)
+    number = pool.generations.recall(id, 0, 1, NBYTES)
+    assert isinstance(number, int)
+    label = Label("run", id, 0, 1, NBYTES, 0, 1, 1, 0.0)
+    pool.slots[number] = PooledSlot(reserved_memory(NBYTES), label)
+    assert [image.label for image in pool.images(id)] == [label]
+    pool.generations.void(id)
+    assert pool.images(id) == []
+    pool.close()

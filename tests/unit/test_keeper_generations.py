@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.keeper.decisions.generations import Generations
 from holdfast.storage.keeper.decisions.slots import Grant, Reason, Refusal
@@ -115,17 +113,6 @@ def test_three_slots_are_filled_in_turn() -> None:
     assert [held.generation.step for held in generations.restorable()] == [7, 6, 5]
 
 
-def test_the_newest_agreed_generation_is_never_filled() -> None:
-    """However many later steps fail: they share what is left."""
-    generations = entered(A)
-    (kept,) = agreed(generations, 1, A)
-    for step in range(2, 12):
-        slot = granted(generations, A, step)
-        assert slot != kept
-        assert generations.dropped(slot, A)
-    assert generations.newest_agreed == GenerationId(0, 1)
-
-
 def test_a_step_without_a_slot_is_left_out() -> None:
     """While the others are filled or sealed; one that is given back can be filled again."""
     generations = entered(A)
@@ -222,44 +209,6 @@ def test_a_resume_drops_what_it_did_not_go_on_from() -> None:
     assert generations.restorable() == []
 
 
-def test_memory_that_a_living_process_of_an_older_epoch_has_mapped_is_not_handed_out() -> None:
-    """Other memory takes its place; once the process has ended, it can be filled, and what is more
-    than three slots is given back."""
-    generations = entered(A)
-    old = {agreed(generations, step, A)[0] for step in (1, 2, 3)}
-    assert generations.enter(B, 0, 1, None) is None
-    slots = []
-    for step in (1, 2, 3):
-        slots.append(granted_to_second(generations, step))
-        generations.captured(slots[-1])
-    assert not set(slots) & old
-    assert reason(generations.fill(B, 0, 4, SIZE, 1)) is Reason.NO_FREE_SLOT
-    generations.client_gone(A)
-    grant = generations.fill(B, 0, 5, SIZE, 1)
-    assert reason(grant) is Reason.NO_FREE_SLOT
-    assert generations.slots == set(slots)
-    generations.sealed(slots[0])
-    assert generations.agreed(GenerationId(1, 1))
-    generations.sealed(slots[1])
-    assert generations.agreed(GenerationId(1, 2))
-    assert granted_to_second(generations, 6) == slots[0]
-
-
-def test_what_is_hashed_is_not_filled_though_a_resume_has_dropped_it() -> None:
-    """Its pages are still being written; it is free when that has ended."""
-    generations = entered(A)
-    slot = granted(generations, A, 1)
-    generations.captured(slot)
-    generations.client_gone(A)
-    generations.enter(B, 0, 1, None)
-    assert not generations.is_sealing(slot, GenerationId(0, 1))
-    others = {granted_to_second(generations, step) for step in (1, 2)}
-    assert slot not in others
-    assert reason(generations.fill(B, 0, 3, SIZE, 1)) is Reason.NO_FREE_SLOT
-    generations.unsealed(slot)
-    assert granted_to_second(generations, 4) == slot
-
-
 def granted_to_second(generations: Generations, step: int) -> int:
     """A slot for rank 0, to the second client."""
     grant = generations.fill(B, 0, step, SIZE, 1)
@@ -267,26 +216,6 @@ def granted_to_second(generations: Generations, step: int) -> int:
     if grant.fresh:
         generations.made(grant.slot)
     return grant.slot
-
-
-@pytest.mark.parametrize("dropped", [False, True])
-def test_what_is_flushed_is_not_filled(dropped: bool) -> None:
-    """Not even where a resume drops it meanwhile; two flushes of it are two."""
-    generations = entered(A)
-    (slot,) = agreed(generations, 1, A)
-    id = GenerationId(0, 1)
-    pins = [generations.pin(id), generations.pin(id)]
-    if dropped:
-        generations.void(id)
-    else:
-        agreed(generations, 2, A)
-    used = {granted(generations, A, 3)}
-    generations.unpin(pins.pop())
-    assert slot not in used
-    used_again = generations.fill(A, 0, 4, SIZE, 1)
-    assert not isinstance(used_again, Grant) or used_again.slot != slot
-    generations.unpin(pins.pop())
-    assert granted(generations, A, 5) == slot
 
 
 def test_what_one_reader_lets_go_of_another_one_still_reads() -> None:
@@ -302,21 +231,6 @@ def test_what_one_reader_lets_go_of_another_one_still_reads() -> None:
     assert set(slots).isdisjoint(granted(generations, client, 2, 2) for client in (A, B))
     generations.unpin(second)
     assert {granted(generations, client, 3, 2) for client in (A, B)} == set(slots)
-
-
-def test_what_a_restart_was_offered_or_reads_is_not_filled() -> None:
-    """Until it has let go of it, or has ended."""
-    generations = entered(A)
-    (slot,) = agreed(generations, 1, A)
-    generations.offer(B)
-    agreed(generations, 2, A)
-    agreed(generations, 3, A)
-    assert granted(generations, A, 4) != slot
-    generations.released(B)
-    assert generations.open(B, GenerationId(0, 1), 0) == slot
-    assert reason(generations.fill(A, 0, 5, SIZE, 1)) is Reason.NO_FREE_SLOT
-    generations.client_gone(B)
-    assert granted(generations, A, 6) == slot
 
 
 def test_only_sealed_images_are_opened() -> None:

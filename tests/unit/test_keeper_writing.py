@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import re
+from collections.abc import Coroutine, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 from support.clock import run_virtual
 from support.kept_memory import pinned
 
-from holdfast.errors import StorageError
+from holdfast.errors import SaveError, StorageError, SupersededError
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import Durable, Event, Flush, FlushFailed
 from holdfast.storage.keeper.decisions.generations import Generations
 from holdfast.storage.keeper.decisions.slots import Grant
-from holdfast.storage.keeper.decisions.standing import FlushEnd, FlushOrder, Standing
+from holdfast.storage.keeper.decisions.standing import FlushEnd, FlushOrder, Standing, Written
 from holdfast.storage.keeper.flushing import writing
+from holdfast.storage.keeper.flushing.flush import _written
 from holdfast.storage.keeper.flushing.writing import Writing
 from holdfast.storage.keeper.status import Counters
 
@@ -211,3 +213,48 @@ def test_what_is_not_handed_over_whole_is_not_waited_for() -> None:
         assert waiting.failed() == [4]
 
     run_virtual(body())
+
+
+class Peers:
+    """The reports of the keepers ``a`` and ``b``. The second time that something moves, another job
+    has begun, on ``a`` alone."""
+
+    name = "a"
+
+    def __init__(self) -> None:
+        self.lead = self
+        self.names = frozenset("ab")
+        self.moves = 0
+        self.parts: dict[str, Written] = {}
+
+    def written(self) -> Mapping[str, Written]:
+        """What was reported."""
+        return self.parts
+
+    def unheard(self) -> Sequence[str]:
+        """Of the job that runs, all are heard."""
+        return []
+
+    async def moved(self, within_s: float) -> None:
+        """Something has."""
+        self.moves += 1
+        if self.moves == 2:
+            self.names = frozenset("a")
+        assert self.moves < 10, "it waits for a keeper that reports to nobody here"
+
+
+def test_nothing_is_waited_for_of_a_keeper_that_is_not_of_the_job_any_more() -> None:
+    """The next job was begun on fewer hosts, while the flush of the one before was under way."""
+    peers = Peers()
+    with pytest.raises(SaveError, match=re.escape("the keeper b has stopped reporting")):
+        run_virtual(_written(peers, lambda: True))  # type: ignore[arg-type]
+    assert peers.moves == 2
+
+
+def test_what_a_keeper_has_nothing_of_any_more_is_not_tried_again() -> None:
+    """It took the place of one that had died, and later steps that of what was to be written. The
+    other keepers held two of three slots for it, so that no later step could take its place."""
+    peers = Peers()
+    peers.parts["b"] = Written("attempt", problem="nothing of it is here", gone=True)
+    with pytest.raises(SupersededError, match="the keeper b no longer holds it"):
+        run_virtual(_written(peers, lambda: True))  # type: ignore[arg-type]

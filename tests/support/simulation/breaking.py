@@ -9,26 +9,26 @@ from typing import Any
 
 from .engine import forget
 
-__all__ = ["BROKEN", "Broken", "Patch", "broken", "listed_in", "seeds_until_violation"]
+__all__ = ["BROKEN", "Broken", "Patch", "broken", "seeds_until_violation"]
 
 Patch = tuple[Any, str, Any]
 
 
 @dataclass(frozen=True)
 class Broken:
-    """One of them. ``storages``: where it can show, by a part of the storage's name."""
+    """A broken engine. ``storages``: part of the names of storages on which it shows."""
 
     name: str
     patches: Callable[[], Iterator[Patch]]
     storages: str = ""
     seed: int | None = None
-    """One that shows it; None where that takes hundreds."""
+    """A seed that shows it; None if hundreds are needed."""
     first: int = 0
-    """The seed to begin with, where it takes hundreds from 0 on."""
+    """The seed to begin with, if earlier ones show nothing."""
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[None]:
-        """For the length of a ``with`` block the engine is broken in this way."""
+        """Break the engine during the body."""
         patches = list(self.patches())
         before = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
         forget()
@@ -48,30 +48,13 @@ BROKEN: list[Broken] = []
 def broken(
     name: str, seed: int | None, storages: str = ""
 ) -> Callable[[Callable[[], Iterator[Patch]]], Callable[[], Iterator[Patch]]]:
-    """Put it on the list."""
+    """Return a decorator that adds a broken engine to the list."""
 
     def listed(patches: Callable[[], Iterator[Patch]]) -> Callable[[], Iterator[Patch]]:
         BROKEN.append(Broken(name, patches, storages, seed))
         return patches
 
     return listed
-
-
-def listed_in(
-    engines: list[Broken],
-) -> Callable[..., Callable[[Callable[[], Iterator[Patch]]], Callable[[], Iterator[Patch]]]]:
-    """Return a decorator that takes a name and a first seed, and adds the broken engine to a list."""
-
-    def named(
-        name: str, first: int = 0
-    ) -> Callable[[Callable[[], Iterator[Patch]]], Callable[[], Iterator[Patch]]]:
-        def listed(patches: Callable[[], Iterator[Patch]]) -> Callable[[], Iterator[Patch]]:
-            engines.append(Broken(name, patches, first=first))
-            return patches
-
-        return listed
-
-    return named
 
 
 def seeds_until_violation(

@@ -1,278 +1,495 @@
-"""Keepers that are wrong on purpose, each in one way. A simulator that does not catch them proves
-nothing."""
+"""Keepers that are broken on purpose, each in one way. A simulator that does not catch them proves
+nothing.
+
+A row names what is wrong, and the attributes that are replaced: owner, name, and a function that
+makes the replacement from the original.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from holdfast.storage.arenas.label import GenerationId, Label
-from holdfast.storage.arenas.messages import Inventory
-from holdfast.storage.keeper.decisions import votes
+from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.keeper.agreement import Agreement
+from holdfast.storage.keeper.decisions import choice, votes
 from holdfast.storage.keeper.decisions.generations import Generations
-from holdfast.storage.keeper.decisions.slots import Grant, Refusal
-from holdfast.storage.keeper.decisions.votes import Ballot, Outcome, Vote
+from holdfast.storage.keeper.decisions.lead import Lead
+from holdfast.storage.keeper.decisions.slots import Content
+from holdfast.storage.keeper.decisions.votes import Ballot, Outcome
+from holdfast.storage.keeper.flushing import flush
+from holdfast.storage.keeper.parity.guards import Guards
+from holdfast.storage.training import keeper_inventory as memory_survey
 from holdfast.storage.training.epochs import Epochs
 
-from .breaking import Broken, Patch, listed_in
-from .keepers import SIZE_MAX, Held, Memory, Record, SimulatedKeeper, State, Task, Trainer
+from . import keeper_peers
+from .breaking import Broken, Patch
+from .keeper_host import HostKeeper
+from .keeper_hosts import RANKS_MAX, Hosts
+from .keeper_promises import Promises
 
-__all__ = ["BROKEN_KEEPERS", "contradicting", "one_missing", "one_raises", "touched_goes_on"]
+__all__ = ["BROKEN_ALONE", "BROKEN_HOSTS"]
 
-BROKEN_KEEPERS: list[Broken] = []
-
-broken = listed_in(BROKEN_KEEPERS)
+Row = tuple[Any, str, Callable[[Any], Any]]
 
 
-@broken("an image is labelled before its pages are written")
-def _label_first() -> Iterator[Patch]:
-    real = SimulatedKeeper.write_pages
+def keeper(name: str, *rows: Row, first: int = 0) -> Broken:
+    """Return a broken keeper. ``first``: the seed to begin with, if earlier ones catch nothing."""
 
-    def late(self: SimulatedKeeper, memory: Memory, hashed: list[State | None]) -> Task:
-        self.tasks.append(real(self, memory, hashed))
+    def patches() -> Iterator[Patch]:
+        for owner, attribute, make in rows:
+            yield owner, attribute, make(owner.__dict__[attribute])
+
+    return Broken(name, patches, first=first)
+
+
+def always(value: Any) -> Callable[[Any], Any]:
+    """Replace a function by one that returns ``value``."""
+    return lambda real: lambda *given, **options: value
+
+
+def instead(replacement: Any) -> Callable[[Any], Any]:
+    """Replace an attribute, whatever it was."""
+    return lambda real: replacement
+
+
+def only_agreed(self: Generations, id: GenerationId) -> bool:
+    """Tell whether a generation is the newest agreed one; no other is wanted."""
+    return id == self.newest_agreed
+
+
+def late_pages(real: Any) -> Any:
+    """Write pages after the label."""
+
+    def write_pages(self: HostKeeper, *given: Any) -> Any:
+        self.tasks.append(real(self, *given))
         yield
 
-    yield SimulatedKeeper, "write_pages", late
+    return write_pages
 
 
-@broken("a rank votes before its image is sealed")
-def _early_vote() -> Iterator[Patch]:
-    real = SimulatedKeeper.seal
+def early_vote(real: Any) -> Any:
+    """Vote before sealing."""
 
-    def early(self: SimulatedKeeper, trainer: Trainer, slot: int, held: Held, draft: Label) -> Task:
+    def seal(self: HostKeeper, trainer: Any, number: int, slot: Any, draft: Any) -> Any:
         self.vote(draft)
-        yield from real(self, trainer, slot, held, draft)
+        yield from real(self, trainer, number, slot, draft)
 
-    yield SimulatedKeeper, "seal", early
-
-
-@broken("the newest agreed generation is written over")
-def _overwritten() -> Iterator[Patch]:
-    yield Generations, "_is_wanted", lambda self, id: False
+    return seal
 
 
-@broken("what may yet be agreed is written over")
-def _always_ahead() -> Iterator[Patch]:
-    yield Generations, "_is_wanted", lambda self, id: id == self.newest_agreed
+def filled_in_any_epoch(real: Any) -> Any:
+    """Take each client for one of this epoch."""
 
-
-@broken("a step that a rank has left out is kept by the others")
-def _left_out_alone() -> Iterator[Patch]:
-    real = Generations.fill
-
-    def fill(self: Generations, *given: Any) -> Grant | Refusal:
-        self._left_out = []
-        return real(self, *given)
-
-    yield Generations, "fill", fill
-    yield Generations, "_is_wanted", lambda self, id: id == self.newest_agreed
-
-
-@broken("an older epoch is granted slots")
-def _any_epoch() -> Iterator[Patch]:
-    real = Generations.fill
-
-    def fill(self: Generations, client: int, *given: Any) -> Grant | Refusal:
+    def fill(self: Generations, client: int, *given: Any) -> Any:
         self._epochs[client] = self.epoch
         return real(self, client, *given)
 
-    yield Generations, "fill", fill
+    return fill
 
 
-@broken("memory that a process of an older epoch has mapped is handed out")
-def _mapped() -> Iterator[Patch]:
-    yield Generations, "_is_mapped_by_stale", lambda self, slot: False
+def nothing_left_out(real: Any) -> Any:
+    """Forget the steps that a rank has skipped."""
+
+    def fill(self: Generations, *given: Any) -> Any:
+        self._left_out = []
+        return real(self, *given)
+
+    return fill
 
 
-@broken("a resume drops nothing, and records nothing")
-def _nothing_dropped() -> Iterator[Patch]:
-    yield Generations, "_drop_later", lambda self, chosen: None
-    yield Epochs, "has_left", lambda self, generation: False
-
-
-@broken("what a resume drops while it is hashed is handed out at once")
-def _hashed_still() -> Iterator[Patch]:
-    real = Generations._drop_later
+def emptied_at_once(real: Any) -> Any:
+    """Free slots that are still being hashed."""
 
     def drop(self: Generations, chosen: int | None) -> None:
         real(self, chosen)
         for slot in self._slots.values():
-            if slot.content.name == "ABANDONED":
+            if slot.content is Content.ABANDONED:
                 self._empty(slot)
 
-    yield Generations, "_drop_later", drop
+    return drop
 
 
-@broken("epochs are counted anew by each keeper")
-def _epochs_anew() -> Iterator[Patch]:
-    yield Epochs, "newest", property(lambda self: -1)
-    yield Epochs, "has_left", lambda self, generation: False
+def newest_of_rank(self: Generations, client: int, id: GenerationId, rank: int) -> int | None:
+    """Open the newest image of a rank, whatever was asked for."""
+    found = [
+        (slot.generation, number)
+        for number, slot in self._slots.items()
+        if slot.rank == rank and slot.content is Content.SEALED and slot.generation
+    ]
+    return max(found)[1] if found else None
 
 
-@broken("a restart takes the newest image of each rank")
-def _mixture() -> Iterator[Patch]:
-    def newest(self: Generations, client: int, id: GenerationId, rank: int) -> int | None:
-        found = [
-            (slot.generation, number)
-            for number, slot in self._slots.items()
-            if slot.rank == rank and slot.content.name == "SEALED" and slot.generation
-        ]
-        return max(found)[1] if found else None
+def offering(**changed: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Change what the inventory says of each generation."""
 
-    yield Generations, "open", newest
+    def make(real: Any) -> Any:
+        def inventory(self: HostKeeper) -> Any:
+            found = real(self)
+            entries = [
+                replace(held, **{name: change(held) for name, change in changed.items()})
+                for held in found.generations
+            ]
+            return replace(found, generations=tuple(entries))
 
+        return inventory
 
-def _offering(**changed: Any) -> Any:
-    real = SimulatedKeeper.inventory
-
-    def inventory(self: SimulatedKeeper) -> Inventory:
-        found = real(self)
-        generations = [
-            replace(held, **{name: change(held) for name, change in changed.items()})
-            for held in found.generations
-        ]
-        return replace(found, generations=tuple(generations))
-
-    return inventory
+    return make
 
 
-@broken("a keeper says of all that it holds that it is agreed")
-def _all_agreed() -> Iterator[Patch]:
-    yield SimulatedKeeper, "inventory", _offering(agreed=lambda held: True)
-
-
-@broken("a restart does not look whether all ranks are there")
-def _some_ranks() -> Iterator[Patch]:
-    everything = _offering(agreed=lambda held: True, ranks=lambda held: tuple(range(held.world)))
-    yield SimulatedKeeper, "inventory", everything
-
-
-@broken("a restart does not verify what it reads")
-def _unverified() -> Iterator[Patch]:
-    yield Record, "intact", lambda self, held, pieces: True
-
-
-@broken("what a restart was offered may be written over")
-def _unpinned() -> Iterator[Patch]:
-    real = Generations.open
+def unpinned(real: Any) -> Any:
+    """Release what was opened at once."""
 
     def opened(self: Generations, client: int, id: GenerationId, rank: int) -> int | None:
-        found = real(self, client, id, rank)
+        found: int | None = real(self, client, id, rank)
         self.released(client)
         return found
 
-    yield Generations, "open", opened
-    yield Generations, "offer", lambda self, client: None
+    return opened
 
 
-@broken("what is flushed may be written over")
-def _flushed_over() -> Iterator[Patch]:
-    yield Generations, "pin", lambda self, id: ()
+def unlimited(real: Any) -> Any:
+    """Refuse a slot only for lack of slots."""
 
-
-@broken("memory beyond the budget is used")
-def _no_budget() -> Iterator[Patch]:
-    real = Generations._no_room
-
-    def room(self: Generations, rank: int, nbytes: int) -> Refusal | None:
+    def room(self: Generations, rank: int, nbytes: int) -> Any:
         problem = real(self, rank, nbytes)
         return problem if problem and problem.reason.value == "no-free-slot" else None
 
-    yield Generations, "_no_room", room
+    return room
 
 
-@broken("a vote that comes twice counts twice")
-def _twice() -> Iterator[Patch]:
-    def cast(self: Ballot, vote: Vote) -> Outcome | None:
-        count = self.__dict__.setdefault("twice", {}).setdefault(vote.generation, [])
-        count.append(vote)
-        return Outcome.AGREED if len(count) == vote.world else None
-
-    yield Ballot, "cast", cast
+def counted_twice(self: Ballot, vote: Any) -> Outcome | None:
+    """Count duplicates of a vote."""
+    count = self.__dict__.setdefault("twice", {}).setdefault(vote.generation, [])
+    count.append(vote)
+    return Outcome.AGREED if len(count) == vote.world else None
 
 
-@broken("one vote less than all is enough")
-def one_missing() -> Iterator[Patch]:
-    """See its name on the list."""
-    real = Ballot.cast
-
-    def cast(self: Ballot, vote: Vote) -> Outcome | None:
-        return real(self, replace(vote, world=max(1, vote.world - 1), rank=max(0, vote.rank - 1)))
-
-    yield Ballot, "cast", cast
+def one_less(real: Any) -> Any:
+    """Be content with one vote less."""
+    return lambda self, vote: real(
+        self, replace(vote, world=max(1, vote.world - 1), rank=max(0, vote.rank - 1))
+    )
 
 
-@broken("votes that contradict each other agree")
-def contradicting() -> Iterator[Patch]:
-    """See its name on the list."""
-    yield votes, "_are_alike", lambda cast: True
-
-
-@broken("a generation is agreed of which an image was written over")
-def _agreed_though_lost() -> Iterator[Patch]:
-    def agreed(self: Generations, id: GenerationId) -> bool:
-        of = self._generations.get(id)
-        if of is None:
-            return False
+def agreed_anyway(self: Generations, id: GenerationId) -> bool:
+    """Agree on a generation, whether it is complete or not."""
+    of = self._generations.get(id)
+    if of is not None:
         of.agreed = True
-        return True
-
-    yield Generations, "agreed", agreed
-    yield Generations, "_is_wanted", lambda self, id: id == self.newest_agreed
+    return of is not None
 
 
-@broken("a capture counts though its slot was given to a later step")
-def _late_capture() -> Iterator[Patch]:
-    def any_of(self: Generations, slot: int, client: int, id: GenerationId) -> bool:
-        return slot in self._slots
+BROKEN_ALONE = [
+    keeper(
+        "an image is labelled before its pages are written", (HostKeeper, "write_pages", late_pages)
+    ),
+    keeper("a rank votes before its image is sealed", (HostKeeper, "seal", early_vote)),
+    keeper(
+        "the newest agreed generation is overwritten", (Generations, "_is_wanted", always(False))
+    ),
+    keeper(
+        "generations that may still be agreed are overwritten",
+        (Generations, "_is_wanted", instead(only_agreed)),
+    ),
+    keeper(
+        "the others keep a step that a rank has skipped",
+        (Generations, "fill", nothing_left_out),
+        (Generations, "_is_wanted", instead(only_agreed)),
+    ),
+    keeper("an older epoch is granted slots", (Generations, "fill", filled_in_any_epoch)),
+    keeper(
+        "memory mapped by a process of an older epoch is granted",
+        (Generations, "_is_mapped_by_stale", always(False)),
+    ),
+    keeper(
+        "a resume drops nothing, and records nothing",
+        (Generations, "_drop_later", always(None)),
+        (Epochs, "has_left", always(False)),
+    ),
+    keeper(
+        "slots that a resume drops while they are hashed are granted at once",
+        (Generations, "_drop_later", emptied_at_once),
+    ),
+    keeper(
+        "each keeper counts epochs anew",
+        (Epochs, "newest", instead(property(lambda self: -1))),
+        (Epochs, "has_left", always(False)),
+    ),
+    keeper(
+        "a restart takes the newest image of each rank",
+        (Generations, "open", instead(newest_of_rank)),
+    ),
+    keeper(
+        "a restart does not check that all ranks are there",
+        (
+            HostKeeper,
+            "inventory",
+            offering(agreed=lambda held: True, ranks=lambda held: tuple(range(held.world))),
+        ),
+    ),
+    keeper("a restart does not verify what it reads", (Promises, "intact", always(True))),
+    keeper(
+        "images offered to a restart may be overwritten",
+        (Generations, "open", unpinned),
+        (Generations, "offer", always(None)),
+    ),
+    keeper("images being flushed may be overwritten", (Generations, "pin", always(()))),
+    keeper("a keeper exceeds its budget", (Generations, "_no_room", unlimited)),
+    keeper("duplicates of a vote count", (Ballot, "cast", instead(counted_twice))),
+    keeper("one vote less than all suffices", (Ballot, "cast", one_less)),
+    keeper("contradicting votes agree", (votes, "_are_alike", always(True))),
+    keeper(
+        "a generation with an overwritten image is agreed",
+        (Generations, "agreed", instead(agreed_anyway)),
+        (Generations, "_is_wanted", instead(only_agreed)),
+    ),
+    keeper(
+        "a capture counts though its slot was granted for a later step",
+        (Generations, "is_filling", instead(lambda self, slot, client, id: slot in self._slots)),
+    ),
+    keeper(
+        "surplus slots of a rank are never freed",
+        (Generations, "_surplus", always([])),
+        (Generations, "_free_thirds", always(None)),
+    ),
+    keeper(
+        "slots of former ranks are never freed",
+        (
+            Generations,
+            "_free_useless",
+            lambda real: lambda self, rank, nbytes, world: real(self, rank, nbytes, RANKS_MAX),
+        ),
+        (Generations, "_free_foreign", always(None)),
+    ),
+    keeper(
+        "memory that has outlived a keeper is filled again",
+        (
+            Generations,
+            "recall",
+            lambda real: (
+                lambda self, *given, **options: real(self, *given, **{**options, "outlived": False})
+            ),
+        ),
+    ),
+    keeper(
+        "a restarted keeper does not know which generations were agreed",
+        (Generations, "was_agreed", always(None)),
+    ),
+    keeper(
+        "a job begins an epoch with a state that a failed load has touched",
+        (Promises, "raises", always(False)),
+    ),
+]
 
-    yield Generations, "is_filling", any_of
+
+def one_is_enough(real: Any) -> Any:
+    """Take a generation for protected that one keeper has encoded."""
+
+    def note(self: Lead, report: Any) -> None:
+        if self._guard is not None and report.guarded == self._guard:
+            self._have_guarded = set(self._names)
+        real(self, report)
+
+    return note
 
 
-@broken("slots of one rank that are in the way of others are kept for ever")
-def _surplus_kept() -> Iterator[Patch]:
-    yield Generations, "_surplus", lambda self, rank: []
-    yield Generations, "_free_thirds", lambda self, rank, nbytes: ()
+def any_parity(real: Any) -> Any:
+    """Take parity of any generation for that of the requested one."""
+    return lambda self, report: real(
+        self, replace(report, guarded=self._guard) if report.guarded else report
+    )
 
 
-@broken("slots of ranks that are no more are kept for ever")
-def _former_ranks_kept() -> Iterator[Patch]:
-    real = Generations._free_useless
+def forgetful_resume(real: Any) -> Any:
+    """Give up what is protected."""
 
-    def free(self: Generations, rank: int, nbytes: int, world: int) -> tuple[int, ...]:
-        return real(self, rank, nbytes, SIZE_MAX)
+    def enter(self: Agreement, epoch: int, *given: Any) -> None:
+        if epoch > self.reporting.lead.epoch:
+            self._guarded, self._guarding, self.protected = set(), set(), None
+            self._pool.generations.guarding(())
+        real(self, epoch, *given)
 
-    yield Generations, "_free_useless", free
-    yield Generations, "_free_foreign", lambda self, rank, nbytes: None
-
-
-@broken("memory that has outlived a keeper is filled again")
-def _outlived_filled() -> Iterator[Patch]:
-    real = Generations.recall
-
-    def recall(self: Generations, *args: Any, **options: Any) -> int | Refusal:
-        return real(self, *args, **{**options, "outlived": False})
-
-    yield Generations, "recall", recall
+    return enter
 
 
-@broken("a keeper that is started anew does not know what was agreed on")
-def _agreement_forgotten() -> Iterator[Patch]:
-    yield Generations, "was_agreed", lambda self, id: None
+def silent_on_protection(real: Any) -> Any:
+    """Do not report what is protected, unless to itself."""
+
+    def report(self: Agreement) -> Any:
+        said = real(self)
+        return said if self.reporting.leads else replace(said, guarded_by_all=None)
+
+    return report
 
 
-@broken("a state that a failed load has touched begins an epoch")
-def touched_goes_on() -> Iterator[Patch]:
-    """No rank looks at what a failed load has left."""
-    yield Record, "raises", lambda self, found, failed, touched: False
+def asked_once(real: Any) -> Any:
+    """Take each request for a flush once, whichever keeper it was sent to."""
+    seen = set[tuple[Any, int]]()
+
+    def wish(self: HostKeeper, trainer: Any, step: int) -> None:
+        if (trainer, step) not in seen:
+            seen.add((trainer, step))
+            real(self, trainer, step)
+
+    return wish
 
 
-@broken("one rank raises where a load has failed, and another goes on")
-def one_raises() -> Iterator[Patch]:
-    """Each rank looks only at what it has read itself."""
+def settled_by_silence(self: Agreement, standing: Any, agreed: Any) -> list[GenerationId]:
+    """Take every generation for void that the leader does not name."""
+    named = {*agreed, *standing.open}
+    return [id for id in self._pool.generations.undecided if id not in named]
 
-    def raises(self: Record, found: Any, failed: Any, touched: list[State | None]) -> bool:
-        return found is None and bool(touched)
 
-    yield Record, "raises", raises
+async def newest_pieces(self: Any, name: str, number: int) -> Any:
+    """Read pieces of the newest images, whatever their generation."""
+    found = await keeper_peers._at(name)
+    newest: dict[int, Any] = {}
+    for slot in found.slots.values():
+        if slot.label is not None:
+            before = newest.get(slot.label.rank)
+            if before is None or slot.label.generation > before.label.generation:
+                newest[slot.label.rank] = slot
+    return {rank: slot.memory.pieces[number] for rank, slot in newest.items()}
+
+
+def looks_once(self: Hosts, job: Any) -> Any:
+    """Choose by the first answers of all keepers."""
+    stocks = yield from self.look(job)
+    for host in self.hosts.values():
+        self.note_protected(host.keeper)
+    others = yield from self.asked(stocks)
+    return stocks, others, [one for one in (self.agreed, self.guarded) if one is not None]
+
+
+def any_attempt(real: Any) -> Any:
+    """Take what was written for one attempt for that of another."""
+
+    def hear(self: Lead, report: Any) -> None:
+        part, ordered = report.written, self._flush
+        if part is not None and ordered is not None:
+            report = replace(report, written=replace(part, attempt=ordered.attempt))
+        real(self, report)
+
+    return hear
+
+
+async def nothing_written(*given: Any) -> dict[str, Any]:
+    """Wait for nobody."""
+    return {}
+
+
+def damage_ignored(real: Any) -> Any:
+    """Take damaged images for held ones."""
+    return lambda *given: real(*given[:-1])
+
+
+def rebuilt_in_place(real: Any) -> Any:
+    """Let the keeper of a damaged image rebuild it."""
+
+    def anywhere(stocks: Any, rebuilders: Any, is_of_use: Any, damaged: Any = ()) -> Any:
+        names = [name for _, _, name in damaged if name in rebuilders]
+        return real(stocks, names[:1] or rebuilders, is_of_use, damaged)
+
+    return anywhere
+
+
+BROKEN_HOSTS = [
+    keeper(
+        "one rank raises where a load has failed, and another resumes",
+        (
+            Promises,
+            "raises",
+            instead(lambda self, found, failed, touched: found is None and bool(touched)),
+        ),
+    ),
+    keeper(
+        "a keeper never reports that a step will not come",
+        (Generations, "will_not_come", always(False)),
+    ),
+    keeper(
+        "a step is protected once one keeper has encoded it", (Lead, "_note_guards", one_is_enough)
+    ),
+    keeper(
+        "parity of another step counts as parity of this one", (Lead, "_note_guards", any_parity)
+    ),
+    keeper(
+        "images that parity was made of may be overwritten", (Generations, "guarding", always(None))
+    ),
+    keeper(
+        "parity is dropped before all keepers have encoded the next step",
+        (Guards, "keep", lambda real: lambda self, ids: real(self, ())),
+        first=30,
+    ),
+    keeper("a resume gives up what is protected", (Agreement, "enter", forgetful_resume)),
+    keeper(
+        "a new leader does not hear what is protected", (Agreement, "report", silent_on_protection)
+    ),
+    keeper(
+        "a new leader does not hear which flushes wait for it",
+        (Agreement, "report", lambda real: lambda self: replace(real(self), wanted=())),
+        first=40,
+    ),
+    keeper(
+        "a request to flush is lost with the keeper that it was sent to",
+        (HostKeeper, "wish", asked_once),
+    ),
+    keeper(
+        "steps that a new leader has not heard of are void",
+        (Agreement, "_settled", instead(settled_by_silence)),
+    ),
+    keeper(
+        "a rebuilt image is not compared with its checksums",
+        (keeper_peers, "is_sealed", always(True)),
+        (Promises, "intact", always(True)),
+    ),
+    keeper(
+        "parity is made of images of any step",
+        (keeper_peers.Peers, "pieces", instead(newest_pieces)),
+    ),
+    keeper(
+        "a restart resumes from a step that is not agreed",
+        (HostKeeper, "inventory", offering(agreed=lambda held: True)),
+        first=175,
+    ),
+    keeper(
+        "a restart resumes from a dropped step",
+        (Epochs, "has_left", always(False)),
+        (Generations, "_drop_later", always(None)),
+        first=50,
+    ),
+    keeper("a restart does not look for parity", (choice, "_rebuilt", always("it is lost"))),
+    keeper(
+        "steps offered to a restart are dropped while it chooses",
+        (Generations, "offer", always(None)),
+        (Guards, "offer", always(None)),
+        first=35,
+    ),
+    keeper(
+        "a restart goes by what a keeper offered before the others did",
+        (Hosts, "survey", instead(looks_once)),
+        first=95,
+    ),
+    keeper("parts written for one attempt count for another", (Lead, "hear", any_attempt)),
+    keeper(
+        "a checkpoint is committed though a keeper has written nothing",
+        (flush, "_written", instead(nothing_written)),
+    ),
+    keeper(
+        "the next epoch follows the newest one in storage",
+        (Epochs, "newest", instead(property(lambda self: -1))),
+        first=18,
+    ),
+    keeper(
+        "a damaged image counts as held",
+        (memory_survey, "kept_in_memory", damage_ignored),
+        first=50,
+    ),
+    keeper(
+        "a keeper takes its damaged image for a rebuilt one",
+        (memory_survey, "choices", rebuilt_in_place),
+        (HostKeeper, "is_whole", always(True)),
+        first=50,
+    ),
+]

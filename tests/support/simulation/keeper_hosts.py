@@ -1,10 +1,9 @@
-"""A job on several hosts whose steps are kept in memory: each host has a keeper, and the keepers
-vote, guard each other and flush together. What decides is the real code of a keeper: its state
-machines, its agreement with others, its reports, its guards, and what it writes. Around it is what
-:mod:`.keepers` simulates of one host, and what :mod:`.keeper_peers` simulates between them.
+"""A job whose steps are kept in memory, on one host or on several: each host has a keeper, and the
+keepers vote, guard each other and flush together. :mod:`.keeper_host` simulates one host,
+:mod:`.keeper_peers` everything between hosts.
 
-Trainers and seals are tasks that go on when the seed says so. Keepers run on a simulated event
-loop: whatever they wait for, a message or a piece of memory, comes when the seed says so.
+Trainers and seals are generators that advance when the seed says so. Keepers run on a simulated
+event loop: whatever they wait for, a message or a piece of memory, comes when the seed says so.
 """
 
 from __future__ import annotations
@@ -24,24 +23,26 @@ from holdfast.storage.training import keeper_inventory as memory_survey
 from holdfast.storage.training.epochs import Epochs
 from holdfast.storage.training.keeper_inventory import DamagedImage, GuardOption, InMemory
 
-from .keeper_host import STATE_NBYTES, Host, HostJob, HostKeeper, HostTrainer
-from .keeper_peers import KeeperProcess, installed
-from .keeper_promises import Promise, Promises
-from .keeper_strikes import flip, ruin, strike
-from .keepers import PIECES, State, Task, Violation, step_of
+from .keeper_host import STATE_NBYTES, Host, HostKeeper, Job, Task, Trainer, step_of
+from .keeper_peers import PIECES, KeeperProcess, State, installed
+from .keeper_promises import Promise, Promises, Violation, flip, flip_all, flip_protected
 from .loop import PROCESS, Deadlock, SimLoop
 
-__all__ = ["Hosts", "run_seed"]
+__all__ = ["FAULTS", "FAULTS_ALONE", "RANKS_MAX", "Hosts", "run_alone", "run_seed"]
 
 TURNS = 2500
 CALM_TURNS = 20000
 RESTS_AFTER = 200
-"""Storage is away for so many turns before nobody trains any more; twice as many at most."""
+"""Turns without storage before all trainers idle; twice as many at most."""
 NEVER = GenerationId(-1, -1)
-"""Before all others."""
 LOOKED_AFTER = 10
-"""Whether all is well is found out after so many turns."""
+"""Turns between two checks whether all is well."""
 HOSTS_MAX = 5
+RANKS_MAX = 3
+"""Of a job on a single host."""
+FAULTS = ["one", "all", "keeper", "lead", "host", "cut", "heal", "pause", "wake", "sleep"]
+FAULTS += ["flip", "full"]
+FAULTS_ALONE = ["one", "all", "all", "keeper", "pause", "pause", "wake", "flip"]
 
 
 class Loads:
@@ -50,10 +51,10 @@ class Loads:
     the image of each rank, piece by piece; ``behind``: what hosts have yet to fill in the load that
     is under way; ``impeded``: whether an image could have been made again at another time."""
 
-    def __init__(self, job: HostJob) -> None:
+    def __init__(self, job: Job) -> None:
         self.found: tuple[int, int] | None = None
         self.failed: list[int] = []
-        self.struck: set[DamagedImage] = set()
+        self.damaged: set[DamagedImage] = set()
         self.filled: dict[str, dict[int, list[State | None]]] = {h.name: {} for h in job.hosts}
         self.behind: list[tuple[str, int, list[State | None]]] = []
         self.impeded = False
@@ -70,7 +71,7 @@ class Loads:
             for name, images in self.filled.items()
         }
 
-    def by_rank(self, job: HostJob) -> list[list[State | None]]:
+    def by_rank(self, job: Job) -> list[list[State | None]]:
         """List what the state of each rank holds."""
         on = [self.filled[job.host_of(rank).name].values() for rank in range(job.world)]
         return [list(itertools.chain(*images)) for images in on]
@@ -79,9 +80,13 @@ class Loads:
 class Hosts(Promises):
     """The hosts, the jobs of a run one after another, and storage."""
 
-    def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, seed: int, log: Callable[[str], None] | None = None, *, alone: bool = False
+    ) -> None:
         super().__init__(seed, log)
         draw = self.random
+        self.alone = alone
+        """Whether there is one host only."""
         self.clients = itertools.count(1)
         self.jobs = itertools.count(1)
         self.numbers = itertools.count(1)
@@ -114,19 +119,34 @@ class Hosts(Promises):
         self.seal_weight = draw.choice([1.0, 3.0])
         self.work_weight = draw.choice([1.0, 3.0])
         self.trainer_weight = 2.0
+        if alone:
+            self.draw_alone()
         self.full = False
         self.cuts: set[frozenset[str]] = set()
         self.impeded = False
         """Whether there was no memory, or no way to others, at any time since a rebuild began."""
-        self.deaths: list[HostTrainer] = []
+        self.deaths: list[Trainer] = []
         self.epochs = Epochs()
-        self.job: HostJob | None = None
+        self.job: Job | None = None
         self.restart: Task | None = None
         self.hosts: dict[str, Host] = {}
         self.placed: list[Host] = []
         """Where the job runs, or will."""
 
-    # What is there.
+    def draw_alone(self) -> None:
+        """Draw the parameters of a single host: more faults in fewer turns, in less memory."""
+        draw = self.random
+        self.size = 1
+        self.per_host = draw.randint(1, RANKS_MAX)
+        self.budget_nbytes = draw.choice([2, 3, 3, 4]) * STATE_NBYTES
+        self.flush_fails = draw.choice([0.0, 0.5])
+        self.drops = draw.choice([0.0, 0.1])
+        self.fault_rate = draw.choice([0.01, 0.03, 0.06])
+        self.seal_weight = draw.choice([0.3, 1.0, 3.0])
+        self.slow_memory = 0.0
+        self.is_struck = self.is_ruined = False
+
+    # Hosts.
 
     def add_host(self) -> Host:
         """An empty one, with a name that no other has had."""
@@ -161,12 +181,14 @@ class Hosts(Promises):
             names = sorted(self.hosts)
             size = draw.randint(1, min(HOSTS_MAX, len(names)))
             self.placed = [self.hosts[name] for name in draw.sample(names, size)]
+            if self.alone:
+                self.per_host = draw.randint(1, RANKS_MAX)
         hosts = tuple(self.placed)
-        self.job = HostJob(next(self.jobs), len(hosts) * self.per_host, hosts=hosts)
+        self.job = Job(next(self.jobs), len(hosts) * self.per_host, hosts)
         self.restart = self.resume(self.job)
 
     def survey(
-        self, job: HostJob
+        self, job: Job
     ) -> Generator[None, None, tuple[list[Stock], list[Stock], list[Promise]]]:
         """What all keepers hold, once all of the job have offered it; and what is promised then.
         Until then, one may give up what is promised for what all have learned is protected."""
@@ -177,7 +199,7 @@ class Hosts(Promises):
         others = yield from self.asked(stocks)
         return (yield from self.look(job)), others, promised
 
-    def look(self, job: HostJob) -> Generator[None, None, list[Stock]]:
+    def look(self, job: Job) -> Generator[None, None, list[Stock]]:
         """What the keepers of the job hold, which they offer from now on."""
         statements = {}
         for host in job.hosts:
@@ -200,7 +222,7 @@ class Hosts(Promises):
                 others.append(Stock(keeper.named, keeper.inventory()))
         return others
 
-    def resume(self, job: HostJob) -> Task:
+    def resume(self, job: Job) -> Task:
         """Find what to go on from, read it, and begin the next epoch."""
         yield
         job.readers = {host.name: next(self.clients) for host in job.hosts}
@@ -229,13 +251,13 @@ class Hosts(Promises):
         for images in loads.filled.values():
             self.check_filled(loads.found, images)
         self.take_up(job, taken, loads.found, promised)
-        job.trainers = [HostTrainer(self, job, rank) for rank in range(job.world)]  # type: ignore[misc]
-        self.trainers += job.trainers  # type: ignore[arg-type]
+        job.trainers = [Trainer(self, job, rank) for rank in range(job.world)]
+        self.trainers += job.trainers
         self.restart = None
 
     def load_kept(
         self,
-        job: HostJob,
+        job: Job,
         loads: Loads,
         stocks: Sequence[Stock],
         others: Sequence[Stock],
@@ -245,7 +267,7 @@ class Hosts(Promises):
         made: set[Choice] = set()
         while True:
             kept, _ = memory_survey.kept_in_memory(
-                stocks, others, job.world, newest, self.epochs, loads.struck
+                stocks, others, job.world, newest, self.epochs, loads.damaged
             )
             for one in kept:
                 self.check_choice(one.generation)
@@ -269,7 +291,7 @@ class Hosts(Promises):
             others = yield from self.asked(stocks)
 
     def rebuild(
-        self, job: HostJob, choice: Choice, hosts: Sequence[KeeperHost]
+        self, job: Job, choice: Choice, hosts: Sequence[KeeperHost]
     ) -> Generator[None, None, str]:
         """Have images made again; why one cannot be."""
         for lost in choice.rebuilt:
@@ -297,7 +319,7 @@ class Hosts(Promises):
         self.begin_job()
 
     def read(
-        self, job: HostJob, choice: Choice, loads: Loads
+        self, job: Job, choice: Choice, loads: Loads
     ) -> Generator[None, None, list[list[State | None]] | None]:
         """Read all images into the state of each host; return what they hold, or None where one is
         damaged. Where several hosts read an image from the same keeper, one of them reads it, and
@@ -312,7 +334,7 @@ class Hosts(Promises):
         return states
 
     def read_ahead(
-        self, job: HostJob, choice: Choice, loads: Loads
+        self, job: Job, choice: Choice, loads: Loads
     ) -> Generator[None, None, list[list[State | None]] | None]:
         """Read each image once from each keeper that is to be read; note which hosts follow."""
         id = choice.generation
@@ -332,19 +354,19 @@ class Hosts(Promises):
                 if not (yield from self.read_image(job, keeper, id, rank, own, pieces)):
                     if not self.has_flipped(id) and self.was_pinned(keeper, id, job):
                         raise Violation(f"{id} was offered, and {keeper} has no rank {rank}")
-                    loads.struck.add(DamagedImage(id, rank, name))
+                    loads.damaged.add(DamagedImage(id, rank, name))
                     return None
                 loads.behind += [(other, rank, pieces) for other in others]
             states.append(pieces)
         return states
 
-    def was_pinned(self, keeper: HostKeeper, id: GenerationId, job: HostJob) -> bool:
+    def was_pinned(self, keeper: HostKeeper, id: GenerationId, job: Job) -> bool:
         """Whether a keeper of the job knew that the generation is agreed on when it was asked."""
         return keeper.host in job.hosts and keeper.generations.is_agreed(id)
 
     def read_image(
         self,
-        job: HostJob,
+        job: Job,
         keeper: HostKeeper,
         id: GenerationId,
         rank: int,
@@ -353,24 +375,24 @@ class Hosts(Promises):
     ) -> Generator[None, None, bool]:
         """Read an image over ``pieces`` of a state; return whether it is whole."""
         if own:
-            held = keeper.open(job.readers[keeper.host.name], id, rank)
+            slot = keeper.open(job.readers[keeper.host.name], id, rank)
         else:
-            held = next((one for one in keeper.images(id) if one.label.rank == rank), None)
-        if held is None:
+            slot = next((one for one in keeper.images(id) if one.label.rank == rank), None)
+        if slot is None:
             return False
         pinned = own or self.was_pinned(keeper, id, job)
-        held.memory.users["restart"] += pinned
+        slot.memory.users["restart"] += pinned
         try:
             for piece in range(PIECES):
                 yield
-                pieces[piece : piece + 1] = [held.memory.pieces[piece]]
-            return self.intact(held, pieces)
+                pieces[piece : piece + 1] = [slot.memory.pieces[piece]]
+            return self.intact(slot, pieces)
         finally:
-            held.memory.users["restart"] -= pinned
+            slot.memory.users["restart"] -= pinned
 
     def take_up(
         self,
-        job: HostJob,
+        job: Job,
         choice: Choice | None,
         found: tuple[int, int] | None,
         promised: Sequence[Promise],
@@ -406,7 +428,7 @@ class Hosts(Promises):
 
     # Faults.
 
-    def kill(self, trainer: HostTrainer) -> None:
+    def kill(self, trainer: Trainer) -> None:
         """Its keeper is told later."""
         self.count("killed", str(trainer))
         trainer.alive = False
@@ -437,6 +459,8 @@ class Hosts(Promises):
         host.keeper = HostKeeper(self, host)
         if self.is_service:
             host.keeper.recall_kept(before)
+        if self.is_service and self.alone and self.agreed is not None:
+            self.agreed.holders = {rank: [host.keeper] for rank in self.agreed.holders}
         if self.restart is not None:
             self.kill_all()
 
@@ -459,9 +483,9 @@ class Hosts(Promises):
     def fault(self) -> None:
         """One of them."""
         draw = self.random
-        kinds = "one all keeper lead host cut heal pause wake sleep flip full"
+        kinds = FAULTS_ALONE if self.alone else FAULTS
         kind = draw.choice(
-            kinds.split() + ["strike", "strike"] * self.is_struck + ["ruin"] * 4 * self.is_ruined
+            kinds + ["strike", "strike"] * self.is_struck + ["ruin"] * 4 * self.is_ruined
         )
         self.count(f"fault: {kind}")
         living = [trainer for trainer in self.trainers if trainer.alive and not trainer.paused]
@@ -488,7 +512,7 @@ class Hosts(Promises):
             host.keeper.process.paused_until_s = self.loop.now_s + draw.choice([1.0, 10.0, 90.0])
         elif kind == "flip":
             flip(self, draw.choice(self.placed).keeper)
-        elif (kind == "strike" and strike(self)) or (kind == "ruin" and ruin(self)):
+        elif (kind == "strike" and flip_protected(self)) or (kind == "ruin" and flip_all(self)):
             self.kill_all()
         elif kind == "full":
             self.full = self.impeded = True
@@ -506,7 +530,7 @@ class Hosts(Promises):
             try:
                 self.placed = [self.add_host() for _ in range(self.size)]
                 self.begin_job()
-                for _ in range(TURNS):
+                for _ in range(TURNS // 3 if self.alone else TURNS):
                     if self.random.random() < self.fault_rate:
                         self.fault()
                     else:
@@ -563,7 +587,7 @@ class Hosts(Promises):
         if job is not None and (job.has_failed or not all(t.alive for t in job.trainers)):
             self.kill_all()
 
-    def notice(self, trainer: HostTrainer) -> None:
+    def notice(self, trainer: Trainer) -> None:
         """The keeper is told of a process that has ended."""
         trainer.host.keeper.generations.client_gone(trainer.client)
         trainer.mapped.clear()
@@ -705,7 +729,14 @@ class Hosts(Promises):
 
 
 def run_seed(seed: int, log: Callable[[str], None] | None = None) -> Counter[str]:
-    """Run the schedule of a seed; what has happened in it. Raises :class:`Violation`."""
+    """Run the schedule of a seed on several hosts, and count its events. Raises Violation."""
     world = Hosts(seed, log)
+    world.run()
+    return world.counts
+
+
+def run_alone(seed: int, log: Callable[[str], None] | None = None) -> Counter[str]:
+    """Run the schedule of a seed on a single host, and count its events. Raises Violation."""
+    world = Hosts(seed, log, alone=True)
     world.run()
     return world.counts

@@ -1,17 +1,17 @@
-"""What lies between the keepers of several simulated hosts: reports and standings that are lost,
-late, doubled and overtaken; what they read of each other's memory; parity; and the storage that
-they write to together.
+"""The simulated surroundings of keepers: memory; reports and standings that are lost, late, doubled
+and overtaken; reads of each other's memory; parity; and storage.
 
-The real code of a keeper runs above this, on a simulated event loop, with these functions in the
-place of its own, see :func:`installed`. Each belongs to the keeper whose process runs.
+The real code of a keeper runs above this, on a simulated event loop, with these functions in place
+of its own, see :func:`installed`. Each acts for the keeper whose process runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import CoordinationError, DamagedError, NotFoundError, StorageError
@@ -25,17 +25,49 @@ from holdfast.storage.keeper.parity import guards
 from holdfast.storage.keeper.reporting import ANSWER_S, Reporting, StaleReportError
 from holdfast.storage.ranks.messages import codec
 
-from .keepers import PIECES, Held, Memory, State
 from .loop import PROCESS, Process
 
 if TYPE_CHECKING:
     from .keeper_host import HostKeeper
 
-__all__ = ["KeeperProcess", "Parity", "installed"]
+__all__ = ["PIECES", "KeeperProcess", "Memory", "Parity", "Slot", "State", "installed"]
+
+
+PIECES = 3
+
+State = tuple[int, int, int]
+"""The job, the step and the rank that an image is of."""
+
+
+@dataclass(eq=False)
+class Memory:
+    """The memory of a slot. ``users``: what reads or hashes it now."""
+
+    nbytes: int
+    pieces: list[State | None] = field(default_factory=lambda: [None] * PIECES)
+    pages: tuple[State | None, ...] = ()
+    users: Counter[str] = field(default_factory=Counter)
+    generation: GenerationId | None = None
+
+    def close(self) -> None:
+        """Do nothing: this memory costs nothing."""
+
+    def digest(self) -> bytes:
+        """Return what stands for the digests of an image."""
+        return repr(self.pieces).encode()
+
+
+@dataclass(eq=False)
+class Slot:
+    """A slot of a keeper, and the bytes of its label."""
+
+    memory: Memory
+    label: Label | None = None
+    encoded: bytes = b""
 
 
 class KeeperProcess(Process):
-    """That of a keeper. ``answers``: what others wait for; nobody answers once it has died."""
+    """The process of a keeper. ``answers``: the answers that others wait for."""
 
     def __init__(self, keeper: HostKeeper, name: str) -> None:
         super().__init__(name, name)
@@ -44,14 +76,14 @@ class KeeperProcess(Process):
 
 
 def running() -> HostKeeper:
-    """The keeper whose code this is."""
+    """Return the keeper whose code runs."""
     process = PROCESS.get()
     assert isinstance(process, KeeperProcess)
     return process.keeper
 
 
 async def _at(name: str) -> HostKeeper:
-    """The keeper of that name, after a while. Raises StorageError where it cannot be reached."""
+    """Return the keeper of that name after a while. Raises StorageError if it is unreachable."""
     keeper = running()
     await keeper.world.piece()
     other = keeper.world.keeper_of(name)
@@ -61,7 +93,7 @@ async def _at(name: str) -> HostKeeper:
 
 
 class Wire(Reporting):
-    """Reports reach the lead keeper, or do not."""
+    """Sends reports to the leader. Some never arrive."""
 
     def enter(
         self, epoch: int, hosts: Sequence[KeeperHost], groups: Sequence[GuardedGroup]
@@ -90,13 +122,13 @@ class Wire(Reporting):
             raise TimeoutError("lost")
 
     async def _again(self, host: KeeperHost, body: bytes) -> None:
-        """The same report, later."""
+        """Send the same report again, later."""
         with contextlib.suppress(CoordinationError, OSError, TimeoutError):
             await self._travel(host)
             await self._answer(host, body)
 
     async def _answer(self, host: KeeperHost, body: bytes) -> bytes:
-        """What the keeper says that is there now."""
+        """Return the answer of the keeper that is there now."""
         world = running().world
         other = world.keeper_of(host.name)
         if other is None:
@@ -122,7 +154,7 @@ class Wire(Reporting):
 
 
 class Peers:
-    """What can be read of the memory of others."""
+    """Reads the memory of other keepers."""
 
     def __init__(self, generation: GenerationId) -> None:
         self.generation = generation
@@ -132,7 +164,7 @@ class Peers:
         return name
 
     async def label(self, name: str, rank: int, run: str) -> Label:
-        """Of an image that is held there, or that there is parity of."""
+        """Return the label of an image that is held there, or encoded in parity there."""
         keeper = await _at(name)
         for held in keeper.images(self.generation):
             if held.label is not None and held.label.rank == rank:
@@ -143,7 +175,7 @@ class Peers:
             return Label.decode(guarded.labels[rank])
 
     async def pieces(self, name: str, number: int) -> dict[int, State | None]:
-        """A piece of each image that is held there, by rank."""
+        """Return a piece of each image held there, by rank."""
         keeper = await _at(name)
         found = {
             held.label.rank: held.memory.pieces[number]
@@ -155,7 +187,7 @@ class Peers:
         return found
 
     async def parity(self, name: str, number: int) -> dict[int, State | None]:
-        """A piece of the parity there: what it was made of, by rank."""
+        """Return a piece of the parity there: the pieces it was made of, by rank."""
         keeper = await _at(name)
         with keeper.guards.opened(self.generation) as guarded:
             if guarded is None:
@@ -171,7 +203,7 @@ async def _peers_of(id: GenerationId, hosts: object, certificate: str) -> AsyncI
 
 @dataclass(eq=False)
 class Parity:
-    """What a member of a group holds: it is known of each piece what it was made of."""
+    """Parity of a member of a group. Each piece names the pieces that it was made of."""
 
     group: GuardedGroup
     member: int
@@ -181,7 +213,7 @@ class Parity:
     nbytes: int = 0
 
     def close(self) -> None:
-        """Let go of it."""
+        """Do nothing."""
 
 
 async def guard(
@@ -192,7 +224,7 @@ async def guard(
     pull: Peers,
     room: object,
 ) -> Parity:
-    """Read what the others have, piece by piece."""
+    """Encode the images of the other members, piece by piece."""
     if running().world.full:
         raise OSError("no memory for parity")
     others = [place for place in range(len(group.names)) if place != member]
@@ -216,7 +248,7 @@ async def rebuild(
     pull: Peers,
     memory: Memory,
 ) -> Label:
-    """Make an image again: right where all that is read belongs together."""
+    """Rebuild an image. It is right if everything that is read belongs together."""
     label = Label.decode(labels[want_rank])
     without = {group.member_of(want_rank), *lost}
     if len(without) > parity_of(group.mode):
@@ -231,7 +263,7 @@ async def rebuild(
         memory.pieces[number] = combined(want_rank, images, parities)
     memory.pages = tuple(memory.pieces)
     if not is_sealed(memory, label):
-        raise DamagedError("what was made again is not the image")
+        raise DamagedError("the rebuilt image does not match its label")
     return label
 
 
@@ -240,7 +272,7 @@ def combined(
     images: Mapping[int, State | None],
     parities: Sequence[Mapping[int, State | None]],
 ) -> State | None:
-    """What comes of it: nothing of use, if parity was made of anything else than is read."""
+    """Return the recovered piece, or None if the parity was made of other pieces than those read."""
     for parity in parities:
         if any(parity[rank] != images[rank] for rank in parity.keys() & images.keys()):
             return None
@@ -249,11 +281,11 @@ def combined(
 
 
 def is_sealed(memory: Memory, label: Label) -> bool:
-    """Whether memory is what its label says."""
+    """Return whether memory matches its label."""
     return memory.digest() == label.digests
 
 
-# Storage, which keepers write to together.
+# Storage.
 
 
 @dataclass(frozen=True)
@@ -278,8 +310,8 @@ async def _begin(driver: _Driver) -> _Attempt:
     return _Attempt(f"attempt-{world.counts['begun to flush']}")
 
 
-async def write_part(driver: _Driver, attempt: str, image: Held, compression: None) -> int:
-    """Write an image, piece by piece. It may fail."""
+async def write_part(driver: _Driver, attempt: str, image: Slot, compression: None) -> int:
+    """Write an image, piece by piece. May fail."""
     world, label = running().world, image.label
     assert label is not None
     written: list[State | None] = []
@@ -352,7 +384,7 @@ _OWN: list[tuple[Any, dict[str, Any]]] = [
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """In the body, the real code of keepers works with what is simulated."""
+    """Run the real code of keepers on the simulated surroundings during the body."""
     before = [(module, {name: vars(module)[name] for name in own}) for module, own in _OWN]
     try:
         for module, own in _OWN:

@@ -1,30 +1,41 @@
-"""What keepers of several hosts promise to trainers, and what must hold because of that.
+"""What keepers promise to trainers, and what must hold because of that.
 
-What is promised is known from what keepers tell, and holds as long as what it relies on is there: a
-step that is agreed on, while all its images are; one that is guarded, while each group has lost no
-more members than it may.
+A promise follows from the events that keepers send, and holds while its preconditions do: an agreed
+step, while all its images are there; a protected one, while no group has lost more members than it
+may. A member with damaged bytes of a protected step counts as lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from holdfast.errors import DamagedError
 from holdfast.planner.parity import parity_of
 from holdfast.storage.arenas.label import GenerationId, Label
+from holdfast.storage.keeper.decisions.choice import Choice
 
-from .keeper_host import HostJob, HostKeeper, HostTrainer
-from .keeper_strikes import is_struck
-from .keepers import Held, Memory, Record, SimulatedKeeper, State, Trainer, Violation
+from .keeper_host import HostKeeper, Job, Trainer
+from .keeper_peers import PIECES, Memory, Slot, State
 
-__all__ = ["Promise", "Promises"]
+if TYPE_CHECKING:
+    from .keeper_hosts import Hosts
+
+__all__ = ["Promise", "Promises", "Violation", "flip", "flip_all", "flip_protected"]
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
 
 
 @dataclass(eq=False)
 class Promise:
-    """That a restart finds this generation. ``holders``: of each rank's image; ``groups``: how many
-    members each may lose, and the keepers that are its members, None for one that is lost;
-    ``others_lost``: how many keepers were lost since that are none of them."""
+    """A restart finds this generation. ``holders``: keepers with each rank's image; ``groups``: how
+    many members each may lose, and its members, None for a lost one; ``others_lost``: number of
+    other keepers lost since."""
 
     id: GenerationId
     step: int
@@ -34,43 +45,131 @@ class Promise:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether a group has lost as many members as it may."""
+        """True if some group has lost as many members as it may."""
         return any(
             sum(one is None or not one.alive for one in each) + self.others_lost >= may
             for may, each in self.groups
         )
 
 
-class Promises(Record):
-    """What was told, and what it relies on."""
+class Promises:
+    """The history of a run, what keepers have promised, and what these promises rely on.
+
+    ``lineage``: the job whose state each step is; ``storage``: the job of each step in storage;
+    ``diverged``: jobs and steps whose replicas differ; ``sealed``: the keeper that has sealed the
+    image of each rank; ``written``: the images in storage by attempt and rank; ``damaged``: hosts
+    and generations with a flipped bit; ``told``: the newest generation of each kind of event, by
+    host; ``awaited``: keepers and generations whose outcome trainers still wait for.
+    """
 
     def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
-        super().__init__(seed, log)
+        self.log = log
+        self.random = random.Random(seed)
+        self.is_service = seed % 4 == 2
+        """Whether keepers are services, whose memory outlives them."""
+        self.rests = False
+        """Whether all trainers idle."""
+        self.counts: Counter[str] = Counter()
+        self.lineage: dict[int, int] = {}
+        self.storage: dict[int, int] = {}
+        self.diverged: set[tuple[int, int]] = set()
         self.budget_nbytes = 0
-        self.running: HostJob | None = None
-        self.trainers: list[HostTrainer] = []
-        self.epoch_jobs: dict[int, HostJob] = {}
+        self.running: Job | None = None
+        self.trainers: list[Trainer] = []
+        self.epoch_jobs: dict[int, Job] = {}
         self.sealed: dict[GenerationId, dict[int, HostKeeper]] = {}
-        """Which keeper has sealed the image of each rank."""
         self.written: dict[tuple[str, int], list[State | None]] = {}
-        """What is in storage for each attempt, of each rank."""
         self.damaged: set[tuple[str, GenerationId]] = set()
-        """Where a bit has flipped."""
         self.told: dict[str, dict[str, GenerationId]] = {}
-        """The newest that was told, of each kind, by host."""
         self.awaited: set[tuple[HostKeeper, GenerationId]] = set()
-        """What trainers have sealed, and have not been told the outcome of since."""
         self.agreed: Promise | None = None
         self.guarded: Promise | None = None
         self.newest_guarded = GenerationId(-1, -1)
-        """The newest that was told: a keeper that has begun anew may be told older ones late."""
+        """Newest generation announced as protected. A restarted keeper may announce older ones."""
 
     def keeper_of(self, name: str) -> HostKeeper | None:
-        """The one that can be reached by that name now."""
+        """Return the keeper that can be reached by that name now."""
         raise NotImplementedError
 
+    def count(self, what: str, details: str = "") -> None:
+        """Count an event, and log it."""
+        self.counts[what] += 1
+        if self.log is not None:
+            self.log(f"{what} {details}".rstrip())
+
+    def computed(self, step: int, job: Job) -> None:
+        """Record a step of the job that runs now. Its replicas may differ."""
+        if self.lineage.get(step) == job.number:
+            return
+        self.lineage[step] = job.number
+        if self.random.random() < 0.08 and job.world > 1:
+            self.diverged.add((job.number, step))
+
+    def committed(self, world: int, written: list[list[State | None]]) -> None:
+        """Record a checkpoint in storage."""
+        states = {piece for pieces in written for piece in pieces}
+        ranks = sorted(state[2] for state in states if state)
+        if None in states or ranks != list(range(world)):
+            raise Violation(f"storage holds {written}")
+        found = {state[:2] for state in states if state}
+        if len(found) != 1:
+            raise Violation(f"storage holds a mixture: {written}")
+        job, step = found.pop()
+        self.count("flushed", f"step {step}")
+        if self.lineage.get(step) == job:
+            self.storage[step] = job
+
+    def newest_stored(self) -> int:
+        """Return the newest step in storage that no resume has dropped."""
+        return max((s for s, j in self.storage.items() if self.lineage.get(s) == j), default=0)
+
+    def intact(self, slot: Slot, pieces: list[State | None]) -> bool:
+        """Return whether an image matches its label and its pages."""
+        try:
+            label = Label.decode(slot.encoded)
+        except DamagedError:
+            return False
+        return repr(pieces).encode() == label.digests and slot.memory.pages == tuple(pieces)
+
+    def whole(self, candidate: Choice, states: list[list[State | None]]) -> tuple[int, int]:
+        """Return the step and the job of the images, which must be the same for all ranks."""
+        found = {state for pieces in states for state in pieces}
+        steps = {(state[1], state[0]) for state in found if state}
+        ranks = {state[2] for state in found if state}
+        if None in found or len(steps) != 1 or ranks != set(range(candidate.world)):
+            raise Violation(f"a restart resumes from {states}")
+        self.count("resumed from memory")
+        return steps.pop()
+
+    def raises(
+        self, found: tuple[int, int] | None, failed: list[int], touched: list[State | None]
+    ) -> bool:
+        """Return whether a rank refuses to resume: a load has failed, and nothing whole is found."""
+        return found is None and bool(failed)
+
+    def all_raise(
+        self,
+        found: tuple[int, int] | None,
+        failed: list[int],
+        touched: Iterable[list[State | None]],
+    ) -> bool:
+        """Return whether all ranks refuse to resume. ``touched``: what loads have left on each rank."""
+        raising = {self.raises(found, failed, pieces) for pieces in touched}
+        if len(raising) > 1:
+            raise Violation("one rank raises, and another resumes")
+        return True in raising
+
+    def check_filled(
+        self, found: tuple[int, int] | None, filled: dict[int, list[State | None]]
+    ) -> None:
+        """Check that each state is of the step that the job resumes from, or untouched."""
+        step, number = found or (0, 0)
+        for rank, pieces in filled.items():
+            if set(pieces) != {(number, step, rank)}:
+                raise Violation(f"step {step} is gone on from, and rank {rank} holds {pieces}")
+
     def told_agreed(self, keeper: HostKeeper, id: GenerationId) -> None:
-        """Trainers rely on this generation from now on."""
+        """Check that a generation may be announced as agreed, and promise it."""
         job, sealed = self.epoch_jobs[id.epoch], self.sealed.get(id, {})
         if sealed.keys() != set(range(job.world)):
             raise Violation(f"{id} is agreed, and {sorted(sealed)} of {job.world} have sealed it")
@@ -90,7 +189,7 @@ class Promises(Record):
             self.agreed = Promise(id, id.step, holders)
 
     def told_guarded(self, keeper: HostKeeper, id: GenerationId) -> None:
-        """Trainers rely on it even where hosts are lost."""
+        """Promise a generation even if hosts are lost."""
         self.count("told guarded", f"{id} by {keeper}")
         told = self.told.setdefault("guarded", {})
         told[keeper.host.name] = max(id, told.get(keeper.host.name, id))
@@ -100,8 +199,8 @@ class Promises(Record):
             self.promise_guarded(id)
 
     def promise_guarded(self, id: GenerationId) -> None:
-        """A restart finds this generation, or a newer one, as long as each group lacks no more members
-        than it may: those that have their part of it now are noted."""
+        """Promise a generation while no group loses too many members. Members without their part of
+        it count as lost from the start."""
         job = self.epoch_jobs[id.epoch]
         if id < self.newest_guarded or not self.is_on_line(id):
             return
@@ -125,14 +224,14 @@ class Promises(Record):
         self.guarded = Promise(id, id.step, {}, groups)
 
     def note_protected(self, keeper: HostKeeper) -> None:
-        """What was guarded in a former epoch takes the place of what was before it once all keepers
-        know, though no trainer is told."""
+        """Promise a generation protected in an earlier epoch, once all keepers know of it. No
+        trainer is told."""
         newer = keeper.agreement.protected
         if newer is not None and self.guarded is not None and newer.step > self.guarded.step:
             self.promise_guarded(newer)
 
     def lacks(self, keeper: HostKeeper, id: GenerationId, ranks: Sequence[int]) -> str:
-        """What a member of a group has not of a guarded generation."""
+        """Return what a member of a group lacks of a protected generation, "" if nothing."""
         parity = keeper.guards._held.get(id)
         if parity is None:
             return "no parity"
@@ -144,35 +243,34 @@ class Promises(Record):
         held = {image.label.rank for image in keeper.images(id) if image.label is not None}
         return "" if held >= set(ranks) else f"the images of {held} alone"
 
-    def check_image(self, keeper: HostKeeper, held: Held, id: GenerationId) -> None:
-        """An image that is labelled is of one state, that of its generation."""
-        assert held.label is not None
-        expected = (self.epoch_jobs[id.epoch].number, id.step, held.label.rank)
-        if set(held.memory.pieces) != {expected} and (keeper.host.name, id) not in self.damaged:
-            raise Violation(f"{id} is agreed, and {keeper} has {held.memory.pieces}")
+    def check_image(self, keeper: HostKeeper, slot: Slot, id: GenerationId) -> None:
+        """Check that a labelled image holds the state of its generation, unless it was damaged."""
+        assert slot.label is not None
+        expected = (self.epoch_jobs[id.epoch].number, id.step, slot.label.rank)
+        if set(slot.memory.pieces) != {expected} and (keeper.host.name, id) not in self.damaged:
+            raise Violation(f"{id} is agreed, and {keeper} has {slot.memory.pieces}")
 
     def is_on_line(self, id: GenerationId) -> bool:
-        """Whether the job that runs has come by there."""
+        """Return whether the running job has taken that step, or resumed after it."""
         job = self.epoch_jobs[id.epoch]
         return self.lineage.get(id.step) == job.number
 
     def check_choice(self, id: GenerationId) -> None:
-        """A restart may go on from what the job that runs has come by, and from nothing else,
-        whether it is the best that there is or not."""
+        """Check that a restart considers no generation of an abandoned branch."""
         if not self.is_on_line(id):
             raise Violation(f"{id} was dropped, and may be gone on from")
 
     def mended(self, keeper: HostKeeper, id: GenerationId) -> None:
         """Count a keeper as undamaged again, if nothing that it holds of a generation is."""
-        if not is_struck(keeper, id):
+        if not is_damaged(keeper, id):
             self.damaged.discard((keeper.host.name, id))
 
     def has_flipped(self, id: GenerationId) -> bool:
-        """Whether any bit of it has, anywhere."""
+        """Return whether any bit of a generation has flipped, anywhere."""
         return any(other == id for _, other in self.damaged)
 
     def holds(self, promise: Promise, names: set[str]) -> bool:
-        """Whether what a promise relies on is still there; keepers are known by these names."""
+        """Return whether the preconditions of a promise hold, given the reachable keepers."""
 
         def is_there(keeper: HostKeeper | None) -> bool:
             return keeper is not None and keeper.alive and keeper.host.name in names
@@ -191,14 +289,13 @@ class Promises(Record):
         )
 
     def lost(self, keeper: HostKeeper) -> None:
-        """A keeper is no more, with what it held."""
+        """Record the loss of a keeper with its memory."""
         members = [one for _, group in self.guarded.groups for one in group] if self.guarded else []
         if self.guarded is not None and keeper not in members:
             self.guarded.others_lost += 1
 
     def check_grant(self, trainer: Trainer, memory: Memory, nbytes: int) -> None:
-        """Nobody else may use what is to be filled."""
-        assert isinstance(trainer, HostTrainer)
+        """Check that memory about to be filled is neither in use nor promised."""
         keeper = trainer.host.keeper
         if memory.nbytes != nbytes:
             raise Violation(f"a slot of {memory.nbytes} bytes for an image of {nbytes}")
@@ -230,25 +327,21 @@ class Promises(Record):
             raise Violation(f"job {trainer.job.number} is over, and was given a slot")
 
     def knows_better(self, keeper: HostKeeper, id: GenerationId) -> bool:
-        """Whether a keeper that is not of this job, and was not told what that goes on from, keeps a
-        later step instead: of which this job has found that it is damaged, or that was agreed on
-        after the keeper was asked, with a trainer of the former job that has lived on."""
+        """Return whether a keeper without a rank of this job retains a later step instead. It was not
+        told from which step the job resumed."""
         newest, job = keeper.generations.newest_agreed, self.running
         is_of_job = job is not None and keeper.host in job.hosts
         return not is_of_job and newest is not None and newest > id
 
-    def check_budget(self, keeper: SimulatedKeeper) -> None:
-        """Memory is kept within limits."""
+    def check_budget(self, keeper: HostKeeper) -> None:
+        """Check that a keeper stays within its budget."""
         held = sum(slot.memory.nbytes for slot in keeper.slots.values())
         if held > self.budget_nbytes:
             raise Violation(f"{held} bytes are held, and {self.budget_nbytes} allowed")
 
-    def handed_over(self, trainer: Trainer) -> None:
-        """A trainer is with the new keeper."""
-
     def check_commit(self, keeper: HostKeeper, fragments: Sequence[tuple[Label, str]]) -> None:
-        """A lead keeper begins to commit what all have written. It does not if it knows better; what
-        it learns meanwhile comes too late, and shows in the line that the checkpoint is of."""
+        """Check that a leader may commit: all parts are written, and no resume that it knows of has
+        dropped the generation."""
         id, generations = fragments[0][0].generation, keeper.generations
         if generations.epoch > id.epoch and not generations.is_agreed(id):
             raise Violation(
@@ -259,6 +352,78 @@ class Promises(Record):
                 raise Violation(f"{id} is committed, and nobody has written rank {label.rank}")
 
     def commit(self, fragments: Sequence[tuple[Label, str]]) -> None:
-        """The manifest is in storage."""
+        """Record a commit."""
         parts = [self.written[attempt, label.rank] for label, attempt in fragments]
         self.committed(fragments[0][0].world, parts)
+
+
+def is_damaged(keeper: HostKeeper, id: GenerationId) -> bool:
+    """Tell whether a keeper holds damaged bytes of a generation."""
+    parity: Any = keeper.guards._held.get(id)
+    if parity is not None and any(None in piece.values() for piece in parity.pieces):
+        return True
+    return any(_is_flipped(slot) for slot in keeper.images(id))
+
+
+def _is_flipped(slot: Slot) -> bool:
+    try:
+        Label.decode(slot.encoded)
+    except DamagedError:
+        return True
+    return None in slot.memory.pieces
+
+
+def flip(world: Hosts, keeper: HostKeeper, only: GenerationId | None = None) -> bool:
+    """Flip a bit in the memory of a keeper, ``only`` in that generation if it is given. Return
+    whether there was a bit to flip."""
+    draw = world.random
+    kind = draw.choice(["image", "label", "parity"])
+    sealed = [
+        held
+        for held in keeper.slots.values()
+        if held.label is not None and only in (None, held.label.generation)
+    ]
+    parities: list[Any] = [
+        parity for parity in keeper.guards._held.values() if only in (None, parity.generation)
+    ]
+    if kind == "parity" and parities:
+        parity = draw.choice(parities)
+        piece = draw.choice(parity.pieces)
+        piece[draw.choice(sorted(piece))] = None
+        id = parity.generation
+    elif kind != "parity" and sealed:
+        held = draw.choice(sealed)
+        assert held.label is not None
+        id = held.label.generation
+        if kind == "image":
+            held.memory.pieces[draw.randrange(PIECES)] = None
+        else:
+            held.encoded = held.encoded[:-1] + bytes([held.encoded[-1] ^ 1])
+    else:
+        return False
+    world.damaged.add((keeper.host.name, id))
+    world.count("flipped", f"{kind} of {id} at {keeper}")
+    return True
+
+
+def flip_protected(world: Hosts) -> bool:
+    """Flip bits of the protected step at one or two members of a group. Return whether any
+    flipped."""
+    guarded = world.guarded
+    if guarded is None or not guarded.groups:
+        return False
+    _, members = world.random.choice(guarded.groups)
+    living = [keeper for keeper in members if keeper is not None and keeper.alive]
+    chosen = world.random.sample(living, min(len(living), world.random.choice([1, 1, 2])))
+    flipped = [flip(world, keeper, guarded.id) for keeper in chosen]
+    return any(flipped)
+
+
+def flip_all(world: Hosts) -> bool:
+    """Flip bits of all steps, on every host. Return whether any flipped."""
+    flipped = [
+        flip(world, host.keeper, id)
+        for host in world.placed
+        for id in sorted({s.label.generation for s in host.keeper.slots.values() if s.label})
+    ]
+    return any(flipped)
