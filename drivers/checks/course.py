@@ -8,22 +8,17 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from ...errors import HoldfastError
 from ..contract import Driver
 from ..registry import driver_class, open_driver, resolved_options, serving
 from ..uri import Uri, join
 from .findings import Finding, Kept, Report, UnkeptError
-from .ground import Counted, Ground, Probe
-from .large import LARGE, UNFINISHED
-from .names import NAMES
-from .small import PUT_AND_GET, SMALL
-from .warned import Warnings
+from .ground import Counted, Ground, Warnings
+from .probes import PROBES, Probe
 
-__all__ = ["PROBES", "check", "quick_options"]
-
-PROBES: tuple[Probe, ...] = (PUT_AND_GET, UNFINISHED, *SMALL, *LARGE, *NAMES)
-"""All probes, in order. If the first is broken, the others are not tried."""
+__all__ = ["check", "quick_options"]
 
 STEP_S = 30.0
 """Time limit of one probe, in seconds."""
@@ -57,28 +52,19 @@ async def check(
     can be opened; never a StorageError.
     """
     chosen = {**quick_options(uri, options or {}), **(options or {})}
-    driver = Counted(open_driver(uri, **chosen))
+    driver = other = Counted(open_driver(uri, **chosen))
     report = Report(driver.uri)
     began_s = time.perf_counter()
-    private = not uri.location.strip("/") and not driver.traits.shared
-    if private:
-        other = driver
-    else:
+    if uri.location.strip("/") or driver.traits.shared:
         other = Counted(open_driver(uri, **chosen))
-    ground = Ground(
-        driver,
-        other,
-        f"holdfast-check-{secrets.token_hex(8)}",
-        driver.traits.part_nbytes,
-        private=private,
-    )
+    ground = Ground(driver, other, f"holdfast-check-{secrets.token_hex(8)}")
     try:
         async with _cleaned_up(ground, uri, report, warn):
             await _try_all(ground, probes, report, on_finding)
     finally:
         await other.close()
         await driver.close()
-    report.requests = driver.count + (0 if private else other.count)
+    report.requests = sum(one.count for one in {driver, other})
     report.seconds = time.perf_counter() - began_s
     return report
 
@@ -111,48 +97,37 @@ async def _try_all(
             finding = await _tried(ground, probe)
         report.findings.append(finding)
         on_finding(finding)
-        if probe is PUT_AND_GET and finding.outcome == "broken":
+        if probe is PROBES[0] and finding.outcome == "broken":
             why = "nothing can be put"
 
 
 async def _tried(ground: Ground, probe: Probe) -> Finding:
     began_s = time.perf_counter()
-    broken: str | None = None
-    advice = ""
     kept = Kept()
+    broken: dict[str, Any] = {}
     with Warnings() as warnings:
         try:
             async with asyncio.timeout(STEP_S):
-                kept = await probe.run(ground)
-        except UnkeptError as error:
-            broken = str(error)
-        except HoldfastError as error:
-            broken = error.message
-            advice = error.advice or ""
-        except TimeoutError:
-            broken = f"did not end within {STEP_S:g} s"
-    seconds = time.perf_counter() - began_s
-    texts = tuple(warnings.texts)
-    if broken is None:
-        return Finding(
-            probe.name,
-            probe.title,
-            kept.outcome,
-            kept.detail,
-            seconds=seconds,
-            nbytes_per_s=kept.nbytes_per_s,
-            warnings=texts,
-        )
+                kept = await probe.tried(ground)
+        except (UnkeptError, HoldfastError, TimeoutError) as error:
+            advice = getattr(error, "advice", None)
+            kept = Kept(getattr(error, "message", None) or str(error), "broken")
+            if isinstance(error, TimeoutError) and not isinstance(error, HoldfastError):
+                kept = Kept(f"did not end within {STEP_S:g} s", "broken")
+            broken = {
+                "effect": probe.effect,
+                "follows": probe.follows,
+                "advice": " ".join(filter(None, [advice, probe.advice])),
+            }
     return Finding(
         probe.name,
         probe.title,
-        "broken",
-        broken,
-        probe.effect,
-        probe.follows,
-        " ".join(filter(None, [advice, probe.advice])),
-        seconds,
-        warnings=texts,
+        kept.outcome,
+        kept.detail,
+        seconds=time.perf_counter() - began_s,
+        nbytes_per_s=kept.nbytes_per_s,
+        warnings=tuple(warnings.texts),
+        **broken,
     )
 
 
@@ -197,16 +172,13 @@ async def _remove_once(driver: Driver, scratch: str) -> str:
         await driver.delete_all(scratch)
     except HoldfastError as error:
         why = error.message
+    left = 0
     try:
-        for key in await _listed(driver, scratch):  # one by one, for stores whose bulk delete fails
-            await driver.delete(key)
-        left = await _listed(driver, scratch)
+        for key in [info.key async for info in driver.list(scratch)]:
+            await driver.delete(key)  # one by one, for stores whose bulk delete fails
+        left = len([info async for info in driver.list(scratch)])
     except HoldfastError as error:
         return why or error.message
     if left:
-        return why or f"{len(left)} objects are still listed"
+        return why or f"{left} objects are still listed"
     return ""
-
-
-async def _listed(driver: Driver, prefix: str) -> list[str]:
-    return [info.key async for info in driver.list(prefix)]

@@ -1,19 +1,83 @@
-"""The scratch folder of a check: two drivers, key names, and assertions about stored objects."""
+"""The scratch folder of a check: test objects, two drivers, and assertions about stored objects."""
 
 from __future__ import annotations
 
+import logging
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ...core.aio import side_by_side
 from ...errors import HoldfastError, NotFoundError
-from ..contract import Driver, Traits
+from ..contract import Buffer, Driver, Traits, Upload
 from ..layers.layer import Layer, Operation
-from .findings import Effect, Kept, UnkeptError
+from .findings import UnkeptError
 
-__all__ = ["Counted", "Ground", "Probe", "outcome_of"]
+__all__ = ["Counted", "Ground", "Warnings", "bytes_of", "parts_of", "store", "write_parts"]
 
 T = TypeVar("T")
+
+
+def bytes_of(nbytes: int, seed: int = 0) -> bytes:
+    """Return ``nbytes`` pseudo-random bytes, reproducible by ``seed``."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+def parts_of(nbytes: int, part_nbytes: int, traits: Traits, seed: int = 0) -> list[tuple[int, int]]:
+    """Return the (start, stop) of an object's parts, in an order that ``traits`` allow: random if
+    any order will do."""
+    part_nbytes = max(part_nbytes, traits.part_min_nbytes)
+    parts = [(start, min(start + part_nbytes, nbytes)) for start in range(0, nbytes, part_nbytes)]
+    if traits.part_order == "any":
+        random.Random(seed).shuffle(parts)
+    return parts
+
+
+async def write_parts(
+    upload: Upload, content: Buffer, parts: list[tuple[int, int]], traits: Traits
+) -> None:
+    """Write these parts, in parallel if ``traits`` allow it."""
+    if traits.part_order == "serial":
+        for start, stop in parts:
+            await upload.write(start, content[start:stop])
+    else:
+        await side_by_side(*(upload.write(start, content[start:stop]) for start, stop in parts))
+
+
+async def store(driver: Driver, key: str, content: bytes) -> None:
+    """Upload one object in parts of the driver's preferred size. Aborts the upload on failure."""
+    upload = await driver.create(key, len(content))
+    parts = parts_of(len(content), driver.traits.part_nbytes, driver.traits)
+    try:
+        await write_parts(upload, memoryview(content), parts, driver.traits)
+        await upload.commit()
+    except BaseException:
+        await upload.abort()
+        raise
+
+
+class Warnings(logging.Handler):
+    """Collects the warnings that the package logs in a ``with`` block instead of printing them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        self._logger = logging.getLogger("holdfast")
+        self._propagated = True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> Warnings:
+        self._propagated = self._logger.propagate
+        self._logger.addHandler(self)
+        self._logger.propagate = False
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._logger.propagate = self._propagated
+        self._logger.removeHandler(self)
 
 
 class Counted(Layer):
@@ -23,35 +87,26 @@ class Counted(Layer):
     may_have_stored = False
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """See :meth:`Layer.around`."""
         self.count += 1
         stores = operation.name in ("put", "create", "write", "commit")
         try:
-            result = await call()
+            return await call()
         except HoldfastError as error:
-            self.may_have_stored |= stores and error.temporary
+            stores &= error.temporary
             raise
-        except BaseException:
+        finally:
             self.may_have_stored |= stores
-            raise
-        self.may_have_stored |= stores
-        return result
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
     """Scratch folder in which the probes run. The second driver stands for another host: it must
-    see what the first one stores."""
+    see what the first one stores. It is the same driver if objects are private by design."""
 
     driver: Counted
     other: Counted
     scratch: str
     """Key of the scratch folder."""
-    part_nbytes: int
-    """Part size of large objects."""
-    private: bool = False
-    """Objects are visible only to the driver that stored them, by design; ``other`` is the same
-    driver."""
 
     @property
     def traits(self) -> Traits:
@@ -61,6 +116,11 @@ class Ground:
     def key(self, name: str) -> str:
         """Return the key of ``name`` in the scratch folder."""
         return f"{self.scratch}/{name}"
+
+    async def put_and_expect(self, key: str, content: bytes, when: str) -> None:
+        """Put an object and :meth:`expect` it."""
+        await self.driver.put(key, content)
+        await self.expect(key, content, when)
 
     async def expect(self, key: str, content: bytes, when: str) -> None:
         """Raise UnkeptError unless both drivers return ``content``, with its size."""
@@ -86,52 +146,23 @@ class Ground:
                 except NotFoundError:
                     continue
                 raise UnkeptError(f"{when}, {who} still finds the object")
-            if await self.listed(driver, key):
-                raise UnkeptError(f"{when}, {who} still lists the object")
-
-    async def listed(self, driver: Driver, prefix: str) -> list[str]:
-        """Return the sorted keys at and below ``prefix``."""
-        return sorted([info.key async for info in driver.list(prefix)])
+        await self.expect_listed(key, [], when)
 
     async def expect_listed(self, prefix: str, keys: list[str], when: str) -> None:
         """Raise UnkeptError unless both drivers list exactly these keys."""
         for driver, who in self._drivers():
-            found = await self.listed(driver, prefix)
+            found = sorted([info.key async for info in driver.list(prefix)])
             if found != sorted(keys):
                 missing = sorted(set(keys) - set(found))
                 extra = sorted(set(found) - set(keys))
                 twice = len(found) - len(set(found))
-                difference = (
-                    f"lacks {len(missing)} keys, has {len(extra)} extra ones, and repeats {twice}"
-                )
                 raise UnkeptError(
-                    f"{when}, the list of {who} {difference}: {[*missing, *extra][:3]}"
+                    f"{when}, the list of {who} lacks {len(missing)} keys, has {len(extra)} extra "
+                    f"ones, and repeats {twice}: {[*missing, *extra][:3]}"
                 )
 
     def _drivers(self) -> list[tuple[Driver, str]]:
-        if self.private:
-            return [(self.driver, "the writer")]
-        return [(self.driver, "the writer"), (self.other, "a reader")]
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """One property to try, and the consequence if the storage lacks it."""
-
-    name: str
-    title: str
-    effect: Effect
-    follows: str
-    advice: str
-    run: Callable[[Ground], Awaitable[Kept]]
-    """Coroutine function that raises UnkeptError or a HoldfastError if the storage lacks the
-    property."""
-
-
-async def outcome_of(call: Awaitable[object]) -> HoldfastError | None:
-    """Return the error of a call, or None if it succeeded."""
-    try:
-        await call
-    except HoldfastError as error:
-        return error
-    return None
+        found: list[tuple[Driver, str]] = [(self.driver, "the writer")]
+        if self.other is not self.driver:
+            found.append((self.other, "a reader"))
+        return found

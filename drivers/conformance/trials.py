@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import pytest
 
-from ..checks.content import bytes_of, parts_of, store, write_parts
+from ..checks.ground import bytes_of, parts_of, store, write_parts
 from ..contract import Buffer
 from .place import Place
 

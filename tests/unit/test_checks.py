@@ -22,8 +22,9 @@ from support.liars import (
 
 import holdfast
 from holdfast.drivers import registry
-from holdfast.drivers.checks.course import PROBES, check, quick_options
+from holdfast.drivers.checks.course import check, quick_options
 from holdfast.drivers.checks.findings import Report
+from holdfast.drivers.checks.probes import PROBES
 from holdfast.drivers.contract import Driver, ObjectInfo, Upload
 from holdfast.drivers.memory import STORES
 from holdfast.drivers.uri import Uri, parse
