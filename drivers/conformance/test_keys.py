@@ -6,37 +6,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable
 
-import pytest
-
 from holdfast.drivers.conformance.place import Place
 from holdfast.drivers.conformance.trials import PROBE, bytes_of, refused, store, trial
 from holdfast.errors import HoldfastError, StorageError, UriError
 
 UNSAFE = [
-    "",
-    "/",
-    "/etc/passwd",
-    "..",
-    "../x",
-    "a/../../x",
-    "a/..",
-    ".",
-    "a/./b",
-    "a//b",
-    "a/",
-    "a\0b",
-    "\0",
-]
+    "", "/", "/etc/passwd", "..", "../x", "a/../../x", "a/..", ".", "a/./b", "a//b", "a/", "a\0b", "\0",
+]  # fmt: skip
 PLAIN = [
-    "a",
-    "a/b",
-    "..a",
-    "a..",
-    "...",
-    ".hidden",
-    "0-9_A.z",
-    "20310203T040506-8e8a630f/0.safetensors",
-]
+    "a", "a/b", "..a", "a..", "...", ".hidden", "0-9_A.z", "20310203T040506-8e8a630f/0.safetensors",
+]  # fmt: skip
 STRANGE = [
     "a b", " a", "a ", "a%20b", "a%2Fb", "a%", "a+b", "a?b", "a?b=c", "a#b", "a&b=c", "a;b", "a:b", "a@b", "a\\b", "a*b",
     "[a]", "{a}", "~", "~a", "a|b", "a\"b'c", "<a>", "a`b", "a^b", "$a", "a\nb", "a\tb", "\x7f", "-a", "%2e%2e/a", "%00",
@@ -45,25 +24,27 @@ STRANGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("key", UNSAFE, ids=ascii)
 @trial()
-async def test_an_unsafe_key_is_refused_everywhere(place: Place, key: str) -> None:
+async def test_an_unsafe_key_is_refused_everywhere(place: Place) -> None:
     """No method accepts a key that could leave the root or is not a plain path; the storage stays
     untouched."""
     driver = place.open()
-    into = memoryview(bytearray(1))
-    calls: list[Awaitable[object]] = [
-        driver.read(key, 0, into),
-        driver.create(key, 1),
-        driver.get(key),
-        driver.stat(key),
-    ]
-    calls += [driver.put(key, b""), driver.put(key, b"", exclusive=True)]
-    calls += [driver.delete(key), driver.delete_all(key), driver.sweep(key)]
-    if key:  # the empty prefix lists everything
-        calls.append(place.keys(key))
-    for error in await refused(UriError, *calls):
-        assert (error.uri, error.key) == (driver.uri, key)
+    for key in UNSAFE:
+        calls: list[Awaitable[object]] = [
+            driver.read(key, 0, memoryview(bytearray(1))),
+            driver.create(key, 1),
+            driver.get(key),
+            driver.stat(key),
+            driver.put(key, b""),
+            driver.put(key, b"", exclusive=True),
+            driver.delete(key),
+            driver.delete_all(key),
+            driver.sweep(key),
+        ]
+        if key:  # the empty prefix lists everything
+            calls.append(place.keys(key))
+        for error in await refused(UriError, *calls):
+            assert (error.uri, error.key) == (driver.uri, key)
     await place.holds()
 
 

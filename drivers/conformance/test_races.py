@@ -10,7 +10,6 @@ from holdfast.drivers.conformance.children import child_of, sees_children
 from holdfast.drivers.conformance.place import Place
 from holdfast.drivers.conformance.trials import (
     ATOMIC_EXCLUSIVE,
-    aligned,
     bytes_of,
     parts_of,
     store,
@@ -129,23 +128,6 @@ async def test_many_tasks_share_a_driver(place: Place) -> None:
 
     await asyncio.gather(*(work(n) for n in range(many)))
     assert len(await place.keys()) == many // 2
-
-
-@trial()
-async def test_reads_beyond_the_concurrency_all_end(place: Place) -> None:
-    """With four times as many concurrent reads as the traits recommend, each gets its own bytes,
-    and none starves."""
-    driver = place.open()
-    content = bytes_of(1 << 20)
-    await store(driver, "x", content)
-
-    async def read(n: int) -> None:
-        start = n * 4099 % (len(content) - 5000)
-        into = aligned(5000, n % 5)
-        await driver.read("x", start, into)
-        assert into == content[start : start + 5000]
-
-    await asyncio.gather(*(read(n) for n in range(4 * place.traits.concurrency)))
 
 
 @trial()

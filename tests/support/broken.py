@@ -7,9 +7,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from holdfast.drivers.contract import Buffer, ObjectInfo, TakePiece, Upload, check_key, check_small
 from holdfast.drivers.memory import MemoryDriver, _MemoryUpload
@@ -18,15 +18,14 @@ from holdfast.drivers.uri import Uri
 from holdfast.errors import DamagedError, HoldfastError, StorageError
 
 __all__ = [
-    "Appends", "Borrows", "CommitsHoles", "CutsAnywhere", "DefaultsElsewhere", "DeletesNeighbours", "DeletesNoRoots",
-    "DeviationThatFails", "DeviationThatPasses", "EndsAnywhere", "EndsAsDeclared", "ErrorsSayNothing",
-    "ExclusiveNotAtomic", "FetchesFewer", "FirstPage", "FoldsKeys", "GetsAnything", "Healthy", "IgnoresStart",
-    "LeaksDescriptors", "LeaksTasks", "LeaksTemporaries", "LeaksThreads", "LooksTooLate", "LosesEmptyObjects",
-    "OpenAfterClose", "OptionsInUri", "OverstatesItsLimit", "PlainErrors", "PrefixByLetters", "ReadsOn", "RefusesLate",
-    "RefusesLateAndKeeps", "ReusesFetched", "ShortRead", "StaleReads", "SwallowsCancellation",
-    "SwallowsErrors", "SweepsTheLiving", "TakesFewer", "TakesHalfAPiece", "TornByCancellation", "TornPut",
-    "UnsafeKeys", "VisibleEarly",
-]  # fmt: skip
+    "CASES",
+    "DeletesNoRoots",
+    "DeviationThatFails",
+    "DeviationThatPasses",
+    "Healthy",
+    "RefusesLate",
+    "ShortRead",
+]
 
 
 class Healthy(MemoryDriver):
@@ -47,18 +46,36 @@ class Healthy(MemoryDriver):
         self.objects[self._prefix + key] = (data, time.time())
 
 
+CASES: dict[type[Healthy], str] = {}
+"""Each broken driver, and the trial that must fail."""
+
+K = TypeVar("K", bound=Healthy)
+
+
+def _wrong(caught_by: str) -> Callable[[type[K]], type[K]]:
+    """Add a driver to the cases."""
+
+    def added(kind: type[K]) -> type[K]:
+        CASES[kind] = caught_by
+        return kind
+
+    return added
+
+
 class _EarlyUpload(_MemoryUpload):
     async def write(self, start: int, data: Buffer) -> None:
         await super().write(start, data)
         self._driver.place(self._key, bytes(self._open_content()))  # type: ignore[attr-defined]
 
 
+@_wrong("an_upload_is_invisible_until_it_commits")
 class VisibleEarly(Healthy):
     """Shows what is being uploaded."""
 
     upload = _EarlyUpload
 
 
+@_wrong("a_reader_sees_the_old_or_the_new_object")
 class TornPut(Healthy):
     """Puts one half, and then the other."""
 
@@ -68,6 +85,7 @@ class TornPut(Healthy):
         self.place(key, data)
 
 
+@_wrong("an_exclusive_put_has_one_winner")
 class ExclusiveNotAtomic(Healthy):
     """Looks first, and puts a moment later."""
 
@@ -78,6 +96,7 @@ class ExclusiveNotAtomic(Healthy):
         await super().put(key, data, exclusive=exclusive)
 
 
+@_wrong("any_range_can_be_read")
 class IgnoresStart(Healthy):
     """Reads from the beginning, whatever was asked for."""
 
@@ -85,6 +104,7 @@ class IgnoresStart(Healthy):
         await super().read(key, 0, into)
 
 
+@_wrong("a_read_past_the_end_is_damage")
 class ShortRead(Healthy):
     """Past the end it leaves the buffer as it was."""
 
@@ -96,6 +116,7 @@ class ShortRead(Healthy):
             into[: len(part)] = part
 
 
+@_wrong("fetched_memory_stays_as_it_is")
 class ReusesFetched(Healthy):
     """Hands over a buffer that it fetches into again."""
 
@@ -105,6 +126,7 @@ class ReusesFetched(Healthy):
         return memoryview(kept)[:nbytes]
 
 
+@_wrong("a_read_past_the_end_is_damage")
 class FetchesFewer(Healthy):
     """Past the end it hands over what there is."""
 
@@ -112,6 +134,7 @@ class FetchesFewer(Healthy):
         return memoryview((await self.get(key))[start : start + nbytes])
 
 
+@_wrong("pieces_hold_the_bytes_of_any_range")
 class CutsAnywhere(Healthy):
     """Passes pieces that end where they like."""
 
@@ -121,6 +144,7 @@ class CutsAnywhere(Healthy):
             take(data[at : at + 1000])
 
 
+@_wrong("a_read_past_the_end_is_damage")
 class TakesFewer(Healthy):
     """Past the end it passes what there is."""
 
@@ -129,6 +153,7 @@ class TakesFewer(Healthy):
         await super().read_pieces(key, start, len(there), take)
 
 
+@_wrong("a_read_past_the_end_is_damage")
 class TakesHalfAPiece(Healthy):
     """Past the end it passes what there is of a piece, and then raises what is due."""
 
@@ -145,6 +170,7 @@ class _LeakingUpload(_MemoryUpload):
         self._driver.place(f".unfinished/{id(self)}", b"")  # type: ignore[attr-defined]
 
 
+@_wrong("an_aborted_upload_leaves_nothing")
 class LeaksTemporaries(Healthy):
     """Keeps what an aborted upload has written."""
 
@@ -163,12 +189,14 @@ class _LaxUpload(_MemoryUpload):
         await self._driver.put(self._key, bytes(content))
 
 
+@_wrong("an_incomplete_upload_does_not_commit")
 class CommitsHoles(Healthy):
     """Takes what was never written for zeros."""
 
     upload = _LaxUpload
 
 
+@_wrong("an_upload_may_end_early")
 class EndsAsDeclared(CommitsHoles):
     """Likewise, also what an upload that ends early was never to write."""
 
@@ -182,6 +210,7 @@ class _CuttingUpload(_MemoryUpload):
         await self._driver.put(self._key, bytes(content[:nbytes]))
 
 
+@_wrong("an_upload_that_lacks_its_end_does_not_commit")
 class EndsAnywhere(Healthy):
     """Cuts an upload off where it is told to, whatever was written."""
 
@@ -198,6 +227,7 @@ class _AppendingUpload(_MemoryUpload):
         await super().write(self._end - len(data), data)
 
 
+@_wrong("parts_from_any_address_make_the_object")
 class Appends(Healthy):
     """Parts lie in the order in which they came."""
 
@@ -220,12 +250,14 @@ class _BorrowingUpload(_MemoryUpload):
         await super().commit(nbytes)
 
 
+@_wrong("a_written_part_belongs_to_the_upload")
 class Borrows(Healthy):
     """Copies the caller's memory only when it commits."""
 
     upload = _BorrowingUpload
 
 
+@_wrong("a_listing_goes_by_whole_names")
 class PrefixByLetters(Healthy):
     """``a`` lists ``ab``."""
 
@@ -235,6 +267,7 @@ class PrefixByLetters(Healthy):
                 yield info
 
 
+@_wrong("a_listing_of_many_objects_is_complete")
 class FirstPage(Healthy):
     """Lists a thousand objects and forgets the rest."""
 
@@ -245,6 +278,7 @@ class FirstPage(Healthy):
                 yield info
 
 
+@_wrong("deleting_all_takes_what_lies_below_and_no_more")
 class DeletesNeighbours(Healthy):
     """Deleting ``a/b`` takes ``a/bc`` along."""
 
@@ -253,6 +287,7 @@ class DeletesNeighbours(Healthy):
             del self.objects[path]
 
 
+@_wrong("an_unsafe_key_is_refused_everywhere")
 class UnsafeKeys(Healthy):
     """Takes any key."""
 
@@ -263,6 +298,7 @@ class UnsafeKeys(Healthy):
         self.place(key, data)
 
 
+@_wrong("strange_keys_are_stored_faithfully_or_refused")
 class FoldsKeys(Healthy):
     """Takes ``a%20b`` and ``a b`` for the same."""
 
@@ -270,6 +306,7 @@ class FoldsKeys(Healthy):
         return super()._path(key).replace("%20", " ")
 
 
+@_wrong("errors_say_where")
 class PlainErrors(Healthy):
     """Lets its library's errors out."""
 
@@ -277,6 +314,7 @@ class PlainErrors(Healthy):
         return self.objects[self._path(key)][0]
 
 
+@_wrong("an_object_comes_back")
 class SwallowsErrors(Healthy):
     """What is not there is empty."""
 
@@ -287,6 +325,7 @@ class SwallowsErrors(Healthy):
             return b""
 
 
+@_wrong("errors_say_where")
 class ErrorsSayNothing(Healthy):
     """Raises the right kind, and does not say where."""
 
@@ -297,6 +336,7 @@ class ErrorsSayNothing(Healthy):
             raise type(error)("failed") from error
 
 
+@_wrong("cancelled_looks_change_nothing")
 class SwallowsCancellation(Healthy):
     """Goes on when it is cancelled."""
 
@@ -308,6 +348,7 @@ class SwallowsCancellation(Healthy):
         return await super().get(key)
 
 
+@_wrong("a_cancelled_put_is_whole_or_absent")
 class TornByCancellation(Healthy):
     """A put that is cancelled leaves half an object."""
 
@@ -325,6 +366,7 @@ class TornByCancellation(Healthy):
         self.place(key, data)
 
 
+@_wrong("a_cancelled_read_leaves_the_buffer_alone")
 class ReadsOn(Healthy):
     """A read that was cancelled goes on filling the buffer."""
 
@@ -341,6 +383,7 @@ class ReadsOn(Healthy):
         await done.wait()
 
 
+@_wrong("a_replaced_or_deleted_object_is_not_read_again")
 class StaleReads(Healthy):
     """Remembers what it has read."""
 
@@ -352,6 +395,7 @@ class StaleReads(Healthy):
         into[:] = seen[key, start, len(into)]
 
 
+@_wrong("a_sweep_harms_nobody_alive")
 class SweepsTheLiving(Healthy):
     """A sweep ends every upload."""
 
@@ -368,6 +412,7 @@ class SweepsTheLiving(Healthy):
 _LIVE: list[Upload] = []
 
 
+@_wrong("nothing_outlives_close")
 class LeaksThreads(Healthy):
     """Starts a thread that nobody ends."""
 
@@ -376,6 +421,7 @@ class LeaksThreads(Healthy):
         threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
 
 
+@_wrong("nothing_outlives_close")
 class LeaksDescriptors(Healthy):
     """Opens a file that nobody closes."""
 
@@ -387,6 +433,7 @@ class LeaksDescriptors(Healthy):
 _OPEN: list[int] = []
 
 
+@_wrong("nothing_outlives_close")
 class LeaksTasks(Healthy):
     """Leaves a task behind."""
 
@@ -395,6 +442,7 @@ class LeaksTasks(Healthy):
         self.__dict__.setdefault("tasks", []).append(asyncio.create_task(asyncio.sleep(60)))
 
 
+@_wrong("a_closed_driver_says_so")
 class OpenAfterClose(Healthy):
     """Goes on after close()."""
 
@@ -402,6 +450,7 @@ class OpenAfterClose(Healthy):
         """Nothing."""
 
 
+@_wrong("the_same_calls_give_the_same_results_as_memory")
 class LosesEmptyObjects(Healthy):
     """Takes an empty object for none, where one is replaced."""
 
@@ -412,6 +461,7 @@ class LosesEmptyObjects(Healthy):
             await self.delete(key)
 
 
+@_wrong("what_is_not_small_is_not_got")
 class GetsAnything(Healthy):
     """Gets what is too large for that."""
 
@@ -419,6 +469,7 @@ class GetsAnything(Healthy):
         return self._lookup(key)[0]
 
 
+@_wrong("what_is_not_small_is_not_got")
 class LooksTooLate(Healthy):
     """Reads first, and then looks how large it was."""
 
@@ -428,6 +479,7 @@ class LooksTooLate(Healthy):
         return data
 
 
+@_wrong("the_uri_is_without_options")
 class OptionsInUri(Healthy):
     """Prints its options as a part of its URI."""
 
@@ -442,6 +494,7 @@ class OptionsInUri(Healthy):
         return driver
 
 
+@_wrong("every_option_takes_its_default")
 class DefaultsElsewhere(Healthy):
     """Takes the default of an option for something else than its absence."""
 
@@ -478,6 +531,7 @@ class RefusesLate(Healthy):
             raise StorageError("KeyTooLong", uri=self.uri, key=key)
 
 
+@_wrong("strange_keys_can_be_uploaded_to_or_are_refused")
 class RefusesLateAndKeeps(RefusesLate):
     """Says so, and shows the object all the same."""
 
@@ -495,6 +549,7 @@ class _LimitedUpload(_MemoryUpload):
         await super().commit(nbytes)
 
 
+@_wrong("an_object_may_be_as_large_as_the_traits_say")
 class OverstatesItsLimit(Healthy):
     """Says that it takes an object of a size which it refuses."""
 

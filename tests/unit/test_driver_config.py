@@ -62,18 +62,6 @@ def found(
     return {name: (r.value, r.source) for name, r in resolved.items() if r.source != "default"}
 
 
-def test_defaults_stand_where_nobody_says_anything(file: Path) -> None:
-    """Every known option has a value and a source."""
-    resolved = resolve(parse("my://b"), {}, OWN, COMMON, lambda: SCHEMES, environment={})
-    assert set(resolved) == set(OWN) | set(COMMON)
-    assert {r.source for r in resolved.values()} == {"default"}
-    assert (resolved["level"].value, resolved["retries"].value, resolved["level"].text) == (
-        1,
-        10,
-        None,
-    )
-
-
 def test_the_nearest_word_counts(file: Path) -> None:
     """URI, keyword, environment of the scheme, environment, profile, file: each is seen once those
     before it are silent."""

@@ -228,16 +228,6 @@ def test_options_reach_the_file_system(shelf: type[Catalog]) -> None:
     assert shelf.settings == {"a": 1}
 
 
-@pytest.mark.parametrize(
-    ("option", "limit_nbytes"), [("", None), ("?object_max_nbytes=512MiB", 512 << 20)]
-)
-def test_the_largest_object_is_an_option(
-    shelf: type[Catalog], option: str, limit_nbytes: int | None
-) -> None:
-    """No limit is known of a file system that somebody else has registered."""
-    assert bare(f"fsspec+oci://bucket/run{option}").traits.object_max_nbytes == limit_nbytes
-
-
 def test_a_location_is_decoded(tmp_path: Path) -> None:
     """What a URI writes as %20 is a space for the file system."""
     asyncio.run(bare(f"fsspec+file://{tmp_path}/a%20b").put("x", b"y"))

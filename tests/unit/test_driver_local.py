@@ -17,7 +17,7 @@ import pytest
 
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.local.mounts import fs_type, is_shared, mount_of
-from holdfast.errors import AccessError, NotFoundError, StorageError, UriError
+from holdfast.errors import AccessError, NotFoundError, StorageError
 
 
 @pytest.fixture
@@ -168,40 +168,6 @@ async def test_an_object_and_a_folder_cannot_share_a_name(driver: LocalDriver) -
     await driver.delete("a/x/y")
     await driver.delete_all("a/x/y")
     assert await keys(driver) == ["a/x"]
-
-
-@asynchronous
-async def test_any_name_that_the_file_system_takes(driver: LocalDriver, root: Path) -> None:
-    """255 bytes, of any script or none, can be stored; one byte more is an error with advice."""
-    names = ["n" * 255, "ü" * 127, os.fsdecode(b"\xff\xfe"), "a\nb", ".hidden", "-rf", "x.tmp"]
-    for name in names:
-        await driver.put(name, name.encode(errors="surrogateescape"))
-        upload = await driver.create(name, 0)
-        await upload.commit()
-    assert await keys(driver) == sorted(names)
-    assert os.fsdecode(b"\xff\xfe") in os.listdir(root)
-    with pytest.raises(StorageError, match=r"ENAMETOOLONG.*255 bytes"):
-        await driver.put("n" * 256, b"")
-
-
-@pytest.mark.parametrize(
-    "key", [".x.0123456789abcdef.tmp", "a/.x.0123456789abcdef.tmp", ".x.0123456789abcdef.tmp/a"]
-)
-@asynchronous
-async def test_names_of_temporary_files_are_no_keys(driver: LocalDriver, key: str) -> None:
-    """What a listing would hide cannot be stored."""
-    with pytest.raises(UriError, match="unfinished uploads"):
-        await driver.put(key, b"")
-
-
-@pytest.mark.parametrize("key", ["\ud800", "a/\udfff"])
-@asynchronous
-async def test_a_key_that_no_file_system_could_hold_is_refused(
-    driver: LocalDriver, key: str
-) -> None:
-    """Half a character is no name: an error of the call, before anything is touched."""
-    with pytest.raises(UriError, match="cannot be encoded"):
-        await driver.put(key, b"")
 
 
 # Folders

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from holdfast.drivers.contract import AtMost
-from holdfast.drivers.local import io as local_io
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.errors import StorageDownError, StorageError
 
@@ -274,9 +273,3 @@ async def test_a_device_that_takes_nothing_does_not_hang(
     with pytest.raises(StorageDownError, match="accepts no more bytes"):
         await driver.put("x", bytes(100_000))
     assert await keys(driver) == []
-
-
-def test_bounce_memory_is_aligned() -> None:
-    """Each thread has its own, at the start of a page."""
-    assert local_io.bounce_memory().ctypes.data % local_io.ALIGN_NBYTES == 0
-    assert local_io.bounce_memory() is local_io.bounce_memory()

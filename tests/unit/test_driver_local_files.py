@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import mmap
 import os
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,24 +73,6 @@ async def test_unfinished_uploads_lie_hidden_beside_their_target(
     await driver.delete_all("a")
     assert os.listdir(root) == []
     await upload.abort()
-
-
-@asynchronous
-async def test_close_drops_what_was_neither_committed_nor_aborted(
-    root: Path, no_leaks: None
-) -> None:
-    """A forgotten upload holds no descriptor and no space once the driver is closed; using it is an
-    error."""
-    driver = LocalDriver(root)
-    upload = await driver.create("x", 100_000)
-    await upload.write(0, memoryview(bytes(50_000)))
-    await driver.close()
-    assert os.listdir(root) == []
-    with pytest.raises(StorageError, match="closed"):
-        await upload.write(50_000, memoryview(bytes(50_000)))
-    await upload.abort()
-    with pytest.raises(StorageError, match="closed"):
-        await driver.get("x")
 
 
 @asynchronous
@@ -194,44 +172,6 @@ async def test_close_says_what_it_waited_for(
 
 # Races between processes
 
-RACER = """
-import asyncio, sys, time
-from holdfast.drivers.local.driver import LocalDriver
-from holdfast.errors import ExistsError
-async def main(root, me, start_s):
-    driver, won = LocalDriver(root), []
-    time.sleep(max(0, start_s - time.time()))
-    for n in range(60):
-        try:
-            await driver.put(f"lock/{n}", me.encode() * 100, exclusive=True)
-            won.append(n)
-        except ExistsError:
-            pass
-    await driver.close()
-    print(*won)
-asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
-"""
-
-
-@pytest.mark.heavy
-def test_exclusive_puts_of_two_processes_have_one_winner(root: Path) -> None:
-    """Every key goes to exactly one process, and holds what that one wrote."""
-    start = str(time.time() + 1.0)
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-c", RACER, str(root), me, start], stdout=subprocess.PIPE, text=True
-        )
-        for me in "ab"
-    ]
-    won = [{int(n) for n in racer.communicate(timeout=60)[0].split()} for racer in racers]
-    assert [racer.returncode for racer in racers] == [0, 0]
-    assert won[0] & won[1] == set()
-    assert won[0] | won[1] == set(range(60))
-    for me, keys_won in zip("ab", won, strict=True):
-        for n in keys_won:
-            assert (root / "lock" / str(n)).read_bytes() == me.encode() * 100
-    assert len(os.listdir(root / "lock")) == 60
-
 
 @asynchronous
 async def test_exclusive_without_hard_links(
@@ -252,47 +192,7 @@ async def test_exclusive_without_hard_links(
         await driver.put("x", b"", exclusive=True)
 
 
-def test_temporary_names_differ_and_fit() -> None:
-    """Two uploads to one key never share a file, and the longest name still leaves room."""
-    assert len({temporary_name("x") for _ in range(1000)}) == 1000
-    assert len(os.fsencode(temporary_name("\U0001f980" * 63))) <= 255
-
-
 # Cancelled calls
-
-
-@asynchronous
-async def test_a_write_that_is_cancelled_is_over(driver: LocalDriver, root: Path) -> None:
-    """When a cancelled write has returned, its memory is free; the upload can still be aborted, and
-    leaves nothing."""
-    upload = await driver.create("x", 4 << 20)
-    content = memoryview(mmap.mmap(-1, 4 << 20))
-    writes = [
-        asyncio.ensure_future(upload.write(n << 18, content[n << 18 : (n + 1) << 18]))
-        for n in range(16)
-    ]
-    await asyncio.sleep(0)
-    for write in writes:
-        write.cancel()
-    results = await asyncio.gather(*writes, return_exceptions=True)
-    assert {type(result) for result in results} == {asyncio.CancelledError}
-    await upload.abort()
-    assert os.listdir(root) == []
-
-
-@pytest.mark.parametrize("delay_s", [0, 0.0002, 0.001, 0.005])
-@asynchronous
-async def test_a_cancelled_put_happened_or_did_not(
-    driver: LocalDriver, root: Path, delay_s: float
-) -> None:
-    """Old or new, whole, whenever the cancellation comes; and nothing is left behind."""
-    await driver.put("x", b"old")
-    put = asyncio.ensure_future(driver.put("x", b"new" * 50_000))
-    await asyncio.sleep(delay_s)
-    put.cancel()
-    await asyncio.gather(put, return_exceptions=True)
-    assert (root / "x").read_bytes() in (b"old", b"new" * 50_000)
-    assert os.listdir(root) == ["x"]
 
 
 @asynchronous
