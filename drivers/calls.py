@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from ..core.forks.renewal import new_lock
 
-__all__ = ["Call", "CallerGone", "in_new_thread", "run"]
+__all__ = ["Call", "CallerGone", "in_new_thread", "is_panic", "run"]
 
 T = TypeVar("T")
 
@@ -148,3 +148,9 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.set_result(result)
     else:
         future.set_exception(error)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether ``error`` is a Rust panic. Its class may be a BaseException that cannot be
+    imported."""
+    return type(error).__name__ in ("PanicException", "RustPanic")

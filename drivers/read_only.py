@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, NoReturn
 
 from ..errors import StorageError
-from .contract import Upload, check_key
+from .contract import check_key
 
 __all__ = ["ReadOnly"]
 
@@ -17,26 +17,8 @@ class ReadOnly:
     uri: str
     reading_only: ClassVar[str]
 
-    async def create(self, key: str, nbytes: int) -> Upload:
-        """Raise StorageError."""
-        self._refuse(key)
-
-    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """Raise StorageError."""
-        self._refuse(key)
-
-    async def delete(self, key: str) -> None:
-        """Raise StorageError."""
-        self._refuse(key)
-
-    async def delete_all(self, prefix: str) -> None:
-        """Raise StorageError."""
-        self._refuse(prefix)
-
-    async def sweep(self, prefix: str) -> None:
-        """Raise StorageError."""
-        self._refuse(prefix)
-
-    def _refuse(self, key: str) -> NoReturn:
+    async def _refuse(self, key: str, *_: object, **how: object) -> NoReturn:
         check_key(key, uri=self.uri)
         raise StorageError(self.reading_only, uri=self.uri, key=key, advice="Save to another URI.")
+
+    create = put = delete = delete_all = sweep = _refuse

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ...core.units import ceil_div
 from ...drivers.contract import Traits
 from ...drivers.objects.driver import ObjectDriver
-from ...drivers.objects.parts import part_nbytes_for
+from ...drivers.objects.uploads import part_nbytes_for
 from ...drivers.registry import driver_class, serving
 from ...drivers.uri import Uri
 from ...planner.image import CHUNK_NBYTES

@@ -43,7 +43,7 @@ def run_tuning(uri: str, given: Mapping[str, Any], output: Output) -> int:
 
 def _tune(uri: str, given: Mapping[str, Any], output: Output) -> int:
     from ...bench.tuned.plan import TuningPlan, check_tuning
-    from ...drivers.configuration.keeping import check_keeping, keep_profile
+    from ...drivers.configuration.tuned import check_keeping, keep_profile
 
     plan = TuningPlan(
         uri,
@@ -68,8 +68,7 @@ def _tune(uri: str, given: Mapping[str, Any], output: Output) -> int:
 
 
 def _forget(uri: str, output: Output) -> int:
-    from ...drivers.configuration.keeping import forget_profiles
-    from ...drivers.configuration.tuned import tuned_file
+    from ...drivers.configuration.tuned import forget_profiles, tuned_file
     from ...drivers.registry import tuned_place
     from ...drivers.uri import parse
 

@@ -35,7 +35,7 @@ from typing import Any
 
 from ...errors import UriError, UsageError
 from ..uri import Uri, parse, redact
-from .trust import FILE_NAME, check_trusted, file_of_user
+from .trust import FILE_NAME, file_of_user, tables_of
 
 __all__ = [
     "CONFIG_VARIABLE",
@@ -49,7 +49,6 @@ __all__ = [
 
 CONFIG_VARIABLE = "HOLDFAST_CONFIG"
 PROFILE_OPTION = "config_profile"
-_FILE_NBYTES_MAX = 1 << 20
 _COMMON = "common"
 _PROFILE = "profile"
 
@@ -108,15 +107,6 @@ def ignored_config_file(environment: Mapping[str, str]) -> Path | None:
         return None
 
 
-def _hint_at_ignored(environment: Mapping[str, str]) -> None:
-    """Warn once about an ignored file in the working directory."""
-    ignored = ignored_config_file(environment)
-    if ignored is None or ignored in _hinted:
-        return
-    _hinted.add(ignored)
-    _log.warning("%s", _hint(ignored))
-
-
 def _hint(ignored: Path) -> str:
     return (
         f"{str(ignored)!r} is not read, because a working directory may belong to anyone. "
@@ -140,11 +130,13 @@ def file_settings(
     Raises UsageError for a file that cannot be read or that others may write to, and for an unknown
     table or profile.
     """
-    _hint_at_ignored(environment)
+    ignored = ignored_config_file(environment)
+    if ignored is not None and ignored not in _hinted:
+        _hinted.add(ignored)
+        _log.warning("%s", _hint(ignored))
     file = config_file(environment)
     if file is None:
         if profile is not None:
-            ignored = ignored_config_file(environment)
             raise UsageError(
                 f"{profile.source} chooses the profile {profile.text!r}, but there is no "
                 f"{FILE_NAME}",
@@ -152,7 +144,11 @@ def file_settings(
                 + (f" {_hint(ignored)}" if ignored is not None else ""),
             )
         return {}
-    tables = dict(_read(file, named=CONFIG_VARIABLE in environment))
+    try:
+        # A file that HOLDFAST_CONFIG names is trusted without a check.
+        tables = tables_of(file, check=CONFIG_VARIABLE not in environment)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{file} cannot be used: {error}") from error
     profiles = _table(file, _PROFILE, tables.pop(_PROFILE, {}))
     found = dict(_applying(file, "", tables, uri, common, schemes))
     if profile is None:
@@ -174,31 +170,10 @@ def file_settings(
 def text_of(value: object, name: str) -> str:
     """Return a value as the text it would have in a URI. Raises UsageError for other types."""
     if isinstance(value, bool):
-        if value:
-            return "on"
-        return "off"
+        return "on" if value else "off"
     if isinstance(value, str | int | float):
         return str(value)
     raise UsageError(f"option {name!r} is text, a number or a bool, not {type(value).__name__}")
-
-
-def _read(file: Path, *, named: bool) -> Tables:
-    """Return the tables of a file. A file ``named`` by HOLDFAST_CONFIG is trusted without a
-    check."""
-    import tomllib  # imported here because most users have no such file
-
-    try:
-        with file.open("rb") as opened:
-            if not named:
-                check_trusted(file, os.fstat(opened.fileno()))
-            data = opened.read(_FILE_NBYTES_MAX + 1)
-        if len(data) > _FILE_NBYTES_MAX:
-            raise ValueError(f"it has more than {_FILE_NBYTES_MAX:,} bytes")
-        return tomllib.loads(data.decode())
-    except UsageError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{file} cannot be used: {error}") from error
 
 
 def _applying(

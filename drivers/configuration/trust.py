@@ -1,4 +1,4 @@
-"""Location of the user's configuration file, and whether it can be trusted.
+"""Location of the user's configuration file, whether it can be trusted, and its tables.
 
 The file decides where credentials and checkpoints go. So it is trusted only if nobody except the
 user and root can have written the file, its folder, or the folder above.
@@ -11,12 +11,14 @@ import os
 import pwd
 import stat
 from pathlib import Path
+from typing import Any
 
 from ...errors import UsageError
 
-__all__ = ["FILE_NAME", "check_trusted", "file_of_user"]
+__all__ = ["FILE_NAME", "check_trusted", "file_of_user", "tables_of"]
 
 FILE_NAME = "holdfast.toml"
+_FILE_NBYTES_MAX = 1 << 20
 
 
 def file_of_user() -> Path | None:
@@ -42,6 +44,20 @@ def _home() -> str | None:
     if os.path.isabs(home):
         return home
     return None
+
+
+def tables_of(file: Path, *, check: bool) -> dict[str, Any]:
+    """Return the tables of a TOML file, checked by :func:`check_trusted` if ``check``. Raises
+    UsageError for an untrusted file, OSError, ValueError, and RecursionError."""
+    import tomllib  # imported here because most users have no such file
+
+    with file.open("rb") as opened:
+        if check:
+            check_trusted(file, os.fstat(opened.fileno()))
+        data = opened.read(_FILE_NBYTES_MAX + 1)
+    if len(data) > _FILE_NBYTES_MAX:
+        raise ValueError(f"it has more than {_FILE_NBYTES_MAX:,} bytes")
+    return tomllib.loads(data.decode())
 
 
 def check_trusted(file: Path, status: os.stat_result) -> None:

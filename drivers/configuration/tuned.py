@@ -15,13 +15,15 @@
     options = { part_size = "32MiB", concurrency = "32" }
 
 The file is next to the user's ``holdfast.toml``, which takes precedence, and passes the same checks
-(:mod:`.trust`). It is not read if HOLDFAST_CONFIG is set, because that variable names the only file
-to read. A profile can only set the options in :data:`TUNABLE`, none of which affects where data
-goes.
+(:mod:`.trust`). It is replaced as a whole, atomically and durably. It is not read if
+HOLDFAST_CONFIG is set, because that variable names the only file to read. A profile can only set
+the options in :data:`TUNABLE`, none of which affects where data goes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,28 +35,18 @@ from ...errors import UsageError
 from ..schemes import scheme_of
 from ..uri import Uri
 from .file import CONFIG_VARIABLE, Setting
-from .trust import check_trusted, file_of_user
+from .trust import check_trusted, file_of_user, tables_of
 
 __all__ = [
-    "TUNABLE",
-    "TUNED_FILE_NAME",
-    "MountLike",
-    "MountOf",
-    "Place",
-    "TunedProfile",
-    "machine_kind",
-    "place_of",
-    "profile_for",
-    "read_profiles",
-    "tuned_file",
-    "tuned_settings",
-]
+    "TUNABLE", "TUNED_FILE_NAME", "MountLike", "MountOf", "Place", "TunedProfile", "check_keeping",
+    "forget_profiles", "keep_profile", "machine_kind", "place_of", "profile_for", "read_profiles",
+    "text_of_profiles", "tuned_file", "tuned_settings",
+]  # fmt: skip
 
 TUNED_FILE_NAME = "tuned.toml"
 TUNABLE = ("part_size", "concurrency", "threads", "streams", "direct", "max_concurrency")
 """Options that affect only the speed of a storage."""
 VERSION = 1
-_FILE_NBYTES_MAX = 1 << 20
 _ADVICE = "Delete the file, and tune again: holdfast bench URI --tune."
 
 _NAMES_PLACE: Mapping[str, tuple[str, ...]] = {
@@ -203,24 +195,14 @@ def profile_for(profiles: Sequence[TunedProfile], place: Place) -> TunedProfile 
 def read_profiles(file: Path) -> list[TunedProfile]:
     """Return all profiles of a file; empty if it does not exist. Raises UsageError if it is
     unusable, or if others may write to it."""
-    import tomllib  # imported here because most users have no such file
-
     try:
-        with file.open("rb") as opened:
-            check_trusted(file, os.fstat(opened.fileno()))
-            data = opened.read(_FILE_NBYTES_MAX + 1)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error}", advice=_ADVICE) from error
-    try:
-        if len(data) > _FILE_NBYTES_MAX:
-            raise ValueError(f"it has more than {_FILE_NBYTES_MAX:,} bytes")
-        tables = tomllib.loads(data.decode())
+        tables = tables_of(file, check=True)
         if tables["version"] != VERSION:
             raise ValueError(f"its version is {tables['version']!r}")
         return [_profile(table) for table in tables.get("profile", [])]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"{file} cannot be used: {error!r}", advice=_ADVICE) from error
 
 
@@ -247,3 +229,120 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is no text")
     return value
+
+
+_HEAD = """\
+# Written by `holdfast bench URI --tune`, which replaces this file as a whole: put what you want to
+# set yourself into holdfast.toml, which wins. `holdfast bench URI --forget` removes a profile.
+"""
+_NEW = ".new"
+
+
+def check_keeping(environment: Mapping[str, str]) -> Path:
+    """Return the file for profiles, creating its folder if needed. Raises UsageError if profiles
+    cannot be stored, or would not be read."""
+    file = tuned_file(environment)
+    if file is None:
+        raise UsageError(
+            f"{CONFIG_VARIABLE} is set, or you have no home: a profile would not be read",
+            advice=f"Unset {CONFIG_VARIABLE}, or add --only-show, and put the result into the "
+            "file that it names.",
+        )
+    try:
+        file.parent.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        if not os.access(file.parent, os.W_OK):
+            raise PermissionError(f"no permission to write to {file.parent}")
+        check_trusted(file, os.stat(file if file.exists() else file.parent))
+    except OSError as error:
+        raise UsageError(
+            f"{file} cannot be written: {error}", advice="Add --only-show to keep nothing."
+        ) from error
+    read_profiles(file)
+    return file
+
+
+def keep_profile(file: Path, profile: TunedProfile) -> None:
+    """Store a profile, replacing any for the same place and kind of machine. On failure, raises
+    UsageError and leaves the file unchanged."""
+
+    def changed(profiles: Sequence[TunedProfile]) -> list[TunedProfile]:
+        return [*(p for p in profiles if not profile.replaces(p)), profile]
+
+    _change(file, changed)
+
+
+def forget_profiles(file: Path, place: Place) -> int:
+    """Remove a place's profiles for all kinds of machines and return how many there were. Raises
+    UsageError on failure."""
+    count = sum(profile.place == place for profile in read_profiles(file))
+    if count:
+        _change(file, lambda profiles: [p for p in profiles if p.place != place])
+    return count
+
+
+def text_of_profiles(profiles: Sequence[TunedProfile]) -> str:
+    """Return the content of a file with these profiles."""
+    return "\n".join([_HEAD, f"version = {VERSION}", *map(_text_of, profiles)])
+
+
+def _text_of(profile: TunedProfile) -> str:
+    return f"""
+[[profile]]
+uri = {_quoted(profile.place.uri)}
+machine = {_quoted(profile.machine)}
+tuned_s = {float(profile.tuned_s)!r}
+gain = {profile.gain:.4f}
+gain_low = {profile.gain_low:.4f}
+gain_high = {profile.gain_high:.4f}
+where = {_inline(profile.place.where)}
+options = {_inline(profile.options)}
+"""
+
+
+def _inline(table: Mapping[str, str]) -> str:
+    pairs = ", ".join(f"{_quoted(name)} = {_quoted(text)}" for name, text in table.items())
+    return f"{{ {pairs} }}"
+
+
+def _quoted(text: str) -> str:
+    """Return a TOML basic string. JSON has the same syntax, except that it does not escape DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _change(
+    file: Path, changed: Callable[[Sequence[TunedProfile]], Sequence[TunedProfile]]
+) -> None:
+    """Replace the file with a modified copy. The fixed name of the new file serves as a lock: of
+    two concurrent changes, one is rejected and none is lost."""
+    new = file.with_name(file.name + _NEW)
+    try:
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError as error:
+        raise UsageError(
+            f"{new} exists: another process is changing {file.name}, or died doing so",
+            advice="Delete it if no other tuning runs.",
+        ) from error
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error}") from error
+    try:
+        with open(fd, "w", encoding="utf-8") as opened:
+            opened.write(text_of_profiles(changed(read_profiles(file))))
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(new, file)
+    except BaseException as error:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        if isinstance(error, OSError | UnicodeEncodeError):
+            raise UsageError(f"{file} cannot be written: {error}") from error
+        raise
+    _sync_folder(file.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

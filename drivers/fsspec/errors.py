@@ -6,8 +6,12 @@ library.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import email.utils
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from ...errors import (
     AccessError,
@@ -21,9 +25,8 @@ from ...errors import (
 )
 from ..local.errors import storage_errors
 from ..uri import redact
-from .http_answers import answer_of, causes
 
-__all__ = ["fsspec_errors"]
+__all__ = ["Answer", "answer_of", "causes", "fsspec_errors"]
 
 _VAGUE = (StorageError, NotFoundError)
 """Classes that are too vague to trust if a cause of the error is more specific."""
@@ -115,3 +118,55 @@ def _made(
             message, uri=uri, key=key, retry_after_s=answer.retry_after_s if answer else None
         )
     return kind(message, uri=uri, key=key)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An HTTP error response. ``retry_after_s`` is the delay the server asks for; None if it does
+    not."""
+
+    status: int
+    retry_after_s: float | None = None
+
+
+def answer_of(error: BaseException) -> Answer | None:
+    """Return the response behind ``error`` or the nearest of its causes that has one; 4xx and 5xx
+    only."""
+    for one in causes(error):
+        answer = getattr(one, "response", None)
+        if isinstance(answer, Mapping):  # botocore
+            answer = answer.get("ResponseMetadata")
+        for source in (answer, one):
+            status, headers = _status_and_headers(source)
+            if isinstance(status, int) and 400 <= status < 600:
+                return Answer(status, _retry_after_s(headers))
+    return None
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error and its chain of causes."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__
+
+
+def _status_and_headers(source: Any) -> tuple[Any, Any]:
+    if isinstance(source, Mapping):
+        return source.get("HTTPStatusCode"), source.get("HTTPHeaders")
+    statuses = (getattr(source, name, None) for name in ("status_code", "status", "code"))
+    return next((s for s in statuses if isinstance(s, int)), None), getattr(source, "headers", None)
+
+
+def _retry_after_s(headers: Any) -> float | None:
+    """Parse the header, given as seconds or a date. Returns None for anything else."""
+    get = getattr(headers, "get", None)
+    value = str((get("Retry-After") or get("retry-after") or "") if callable(get) else "").strip()
+    if value.isascii() and value.isdigit():
+        return float(value[:9])
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None

@@ -22,8 +22,7 @@ from ...errors import (
     StorageError,
     UriError,
 )
-from ..calls import Call, run
-from ..panics import is_panic
+from ..calls import Call, is_panic, run
 from .authentication import CHECK_S, unauthenticated
 from .errors import storage_error
 

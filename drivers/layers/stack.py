@@ -73,7 +73,7 @@ def stacked(driver: Driver, values: Mapping[str, Any], *, store: str) -> Driver:
 
         driver = MetricsLayer(driver, meter_of(store))
     if values["max_concurrency"] is not None:
-        from .limit import LimitLayer
+        from .throttle import LimitLayer
 
         driver = LimitLayer(driver, values["max_concurrency"])
     if values["max_bytes_per_s"] is not None:

@@ -3,7 +3,7 @@
 Threads call ``pwrite`` and ``preadv``, with O_DIRECT to bypass the page cache where it is
 supported. An upload is a temporary file next to its target: fsync, rename, fsync of the folder.
 This module provides the asynchronous interface; ``io`` moves bytes, ``tree`` resolves names,
-``files`` manages new and open files, and ``uploads`` implements the upload.
+``files`` manages new and open files.
 
 A key is a path below the root, so ``a`` and ``a/b`` cannot both be objects. Names that look like
 our temporary files are rejected, and so are the names under which NFS and FUSE keep removed files
@@ -13,6 +13,7 @@ that passes through one is an error.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import itertools
@@ -21,7 +22,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import ClassVar, Self
 
-from ...errors import AccessError, DamagedError, UriError
+from ...errors import AccessError, DamagedError, StorageError, UriError
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from ..options import Option, choice, integer, option_values
 from ..ranges import Ranges
@@ -34,9 +35,69 @@ from .mounts import fs_type, is_shared, may_be_stale
 from .names import is_reserved
 from .room import take_room_on
 from .tree import Tree
-from .uploads import LocalUpload
 
-__all__ = ["LocalDriver"]
+__all__ = ["LocalDriver", "LocalUpload"]
+
+
+class LocalUpload(Upload):
+    """An upload to a file. Member of ``live`` from begin to end."""
+
+    def __init__(
+        self,
+        key: str,
+        file: NewFile,
+        written: Ranges,
+        threads: OperationThreads,
+        open_files: OpenFiles,
+        live: set[LocalUpload],
+    ) -> None:
+        self._key = key
+        self._file = file
+        self._written = written
+        self._threads = threads
+        self._open_files = open_files
+        self._live = live
+
+    async def begin(self) -> None:
+        """Create the temporary file. Raises StorageError."""
+        try:
+            await self._threads.operate("create", self._key, self._begin)
+        except BaseException:
+            self._file.drop()  # on cancellation, the thread may already have created the file
+            raise
+        self._live.add(self)
+
+    async def write(self, start: int, data: Buffer) -> None:
+        self._written.check(start, len(data))
+        await self._threads.operate("write", self._key, self._file.write, start, data)
+        self._written.add(start, len(data))
+
+    async def commit(self, nbytes: int | None = None) -> None:
+        """See :meth:`Upload.commit`. If cancelled, it still runs to completion, so the object may
+        become visible."""
+        await self._threads.operate("commit", self._key, self._commit, nbytes)
+
+    async def abort(self) -> None:
+        with contextlib.suppress(StorageError):  # the driver is closed, and has already dropped it
+            await self._threads.run(self.drop)
+
+    def drop(self) -> None:
+        """Remove the temporary file. Blocks; never raises."""
+        self._file.drop()
+        self._live.discard(self)
+
+    def _begin(self) -> None:
+        self._open_files.forget_deleted()  # frees space for the new file
+        self._file.open()
+
+    def _commit(self, nbytes: int | None) -> None:
+        try:
+            self._written.check_complete(nbytes)
+            self._file.publish(self._written.nbytes)
+        finally:
+            self.drop()
+            self._open_files.forget(self._key)
+
 
 SHARED_QUIET_S = 3600.0
 """Age without changes after which a temporary file is swept, if other hosts may be writing it."""

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from ...errors import UriError
 from ..options import Option, url
+from .connections import made_without
 from .driver import ObjectDriver
-from .environment import made_without
 from .options import COMMON_OPTIONS, Requests
 
 __all__ = ["AzureDriver"]

@@ -19,7 +19,7 @@ from ...errors import (
     StorageError,
     UriError,
 )
-from ..panics import is_panic
+from ..calls import is_panic
 from .trust import untrusted
 
 __all__ = [

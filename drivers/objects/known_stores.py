@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 __all__ = ["KNOWN"]
 
@@ -24,12 +24,8 @@ class _KnownStores:
 
     def forget(self) -> None:
         """Discard everything, so that stores are asked again."""
-        self.no_bulk_delete.clear()
-        self.no_upload_list.clear()
-        self.wrong_dates.clear()
-        self.wants_checksum.clear()
-        self.regions.clear()
-        self.trusted.clear()
+        for known in fields(self):
+            getattr(self, known.name).clear()
 
 
 KNOWN = _KnownStores()

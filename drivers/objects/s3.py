@@ -19,8 +19,8 @@ from ...errors import AccessError, ExistsError, NotFoundError, UriError
 from ..contract import Upload, UploadLostError
 from ..options import Option, choice, switch, url
 from ..uri import Uri
+from .connections import made_without
 from .driver import ObjectDriver
-from .environment import made_without
 from .known_stores import KNOWN
 from .options import COMMON_OPTIONS, Requests
 from .s3_options import STORING_OPTIONS, check_storing, is_express, labels, store_config

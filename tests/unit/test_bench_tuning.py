@@ -16,8 +16,7 @@ from holdfast.bench.tuned.trial import Taken
 from holdfast.bench.tuned.tuning import Entry, Tuning, tuned
 from holdfast.cli import app
 from holdfast.cli.bench.tuning_command import verdict_lines
-from holdfast.drivers.configuration.keeping import keep_profile
-from holdfast.drivers.configuration.tuned import TUNABLE, Place
+from holdfast.drivers.configuration.tuned import TUNABLE, Place, keep_profile
 from holdfast.drivers.hdfs.driver import HdfsDriver
 from holdfast.drivers.layers.stack import common_options
 from holdfast.drivers.local.driver import LocalDriver

@@ -251,7 +251,7 @@ def test_ctrl_c_ends_a_copy_cleanly(tmp_path: Path) -> None:
         "import asyncio, signal, sys, holdfast.cli\n"
         # a shell has its background jobs ignore it
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from holdfast.drivers.local.uploads import LocalUpload\n"
+        "from holdfast.drivers.local.driver import LocalUpload\n"
         "async def slow(self, start, data):\n"
         "    print('writing', flush=True)\n"
         "    await asyncio.sleep(60)\n"

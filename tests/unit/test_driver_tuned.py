@@ -11,18 +11,16 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import app
-from holdfast.drivers.configuration.keeping import (
-    check_keeping,
-    forget_profiles,
-    keep_profile,
-    text_of_profiles,
-)
 from holdfast.drivers.configuration.tuned import (
     Place,
     TunedProfile,
+    check_keeping,
+    forget_profiles,
+    keep_profile,
     machine_kind,
     place_of,
     read_profiles,
+    text_of_profiles,
     tuned_file,
 )
 from holdfast.drivers.registry import open_driver, resolved_options, tuned_place

@@ -16,9 +16,14 @@ from holdfast.drivers.contract import Buffer, Driver
 from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer, fault_plan
 from holdfast.drivers.layers.hedge import SAMPLES_MIN, HedgeLayer, Slowness
 from holdfast.drivers.layers.layer import Layer
-from holdfast.drivers.layers.limit import LimitLayer
 from holdfast.drivers.layers.metrics import Meter, MetricsLayer, meter_of, snapshots
-from holdfast.drivers.layers.throttle import BURST_S, ThrottleLayer, TokenBucket, shared_bucket
+from holdfast.drivers.layers.throttle import (
+    BURST_S,
+    LimitLayer,
+    ThrottleLayer,
+    TokenBucket,
+    shared_bucket,
+)
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import BusyError, NotFoundError, StorageDownError

@@ -13,9 +13,8 @@ from support.clock import run_virtual
 from support.flaky import Flaky, Step
 
 from holdfast.drivers.contract import Driver
-from holdfast.drivers.layers.limit import LimitLayer
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
-from holdfast.drivers.layers.throttle import ThrottleLayer, TokenBucket
+from holdfast.drivers.layers.throttle import LimitLayer, ThrottleLayer, TokenBucket
 from holdfast.errors import (
     AccessError,
     BusyError,

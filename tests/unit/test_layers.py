@@ -17,11 +17,10 @@ from holdfast.drivers.contract import Driver, ObjectInfo, Upload
 from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer
 from holdfast.drivers.layers.hedge import HedgeLayer
 from holdfast.drivers.layers.layer import Layer, LayeredUpload, bottom, find
-from holdfast.drivers.layers.limit import LimitLayer
 from holdfast.drivers.layers.metrics import Meter, MetricsLayer
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.layers.stack import common_options
-from holdfast.drivers.layers.throttle import ThrottleLayer, TokenBucket
+from holdfast.drivers.layers.throttle import LimitLayer, ThrottleLayer, TokenBucket
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.registry import open_driver

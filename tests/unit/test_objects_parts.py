@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.drivers.objects.parts import PARTS_MAX, Cutter, part_nbytes_for
+from holdfast.drivers.objects.uploads import PARTS_MAX, Cutter, part_nbytes_for
 
 MIB = 1 << 20
 

@@ -93,7 +93,7 @@ MUTANTS = [
     ),
     Mutant(
         says="S3: parts are not cut at multiples",
-        file="drivers/objects/parts.py",
+        file="drivers/objects/uploads.py",
         old="            start = self.reached - self.reached % self.part_nbytes\n",
         new="            start = self.reached\n",
         tests="tests/unit/test_objects_parts.py::test_whatever_is_written_comes_out_once_and_in_order",
