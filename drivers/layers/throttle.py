@@ -1,4 +1,5 @@
-"""A limit on bytes per second, so that checkpoints leave bandwidth to training."""
+"""Limits on bytes per second, so that checkpoints leave bandwidth to training, and on concurrent
+operations."""
 
 from __future__ import annotations
 
@@ -91,9 +92,6 @@ def shared_bucket(bytes_per_s: int) -> TokenBucket:
 
 
 in_child(_buckets.clear)
-
-
-T = TypeVar("T")
 
 
 class LimitLayer(Layer):

@@ -20,10 +20,10 @@ from holdfast.drivers.conformance.place import held_now
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.registry import open_driver
 from holdfast.drivers.uri import Uri, join, parse
-from holdfast.errors import DamagedError, ExistsError, NotFoundError
+from holdfast.errors import DamagedError, NotFoundError
 
 MIB = 1 << 20
-WRITERS = 24
+
 ROUNDS = 150
 PAGE = 5000
 LANES = 16
@@ -87,20 +87,6 @@ def test_a_checkpoint_goes_there_and_back(root: Uri, tmp_path: Path) -> None:
 
 
 @asynchronous
-async def test_of_many_writers_of_one_key_one_wins(root: Uri) -> None:
-    """Each has connections of its own; all others are told that the object exists, and the winner's
-    bytes are there."""
-    drivers = [bare(root) for _ in range(WRITERS)]
-    puts = (driver.put("claim", b"%d" % n, exclusive=True) for n, driver in enumerate(drivers))
-    outcomes = await asyncio.gather(*puts, return_exceptions=True)
-    (winner,) = [n for n, outcome in enumerate(outcomes) if outcome is None]
-    assert {type(outcome) for outcome in outcomes} == {type(None), ExistsError}
-    assert await drivers[0].get("claim") == b"%d" % winner
-    for driver in drivers:
-        await driver.close()
-
-
-@asynchronous
 async def test_an_object_of_many_parts_comes_back_whole_and_by_ranges(root: Uri, seed: int) -> None:
     """Ranges within a part, across parts and to the end; one beyond the end is damage."""
     driver = bare(root, part_size="5MiB")
@@ -157,20 +143,6 @@ async def test_an_upload_in_parts_that_is_interrupted_is_not_visible(root: Uri) 
     assert into == b"n" * (11 * MIB)
     await driver.delete_all("a")
     assert await keys(driver) == []
-    await driver.close()
-
-
-@asynchronous
-async def test_an_aborted_upload_in_parts_is_not_visible(root: Uri) -> None:
-    """Also when the object existed before: it stays as it was."""
-    driver = bare(root, part_size="5MiB")
-    await driver.put("a/x", b"before")
-    for nbytes in (5 * MIB, 10 * MIB):
-        upload = await driver.create("a/x", 11 * MIB)
-        await upload.write(0, memoryview(bytes(nbytes)))
-        await upload.abort()
-        assert await driver.get("a/x") == b"before"
-    assert await keys(driver) == ["a/x"]
     await driver.close()
 
 

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import signal
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -19,7 +18,6 @@ import numpy as np
 import pytest
 from support.servers.hadoop import Hadoop
 from support.servers.hdfs_probe import HdfsProbe
-from support.servers.whole import get_whole
 
 from holdfast.drivers.contract import Upload, segments
 from holdfast.drivers.hdfs import uploads
@@ -368,21 +366,6 @@ async def test_a_file_that_was_completed_short_never_gets_the_key(
 
 
 @asynchronous
-async def test_names_that_hdfs_refuses_are_written_otherwise(hdfs_url: str) -> None:
-    """Colons and percent signs come back as they were; a name that is too long is refused before
-    any call."""
-    driver = open_driver(hdfs_url)
-    for key in ("a:b/c", "100%", "%3A", "%253A", "?x=1", "#", "a,b", "ü/€", "\N{ROCKET}"):
-        await driver.put(key, key.encode())
-        assert await driver.get(key) == key.encode()
-        assert [info.key async for info in driver.list(key)] == [key]
-        await driver.delete(key)
-    with pytest.raises(UriError, match="255 bytes"):
-        await driver.put("x" * 256, b"")
-    await driver.close()
-
-
-@asynchronous
 async def test_what_lies_there_besides_is_left_alone(hadoop: Hadoop, hdfs_url: str) -> None:
     """Folders are no objects; files under names that no key would get are not listed."""
     client, driver, root = native(hadoop), open_driver(hdfs_url), path_of(hdfs_url)
@@ -460,15 +443,6 @@ def test_parts_are_joined_behind_a_link_of_a_viewfs(
     assert "joined by copying" not in caplog.text
 
 
-def test_without_the_library_the_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The extra is named."""
-    monkeypatch.setitem(sys.modules, "hdfs_native", None)
-    with pytest.raises(UriError, match="pip install hdfs-native"):
-        open_driver("hdfs://localhost:8020/x")
-
-
 def test_a_uri_that_leads_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name service that nothing explains; a user, which the library would pass over."""
     monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
@@ -478,12 +452,3 @@ def test_a_uri_that_leads_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UriError, match="HADOOP_USER_NAME"):
         open_driver("hdfs://alice@localhost:8020/x")
     open_driver("hdfs://somewhere/x", namenodes="localhost:1,localhost:2")
-
-
-@asynchronous
-async def test_what_is_read_as_a_whole_is_small(
-    hdfs_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A larger object is refused by its size, time after time; the driver goes on, and one that is
-    just as large is got."""
-    await get_whole(open_driver(hdfs_url), monkeypatch)

@@ -213,6 +213,7 @@ def test_connections_to_the_name_node_are_cut(hadoop: Hadoop, hdfs_url: str, sta
     one_save_tidies_up(hdfs_url, state)
 
 
+@pytest.mark.drill
 def test_connections_that_are_cut_for_ever_end_with_the_time_of_the_save(
     hadoop: Hadoop, hdfs_url: str, state: State
 ) -> None:

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 from support.servers.proxy import FaultProxy, Faults
 from support.servers.radosgw import Radosgw
-from support.servers.whole import get_whole
 
 from holdfast.drivers.contract import Driver, Upload
 from holdfast.drivers.objects.s3 import S3Driver
 from holdfast.drivers.uri import Uri, parse
-from holdfast.errors import AccessError, ExistsError, StorageDownError, StorageError, UriError
+from holdfast.errors import AccessError, ExistsError, StorageDownError, StorageError
 
 pytestmark = pytest.mark.clocked
 
@@ -58,40 +57,6 @@ async def fill_up(upload: Upload, content: bytes) -> None:
     await upload.commit()
 
 
-async def fill(driver: Driver, key: str, content: bytearray | bytes, step: int = 16 * MIB) -> None:
-    """One object by an upload whose writes overlap."""
-    upload = await driver.create(key, len(content))
-    async with asyncio.TaskGroup() as group:
-        for start in range(0, len(content), step):
-            group.create_task(upload.write(start, memoryview(content)[start : start + step]))
-    await upload.commit()
-
-
-@pytest.mark.parametrize(
-    ("part_size", "step"),
-    [
-        ("5MiB", 16 * MIB),
-        ("8MiB", 16 * MIB),
-        ("16MiB", 16 * MIB),
-        ("21MiB", 16 * MIB),
-        ("5MiB", 3 * MIB + 1),
-    ],
-)
-@asynchronous
-async def test_an_object_of_many_parts_comes_back(
-    s3_url: str, part_size: str, step: int, seed: int
-) -> None:
-    """Whatever the size of parts and of writes: larger, smaller, or no multiple of each other."""
-    driver = open_driver(s3_url, part_size=part_size)
-    content = random.Random(seed).randbytes(50 * MIB + 12345)
-    await fill(driver, "a/x", content, step)
-    assert await driver.get("a/x") == content
-    into = bytearray(MIB)
-    await driver.read("a/x", 21 * MIB - 5, memoryview(into))
-    assert into == content[21 * MIB - 5 : 22 * MIB - 5]
-    await driver.close()
-
-
 @asynchronous
 async def test_memory_is_read_until_its_part_is_stored_and_no_longer(
     radosgw: Radosgw, s3_url: str, seed: int
@@ -116,21 +81,6 @@ async def test_memory_is_read_until_its_part_is_stored_and_no_longer(
         await upload.commit()
         assert await driver.get("x") == content
         await driver.close()
-
-
-@asynchronous
-async def test_what_was_aborted_is_forgotten_at_once(radosgw: Radosgw, s3_url: str) -> None:
-    """Parts that the server has already got are dropped: not by a later sweep, but now."""
-    driver = open_driver(s3_url, part_size="5MiB")
-    before = unfinished(radosgw)
-    upload = await driver.create("x", 20 * MIB)
-    await upload.write(0, memoryview(bytes(10 * MIB)))
-    assert len(unfinished(radosgw)) == len(before) + 1
-    await upload.abort()
-    assert unfinished(radosgw) == before
-    with pytest.raises(StorageError, match="over"):
-        await upload.commit()
-    await driver.close()
 
 
 @asynchronous
@@ -191,41 +141,6 @@ async def test_sweeping_spares_what_is_younger_than_an_hour(radosgw: Radosgw, s3
         await fill_up(upload, bytes(10 * MIB))
     await driver.close()
     await other.close()
-
-
-ODD_KEYS = [
-    "ü/ x",
-    "a%b",
-    "a%C3%BC",
-    "a~b#c",
-    "x[1]{2}|?*&=+",
-    "nl\nx",
-    "\x7f",
-    "back\\s",
-    "日本",
-    "\ufffe",
-    "e\u0301",
-    "é",
-    "<&>\"'",
-    "😀",
-]
-
-
-@asynchronous
-async def test_any_text_is_a_key(s3_url: str) -> None:
-    """Keys of any script, and of signs that URLs and XML cannot hold, come back from a listing as
-    they were."""
-    driver = open_driver(s3_url)
-    for key in ODD_KEYS:
-        await driver.put(f"k/{key}", key.encode())
-    assert {info.key async for info in driver.list("k")} == {f"k/{key}" for key in ODD_KEYS}
-    for key in ODD_KEYS:
-        assert await driver.get(f"k/{key}") == key.encode()
-    with pytest.raises(UriError, match="Unicode"):
-        await driver.get("\udcff")
-    await driver.delete_all("k")
-    assert [info async for info in driver.list()] == []
-    await driver.close()
 
 
 @asynchronous
@@ -335,12 +250,3 @@ def test_a_forked_child_is_told_instead_of_hanging(s3_url: str) -> None:
     child.join(20)
     assert child.exitcode == 0
     asyncio.run(driver.close())
-
-
-@asynchronous
-async def test_what_is_read_as_a_whole_is_small(
-    s3_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A larger object is refused by its size, time after time; the driver goes on, and one that is
-    just as large is got."""
-    await get_whole(open_driver(s3_url, concurrency="4"), monkeypatch)

@@ -116,36 +116,6 @@ def test_requests_whose_connection_is_cut_are_made_again(proxy: FaultProxy, root
     asyncio.run(closing(driver, put()))
 
 
-@pytest.mark.parametrize(("most", "limit"), [(3, "3"), (24, None)])
-def test_no_more_requests_at_a_time_than_allowed(
-    proxy: FaultProxy, root: str, most: int, limit: str | None
-) -> None:
-    """Each takes a connection, on a slow line for as long as it lasts; without the limit there
-    would be more."""
-    driver = open_driver(root, max_concurrency=limit)
-    proxy.faults = Faults(up_nbytes_per_s=2 * MIB)
-
-    async def put() -> None:
-        await asyncio.gather(*(driver.put(f"{n}", bytes(MIB // 4)) for n in range(24)))
-
-    asyncio.run(closing(driver, put()))
-    assert proxy.most_open <= most
-    assert proxy.most_open > 3 or limit is not None
-
-
-def test_bytes_keep_to_their_rate(root: str) -> None:
-    """24 MB at 12 MB a second, three requests at once: the third begins when those before it have
-    had their time."""
-    driver = open_driver(root, max_bytes_per_s="12MB")
-
-    async def put() -> None:
-        began_s = time.monotonic()
-        await asyncio.gather(*(driver.put(f"{n}", bytes(8_000_000)) for n in range(3)))
-        assert time.monotonic() - began_s > 16 / 12 - 0.1  # a tenth of a second may pass at once
-
-    asyncio.run(closing(driver, put()))
-
-
 def test_a_read_that_is_stuck_is_overtaken(
     proxy: FaultProxy, root: str, rng: np.random.Generator
 ) -> None:
