@@ -15,9 +15,8 @@ from support.flaky import Flaky
 
 from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer
 from holdfast.drivers.layers.hedge import HedgeLayer
-from holdfast.drivers.layers.throttle import LimitLayer
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy, pause_s
-from holdfast.drivers.layers.throttle import BURST_S, ThrottleLayer, TokenBucket
+from holdfast.drivers.layers.throttle import BURST_S, LimitLayer, ThrottleLayer, TokenBucket
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.errors import (
     BusyError,
