@@ -198,7 +198,6 @@ def root_key(path: str, uri: Uri) -> str:
 
 
 def _text_of(given: object) -> str:
-    """Return the URI or path as text. Raises UriError for any other type."""
     if isinstance(given, os.PathLike):
         given = os.fspath(given)
     if isinstance(given, str):
@@ -251,7 +250,6 @@ def _bare_path(path: str) -> str:
 
 
 def _expanded(path: str) -> str:
-    """Expand a leading ``~`` or ``~user`` to the home folder."""
     if not path.startswith("~"):
         return path
     expanded = os.path.expanduser(path)

@@ -87,7 +87,6 @@ def _probe(
 
 
 async def _outcome_of(call: Awaitable[object]) -> HoldfastError | None:
-    """Return the error of a call, or None if it succeeded."""
     try:
         await call
     except HoldfastError as error:

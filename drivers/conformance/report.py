@@ -238,7 +238,6 @@ def _trial_called(name: str) -> str:
 
 
 def _reason_of(report: pytest.TestReport) -> str:
-    """Return the reason why a trial does not apply."""
     # A tuple of path, line and reason, which pytest-xdist turns into a list.
     where = report.longrepr
     if isinstance(where, tuple | list):
@@ -249,7 +248,6 @@ def _reason_of(report: pytest.TestReport) -> str:
 
 
 def _name_of(uri: Uri) -> str:
-    """Return the name of the class that serves a URI, below any layers."""
     cls = driver_class(serving(uri))
     return f"{getattr(cls, '__module__', '')}.{getattr(cls, '__qualname__', cls)}"
 

@@ -220,7 +220,6 @@ async def _keys(driver: Driver) -> list[str]:
 
 
 async def _put_s(place: Place) -> float:
-    """Return the seconds that one small put takes here."""
     driver = place.open()
     begin = time.perf_counter()
     for _ in range(5):

@@ -247,7 +247,6 @@ def _arguments(
 
 
 def _root(cls: type[AbstractFileSystem], plain: str, protocol: str, where: str) -> str:
-    """Return the path of the root on its file system, without a trailing slash."""
     root = str(cls._strip_protocol(plain)).rstrip("/")
     if not root and protocol != "memory":
         raise UriError("the root of a whole file system is no place for checkpoints", uri=where)

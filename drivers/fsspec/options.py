@@ -88,7 +88,6 @@ def check_no_secrets(where: str, located: Mapping[str, Any], given: Mapping[str,
 
 
 def _inner(values: list[Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield every mapping in ``values``, at any depth."""
     for value in values:
         if isinstance(value, Mapping):
             yield value

@@ -127,7 +127,6 @@ class Client:
             raise
 
     async def _check_authentication(self, doing: str, key: str) -> None:
-        """Raise AccessError if the name nodes require authentication that this process lacks."""
         reason = None
         with suppress(TimeoutError):  # the call itself will report the problem
             wait_s = min(CHECK_S, self.timeout_s / 4)

@@ -179,8 +179,6 @@ class HdfsDriver(Driver):
         await self._read(key, read)
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
-        """See :meth:`Driver.read_pieces`."""
-
         def read(call: Call, arriving: _Arriving) -> None:
             with call:
                 joiner.restart()

@@ -117,7 +117,6 @@ def _message(gss: Any, major: int, minor: int) -> str:
 
 
 def _taken(gss: Any, buffer: _Buffer) -> bytes:
-    """Return the content of a buffer and release it."""
     if buffer.value:
         content = ctypes.string_at(buffer.value, buffer.length)
     else:

@@ -85,8 +85,6 @@ def parse(content: bytes) -> list[Token]:
 
 
 class _Reader:
-    """Reader that consumes bytes from the front."""
-
     def __init__(self, content: bytes) -> None:
         self._content = content
         self._at = 0

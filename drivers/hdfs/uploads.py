@@ -267,7 +267,6 @@ class HdfsUpload(Upload):
             self._files.remove(file)
 
     def _pieces(self, start: int, data: Buffer) -> Iterator[tuple[_File, int, Buffer]]:
-        """Yield the file, start offset and data of each part of ``data``."""
         stop = start + len(data)
         for n, (begin, end) in enumerate(self._cuts):
             first = max(start, begin)
@@ -282,7 +281,6 @@ class HdfsUpload(Upload):
             yield self._files[n], first, data[first - start : last - start]
 
     async def _join(self) -> None:
-        """Join all files into the first one."""
         target, *others = [file.path for file in self._files]
         if not others:
             return

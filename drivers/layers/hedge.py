@@ -27,8 +27,6 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Size:
-    """Statistics of recent reads of similar size."""
-
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     reads: int = 0
     threshold_s: float | None = None
@@ -96,8 +94,6 @@ class HedgeLayer(Layer):
             into[:] = data
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
-        """See :meth:`Driver.fetch`."""
-
         def fetch() -> Awaitable[Buffer]:
             return self.inner.fetch(key, start, nbytes)
 

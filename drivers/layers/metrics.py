@@ -109,7 +109,6 @@ class MetricsLayer(Layer):
         self.meter = meter
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """See :meth:`Layer.around`."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:

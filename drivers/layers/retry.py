@@ -92,7 +92,6 @@ class RetryLayer(Layer):
         self._again = _READING | (_CHANGING if inner.remote else set())
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """See :meth:`Layer.around`."""
         if operation.name == "abort":
             return await self._abort(operation, call)
         return await self._tried(operation, call)
@@ -220,7 +219,6 @@ class RetryLayer(Layer):
         )
 
     async def _abort(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """Abort the upload without raising."""
         try:
             async with deadline(self._policy.op_timeout_s) as timeout:
                 return await call()
@@ -236,7 +234,6 @@ class RetryLayer(Layer):
 
 
 def _counted(error: HoldfastError, tries: int, began_s: float) -> HoldfastError:
-    """Return the error, with the number of attempts appended if there were several."""
     if tries > 1:
         seconds = asyncio.get_running_loop().time() - began_s
         error.message += f" ({_times(tries)} in {seconds:.1f} s)"

@@ -61,7 +61,6 @@ class ThrottleLayer(Layer):
         self.bucket = bucket
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """See :meth:`Layer.around`."""
         if operation.nbytes or operation.name == "get":
             await self._turn(operation.nbytes)
         result = await call()
@@ -114,7 +113,6 @@ class LimitLayer(Layer):
         return replace(traits, concurrency=min(traits.concurrency, self._concurrency))
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        """See :meth:`Layer.around`."""
         if operation.name == "abort":
             return await call()
         with waiting_for_a_turn():

@@ -201,7 +201,6 @@ class NewFile:
             return None
 
     def _give_name(self, exclusive: bool) -> bool:
-        """Move the file to its name and return whether the name was free."""
         if not exclusive:
             free = self._status_of_name() is None
             self._rename()
@@ -237,7 +236,6 @@ class NewFile:
                 raise
 
     def _has_its_name(self) -> bool:
-        """Return whether the object's name refers to the file being written."""
         status = self._status_of_name()
         return status is not None and os.path.samestat(status, os.fstat(self._opened().plain))
 

@@ -173,7 +173,6 @@ def read_at(file: OpenFile, start: int, into: Buffer) -> None:
 
 
 def _direct_part(file: OpenFile, start: int, nbytes: int) -> tuple[int, int]:
-    """Return the offset of the direct part within the range, and its length, in bytes."""
     head = -start % ALIGN_NBYTES
     body = (nbytes - head) // ALIGN_NBYTES * ALIGN_NBYTES
     if file.direct is not None and body >= DIRECT_MIN_NBYTES:

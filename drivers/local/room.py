@@ -47,7 +47,6 @@ def _reserve(fd: int, nbytes: int) -> bool:
 
 
 def _look(fd: int, nbytes: int) -> bool:
-    """Check that there is enough space now, without reserving it."""
     room = os.fstatvfs(fd)
     if nbytes > room.f_bfree * room.f_frsize:  # not f_bavail: root may use the reserved blocks
         raise _no_room(fd, nbytes, errno.ENOSPC)

@@ -212,7 +212,6 @@ class Tree:
                 self._remove_if_empty(folder)
 
     def _sweep_folder(self, key: str, quiet_s: float) -> list[str]:
-        """Sweep the files of one folder and return the keys of its subfolders."""
         folders = []
         with contextlib.suppress(FileNotFoundError), self.folder(key) as fd:
             for name, status in _entries(fd):
@@ -313,8 +312,6 @@ class Tree:
 
 
 class _Folder:
-    """Descriptor of a folder, closed at the end of a ``with`` block."""
-
     __slots__ = ("_fd",)
 
     def __init__(self, fd: int) -> None:
@@ -353,7 +350,6 @@ def lock(fd: int) -> bool:
 
 
 def _unlink_dead(folder: int, name: str, status: os.stat_result, quiet_s: float) -> None:
-    """Remove a temporary file if its upload is dead."""
     if time.time() - status.st_mtime < quiet_s:
         return
     try:

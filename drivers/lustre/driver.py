@@ -18,8 +18,8 @@ from ...core.units import round_up
 from ..local.driver import LocalDriver
 from ..options import Option, integer, option_values, size
 from ..uri import Uri
-from .files import Striper, facts_of, layout_of
-from .layout import ALL_OSTS, STRIPE_COUNT_MAX, STRIPE_NBYTES, STRIPE_UNIT_NBYTES, Layout
+from .files import Striper, facts_of
+from .layout import ALL_OSTS, STRIPE_COUNT_MAX, STRIPE_NBYTES, STRIPE_UNIT_NBYTES
 
 __all__ = ["LustreDriver"]
 
@@ -94,16 +94,3 @@ class LustreDriver(LocalDriver):
         value."""
         driver = cls(uri.location, scheme=uri.scheme, **option_values(cls.OPTIONS, uri))
         return driver._closed_when_collected()
-
-    async def layout(self, key: str) -> Layout | None:
-        """Return an object's layout; None if the file system does not report it. Raises
-        NotFoundError."""
-        return await self._threads.operate("read layout", self._checked(key), self._layout, key)
-
-    def _layout(self, key: str) -> Layout | None:
-        folder, fd = self._tree.open_object(key)
-        try:
-            return layout_of(fd)
-        finally:
-            os.close(folder)
-            os.close(fd)

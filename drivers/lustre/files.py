@@ -188,7 +188,6 @@ def count_osts(path: str, parameters: Sequence[Path] = _PARAMETERS) -> int:
 
 
 def _set_by_lfs(folder: int, name: str, wanted: Layout) -> bool:
-    """Set the layout of a file without objects using `lfs`. Return whether that succeeded."""
     if wanted.pool:
         pool = ["--pool", wanted.pool]
     else:
@@ -202,7 +201,6 @@ def _set_by_lfs(folder: int, name: str, wanted: Layout) -> bool:
 
 
 def _lfs(*arguments: str) -> str | None:
-    """Run `lfs` and return its output; None if it is missing or fails."""
     lfs = shutil.which("lfs")
     if lfs is None:
         return None

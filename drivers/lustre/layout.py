@@ -99,19 +99,16 @@ def decode(value: bytes) -> Layout:
     return Layout(ALL_OSTS if count == 0xFFFF else count, stripe_nbytes, pool)
 
 
-def choose(nbytes: int, *, ost_count: int, writers: int | None, shared_file: bool = False) -> int:
+def choose(nbytes: int, *, ost_count: int, writers: int | None) -> int:
     """Return the number of stripes for a file of ``nbytes``.
 
-    ``writers`` is the number of processes that write concurrently: each its own file, or all to
-    this one with ``shared_file``. None means unknown, and is treated as many.
+    ``writers`` is the number of processes that write concurrently, each its own file. None means
+    unknown, and is treated as many.
 
     Many files fill all OSTs by their number, so each gets one stripe, which also keeps objects and
     locks few. Very large files get a few stripes, so that no OST stores a whole one. Few files
-    share the OSTs evenly, up to the number that their size can use. A shared file gets one OST per
-    writer.
+    share the OSTs evenly, up to the number that their size can use.
     """
-    if shared_file:
-        return max(1, min(ost_count, writers or ost_count, STRIPE_COUNT_MAX))
     if writers is None or writers >= ost_count:
         if nbytes < _LARGE_NBYTES:
             by_size = 1

@@ -137,7 +137,6 @@ class ObjectDriver(Driver):
 
     @staticmethod
     def _located(uri: Uri) -> tuple[str, str]:
-        """Return the bucket named by a URI, and the root in it. Raises UriError."""
         return split_location(uri)
 
     @property
@@ -291,7 +290,6 @@ class ObjectDriver(Driver):
         return upload
 
     async def _put(self, path: str, data: Any, **how: Any) -> Any:
-        """Let obstore put ``data`` for an upload. Raises obstore's errors."""
         await self._connections.open(Requests.SENDING)
         return await self._connections.ask(
             Requests.SENDING, "put_async", path, data, **self._labels, **how

@@ -141,7 +141,6 @@ def connecting(uri: str) -> Iterator[None]:
 
 
 def _unusable(error: BaseException, uri: str) -> HoldfastError:
-    """Return the error for options or an environment from which no client can be created."""
     reason = _reason(str(error), "", 0)
     if "Account must be specified" in reason:
         advice = "Say which storage account: ?account=…, or AZURE_STORAGE_ACCOUNT_NAME."

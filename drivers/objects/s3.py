@@ -312,7 +312,6 @@ class S3Driver(ObjectDriver):
         return True
 
     def _wants_checksum(self, error: Exception) -> bool:
-        """Return whether ``error`` demands a checksum that was not sent and can be."""
         if self._values["checksum"] != "auto" or "Content-MD5" not in f"{error} {error.__cause__}":
             return False
         return self._container not in KNOWN.wants_checksum
@@ -334,7 +333,6 @@ class S3Driver(ObjectDriver):
         )
 
     def _client(self, place: Place, *, signed: bool) -> Any:
-        """Return botocore's client for the same place as obstore's."""
         from botocore import UNSIGNED
 
         s = self._settings

@@ -184,7 +184,6 @@ class Unfinished:
         return self.client.meta.endpoint_url, self.bucket
 
     def _quiet_s(self, upload: dict[str, Any], now_s: float) -> float:
-        """Return the seconds since the last part arrived."""
         return min(self._ages_s(upload, now_s))
 
     def _ages_s(self, upload: dict[str, Any], now_s: float) -> list[float]:

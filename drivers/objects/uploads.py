@@ -207,8 +207,6 @@ def is_live(place: tuple[str, ...]) -> bool:
 
 
 class _Feed:
-    """Iterator from which obstore takes parts."""
-
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         """Set when obstore asks for the first part: the store has started the upload."""
@@ -337,7 +335,6 @@ class PartsUpload(Upload):
             waiting -= done
 
     async def _raise_failure(self, doing: str) -> None:
-        """Raise the error of an upload that ended early or is not responding."""
         assert self._put is not None
         if not self._put.done():
             message = f"{doing} failed: no answer for {self._target.limit_s:g} s"

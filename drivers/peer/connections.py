@@ -195,7 +195,6 @@ def _exchange(
 
 
 def _finish(response: http.client.HTTPResponse) -> None:
-    """Read the rest of the response if it is short."""
     if response.isclosed():
         return
     if response.length is not None and response.length <= _REFUSAL_NBYTES_MAX:

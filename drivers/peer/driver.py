@@ -251,7 +251,6 @@ class PeerDriver(ReadOnly, Driver):
             yield response
 
     async def _check_end(self, key: str, start: int) -> None:
-        """Raise DamagedError if the object ends before ``start``."""
         nbytes = (await self.stat(key)).nbytes
         if not 0 <= start <= nbytes:
             raise self._short(nbytes, key)
@@ -291,7 +290,6 @@ class PeerDriver(ReadOnly, Driver):
         return f"/v1/object/{self._quoted(key)}"
 
     def _quoted(self, key: str) -> str:
-        """Return the keeper's name of ``key``, percent-encoded. Raises UriError."""
         if key:
             check_key(key, uri=self.uri)
         whole = "/".join(filter(None, (self._prefix, key)))
@@ -317,7 +315,6 @@ class PeerDriver(ReadOnly, Driver):
 
 
 def _address(authority: str, uri: Uri) -> tuple[str, int]:
-    """Return host and port. Raises UriError."""
     advice = "Write peer://host:port/run/step; an IPv6 address stands in brackets."
     if "@" in authority:
         raise UriError("peer:// URIs cannot contain a user", uri=uri.redacted, advice=advice)

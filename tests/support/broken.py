@@ -35,7 +35,7 @@ class Healthy(MemoryDriver):
 
     def __init__(self, location: str = "") -> None:
         super().__init__(location)
-        self.traits = replace(self.traits, object_max_nbytes=1 << 20)
+        self.traits = replace(self.traits, part_nbytes=64 << 10, object_max_nbytes=1 << 20)
 
     async def create(self, key: str, nbytes: int) -> Upload:
         self._path(key)
@@ -52,11 +52,17 @@ CASES: dict[type[Healthy], str] = {}
 K = TypeVar("K", bound=Healthy)
 
 
-def _wrong(caught_by: str) -> Callable[[type[K]], type[K]]:
+PROBED: dict[type[Healthy], str] = {}
+"""Some of them, and the probe of ``holdfast drivers --check`` that must fail."""
+
+
+def _wrong(caught_by: str, found_by: str = "") -> Callable[[type[K]], type[K]]:
     """Add a driver to the cases."""
 
     def added(kind: type[K]) -> type[K]:
         CASES[kind] = caught_by
+        if found_by:
+            PROBED[kind] = found_by
         return kind
 
     return added
@@ -68,7 +74,7 @@ class _EarlyUpload(_MemoryUpload):
         self._driver.place(self._key, bytes(self._open_content()))  # type: ignore[attr-defined]
 
 
-@_wrong("an_upload_is_invisible_until_it_commits")
+@_wrong("an_upload_is_invisible_until_it_commits", found_by="committed")
 class VisibleEarly(Healthy):
     """Shows what is being uploaded."""
 
@@ -85,7 +91,7 @@ class TornPut(Healthy):
         self.place(key, data)
 
 
-@_wrong("an_exclusive_put_has_one_winner")
+@_wrong("an_exclusive_put_has_one_winner", found_by="race")
 class ExclusiveNotAtomic(Healthy):
     """Looks first, and puts a moment later."""
 
@@ -96,7 +102,7 @@ class ExclusiveNotAtomic(Healthy):
         await super().put(key, data, exclusive=exclusive)
 
 
-@_wrong("any_range_can_be_read")
+@_wrong("any_range_can_be_read", found_by="ranges")
 class IgnoresStart(Healthy):
     """Reads from the beginning, whatever was asked for."""
 
@@ -104,7 +110,7 @@ class IgnoresStart(Healthy):
         await super().read(key, 0, into)
 
 
-@_wrong("a_read_past_the_end_is_damage")
+@_wrong("a_read_past_the_end_is_damage", found_by="ranges")
 class ShortRead(Healthy):
     """Past the end it leaves the buffer as it was."""
 
@@ -196,7 +202,7 @@ class CommitsHoles(Healthy):
     upload = _LaxUpload
 
 
-@_wrong("an_upload_may_end_early")
+@_wrong("an_upload_may_end_early", found_by="shorter")
 class EndsAsDeclared(CommitsHoles):
     """Likewise, also what an upload that ends early was never to write."""
 
@@ -257,7 +263,7 @@ class Borrows(Healthy):
     upload = _BorrowingUpload
 
 
-@_wrong("a_listing_goes_by_whole_names")
+@_wrong("a_listing_goes_by_whole_names", found_by="list")
 class PrefixByLetters(Healthy):
     """``a`` lists ``ab``."""
 
@@ -278,7 +284,7 @@ class FirstPage(Healthy):
                 yield info
 
 
-@_wrong("deleting_all_takes_what_lies_below_and_no_more")
+@_wrong("deleting_all_takes_what_lies_below_and_no_more", found_by="bulk")
 class DeletesNeighbours(Healthy):
     """Deleting ``a/b`` takes ``a/bc`` along."""
 

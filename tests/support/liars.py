@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -11,6 +10,8 @@ from dataclasses import replace
 import holdfast
 from holdfast.drivers.contract import Buffer, ObjectInfo, Upload
 from holdfast.drivers.memory import STORES, MemoryDriver
+
+from .broken import PROBED
 
 __all__ = [
     "LIARS",
@@ -31,7 +32,9 @@ class Small(MemoryDriver):
         self.traits = replace(self.traits, part_nbytes=64 << 10)
 
 
-LIARS: dict[str, tuple[str, type[Small]]] = {}
+LIARS: dict[str, tuple[str, type[MemoryDriver]]] = {
+    kind.__doc__ or kind.__name__: (probe, kind) for kind, probe in PROBED.items()
+}
 """By what it does wrong, the probe that finds it out, and the driver."""
 
 
@@ -174,19 +177,6 @@ class _KnowsItsOwnOnly(Small):
         await super().delete(key)
 
 
-@_liar("race")
-class _LooksThenPuts(Small):
-    """An exclusive put looks, and then puts."""
-
-    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        if exclusive:
-            with contextlib.suppress(holdfast.NotFoundError):
-                await self.stat(key)
-                raise holdfast.ExistsError("the object already exists", uri=self.uri, key=key)
-            await asyncio.sleep(0.001)
-        await super().put(key, data)
-
-
 @_liar("again")
 class _RemembersNames(Small):
     """A name that was used once is taken for ever."""
@@ -260,16 +250,6 @@ class _KeepsAborted(_OtherUploads):
 
 
 @_liar("committed")
-class _ShowsEarly(_OtherUploads):
-    """An object is visible before its upload is committed."""
-
-    class upload(_Wrapped):
-        async def write(self, start: int, data: Buffer) -> None:
-            await self.inner.write(start, data)
-            await MemoryDriver.put(self.driver, self.key, b"half")
-
-
-@_liar("committed")
 class _RefusesParts(_OtherUploads):
     """Uploads of several parts fail."""
 
@@ -292,15 +272,6 @@ class _MixesParts(_OtherUploads):
                 await MemoryDriver.put(self.driver, self.key, data[60_000:] + data[:60_000])
 
 
-@_liar("shorter")
-class _KnowsNoEarlyEnd(_OtherUploads):
-    """An upload ends only where it was declared to."""
-
-    class upload(_Wrapped):
-        async def commit(self, nbytes: int | None = None) -> None:
-            await self.inner.commit()
-
-
 @_liar("ranges")
 class RefusesWholeRanges(Small):
     """A range that is the whole object is answered with status 200, which the client refuses."""
@@ -312,38 +283,11 @@ class RefusesWholeRanges(Small):
 
 
 @_liar("ranges")
-class _IgnoresRanges(Small):
-    """Every range begins where the object does."""
-
-    async def read(self, key: str, start: int, into: Buffer) -> None:
-        await super().read(key, 0, into)
-
-
-@_liar("ranges")
-class _FillsUp(Small):
-    """A range beyond the end of an object is filled with zeros."""
-
-    async def read(self, key: str, start: int, into: Buffer) -> None:
-        data = (await self.get(key))[start : start + len(into)]
-        into[:] = data.ljust(len(into), b"\0")
-
-
-@_liar("ranges")
 class _FetchesOther(Small):
     """What is fetched has other bytes than what is read."""
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         return memoryview(bytes(nbytes))
-
-
-@_liar("list")
-class _ListsBeside(Small):
-    """A list shows what begins with the prefix, and does not lie below it."""
-
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        async for found in super().list(""):
-            if found.key.startswith(prefix):
-                yield found
 
 
 @_liar("list")
@@ -386,15 +330,6 @@ class RefusesBulk(Small):
             raise holdfast.StorageError(
                 "Got invalid DeleteObjects response", uri=self.uri, key=prefix
             )
-
-
-@_liar("bulk")
-class _DeletesBeside(Small):
-    """Deleting below a prefix also deletes what only begins with it."""
-
-    async def delete_all(self, prefix: str) -> None:
-        for path in [path for path in self.objects if path.startswith(self._path(prefix))]:
-            del self.objects[path]
 
 
 @_liar("odd")

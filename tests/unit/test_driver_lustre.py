@@ -11,8 +11,6 @@ import asyncio
 import logging
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +45,8 @@ async def stored(driver: LustreDriver, key: str, nbytes: int = 2 * MIB) -> Layou
     upload = await driver.create(key, nbytes)
     await upload.write(0, memoryview(bytes(nbytes)))
     await upload.commit()
-    return await driver.layout(key)
+    with open(Path(parse(driver.uri).location, key), "rb") as file:
+        return layout_of(file.fileno())
 
 
 def layout(uri: str, nbytes: int = 2 * MIB, **options: Any) -> Layout | None:
@@ -91,17 +90,6 @@ def test_stripes_follow_size_writers_and_targets(
     """As many files as targets: one stripe each, a few for very large ones. Fewer files: a share of
     the targets each."""
     assert choose(nbytes, ost_count=osts, writers=writers) == expected
-
-
-@pytest.mark.parametrize(
-    ("writers", "osts", "expected"), [(4, 8, 4), (64, 8, 8), (None, 8, 8), (1, 8, 1)]
-)
-def test_a_shared_file_gets_a_target_per_writer(
-    writers: int | None, osts: int, expected: int
-) -> None:
-    """One file that all write has as many stripes as there are writers, or targets, whichever are
-    fewer."""
-    assert choose(10 * GIB, ost_count=osts, writers=writers, shared_file=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -318,52 +306,6 @@ def test_a_file_uri_on_lustre_stays_what_it_was(
     driver = open_driver(f"file://{tmp_path}?stripe_count=2")
     assert isinstance(driver, LustreDriver)
     assert driver.uri == f"file://{tmp_path}"
-
-
-# Who writes where
-
-WRITER = """
-import os, sys
-path, me, writers, pattern = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-stripe, stripes = 65536, 64
-mine = [n for n in range(stripes) if (n * writers // stripes if pattern == "segments" else n % writers) == me]
-fd = os.open(path, os.O_WRONLY)
-for n in mine:
-    os.pwrite(fd, bytes(stripe), n * stripe)
-    sys.stdout.write("."); sys.stdout.flush(); sys.stdin.readline()
-"""
-
-
-@pytest.mark.parametrize(("pattern", "switches"), [("segments", True), ("stripes", False)])
-def test_writers_that_own_stripes_do_not_take_objects_from_each_other(
-    mount: Path, pattern: str, switches: bool
-) -> None:
-    """Of one shared file with a target per writer: who writes every n-th stripe has an object of
-    its own; who writes a contiguous segment meets the others on every object."""
-    writers = 4
-    count = choose(64 * 65536, ost_count=8, writers=writers, shared_file=True)
-    path = mount / "shared"
-    fd = os.open(path, os.O_CREAT | os.O_RDWR)
-    os.setxattr(fd, "lustre.lov", encode(Layout(count, 65536)))
-    os.close(fd)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), str(n), str(writers), pattern],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for n in range(writers)
-    ]  # fmt: skip
-    for _ in range(64 // writers):  # in turn, so that the count does not depend on who is faster
-        for process in processes:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            assert process.stdout.read(1) == "."
-            process.stdin.write("\n")
-            process.stdin.flush()
-    assert [process.wait(20) for process in processes] == [0] * writers
-    for process in processes:
-        process.communicate()
-    assert (int(os.getxattr(path, "user.switches")) > 0) is switches
 
 
 # Through the public API
