@@ -3,14 +3,12 @@ nobody in particular."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import functools
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 
 import pytest
+from support.drivers import asynchronous
 from support.servers.azurite import ACCOUNT, Azurite
 from support.servers.fake_gcs import FakeGcs
 
@@ -22,13 +20,6 @@ KEY = "AZURE_STORAGE_ACCOUNT_KEY"
 NAME = "AZURE_STORAGE_ACCOUNT_NAME"
 SAS = "AZURE_STORAGE_SAS_TOKEN"
 PUBLIC = "public"
-
-
-def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a coroutine function as a test, for at most a minute."""
-    return functools.wraps(test)(
-        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-    )
 
 
 @pytest.fixture

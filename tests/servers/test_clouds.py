@@ -4,16 +4,15 @@ conformance kit does not ask."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import random
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.bits import difference
+from support.drivers import asynchronous, keys
 
 import holdfast
 from holdfast.drivers.conformance.place import held_now
@@ -36,22 +35,10 @@ def root(request: pytest.FixtureRequest) -> Uri:
     return parse(url)
 
 
-def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a coroutine function as a test, for at most two minutes."""
-    return functools.wraps(test)(
-        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120))
-    )
-
-
 def bare(root: Uri, **options: str) -> Driver:
     """A driver without the layers that users get around it."""
     uri = Uri(root.scheme, root.location, root.options | options)
     return open_driver(uri, retries=0, op_timeout_s="off")
-
-
-async def keys(driver: Driver, prefix: str = "") -> list[str]:
-    """What it lists, in that order."""
-    return [info.key async for info in driver.list(prefix)]
 
 
 def test_a_checkpoint_goes_there_and_back(root: Uri, tmp_path: Path) -> None:

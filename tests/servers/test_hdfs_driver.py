@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import signal
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import hdfs_native
 import numpy as np
 import pytest
+from support.drivers import asynchronous
 from support.servers.hadoop import Hadoop
 from support.servers.hdfs_probe import HdfsProbe
 
@@ -40,13 +39,6 @@ pytestmark = pytest.mark.clocked
 
 MIB = 1 << 20
 PART = 16 * MIB
-
-
-def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a coroutine function as a test, for at most 100 seconds."""
-    return functools.wraps(test)(
-        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 100))
-    )
 
 
 def open_driver(url: str, **options: str) -> HdfsDriver:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import multiprocessing
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from support.drivers import asynchronous
 from support.servers.proxy import FaultProxy, Faults
 from support.servers.radosgw import Radosgw
 
@@ -23,13 +22,6 @@ from holdfast.errors import AccessError, ExistsError, StorageDownError, StorageE
 pytestmark = pytest.mark.clocked
 
 MIB = 1 << 20
-
-
-def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a coroutine function as a test, for at most a minute."""
-    return functools.wraps(test)(
-        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-    )
 
 
 def unfinished(server: Radosgw) -> list[str]:

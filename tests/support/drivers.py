@@ -3,6 +3,8 @@ fail, halt or count it."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import holdfast
 from holdfast.drivers.contract import Buffer, Driver, ObjectInfo, Upload
 from holdfast.drivers.memory import MemoryDriver
 
-__all__ = ["Fault", "Hook", "HookedDriver", "age", "contents"]
+__all__ = ["Fault", "Hook", "HookedDriver", "age", "asynchronous", "contents", "keys"]
 
 Hook = Callable[[str, str], Awaitable[None]]
 """Called with the operation and its key; what it raises, the operation raises."""
@@ -104,6 +106,18 @@ class _HookedUpload(Upload):
 
     async def abort(self) -> None:
         await self.inner.abort()
+
+
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a coroutine function as a test, for at most 100 seconds."""
+    return functools.wraps(test)(
+        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 100))
+    )
+
+
+async def keys(driver: Driver, prefix: str = "") -> list[str]:
+    """The keys at or below ``prefix``, sorted."""
+    return sorted([info.key async for info in driver.list(prefix)])
 
 
 async def contents(driver: Driver) -> dict[str, bytes]:

@@ -10,11 +10,12 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.drivers import asynchronous, keys
 
 from holdfast import errors
 from holdfast.drivers.local.driver import LocalDriver
@@ -35,18 +36,6 @@ def driver(tmp_path: Path, no_leaks: None) -> Iterator[LocalDriver]:
     driver = LocalDriver(tmp_path / "root")
     yield driver
     asyncio.run(driver.close())
-
-
-def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a coroutine function as a test, for at most a minute."""
-    return functools.wraps(test)(
-        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-    )
-
-
-async def keys(driver: LocalDriver) -> list[str]:
-    """Every visible key, sorted."""
-    return sorted([info.key async for info in driver.list()])
 
 
 async def upload(driver: LocalDriver, key: str, nbytes: int) -> None:

@@ -167,7 +167,10 @@ def test_a_file_is_deleted_once_the_name_node_has_made_it(answered: bool) -> Non
     assert name_node.deleted.empty()
 
 
-JAVA = "org.apache.hadoop."
+def rpc(cls: str, text: str) -> RuntimeError:
+    """What the library raises for an exception of a name node."""
+    cls = cls if cls.startswith("java.") else f"org.apache.hadoop.{cls}"
+    return RuntimeError(f'RPCError("{cls}", "{text}")')
 
 
 @pytest.mark.parametrize(
@@ -175,54 +178,16 @@ JAVA = "org.apache.hadoop."
     [
         (FileNotFoundError("/x"), "stat", NotFoundError),
         (FileExistsError("/x"), "rename", ExistsError),
-        (
-            RuntimeError(
-                f'RPCError("{JAVA}security.AccessControlException", "Permission denied: user=a")'
-            ),
-            "get",
-            AccessError,
-        ),
-        (
-            RuntimeError(f'RPCError("{JAVA}hdfs.protocol.DSQuotaExceededException", "quota")'),
-            "write",
-            FullError,
-        ),
-        (
-            RuntimeError(f'RPCError("{JAVA}hdfs.protocol.NSQuotaExceededException", "quota")'),
-            "create",
-            FullError,
-        ),
-        (
-            RuntimeError(f'RPCError("{JAVA}hdfs.server.namenode.SafeModeException", "safe")'),
-            "create",
-            BusyError,
-        ),
-        (
-            RuntimeError(f'RPCError("{JAVA}ipc.StandbyException", "standby")'),
-            "stat",
-            StorageDownError,
-        ),
-        (
-            RuntimeError(
-                'RPCError("java.io.IOException", "File x could only be written to 0 of the 1")'
-            ),
-            "write",
-            FullError,
-        ),
+        (rpc("security.AccessControlException", "denied: user=a"), "get", AccessError),
+        (rpc("hdfs.protocol.DSQuotaExceededException", "quota"), "write", FullError),
+        (rpc("hdfs.protocol.NSQuotaExceededException", "quota"), "create", FullError),
+        (rpc("hdfs.server.namenode.SafeModeException", "safe"), "create", BusyError),
+        (rpc("ipc.StandbyException", "standby"), "stat", StorageDownError),
+        (rpc("java.io.IOException", "could only be written to 0 of the 1"), "write", FullError),
         (RuntimeError('DataTransferError("the pipeline broke")'), "write", StorageDownError),
         (OSError("Connection refused"), "stat", StorageDownError),
-        (
-            RuntimeError(f'RPCError("{JAVA}fs.ParentNotDirectoryException", "/x")'),
-            "create",
-            StorageError,
-        ),
-        (
-            RuntimeError(
-                f'RPCError("{JAVA}security.AccessControlException", "/x (is not a directory)")'
-            ),
-            "list",
-            NotFoundError,
-        ),
+        (rpc("fs.ParentNotDirectoryException", "/x"), "create", StorageError),
+        (rpc("security.AccessControlException", "(is not a directory)"), "list", NotFoundError),
         (RuntimeError("something new"), "stat", StorageError),
     ],
 )
@@ -285,40 +250,37 @@ def test_addresses_of_webhdfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert site(None) == {}
 
 
-def test_addresses_of_a_name_service_without_fail_over() -> None:
-    """In a federation each name service has one name node; its properties end in its name."""
-    properties = {
-        "dfs.nameservices": "ns1, ns2",
-        "dfs.namenode.rpc-address.ns2": "b:8020",
-        "dfs.namenode.http-address.ns2": "b:50070",
-        "dfs.namenode.rpc-address.ns1": "a:8020",
-    }
-    assert web_addresses("ns2", properties) == ["http://b:50070"]
-    assert web_addresses("ns1", properties) == ["http://a:9870"]
-    assert rpc_addresses("ns1", properties) == ["a:8020"]
+NS = name_service("ns", ["a:8020", "b:8020"])
+FEDERATED = {
+    "dfs.nameservices": "ns1, ns2",
+    "dfs.namenode.rpc-address.ns2": "b:8020",
+    "dfs.namenode.http-address.ns2": "b:50070",
+    "dfs.namenode.rpc-address.ns1": "a:8020",
+}
+ROUTERS = name_service("fed", ["r1:8888", "r2:8888"])
+HTTPS = {"dfs.http.policy": "HTTPS_ONLY"}
 
 
-def test_a_name_node_that_is_one_of_a_service_keeps_its_own_address() -> None:
-    """Named by host and port, while the configuration knows it as a part of a name service."""
-    properties = name_service("ns", ["a:8020", "b:8020"]) | {
-        "dfs.namenode.http-address.ns.nn1": "b:50070"
-    }
-    assert web_addresses("b:8020", properties) == ["http://b:50070"]
-    assert rpc_addresses("b:8020", properties) == ["b:8020"]
-    assert rpc_addresses("ns", properties) == ["a:8020", "b:8020"]
-
-
-def test_addresses_of_routers() -> None:
-    """A router of a federation is a name node to its clients, whose web port is another one."""
-    service = name_service("fed", ["r1:8888", "r2:8888"])
-    assert web_addresses("fed", service) == ["http://r1:50071", "http://r2:50071"]
-    assert web_addresses("r1:8888", {}) == ["http://r1:50071"]
-    assert web_addresses("r1:8888", {"dfs.http.policy": "HTTPS_ONLY"}) == ["https://r1:50072"]
-
-
-def test_the_default_port_of_https_is_its_own() -> None:
-    """Where only HTTPS is spoken and no address is configured."""
-    assert web_addresses("host:8020", {"dfs.http.policy": "HTTPS_ONLY"}) == ["https://host:9871"]
+@pytest.mark.parametrize(
+    ("authority", "properties", "web", "rpc"),
+    [
+        ("ns2", FEDERATED, ["http://b:50070"], ["b:8020"]),
+        ("ns1", FEDERATED, ["http://a:9870"], ["a:8020"]),
+        # Named by host and port, while the configuration knows it as a part of a name service.
+        ("b:8020", NS | {"dfs.namenode.http-address.ns.nn1": "b:1"}, ["http://b:1"], ["b:8020"]),
+        ("ns", NS, ["http://a:9870", "http://b:9870"], ["a:8020", "b:8020"]),
+        ("fed", ROUTERS, ["http://r1:50071", "http://r2:50071"], ["r1:8888", "r2:8888"]),
+        ("r1:8888", {}, ["http://r1:50071"], ["r1:8888"]),
+        ("r1:8888", HTTPS, ["https://r1:50072"], ["r1:8888"]),
+        ("host:8020", HTTPS, ["https://host:9871"], ["host:8020"]),
+    ],
+)
+def test_addresses_of_name_nodes(
+    authority: str, properties: dict[str, str], web: list[str], rpc: list[str]
+) -> None:
+    """Of a federation, a service with fail-over, one of its nodes, and routers; by HTTP or HTTPS."""
+    assert web_addresses(authority, properties) == web
+    assert rpc_addresses(authority, properties) == rpc
 
 
 VIEW = {
@@ -362,42 +324,18 @@ def test_what_a_uri_without_authority_means() -> None:
     assert served("ns", "/x", VIEW) == Served("ns", "/x")
 
 
+GSS = 'GSSAPIError(GssMajorCodes { raw: "0x000d0000" }, 25, "%s")'
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "advice"),
     [
-        (
-            'GSSAPIError(GssMajorCodes { raw: "0x00070000" }, 2529639053, "No credentials: none '
-            '(default cache: x)")',
-            AccessError,
-            "kinit",
-        ),
-        (
-            'GSSAPIError(GssMajorCodes { raw: "0x000d0000" }, 25, "Unspecified GSS failure: '
-            'Ticket expired")',
-            AccessError,
-            "kinit",
-        ),
-        (
-            'GSSAPIError(GssMajorCodes { raw: "0x000d0000" }, 25, "Cannot contact any KDC '
-            'for realm")',
-            StorageDownError,
-            "KRB5_CONFIG",
-        ),
-        (
-            'RPCError("org.apache.hadoop.security.token.SecretManager$InvalidToken", "gone")',
-            AccessError,
-            "kinit",
-        ),
-        (
-            'RPCError("org.apache.hadoop.ipc.StandbyException", "no")',
-            StorageDownError,
-            "?namenodes=",
-        ),
-        (
-            "Failed to APPEND_FILE because lease recovery is in progress. Try again",
-            BusyError,
-            "a minute",
-        ),
+        (GSS % "No credentials: none (default cache: x)", AccessError, "kinit"),
+        (GSS % "Unspecified GSS failure: Ticket expired", AccessError, "kinit"),
+        (GSS % "Cannot contact any KDC for realm", StorageDownError, "KRB5_CONFIG"),
+        (str(rpc("security.token.SecretManager$InvalidToken", "gone")), AccessError, "kinit"),
+        (str(rpc("ipc.StandbyException", "no")), StorageDownError, "?namenodes="),
+        ("Failed to APPEND_FILE because lease recovery is in progress.", BusyError, "a minute"),
         ("RPC listener disconnected", StorageError, "hadoop.security.authentication"),
     ],
 )

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.drivers import asynchronous, keys
 
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.local.mounts import fs_type, is_shared, mount_of
@@ -32,18 +32,6 @@ def driver(root: Path, no_leaks: None) -> Iterator[LocalDriver]:
     driver = LocalDriver(root)
     yield driver
     asyncio.run(driver.close())
-
-
-def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a coroutine function as a test, for at most a minute."""
-    return functools.wraps(test)(
-        lambda *args, **kwargs: asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-    )
-
-
-async def keys(driver: LocalDriver, prefix: str = "") -> list[str]:
-    """The keys at or below ``prefix``, sorted."""
-    return sorted([info.key async for info in driver.list(prefix)])
 
 
 # Links and other oddities of file systems

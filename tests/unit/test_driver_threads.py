@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+from support.asynchronous import DictDriver
+from support.conformance_run import run_conformance
 
+from holdfast.drivers.tasks import Tasks
 from holdfast.drivers.threads import Threads
-from holdfast.errors import StorageDownError, StorageError
+from holdfast.drivers.uri import parse
+from holdfast.errors import NotFoundError, StorageDownError, StorageError, UriError
 
 pytestmark = pytest.mark.clocked
 
@@ -150,5 +157,176 @@ def test_calls_may_end_while_close_looks_at_them(
         monkeypatch.setattr(asyncio, "wrap_future", wrapped)
         await threads.close(5)
         assert await asyncio.gather(*calls) == [True] * 3
+
+    asyncio.run(main())
+
+
+# Calls of an asynchronous client
+
+
+URI = "sftp://host/x"
+
+
+@contextmanager
+def errors(doing: str, uri: str, key: str) -> Iterator[None]:
+    """What a client raises, as Holdfast's."""
+    try:
+        yield
+    except LookupError as error:
+        raise NotFoundError(f"{doing} failed", uri=uri, key=key) from error
+
+
+def tasks_of_a_driver() -> Tasks:
+    """With short waits."""
+    return Tasks(uri=URI, errors=errors, grace_s=0.05)
+
+
+def test_results_and_errors_of_tasks_come_back(no_leaks: None) -> None:
+    """The caller gets what the call returned, and Holdfast's error, with URI and key, for what the
+    client raised."""
+
+    async def find(things: dict[str, int], name: str) -> int:
+        await asyncio.sleep(0)
+        return things[name]
+
+    async def main() -> None:
+        tasks = tasks_of_a_driver()
+        assert await tasks.run("get", "a", find, {"a": 1}, name="a") == 1
+        with pytest.raises(NotFoundError, match="get failed") as caught:
+            await tasks.run("get", "b", find, {"a": 1}, "b")
+        assert (caught.value.uri, caught.value.key) == (URI, "b")
+        assert isinstance(caught.value.__cause__, KeyError)
+        await tasks.close(1)
+
+    asyncio.run(main())
+
+
+def test_an_unsafe_key_is_refused_before_the_call(no_leaks: None) -> None:
+    """No call is made for a key that leads outside, nor for the empty one; None is the whole root."""
+    made: list[str | None] = []
+
+    async def call(key: str | None) -> None:
+        made.append(key)
+
+    async def main() -> None:
+        tasks = tasks_of_a_driver()
+        for key in ("../x", "", "a//b"):
+            with pytest.raises(UriError) as caught:
+                await tasks.run("get", key, call, key)
+            assert (caught.value.uri, caught.value.key) == (URI, key)
+        await tasks.run("list", None, call, None)
+        await tasks.close(1)
+
+    asyncio.run(main())
+    assert made == [None]
+
+
+def test_a_call_that_does_not_end_is_cancelled_after_the_grace(no_leaks: None) -> None:
+    """A server that never answers does not hold up a cancelled caller for longer; the call has
+    ended by then."""
+
+    async def main() -> None:
+        inside, cancelled = asyncio.Event(), asyncio.Event()
+
+        async def hang() -> None:
+            inside.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        tasks = tasks_of_a_driver()
+        caller = asyncio.create_task(tasks.run("read", "a", hang))
+        await inside.wait()
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(asyncio.shield(caller), 30)
+        assert cancelled.is_set()
+        await tasks.close(1)
+
+    asyncio.run(main())
+
+
+def test_close_waits_for_what_runs_and_takes_nothing_new(no_leaks: None) -> None:
+    """A call under way ends in peace; the next one is refused. Closing twice is once."""
+
+    async def main() -> None:
+        inside, go_on = asyncio.Event(), asyncio.Event()
+
+        async def work() -> str:
+            inside.set()
+            await go_on.wait()
+            return "done"
+
+        tasks = tasks_of_a_driver()
+        caller = asyncio.create_task(tasks.run("read", "a", work))
+        await inside.wait()
+        closing = asyncio.create_task(tasks.close(30))
+        await asyncio.sleep(0)
+        with pytest.raises(StorageError, match="closed") as caught:
+            await tasks.run("read", "b", work)
+        assert (caught.value.uri, caught.value.key) == (URI, "b")
+        assert not closing.done()
+        go_on.set()
+        await closing
+        assert await caller == "done"
+        await tasks.close(30)
+
+    asyncio.run(main())
+
+
+def test_close_cancels_what_does_not_end(no_leaks: None) -> None:
+    """After the time that was given it says so, leaves no task behind, and whoever waited gets a
+    StorageError."""
+
+    async def main() -> None:
+        inside = asyncio.Event()
+
+        async def hang() -> None:
+            inside.set()
+            await asyncio.Event().wait()
+
+        tasks = tasks_of_a_driver()
+        caller = asyncio.create_task(tasks.run("read", "a", hang))
+        await inside.wait()
+        with pytest.raises(StorageDownError, match=r"1 operations still ran 0.01 s.*sftp://host/x"):
+            await tasks.close(0.01)
+        with pytest.raises(StorageDownError, match="read failed: the driver was closed"):
+            await caller
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+# A driver of an asynchronous client
+
+
+ENTRY_POINTS = "[holdfast.drivers]\ndict = support.asynchronous:DictDriver\n"
+
+
+@pytest.mark.timeout(240)  # on a busy machine
+@pytest.mark.heavy
+def test_a_driver_of_an_asynchronous_client_keeps_the_contract(tmp_path: Path) -> None:
+    """Nothing is in such a driver but its client's calls, and every trial that applies passes."""
+    site = tmp_path / "site/dict-1.dist-info"
+    site.mkdir(parents=True)
+    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: dict\nVersion: 1\n")
+    (site / "entry_points.txt").write_text(ENTRY_POINTS)
+    output = run_conformance("dict://here", cwd=tmp_path, path=[site.parent])
+    assert "deviations      0 declared, 0 cases deviated" in output
+
+
+def test_close_drops_what_is_unfinished_though_the_client_fails(no_leaks: None) -> None:
+    """An upload that cannot be dropped keeps neither the others nor the connection."""
+
+    async def main() -> None:
+        driver = DictDriver(parse("dict://close"))
+        driver.stuck = {"b"}
+        for key in ("a", "b", "c"):
+            await driver.create(key, 3)
+        await driver.close()
+        assert sorted(driver.dropped) == ["a", "c"]
+        with pytest.raises(StorageError, match="closed"):
+            await driver.get("a")
 
     asyncio.run(main())
