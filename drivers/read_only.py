@@ -21,4 +21,9 @@ class ReadOnly:
         check_key(key, uri=self.uri)
         raise StorageError(self.reading_only, uri=self.uri, key=key, advice="Save to another URI.")
 
-    create = put = delete = delete_all = sweep = _refuse
+    create = put = delete = _refuse
+
+    async def delete_all(self, prefix: str) -> NoReturn:
+        await self._refuse(prefix)
+
+    sweep = delete_all

@@ -79,7 +79,7 @@ def _probe(
     """Add a function to the probes, under its own name."""
 
     def added(run: _Run) -> _Run:
-        name = run.__name__.strip("_")  # type: ignore[attr-defined]  # they are functions
+        name = run.__name__.strip("_")
         PROBES.append(Probe(name, title, effect, follows, advice, run, exclusive))
         return run
 

@@ -5,9 +5,8 @@
     pytest -v --pyargs holdfast.drivers.conformance \\
         --driver-uri 's3://bucket/scratch' --driver-probe my.module:Probe
 
-The run opens about 300 drivers, so its duration mostly depends on the time to connect; the first
-lines of output give an estimate. With pytest-xdist, ``-n 4`` runs four cases at once, each process
-below its own prefix.
+The run opens about 200 drivers, so its duration mostly depends on the time to connect. With
+pytest-xdist, ``-n 4`` runs four cases at once, each process below its own prefix.
 
 The run works below a fresh prefix of the URI and removes it afterwards. Trials that need something
 the driver's traits rule out are reported as not applicable. ``Driver.deviations`` lists the trials

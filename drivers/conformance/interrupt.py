@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["Interrupt", "at_every_await"]
 
-DELAYS_S = (0.0, 0.001, 0.01)
+DELAYS_S = (0.0, 0.004)
 """Delays between suspension and cancellation: immediate, and while threads and servers are
 working."""
 

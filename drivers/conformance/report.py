@@ -25,11 +25,6 @@ __all__ = ["OUTLIVES", "Session"]
 _RESULTS = "holdfast_conformance"
 """Key under which a pytest-xdist worker sends its results to the controller."""
 
-EXPECTED_S = 20.0
-EXPECTED_USES = 700
-"""Estimated duration of a run: EXPECTED_S seconds plus EXPECTED_USES times the time to open a
-driver, put, get and close."""
-
 OUTLIVES = "nothing_outlives_close"
 """Trial that checks what close() releases. Unless the driver declares it as a deviation, the same
 check follows every trial."""
@@ -51,8 +46,8 @@ class Session:
     """
 
     def __init__(self, uri: str, probe: str | None, *, worker: bool = False) -> None:
-        """Open the driver twice and store a small object. This creates everything the driver caches
-        per process, and measures how long a use takes.
+        """Open the driver and store a small object. This creates everything the driver caches per
+        process.
 
         ``worker`` marks a pytest-xdist worker, whose controller reports. Raises UsageError for a
         URI that cannot be opened or a probe that cannot be imported.
@@ -77,10 +72,6 @@ class Session:
         self._opened = 0
         self._began_s = time.monotonic()
         asyncio.run(_use(driver, self._name))
-        warm_s = time.monotonic()
-        # the second time, libraries are already loaded
-        asyncio.run(_use(open_driver(parsed, **BARE), self._name))
-        self._use_s = time.monotonic() - warm_s
 
     @contextmanager
     def place(self) -> Iterator[tuple[Held, Place]]:
@@ -157,18 +148,6 @@ class Session:
                     f"{name}: declared as a deviation, but passes: remove it from the driver's list"
                 )
         return faults
-
-    def pytest_report_header(self) -> list[str]:
-        """Return header lines with the driver and the expected duration."""
-        minutes = max(1, round((EXPECTED_S + EXPECTED_USES * self._use_s) / 60))
-        return [
-            f"holdfast driver kit: {self.uri}",
-            (
-                f"  opening a driver, put, get and close take {self._use_s:.2f} s; expect about "
-                f"{minutes} min in all"
-            ),
-            "  -v names each case as it runs; -n 4 (pytest-xdist) runs several at once",
-        ]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:

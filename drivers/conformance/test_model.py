@@ -41,7 +41,7 @@ KINDS = (NotFoundError, ExistsError, DamagedError, UriError, StorageError)
 STEPS = 25
 EXAMPLES_MAX = 20
 EXAMPLES_MIN = 4
-SECONDS = 8.0
+SECONDS = 4.0
 """Approximate time budget of the exploration in seconds; slow storage gets fewer examples."""
 
 

@@ -24,7 +24,7 @@ async def test_a_reader_sees_the_old_or_the_new_object(place: Place) -> None:
     """While an object is repeatedly replaced, every get and read returns one whole version."""
     driver = place.open()
     other = place.open()
-    versions = [bytes([n]) * 80_000 for n in range(40)]
+    versions = [bytes([n]) * 80_000 for n in range(24)]
     await driver.put("x", versions[0])
     done = asyncio.Event()
 
@@ -80,7 +80,7 @@ async def test_a_new_object_appears_whole(place: Place) -> None:
 async def test_an_exclusive_put_has_one_winner(place: Place) -> None:
     """When many puts over several drivers race, exactly one succeeds, and its bytes are stored."""
     drivers = [place.open() for _ in range(3)]
-    for round_ in range(5):
+    for round_ in range(3):
         key = f"lock/{round_}"
         puts = [drivers[n % 3].put(key, b"%d" % n * 1000, exclusive=True) for n in range(24)]
         results = await asyncio.gather(*puts, return_exceptions=True)
@@ -88,7 +88,7 @@ async def test_an_exclusive_put_has_one_winner(place: Place) -> None:
         assert len(winners) == 1
         assert {type(result) for result in results if result is not None} == {ExistsError}
         assert await drivers[0].get(key) == b"%d" % winners[0] * 1000
-    await place.holds(*(f"lock/{n}" for n in range(5)))
+    await place.holds(*(f"lock/{n}" for n in range(3)))
 
 
 @trial(ATOMIC_EXCLUSIVE)
@@ -110,7 +110,7 @@ async def test_many_tasks_share_a_driver(place: Place) -> None:
     interfere."""
     driver = place.open()
     traits = place.traits
-    many = min(100, max(40, 4 * place.traits.concurrency))
+    many = min(64, max(24, 3 * place.traits.concurrency))
     content = bytes_of(150_000)
 
     async def work(n: int) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from ...core.forks.renewal import in_child
@@ -19,19 +18,19 @@ __all__ = ["Meter", "MetricsLayer", "OperationMetrics", "Snapshot", "meter_of", 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OperationMetrics:
     """Metrics of one kind of operation. ``histogram[i]`` counts operations that took up to ``2**i``
     microseconds (each 2⁻²⁰ s)."""
 
-    count: int
-    nbytes: int
+    count: int = 0
+    nbytes: int = 0
     """Bytes moved by successful operations."""
-    seconds: float
+    seconds: float = 0.0
     """Total duration."""
-    errors: Mapping[str, int]
+    errors: Counter[str] = field(default_factory=Counter)
     """Number of errors by class name, including ``CancelledError``."""
-    histogram: tuple[int, ...]
+    histogram: list[int] = field(default_factory=lambda: [0] * BUCKETS)
 
     def quantile_s(self, part: float) -> float:
         """Return the latency quantile ``part`` (0 to 1), rounded up to its bucket's end: at most
@@ -56,24 +55,15 @@ class Snapshot:
         return sum((Counter(seen.errors) for seen in self.operations.values()), Counter())
 
 
-@dataclass(slots=True)
-class _Counts:
-    count: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    errors: Counter[str] = field(default_factory=Counter)
-    histogram: list[int] = field(default_factory=lambda: [0] * BUCKETS)
-
-
 class Meter:
     """Counters. Updated from one thread; snapshots may be taken from any thread."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, _Counts] = {}
+        self._counts: dict[str, OperationMetrics] = {}
 
     def count(self, name: str, nbytes: int, seconds: float, error: str | None) -> None:
         """Record the end of an operation. ``error`` is None on success."""
-        counts = self._counts.get(name) or self._counts.setdefault(name, _Counts())
+        counts = self._counts.get(name) or self._counts.setdefault(name, OperationMetrics())
         counts.count += 1
         counts.seconds += seconds
         counts.histogram[bucket_of(seconds)] += 1
@@ -83,20 +73,12 @@ class Meter:
             counts.errors[error] += 1
 
     def snapshot(self) -> Snapshot:
-        """Return the current counts."""
+        """Return a copy of the current counts."""
         return Snapshot(
-            MappingProxyType(
-                {
-                    name: OperationMetrics(
-                        c.count,
-                        c.nbytes,
-                        c.seconds,
-                        MappingProxyType(dict(c.errors)),
-                        tuple(c.histogram),
-                    )
-                    for name, c in tuple(self._counts.items())
-                }
-            )
+            {
+                name: replace(now, errors=Counter(now.errors), histogram=[*now.histogram])
+                for name, now in tuple(self._counts.items())
+            }
         )
 
 

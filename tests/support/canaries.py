@@ -179,16 +179,24 @@ def hadoop(conf: Path) -> None:
     os.environ["HADOOP_CONF_DIR"] = str(conf)
 
 
+_seen: set[str] = set()
+
+
 def fail(good: Path, uri: str, given: dict[str, Any]) -> None:
     """Everything that can be done with a place, and its failure."""
     tell(lambda: holdfast.save(uri, {"w": torch.ones(3)}, storage_options=given))
     tell(lambda: holdfast.load(uri, storage_options=given))
+    tell(lambda: (parse(uri), resolved_options(parse(uri), **given)))
+    tell(lambda: (open_driver(uri, **given), vars(open_driver(uri, **given))))
+    scheme = uri.partition(":")[0]
+    if scheme in _seen:  # what follows differs in the verb alone
+        command("ls", uri)
+        return
+    _seen.add(scheme)
     tell(lambda: holdfast.open(uri, storage_options=given))
     tell(lambda: holdfast.list_checkpoints(uri, storage_options=given))
     tell(lambda: holdfast.prune(uri, dry_run=True, storage_options=given))
     tell(lambda: HoldfastFileSystem(uri, target_options=given).ls(""))
-    tell(lambda: (parse(uri), resolved_options(parse(uri), **given)))
-    tell(lambda: (open_driver(uri, **given), vars(open_driver(uri, **given))))
     if not given:
         tell(lambda: holdfast.copy(good, uri))
         command("drivers", uri)

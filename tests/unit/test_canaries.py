@@ -31,7 +31,7 @@ def test_no_secret_comes_out_whatever_fails(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.count("raised") > 400, "everything failed"
+    assert ran.stdout.count("raised") > 150, "everything failed"
     assert "DEBUG:asyncio" in ran.stderr, "the log is looked at"
     assert "cAnArY" in (tmp_path / "secret-told").read_text(), (
         "a server was told a secret, and said it back"

@@ -153,14 +153,3 @@ def test_the_kit_runs_in_several_processes(site: Path, kind: str, passed: int, f
     assert f"cases passed    {passed}" in run.stdout
     assert f"cases failed    {failed}" in run.stdout
     assert ("LEFT BEHIND" in run.stdout) == (kind == "DeletesNoRoots")
-
-
-def test_the_kit_says_how_long_it_will_take(site: Path) -> None:
-    """Before the first case: the root, what one use of a driver takes, and about how long the run
-    will be."""
-    run = kit_run(site, "memory://here", "traits_make_sense")
-    assert run.returncode == 0, run.stdout
-    header, _, report = run.stdout.partition("collected")
-    assert "holdfast driver kit: memory://here" in header
-    assert "expect about 1 min in all" in header
-    assert " drivers opened" in report.partition("\ntime ")[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -315,8 +315,6 @@ def test_metrics_count_what_reached_the_storage() -> None:
     assert 0.99 <= seen.operations["read"].quantile_s(0.5) <= 2.0
     assert 8.0 <= seen.operations["delete"].quantile_s(1.0) <= 16.0
     assert meter.snapshot().operations["put"].count == 2
-    with pytest.raises(FrozenInstanceError):
-        seen.operations = {}  # type: ignore[misc]
 
 
 def test_a_quantile_is_within_its_bucket() -> None:
