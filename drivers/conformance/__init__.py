@@ -5,7 +5,7 @@
     pytest -v --pyargs holdfast.drivers.conformance \\
         --driver-uri 's3://bucket/scratch' --driver-probe my.module:Probe
 
-The run opens about 200 drivers, so its duration mostly depends on the time to connect. With
+The run opens about 160 drivers, so its duration mostly depends on the time to connect. With
 pytest-xdist, ``-n 4`` runs four cases at once, each process below its own prefix.
 
 The run works below a fresh prefix of the URI and removes it afterwards. Trials that need something
