@@ -65,6 +65,8 @@ def of_one(request: str, code: str) -> str:
         ("Generic", of_one("Bulk delete", "403"), AccessError, "policies"),
         ("Generic", of_one("Bulk delete", "503"), BusyError, "concurrency"),
         ("AlreadyExists", "Object at location x already exists", ExistsError, None),
+        ("AlreadyExists", answer("409 Conflict", "BlobAlreadyExists"), ExistsError, None),
+        ("AlreadyExists", answer("409 C", "BlobImmutableDueToPolicy"), StorageError, None),
         ("Precondition", "Request precondition failure", ExistsError, None),
         ("", "Object at location x not found", NotFoundError, None),
         ("", answer("404 Not Found", "NoSuchBucket"), StorageError, "Create it"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from support.servers.odd_store import OddStore, kind_of
 from support.servers.scripted import Answer, Request, ScriptedServer, refusal
 
 from holdfast.cli.app import run as run_command
@@ -40,9 +41,6 @@ MIB = 1 << 20
 CLOUDS = ["s3", "gs", "az"]
 BARE = "retries=0&op_timeout_s=off"
 """No layer that tries again."""
-NO_UPLOADS = Answer(
-    body=b"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -158,19 +156,6 @@ def test_a_conflict_of_requests_is_no_object_that_exists(cloud: str, code: str) 
     with ScriptedServer(lambda asked: answers.pop(0)) as server:
         used(uri(server, cloud), lambda driver: driver.put("key", b"x", exclusive=True))
         assert server.methods == ["PUT", "PUT"]
-
-
-def test_a_refusal_with_status_409_is_told_in_the_words_of_the_store() -> None:
-    """It is no ExistsError unless the store says that the object exists."""
-    with ScriptedServer(lambda asked: refusal(409, "BlobImmutableDueToPolicy")) as server:
-        with pytest.raises(StorageError, match="BlobImmutableDueToPolicy") as caught:
-            used(uri(server, "az"), lambda driver: driver.put("key", b"x"))
-        assert type(caught.value) is StorageError
-    with (
-        ScriptedServer(lambda asked: refusal(409, "BlobAlreadyExists")) as server,
-        pytest.raises(ExistsError),
-    ):
-        used(uri(server, "az"), lambda driver: driver.put("key", b"x", exclusive=True))
 
 
 UNUSABLE = [
@@ -374,16 +359,8 @@ def test_a_store_without_a_list_of_unfinished_uploads_has_none(
         await driver.sweep("data")
         await driver.delete_all("data")
 
-    def answer(asked: Request) -> Answer:
-        if "uploads" in asked.path:
-            return refused
-        if asked.method == "HEAD":
-            return Answer(404)
-        if "list-type" not in asked.path:
-            return refusal(404, "NoSuchKey")
-        return Answer(body=b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
-
-    with ScriptedServer(answer) as server:
+    store = OddStore(fault=lambda asked: refused if kind_of(asked) == "uploads" else None)
+    with ScriptedServer(store) as server:
         for _ in range(2):
             used(uri(server), use)
         assert len([asked for asked in server.log if "uploads" in asked.path]) == 1
@@ -402,30 +379,11 @@ def test_a_request_that_a_store_does_not_know_is_not_tried_again() -> None:
         assert server.methods == ["PUT"]
 
 
-class Deleting:
+def deleting(bulk: Answer | None) -> OddStore:
     """A store of two objects below ``run/data``; ``bulk`` answers a request to delete many of them."""
-
-    def __init__(self, bulk: Answer) -> None:
-        self.bulk = bulk
-        self.keys = {"run/data/a", "run/data/b"}
-
-    def __call__(self, asked: Request) -> Answer:
-        if asked.method == "DELETE":
-            self.keys.discard(asked.path.removeprefix("/bucket/"))
-            return Answer(204)
-        if asked.method == "POST":
-            return self.bulk
-        if "uploads" in asked.path:
-            return NO_UPLOADS
-        if asked.method == "HEAD":
-            return Answer(404)
-        if "list-type" not in asked.path:
-            return refusal(404, "NoSuchKey")
-        one = "<Contents><Key>{}</Key><Size>1</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-        found = "".join(map(one.format, sorted(self.keys)))
-        return Answer(
-            body=f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>".encode()
-        )
+    store = OddStore(fault=lambda asked: bulk if kind_of(asked) == "bulk" else None)
+    store.objects = dict.fromkeys(("run/data/a", "run/data/b"), (b"x", 0.0))
+    return store
 
 
 REFUSED = [
@@ -444,25 +402,25 @@ def test_a_store_that_refuses_bulk_deletes_is_found_out(
 ) -> None:
     """What it refuses to delete in one request is deleted in several, by this call and by all later
     ones; said once."""
-    store = Deleting(bulk)
+    store = deleting(bulk)
     with ScriptedServer(store) as server:
         for _ in range(2):
-            store.keys = {"run/data/a", "run/data/b"}
+            store.objects |= deleting(bulk).objects
             used(uri(server, options="concurrency=1"), lambda driver: driver.delete_all("data"))
-            assert store.keys == set()
+            assert store.objects == {}
         assert server.methods.count("POST") == 1
     assert len([record for record in caplog.records if "bulk_delete=off" in record.message]) == 1
 
 
 def test_bulk_deletes_can_be_switched_off() -> None:
     """Then no such request is made; and one key never takes one."""
-    store = Deleting(Answer(500))
+    store = deleting(Answer(500))
     with ScriptedServer(store) as server:
         used(
             uri(server, options="concurrency=1&bulk_delete=off"),
             lambda driver: driver.delete_all("data"),
         )
-        assert store.keys == set()
+        assert store.objects == {}
         used(uri(server), lambda driver: driver.delete("data/a"))
         assert server.methods.count("DELETE") == 3
         assert "POST" not in server.methods
@@ -470,7 +428,7 @@ def test_bulk_deletes_can_be_switched_off() -> None:
 
 def test_deletes_that_are_not_allowed_at_all_say_so() -> None:
     """A store that refuses both ways is not taken for one that knows only one of them."""
-    store = Deleting(refusal(403, "AccessDenied"))
+    store = deleting(refusal(403, "AccessDenied"))
 
     def answer(asked: Request) -> Answer:
         return refusal(403, "AccessDenied") if asked.method == "DELETE" else store(asked)
@@ -480,36 +438,6 @@ def test_deletes_that_are_not_allowed_at_all_say_so() -> None:
             with pytest.raises(AccessError):
                 used(uri(server, options="concurrency=1"), lambda driver: driver.delete_all("data"))
         assert server.methods.count("POST") == 2
-
-
-@pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_closed_driver_refuses_every_call(cloud: str) -> None:
-    """Used before or not; also those calls that would ask such a store nothing."""
-
-    async def use(root: str) -> None:
-        driver = open_driver(root)
-        await driver.close()
-        calls: list[Awaitable[object]] = [
-            driver.sweep("x"),
-            driver.delete_all("x"),
-            driver.get("x"),
-            driver.stat("x"),
-        ]
-        calls += [
-            driver.put("x", b""),
-            driver.put("x", b"", exclusive=True),
-            driver.create("x", 1),
-            driver.delete("x"),
-        ]
-        calls += [driver.fetch("x", 0, 1), driver.fetch("x", 0, 0), driver.create("x", 64 * MIB)]
-        calls += [anext(aiter(driver.list())), anext(aiter(driver.list("x")))]
-        for call in calls:
-            with pytest.raises(StorageError, match="closed"):
-                await call
-
-    with ScriptedServer(lambda asked: Answer(404)) as server:
-        asyncio.run(asyncio.wait_for(use(uri(server, cloud)), 60))
-        assert server.log == []
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
