@@ -6,14 +6,16 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import holdfast
 from holdfast.drivers.contract import Buffer, Driver, ObjectInfo, Upload
 from holdfast.drivers.memory import MemoryDriver
+from holdfast.drivers.registry import open_driver
 
-__all__ = ["Fault", "Hook", "HookedDriver", "age", "asynchronous", "contents", "keys"]
+__all__ = ["Fault", "Hook", "HookedDriver", "age", "asynchronous", "contents", "keys", "used"]
 
+T = TypeVar("T")
 Hook = Callable[[str, str], Awaitable[None]]
 """Called with the operation and its key; what it raises, the operation raises."""
 
@@ -118,6 +120,19 @@ def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 async def keys(driver: Driver, prefix: str = "") -> list[str]:
     """The keys at or below ``prefix``, sorted."""
     return sorted([info.key async for info in driver.list(prefix)])
+
+
+def used(uri: str, use: Callable[[Driver], Awaitable[T]], **options: object) -> T:
+    """Run ``use`` on a driver, which is closed afterwards, for at most a minute."""
+
+    async def work() -> T:
+        driver = open_driver(uri, **options)
+        try:
+            return await use(driver)
+        finally:
+            await driver.close()
+
+    return asyncio.run(asyncio.wait_for(work(), 60))
 
 
 async def contents(driver: Driver) -> dict[str, bytes]:

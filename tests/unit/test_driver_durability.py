@@ -9,7 +9,6 @@ import functools
 import os
 import stat
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -332,48 +331,6 @@ def test_our_own_errors_pass_unchanged() -> None:
 
 
 # No room
-
-LIMITED = """
-import asyncio, os, resource, sys
-from holdfast.drivers.local.driver import LocalDriver
-from holdfast.errors import FullError
-async def main(root):
-    driver = LocalDriver(root)
-    await driver.put("x", b"old")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    for attempt in (lambda: driver.put("x", bytes(2 << 20)), lambda: upload(driver)):
-        try:
-            await attempt()
-        except FullError as error:
-            print(error)
-    print(await driver.get("x"), sorted(os.listdir(root)))
-    await driver.close()
-async def upload(driver):
-    new = await driver.create("y", 2 << 20)
-    try:
-        await new.write(0, memoryview(bytes(2 << 20)))
-        await new.commit()
-    finally:
-        await new.abort()
-asyncio.run(main(sys.argv[1]))
-"""
-
-
-@pytest.mark.heavy
-def test_a_file_size_limit_is_no_room(tmp_path: Path) -> None:
-    """``ulimit -f`` ends a put and an upload with FullError and advice; the old object stays, and
-    nothing else does."""
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    lines = done.stdout.splitlines()
-    assert [line.count("[EFBIG]") for line in lines] == [1, 1, 0]
-    assert "ulimit -f" in lines[0]
-    assert lines[2] == "b'old' ['x']"
 
 
 @pytest.fixture

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from support.drivers import used
 from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer
 
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.objects import s3
 from holdfast.drivers.objects.s3_place import Place
-from holdfast.drivers.registry import open_driver
 from holdfast.errors import AccessError, StorageError, UriError
 
 pytestmark = pytest.mark.clocked
 
-TIMEOUT_S = 60
 LARGE = memoryview(bytes((5 << 20) + 1))
 
 
@@ -91,78 +89,59 @@ def uri(server: ScriptedServer) -> str:
 def test_a_renewed_file_is_read_by_the_next_driver(code: str, file: Path) -> None:
     """A save after the renewal works, in the same process."""
 
-    async def put(server: ScriptedServer) -> None:
-        driver = open_driver(uri(server))
-        try:
-            await driver.put("k", b"data")
-        finally:
-            await driver.close()
-
     with ScriptedServer(only_fresh(code)) as server:
         write(file, "STALE")
         with pytest.raises(AccessError):
-            asyncio.run(asyncio.wait_for(put(server), TIMEOUT_S))
+            used(uri(server), OPERATIONS["put"])
         write(file, "FRESH")
-        asyncio.run(asyncio.wait_for(put(server), TIMEOUT_S))
+        used(uri(server), OPERATIONS["put"])
 
 
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
 def test_a_renewed_file_is_read_by_a_driver_that_is_open(operation: str, file: Path) -> None:
     """Whichever operation comes first after the renewal works, though the store says no once more."""
 
-    async def use(server: ScriptedServer) -> None:
-        driver = open_driver(uri(server))
-        try:
-            with pytest.raises(AccessError):
-                await driver.put("k", b"data")
-            with pytest.raises(AccessError):
-                await driver.sweep("k")
-            write(file, "FRESH")
-            await OPERATIONS[operation](driver)
-        finally:
-            await driver.close()
+    async def use(driver: Driver) -> None:
+        with pytest.raises(AccessError):
+            await driver.put("k", b"data")
+        with pytest.raises(AccessError):
+            await driver.sweep("k")
+        write(file, "FRESH")
+        await OPERATIONS[operation](driver)
 
     with ScriptedServer(only_fresh("ExpiredToken")) as server:
         write(file, "STALE")
-        asyncio.run(asyncio.wait_for(use(server), TIMEOUT_S))
+        used(uri(server), use)
 
 
 def test_what_is_refused_is_not_asked_for_ever(file: Path) -> None:
     """Where the file has not changed, a driver looks for other credentials once, and then takes the
     refusal."""
 
-    async def use(server: ScriptedServer) -> list[int]:
-        driver = open_driver(uri(server))
+    async def use(driver: Driver) -> list[int]:
         counts = []
-        try:
-            for _ in range(3):
-                server.log.clear()
-                with pytest.raises(AccessError, match="ExpiredToken"):
-                    await driver.put("k", b"data")
-                counts.append(len(server.log))
-        finally:
-            await driver.close()
+        for _ in range(3):
+            server.log.clear()
+            with pytest.raises(AccessError, match="ExpiredToken"):
+                await driver.put("k", b"data")
+            counts.append(len(server.log))
         return counts
 
     with ScriptedServer(only_fresh("ExpiredToken")) as server:
         write(file, "STALE")
-        assert asyncio.run(asyncio.wait_for(use(server), TIMEOUT_S)) == [2, 1, 1]
+        assert used(uri(server), use) == [2, 1, 1]
 
 
 def test_a_refusal_of_good_credentials_is_no_reason_to_look_again(file: Path) -> None:
     """AccessDenied is about what they allow: one request, and the error."""
 
-    async def use(server: ScriptedServer) -> None:
-        driver = open_driver(uri(server))
-        try:
-            with pytest.raises(AccessError, match="AccessDenied"):
-                await driver.put("k", b"data")
-        finally:
-            await driver.close()
+    async def use(driver: Driver) -> None:
+        with pytest.raises(AccessError, match="AccessDenied"):
+            await driver.put("k", b"data")
 
     with ScriptedServer(only_fresh("AccessDenied")) as server:
         write(file, "STALE")
-        asyncio.run(asyncio.wait_for(use(server), TIMEOUT_S))
+        used(uri(server), use)
         assert len(server.log) == 1
 
 
@@ -176,8 +155,7 @@ def test_what_has_nothing_to_do_with_credentials_is_not_tried_again(
         tried.append(bucket)
         raise UriError("no such place")
 
-    async def use(server: ScriptedServer) -> None:
-        driver = open_driver(uri(server))
+    async def use(driver: Driver) -> None:
         with pytest.raises(UriError):
             await driver.put("k", b"data")
         await driver.close()
@@ -187,5 +165,5 @@ def test_what_has_nothing_to_do_with_credentials_is_not_tried_again(
     write(file, "STALE")
     monkeypatch.setattr(s3, "place_of", refuse)
     with ScriptedServer(s3_answer) as server:
-        asyncio.run(asyncio.wait_for(use(server), TIMEOUT_S))
+        used(uri(server), use)
     assert tried == ["bucket"]

@@ -3,7 +3,6 @@ without any."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -13,15 +12,15 @@ from typing import Any
 
 import pytest
 import trustme
+from support.drivers import used
 from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer
 
+from holdfast.drivers.contract import Driver
 from holdfast.drivers.objects.known_stores import KNOWN
-from holdfast.drivers.registry import open_driver
 from holdfast.errors import AccessError, HoldfastError
 
 pytestmark = pytest.mark.clocked
 
-TIMEOUT_S = 60
 SCOPES = "https://www.googleapis.com/auth/devstorage.full_control"
 
 
@@ -37,20 +36,16 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     KNOWN.forget()
 
 
-async def put(uri: str) -> None:
+async def put(driver: Driver) -> None:
     """One object, and two looks at it."""
-    driver = open_driver(uri)
-    try:
-        await driver.put("k", b"abc")
-        assert await driver.get("k") == b"abc"
-        await driver.delete("k")
-    finally:
-        await driver.close()
+    await driver.put("k", b"abc")
+    assert await driver.get("k") == b"abc"
+    await driver.delete("k")
 
 
 def run(uri: str) -> None:
     """Within a minute."""
-    asyncio.run(asyncio.wait_for(put(uri), TIMEOUT_S))
+    used(uri, put)
 
 
 def google(request: Request) -> Answer:

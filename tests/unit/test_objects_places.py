@@ -3,19 +3,19 @@ the profile, in this order."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 
 import pytest
+from support.drivers import used
 from support.servers.scripted import ScriptedServer, s3_answer
 
+from holdfast.drivers.contract import Driver
 from holdfast.drivers.objects.s3_place import Place, bucket_and_root, place_of, session_for
 from holdfast.drivers.registry import open_driver
 from holdfast.drivers.uri import parse
 from holdfast.errors import UriError
 
-TIMEOUT_S = 60
 ACCESS_POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/my-ap"
 
 
@@ -126,18 +126,14 @@ def test_data_goes_where_the_uri_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another endpoint in every variable that is known for one, both clients ask the URI's,
     and nobody the other."""
 
-    async def use(uri: str) -> None:
-        driver = open_driver(uri)
+    async def use(driver: Driver) -> None:
         await driver.put("k", b"data")
         await driver.sweep("k")
-        await driver.close()
 
     with ScriptedServer(s3_answer) as right, ScriptedServer(s3_answer) as wrong:
         for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
             monkeypatch.setenv(name, wrong.url)
-        asyncio.run(
-            asyncio.wait_for(use(f"s3://bucket/run?endpoint={right.url}&retries=0"), TIMEOUT_S)
-        )
+        used(f"s3://bucket/run?endpoint={right.url}&retries=0", use)
         assert [request.method for request in right.log] == ["PUT", "GET"]
         assert wrong.log == []
 

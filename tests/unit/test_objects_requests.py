@@ -9,18 +9,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from support.drivers import used
 from support.servers.odd_store import OddStore, kind_of
 from support.servers.scripted import Answer, Request, ScriptedServer, refusal
 
 from holdfast.cli.app import run as run_command
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.objects.known_stores import KNOWN
-from holdfast.drivers.registry import open_driver
 from holdfast.errors import (
     AccessError,
     ExistsError,
@@ -62,19 +62,6 @@ def uri(server: ScriptedServer, cloud: str = "s3", options: str = "") -> str:
     return (
         f"{cloud}://bucket/run?endpoint={server.url}&deadline=5s{'&' if options else ''}{options}"
     )
-
-
-def used(root: str, use: Callable[[Driver], Awaitable[T]]) -> T:
-    """What ``use`` gives, of a driver that is closed afterwards."""
-
-    async def work() -> T:
-        driver = open_driver(root)
-        try:
-            return await use(driver)
-        finally:
-            await driver.close()
-
-    return asyncio.run(asyncio.wait_for(work(), 60))
 
 
 class Store:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import os
@@ -12,14 +11,15 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import trustme
+from support.drivers import used
 from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer
 
+from holdfast.drivers.contract import Driver
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import StorageError, UriError
 
 pytestmark = pytest.mark.clocked
 
-TIMEOUT_S = 60
 KEY = base64.b64encode(bytes(range(32))).decode()
 LARGE = memoryview(bytes((5 << 20) + 1))
 ARN = "arn:aws:kms:us-east-1:123456789012:key/abc"
@@ -38,30 +38,24 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
 
 
-async def store(uri: str, **options: str) -> None:
+async def store(driver: Driver) -> None:
     """Store objects in every way there is, read one, and look for leftovers."""
-    driver = open_driver(uri, **options)
-    try:
-        await driver.put("plain", b"abc")
-        await driver.put("exclusive", b"abc", exclusive=True)
-        small = await driver.create("small", 3)
-        await small.write(0, memoryview(b"abc"))
-        await small.commit()
-        large = await driver.create("large", len(LARGE))
-        await large.write(0, LARGE)
-        with contextlib.suppress(
-            StorageError
-        ):  # the server keeps three bytes of whatever it is given
-            await large.commit()
-        assert await driver.get("plain") == b"abc"
-        await driver.sweep("large")
-    finally:
-        await driver.close()
+    await driver.put("plain", b"abc")
+    await driver.put("exclusive", b"abc", exclusive=True)
+    small = await driver.create("small", 3)
+    await small.write(0, memoryview(b"abc"))
+    await small.commit()
+    large = await driver.create("large", len(LARGE))
+    await large.write(0, LARGE)
+    with contextlib.suppress(StorageError):  # the server keeps three bytes of whatever it is given
+        await large.commit()
+    assert await driver.get("plain") == b"abc"
+    await driver.sweep("large")
 
 
 def run(uri: str, **options: str) -> None:
     """Within a minute."""
-    asyncio.run(asyncio.wait_for(store(uri, **options), TIMEOUT_S))
+    used(uri, store, **options)
 
 
 def kind(request: Request) -> str:
@@ -225,16 +219,14 @@ def test_a_directory_bucket_is_used_by_sessions(tmp_path: Path) -> None:
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     host = "bucket--use1-az4--x-s3.s3express-use1-az4.us-east-1.amazonaws.com"
 
-    async def use(uri: str) -> None:
-        await store(uri)
-        driver = open_driver(uri)
+    async def use(driver: Driver) -> None:
+        await store(driver)
         assert [info async for info in driver.list("images")] != []
         await driver.delete_all("images")
-        await driver.close()
 
     with ScriptedServer(express_answer, authority) as proxy:
         uri = f"s3://bucket--use1-az4--x-s3/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&part_size=5MiB&retries=0&deadline=1s"
-        asyncio.run(asyncio.wait_for(use(uri), TIMEOUT_S))
+        used(uri, use)
         rest = [request for request in proxy.log if request.path not in ("/holdfast", "/?session")]
         assert {request.host for request in rest} == {host}
         assert {request.headers.get("x-amz-s3session-token") for request in rest} == {"st"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import ssl
@@ -15,10 +14,11 @@ from typing import Any
 
 import pytest
 import trustme
+from support.drivers import used
 from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer
 
+from holdfast.drivers.contract import Driver
 from holdfast.drivers.objects.known_stores import KNOWN
-from holdfast.drivers.registry import open_driver
 from holdfast.errors import StorageError, UriError
 
 pytestmark = pytest.mark.clocked
@@ -55,19 +55,15 @@ def authority(tmp_path: Path) -> trustme.CA:
     return made
 
 
-async def use(uri: str) -> None:
+async def use(driver: Driver) -> None:
     """Both clients at work: one puts an object, the other looks for unfinished uploads."""
-    driver = open_driver(uri)
-    try:
-        await driver.put("k", b"data")
-        await driver.sweep("k")
-    finally:
-        await driver.close()
+    await driver.put("k", b"data")
+    await driver.sweep("k")
 
 
 def run(uri: str) -> None:
     """Use ``uri``, within a minute."""
-    asyncio.run(asyncio.wait_for(use(uri), TIMEOUT_S))
+    used(uri, use)
 
 
 def asked(server: ScriptedServer) -> list[str]:
@@ -119,13 +115,6 @@ def test_other_stores_take_the_option_too(
 ) -> None:
     """Google's, Azure's, and web servers."""
 
-    async def get(uri: str) -> bytes:
-        driver = open_driver(uri)
-        try:
-            return await driver.get("k")
-        finally:
-            await driver.close()
-
     with ScriptedServer(s3_answer, authority, tls=True) as server:
         own = {"gs": "&anonymous=on", "az": "&account=account", "https": ""}[scheme]
         place = (
@@ -134,7 +123,7 @@ def test_other_stores_take_the_option_too(
             else f"localhost:{server.port}/run?retries=0"
         )
         uri = f"{scheme}://{place}{own}&ca={tmp_path / 'ca.pem'}"
-        assert asyncio.run(asyncio.wait_for(get(uri), TIMEOUT_S)) == b"abc"
+        assert used(uri, lambda driver: driver.get("k")) == b"abc"
 
 
 def test_a_certificate_that_is_not_trusted_is_said_at_once(authority: trustme.CA) -> None:
