@@ -43,20 +43,6 @@ _KINDS: dict[type[StorageError], tuple[str, ...]] = {
 }  # fmt: skip
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
-_TEXTS: tuple[tuple[str, type[StorageError]], ...] = (
-    # addBlock reports both as a plain IOException; only the text tells them apart.
-    ("could only be written to 0 of", FullError),
-    ("could only be replicated to 0", FullError),
-    ("Insufficient blocks succeeded", StorageDownError),
-    ("Cannot contact any KDC", StorageDownError),
-    # hdfs-native reports the first three as "already exists", but they concern a file being
-    # written, not a key.
-    ("this file lease is currently owned by", BusyError),
-    ("is already the current lease holder", BusyError),
-    ("lease recovery is in progress", BusyError),
-    ("does not have any open files", StorageError),
-)
-
 _ADVICE: dict[type[StorageError], str] = {
     AccessError: (
         "The user is that of the process, of HADOOP_USER_NAME, or of the Kerberos "
@@ -83,33 +69,40 @@ _LEASE_ADVICE = (
     "ends that after a minute."
 )
 
-_ADVICE_FOR = (
-    # The first match in the text wins.
-    ("this file lease is currently owned by", _LEASE_ADVICE),
-    ("is already the current lease holder", _LEASE_ADVICE),
-    ("lease recovery is in progress", _LEASE_ADVICE),
+_SIGNS: tuple[tuple[str, type[StorageError] | None, str | None], ...] = (
+    # In the text of an error: its kind, if the class does not tell, and its advice. The first wins.
+    # addBlock reports the first two as a plain IOException.
+    ("could only be written to 0 of", FullError, None),
+    ("could only be replicated to 0", FullError, None),
+    ("Insufficient blocks succeeded", StorageDownError, None),
+    (
+        "Cannot contact any KDC",
+        StorageDownError,
+        "Is the KDC up, and does KRB5_CONFIG, else /etc/krb5.conf, name it?",
+    ),
+    # hdfs-native reports these three as "already exists", but they concern a file being written,
+    # not a key.
+    ("this file lease is currently owned by", BusyError, _LEASE_ADVICE),
+    ("is already the current lease holder", BusyError, _LEASE_ADVICE),
+    ("lease recovery is in progress", BusyError, _LEASE_ADVICE),
     (
         "does not have any open files",
+        StorageError,
         "Somebody deleted the unfinished file, or the name node took it back from a client that "
-        "was silent for too long. "
-        "Save again.",
+        "was silent for too long. Save again.",
     ),
     (
         "StandbyException",
-        (
-            "This name node is a standby: name the name service in the URI, or all its nodes in "
-            "?namenodes=."
-        ),
+        None,
+        "This name node is a standby: name the name service in the URI, or all its nodes in "
+        "?namenodes=.",
     ),
-    (
-        "Cannot contact any KDC",
-        "Is the KDC up, and does KRB5_CONFIG, else /etc/krb5.conf, name it?",
-    ),
-    ("GSSAPIError", _TICKET_ADVICE),
-    ("SASL mechanism", _TICKET_ADVICE),
-    ("InvalidToken", _TICKET_ADVICE),
+    ("GSSAPIError", None, _TICKET_ADVICE),
+    ("SASL mechanism", None, _TICKET_ADVICE),
+    ("InvalidToken", None, _TICKET_ADVICE),
     (
         "RPC listener disconnected",
+        None,
         "The name node ended the connection: it died, or turns this client away; its log tells. Is "
         "hadoop.security.authentication in core-site.xml the same here and there?",
     ),
@@ -138,13 +131,14 @@ def storage_error(error: BaseException, doing: str, uri: str, key: str) -> Stora
             key=key,
         )
     message = f"{doing} failed: {_first_line(text) or type(error).__name__}"
-    advice = next((advice for sign, advice in _ADVICE_FOR if sign in text), _ADVICE.get(kind))
+    stated = (advice for sign, _, advice in _SIGNS if advice and sign in text)
+    advice = next(stated, _ADVICE.get(kind))
     return kind(message, uri=uri, key=key, advice=advice)
 
 
 def _kind(error: BaseException, text: str) -> type[StorageError]:
-    for sign, kind in _TEXTS:
-        if sign in text:
+    for sign, kind, _ in _SIGNS:
+        if kind and sign in text:
             return kind
     if isinstance(error, FileNotFoundError | IsADirectoryError):
         return NotFoundError

@@ -82,6 +82,9 @@ _DOWN = (
     "deadline",
 )  # fmt: skip
 _NOT_IMPLEMENTED = "This store does not support such requests."
+_TOO_MANY = "The store asks for fewer requests: lower ?concurrency=…."
+_POLICIES = "Which credentials were used, and what do the store's policies allow them?"
+_UNREACHABLE = "Is the endpoint right, and can this host reach it?"
 _INVALID_ANSWER = re.compile(r"Got invalid [\w ]+ response")
 _BULK = "Got invalid DeleteObjects response"
 _WEB_PAGE = re.compile(r"<!doctype html|<html[\s>]", re.IGNORECASE)
@@ -97,6 +100,10 @@ WRONG_PLACE = (
 _PLACES = re.compile(r"<(Region|Endpoint)>\s*([\w.:/-]{1,200})\s*</")
 _WHOLE = ("Range request not supported", "Received non-partial response")
 """obstore's messages if a server answers a range request with the whole object."""
+_NO_RANGES = (
+    "Use a server, or a gateway, that answers ranges with status 206, even one that is the whole "
+    "object."
+)
 _TOO_SLOW = (
     "A request ends after ?timeout=…, or after ?read_timeout=… of silence. On a slow "
     "connection raise these, or "
@@ -251,57 +258,36 @@ def _dropped_upload(doing: str, **where: Any) -> NotFoundError:
 def _refusal(
     message: str, text: str, name: str, code: str, status: int, where: dict[str, Any]
 ) -> StorageError:
-    if code in _FULL or status == 507:
-        return FullError(message, **where, advice="Raise the quota, or keep fewer checkpoints.")
-    if code in _REGION or status in (301, 307, 308) or any(sign in text for sign in _REDIRECTED):
-        stated = "; ".join(f"{name.lower()} {place}" for name, place in _PLACES.findall(text))
-        advice = WRONG_PLACE
-        if stated:
-            advice += f" The store says: {stated}."
-        return StorageError(message, **where, advice=advice)
-    if code == "NotImplemented":
-        return StorageError(message, **where, advice=_NOT_IMPLEMENTED)
-    if code in _BUSY or status in (429, 503):
-        return BusyError(
-            message, **where, advice="The store asks for fewer requests: lower ?concurrency=…."
-        )
-    if (
-        code in _ACCESS
-        or name in ("PermissionDeniedError", "UnauthenticatedError")
-        or status in (401, 403)
-    ):
-        advice = _ACCESS.get(
-            code, "Which credentials were used, and what do the store's policies allow them?"
-        )
-        return AccessError(message, **where, advice=advice)
-    return _failure(message, text, status, where)
-
-
-def _failure(message: str, text: str, status: int, where: dict[str, Any]) -> StorageError:
-    """Return the error for a request that was not rejected: the connection, the server or the
-    client failed."""
-    refusal = untrusted(text, where["uri"], where["key"])
-    if not status and refusal is not None:
+    """Return the error for a response, or for a failure of the connection or the client. The first
+    row that applies decides."""
+    if not status and not code and (refusal := untrusted(text, where["uri"], where["key"])):
         return refusal
-    if status == 501:
-        return StorageError(message, **where, advice=_NOT_IMPLEMENTED)
-    if _BULK in text:
-        return StorageError(message, **where)
-    if _INVALID_ANSWER.search(text):
-        return StorageError(message, **where, advice=_NO_STORE)
-    if any(sign in text for sign in _WHOLE):
-        advice = (
-            "Use a server, or a gateway, that answers ranges with status 206, even one that "
-            "is the whole object."
-        )
-        return StorageError(message, **where, advice=advice)
-    if not status and "kind: Timeout" in text:
-        return StorageDownError(f"{message}: it took too long", **where, advice=_TOO_SLOW)
-    if status >= 500 or (not status and any(sign in text.lower() for sign in _DOWN)):
-        return StorageDownError(
-            message, **where, advice="Is the endpoint right, and can this host reach it?"
-        )
-    return StorageError(message, **where)
+    too_slow = not status and "kind: Timeout" in text
+    redirected = status in (301, 307, 308) or any(sign in text for sign in _REDIRECTED)
+    denied = name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403)
+    lost = not status and any(sign in text.lower() for sign in _DOWN)
+    rows: tuple[tuple[object, type[StorageError], str | None], ...] = (
+        (code in _FULL or status == 507, FullError, "Raise the quota, or keep fewer checkpoints."),
+        (code in _REGION or redirected, StorageError, _elsewhere(text)),
+        (code == "NotImplemented" or status == 501, StorageError, _NOT_IMPLEMENTED),
+        (code in _BUSY or status in (429, 503), BusyError, _TOO_MANY),
+        (code in _ACCESS or denied, AccessError, _ACCESS.get(code, _POLICIES)),
+        (_BULK in text, StorageError, None),
+        (_INVALID_ANSWER.search(text), StorageError, _NO_STORE),
+        (any(sign in text for sign in _WHOLE), StorageError, _NO_RANGES),
+        (too_slow, StorageDownError, _TOO_SLOW),
+        (status >= 500 or lost, StorageDownError, _UNREACHABLE),
+        (True, StorageError, None),
+    )
+    if too_slow:
+        message += ": it took too long"
+    kind, advice = next((kind, advice) for applies, kind, advice in rows if applies)
+    return kind(message, **where, advice=advice)
+
+
+def _elsewhere(text: str) -> str:
+    stated = "; ".join(f"{name.lower()} {place}" for name, place in _PLACES.findall(text))
+    return f"{WRONG_PLACE} The store says: {stated}." if stated else WRONG_PLACE
 
 
 def _reason(text: str, code: str, status: int) -> str:

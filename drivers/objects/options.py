@@ -70,11 +70,8 @@ class Settings:
     deadline_s: float
     """Time during which temporary failures of a request are retried."""
     conditional: bool
-    """True if the store supports conditional puts."""
     ca: str = ""
-    """File of additional certificates to trust; "" for none."""
     proxy: str = ""
-    """URL of a proxy; "" for none."""
 
     @property
     def limit_s(self) -> float:
@@ -122,13 +119,5 @@ def _milliseconds(seconds: float) -> str:
 
 def settings_of(values: Mapping[str, Any]) -> Settings:
     """Build the settings from the values of :data:`COMMON_OPTIONS`."""
-    return Settings(
-        values["part_size"],
-        values["concurrency"],
-        values["timeout"],
-        values["read_timeout"],
-        values["deadline"],
-        values["conditional"],
-        values["ca"],
-        values["proxy"],
-    )
+    names = ("part_size", "concurrency", "timeout", "read_timeout", "deadline", "conditional")
+    return Settings(*(values[name] for name in (*names, "ca", "proxy")))
