@@ -22,10 +22,7 @@ class ReadBuffers:
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        chunk_nbytes: int,
-        places: Mapping[Hashable, HostBuffer] | None = None,
+        self, driver: Driver, chunk_nbytes: int, places: Mapping[Hashable, HostBuffer] | None = None
     ) -> None:
         self._driver = driver
         self._places = places or {}

@@ -392,11 +392,7 @@ def _candidates(
 
 
 def _load_kept(
-    leader: _Leader,
-    root: Place,
-    candidates: Candidates,
-    target: _Target,
-    memory: MemoryLevel,
+    leader: _Leader, root: Place, candidates: Candidates, target: _Target, memory: MemoryLevel
 ) -> tuple[int, LoadedBytes] | None:
     """Load the newest whole generation in memory; return its step, and the bytes by source.
 
@@ -432,12 +428,7 @@ def _load_kept(
         choices = held_round(CHOOSE, call, options.deadline_s, look, leader.choose)
 
 
-def _load_first(
-    root: Place,
-    candidates: Candidates,
-    target: _Target,
-    back: Back,
-) -> int | None:
+def _load_first(root: Place, candidates: Candidates, target: _Target, back: Back) -> int | None:
     """Load the first whole checkpoint that fits; return its index, or None without any."""
     if not candidates.tried and not candidates.broken:
         return None

@@ -155,8 +155,6 @@ def _decoded(data: bytes) -> dict[int, float]:
         return {int(step): float(metric) for step, metric in table.items() if math.isfinite(metric)}
     except (ValueError, OverflowError, RecursionError) as error:
         _log.warning(
-            "%s is damaged, so the best checkpoints so far are unknown: %s",
-            METRICS_KEY,
-            error,
+            "%s is damaged, so the best checkpoints so far are unknown: %s", METRICS_KEY, error
         )
         return {}

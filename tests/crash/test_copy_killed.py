@@ -1,5 +1,4 @@
-"""kill -9 of a process that copies: afterwards there is one whole checkpoint or none, and the next
-copy goes on."""
+"""kill -9 of a process that copies."""
 
 from __future__ import annotations
 
@@ -69,9 +68,7 @@ def whole_images(uri: Path) -> int:
 def test_a_copy_killed_before_one_of_its_system_calls(
     tmp_path: Path, over: bool, seed: int
 ) -> None:
-    """Every thirteenth of them: a reader finds what was there, and from the commit on the copy. The
-    same copy then ends well, and sends no image again that was whole, unless its attempt had been
-    claimed."""
+    """Every thirteenth of them: a reader finds what was there, and from the commit on the copy."""
     src, found = source(tmp_path / "src", 5000), []
     for at in itertools.count(1 + seed % 13, 13):
         dst = tmp_path / str(at)
@@ -99,9 +96,7 @@ def test_a_copy_killed_before_one_of_its_system_calls(
 @pytest.mark.clocked
 @pytest.mark.timeout(300)
 def test_a_copy_killed_again_and_again_arrives(tmp_path: Path, seed: int) -> None:
-    """The command, on images of several chunks: each time it goes further, and what it leaves is
-    never visible. The copy that arrives removes it, but for an attempt that was about to be
-    committed: the next save does, when its grace is over."""
+    """The command, on images of several chunks."""
     src, dst = source(tmp_path / "src", 40 << 20), tmp_path / "dst"
     command = [
         sys.executable,

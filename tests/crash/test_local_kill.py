@@ -1,5 +1,4 @@
-"""``kill -9`` of a process that stores: whatever is visible afterwards is whole, and what is not
-can be cleared away."""
+"""``kill -9`` of a process that stores."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ asyncio.run(main(sys.argv[1]))
 
 @pytest.mark.parametrize("round_", range(5))
 def test_a_killed_process_leaves_whole_objects(tmp_path: Path, round_: int) -> None:
-    """At whatever moment it dies: every visible object is whole, and deleting all removes what it
-    left unfinished."""
+    """At whatever moment it dies."""
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path / "root")], stdout=subprocess.PIPE, text=True
     )

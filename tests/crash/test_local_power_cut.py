@@ -1,11 +1,4 @@
-"""A power cut: what put and commit returned for is there afterwards, whole; what was unfinished is
-not.
-
-An ext4 in a file is shut down at once, without flushing its log, as if the machine had lost its
-power; then it is mounted again, and its journal replayed. Whatever nobody had asked to be made
-durable is lost by this: each test writes such a file, too, and fails if it survives, because then
-it has tested nothing.
-"""
+"""A power cut: what put and commit returned for is there afterwards, whole."""
 
 from __future__ import annotations
 
@@ -57,8 +50,7 @@ async def upload(driver: LocalDriver, key: str, content: bytes) -> None:
 
 
 async def shorter(driver: LocalDriver, key: str, content: bytes) -> None:
-    """An upload that ends before the size it was declared with, which its file had from the
-    beginning."""
+    """An upload that ends before the size it was declared with."""
     new = await driver.create(key, 2 * len(content))
     await new.write(0, memoryview(content))
     await new.commit(len(content))
@@ -91,8 +83,7 @@ async def opened(folder: Path, direct: str = "auto") -> AsyncIterator[LocalDrive
 def test_what_was_acknowledged_survives(
     disk: Disk, store: Callable[[LocalDriver, str, bytes], Awaitable[None]], size: str, direct: str
 ) -> None:
-    """An object in a new folder of a new root is there after the cut, whole; no temporary file
-    keeps it company."""
+    """An object in a new folder of a new root is there after the cut, whole."""
     root = disk.folder / "new" / "root"
 
     async def before() -> None:
@@ -135,11 +126,7 @@ def test_what_replaced_another_survives(
 
 
 def test_what_was_unfinished_is_not_visible(disk: Disk) -> None:
-    """An upload that was written and not committed is no object, before the cut and after; its
-    neighbour is untouched.
-
-    A commit after the cut fails; and what it left behind can be deleted.
-    """
+    """An upload that was written and not committed is no object, before the cut and after."""
 
     async def before() -> None:
         async with opened(disk.folder) as driver:
@@ -172,8 +159,7 @@ def test_what_was_unfinished_is_not_visible(disk: Disk) -> None:
 
 
 def test_what_was_deleted_stays_deleted(disk: Disk) -> None:
-    """A deletion that returned is not undone by the cut: data may be deleted after its manifest,
-    one after the other."""
+    """A deletion that returned is not undone by the cut."""
 
     async def before() -> None:
         async with opened(disk.folder) as driver:

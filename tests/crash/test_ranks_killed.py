@@ -1,8 +1,4 @@
-"""kill -9 of one of two ranks that save together: the other one says so in time, and there is one
-whole checkpoint.
-
-HOLDFAST_TEST_CRASH_POINTS=all kills before every system call that changes the file system.
-"""
+"""kill -9 of one of two ranks that save together."""
 
 from __future__ import annotations
 
@@ -22,8 +18,7 @@ POINTS = 2
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("victim", [0, 1], ids=["the leader", "another rank"])
 def test_one_rank_of_two_dies_before_a_system_call(tmp_path: Path, victim: int, seed: int) -> None:
-    """The survivor raises, or has saved if the commit was over; what is there is whole, and the
-    next save cleans up."""
+    """The survivor raises, or has saved if the commit was over."""
     uri = tmp_path / "c"
     with RankProcesses(2) as ranks:
         most = ranks.run(save_as_rank, str(uri), 1, victim, 0, DEADLINE_S)[victim]

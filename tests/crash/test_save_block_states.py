@@ -1,10 +1,4 @@
-"""Every disk that a power cut could leave of a save: replayed from what the file system wrote to
-its device, and flushed.
-
-What was written since the last flush is lost, or there, or partly there: some writes of it, or some
-sectors. On each such disk there is exactly one checkpoint, whole. HOLDFAST_TEST_CRASH_POINTS=all
-replays every write.
-"""
+"""Every disk that a power cut could leave of a save."""
 
 from __future__ import annotations
 
@@ -29,8 +23,7 @@ SAVE_AGAIN_EVERY = 8
 def test_every_disk_that_a_power_cut_leaves_holds_one_whole_checkpoint(
     kind: str, tmp_path: Path, seed: int
 ) -> None:
-    """The old one if the commit had not begun, the new one if the save had returned, else either;
-    and a save works there."""
+    """The old one, the new one, or either; and a save works there."""
     committing = 0
     with new_block_device(kind, tmp_path) as device:
         uri = device.disk.folder / "run" / "c"

@@ -1,9 +1,4 @@
-"""A device that fails in the middle of a save, once or for good: a failed fsync is never taken for
-a success.
-
-The kernel keeps pages that it could not write, and calls them clean: a second fsync would say that
-all is well. So what counts is what is there after the file system was mounted again.
-"""
+"""A device that fails in the middle of a save, once or for good."""
 
 from __future__ import annotations
 
@@ -32,8 +27,7 @@ def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockDevi
 def test_a_device_that_fails_is_an_error_or_did_no_harm(
     device: BlockDevice, what: str, seed: int
 ) -> None:
-    """Mended and mounted again, it has the old checkpoint or the new one, whole: the new one if the
-    save had returned."""
+    """Mended and mounted again, it has the old checkpoint or the new one, whole."""
     uri = device.disk.folder / "run" / "c"
     holdfast.save(uri, state_of_step(1))
     check_next_save(uri, 1)

@@ -1,5 +1,4 @@
-"""kill -9 of a process that saves: afterwards there is one whole checkpoint, and the next save
-cleans up."""
+"""kill -9 of a process that saves."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ POINTS = 24
 
 
 def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> set[str]:
-    """What a save leaves behind, besides itself and what was about to be committed; and what the
-    next one leaves when the grace period of that is over. File names only."""
+    """What a save leaves behind, besides itself and what was about to be committed."""
     holdfast.save(uri, state_of_step(step))
     with holdfast.open(uri) as checkpoint:
         current = checkpoint.attempt
@@ -57,9 +55,7 @@ def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> 
 def aftermath(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, tuple[bool, bool, set[str]]]:
-    """A save killed before the n-th of its system calls, over a checkpoint, for many n: whether the
-    checkpoint was then the new one, whether the manifest had been renamed by then, and what the
-    saves that came next have left. It was whole in any case: that is checked here."""
+    """A save killed before the n-th of its system calls, over a checkpoint, for many n."""
     compression, points = request.param
     folder, found = tmp_path_factory.mktemp("killed"), {}
     process, pipe = spawned(save_and_die_at, str(folder / "counted"), 1, 0, compression)
@@ -136,8 +132,7 @@ def test_saves_killed_at_random_moments(
 
 
 def test_saves_of_several_processes_to_one_uri(tmp_path: Path) -> None:
-    """None of them is told to, all do at once: each save succeeds or says that it was overtaken,
-    readers find a whole checkpoint at any time, and the last save standing cleans up."""
+    """None of them is told to, all do at once."""
     uri = tmp_path / "c"
     holdfast.save(uri, state_of_step(0))
     rivals = [spawned(save_against_others, str(uri), 1000 * i, 15) for i in range(1, 4)]

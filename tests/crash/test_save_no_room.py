@@ -1,9 +1,4 @@
-"""A disk that is full in the middle of a save: FullError with advice, the checkpoint untouched, and
-the next save cleans up.
-
-Room ends at every region of what a save writes: in an image, its checksums, the small files, the
-manifest.
-"""
+"""A disk that is full in the middle of a save."""
 
 from __future__ import annotations
 
@@ -31,8 +26,7 @@ ROOM_NBYTES = 3 << 20
 
 
 def take(path: Path, nbytes: int) -> None:
-    """A file of so many bytes; or of some fewer, where the file system itself needs what is left to
-    note where they are."""
+    """A file of so many bytes."""
     while True:
         try:
             with path.open("wb") as file:
@@ -58,10 +52,7 @@ def explore(
     spare_nbytes: int,
     compression: Any = None,
 ) -> dict[int, bool]:
-    """For one size of room after the other, from none to enough for a second checkpoint and what
-    the file system needs for itself: save, and say if it went well.
-
-    ``leave`` leaves so many bytes free; -1 makes room."""
+    """Save with one size of room after the other, from none to enough; ``leave`` leaves so many bytes."""
     holdfast.save(uri, state_of_step(1), compression=compression)
     most, outcome = save_nbytes(uri) + spare_nbytes, {}
     check_next_save(uri, 1)
@@ -92,8 +83,7 @@ def full_then_not(outcome: dict[int, bool]) -> bool:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("compression", [None, "lz4"], ids=["as it is", "compressed"])
 def test_memory_runs_out_at_any_byte(compression: Any, tmp_path: Path, seed: int) -> None:
-    """A tmpfs with room for the old checkpoint and so many bytes more; compressed, for what is left
-    of it."""
+    """A tmpfs with room for the old checkpoint and so many bytes more."""
     with tmpfs(tmp_path / "small", ROOM_NBYTES) as folder:
         uri = folder / "c"
 
@@ -108,8 +98,7 @@ def test_memory_runs_out_at_any_byte(compression: Any, tmp_path: Path, seed: int
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kind", "nbytes"), [("ext4", 16 << 20), ("xfs", 300 << 20)])
 def test_a_disk_runs_full_at_any_byte(kind: str, nbytes: int, tmp_path: Path, seed: int) -> None:
-    """A disk on which something else takes all but so many bytes. What cannot be written, cannot be
-    made durable, or cannot get its name for want of room, is a FullError all the same."""
+    """A disk on which something else takes all but so many bytes."""
     with new_disk(kind, tmp_path, nbytes).mounted() as disk:
         uri, other = disk.folder / "c", disk.folder / "other"
 
@@ -181,8 +170,7 @@ def nearly_full(kind: str, tmp_path: Path) -> Iterator[Path]:
 def test_an_image_that_has_no_room_fails_before_its_first_byte(
     kind: str, direct: str, tmp_path: Path
 ) -> None:
-    """The error says how much is wanted and how much is free, and nothing is left; what has room is
-    stored."""
+    """The error says how much is wanted and how much is free, and nothing is left."""
 
     async def work(folder: Path) -> None:
         driver = LocalDriver(folder / "run", direct=direct)
@@ -237,8 +225,7 @@ def test_a_checkpoint_that_compresses_is_saved_where_it_has_room(
 
 
 def test_room_that_two_take_is_not_given_twice(tmp_path: Path) -> None:
-    """On ext4, where it is taken: of two images that have room one by one, the second fails before
-    its first byte."""
+    """On ext4, where it is taken."""
 
     async def work(folder: Path) -> None:
         driver = LocalDriver(folder)

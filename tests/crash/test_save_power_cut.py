@@ -1,9 +1,4 @@
-"""A power cut in the middle of a save over another checkpoint: afterwards there is exactly one,
-whole, and the next save works.
-
-The cut comes before a system call that changes the file system, at any of them.
-HOLDFAST_TEST_CRASH_POINTS=all tries all.
-"""
+"""A power cut in the middle of a save over another checkpoint."""
 
 from __future__ import annotations
 
@@ -31,8 +26,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
 def save_until_cut(
     disk: Disk, uri: Path, step: int, is_due: Callable[[list[str]], bool]
 ) -> tuple[list[str], bool]:
-    """Save, and cut the power before the first system call for which ``is_due`` says so, given the
-    calls before it. Return those calls, and whether the save says that it went well."""
+    """Save; cut the power before the first call that ``is_due``; return the calls and the success."""
     seen: list[str] = []
     is_cut = False
 
@@ -58,8 +52,7 @@ def save_until_cut(
 def test_after_a_power_cut_the_old_checkpoint_is_there_or_the_new_one(
     disk: Disk, seed: int
 ) -> None:
-    """The old one before the commit begins, the new one once the save has returned; and the next
-    save leaves nothing else."""
+    """The old one before the commit begins, the new one once the save has returned."""
     uri = disk.folder / "run" / "c"
     holdfast.save(uri, state_of_step(1))
     calls, well = save_until_cut(disk, uri, 2, lambda before: False)
@@ -80,8 +73,7 @@ def test_after_a_power_cut_the_old_checkpoint_is_there_or_the_new_one(
 
 
 def test_a_save_whose_manifest_has_no_durable_name_fails(disk: Disk) -> None:
-    """The power goes between the rename of the manifest and the fsync of its folder: which XFS
-    calls a success."""
+    """The power goes between the rename of the manifest and the fsync of its folder."""
     uri = disk.folder / "run" / "c"
     holdfast.save(uri, state_of_step(1))
     before, well = save_until_cut(disk, uri, 2, lambda before: before[-1:] == [COMMIT])

@@ -1,9 +1,4 @@
-"""The kernel's own answers, as strace makes them up: a save fails with the right error, or is
-killed, and is never half there.
-
-Each case is one kind of system call, the n-th of which is tampered with.
-HOLDFAST_TEST_CRASH_POINTS=all tries every n.
-"""
+"""The kernel's own answers, as strace makes them up."""
 
 from __future__ import annotations
 
@@ -63,8 +58,7 @@ def cases(uri: Path, seed: int) -> list[tuple[str, str, int]]:
 
 @pytest.mark.timeout(3600)
 def test_a_system_call_that_fails_is_an_error_or_does_no_harm(uri: Path, seed: int) -> None:
-    """It raises the error of its kind and the old checkpoint is there, or the new one, whole: the
-    new one if nothing was raised. The next save works and leaves nothing else."""
+    """It raises the error of its kind and the old checkpoint is there, or the new one, whole."""
     raised, step = 0, 1
     for calls, code, n in cases(uri, seed):
         step += 2
@@ -115,9 +109,7 @@ def test_a_device_that_takes_nothing_and_says_nothing_is_an_error(uri: Path) -> 
 
 
 def test_a_write_that_lies_is_found_out(uri: Path) -> None:
-    """The kernel says that it has written, and has not. Whichever write that is: DamagedError, or
-    the right values; and where those come back although something is lost, the checksums, say,
-    ``verify`` tells."""
+    """The kernel says that it has written, and has not. Whichever write that is."""
     told = []
     for n in range(1, MOST):
         holdfast.save(uri, state_of_step(1))
@@ -136,8 +128,7 @@ def test_a_write_that_lies_is_found_out(uri: Path) -> None:
 
 @pytest.mark.parametrize("n", [1, 5, 20])
 def test_a_close_that_fails_after_fsync_does_no_harm(uri: Path, n: int) -> None:
-    """All was durable before: nothing is left to be lost. A failing close of a folder is an error,
-    or none."""
+    """All was durable before: nothing is left to be lost."""
     outcome = injected(save_here, one_thread(uri), 2, inject=f"close:error=EIO:when={n}")
     check(uri, {2} if outcome.error is None else {1, 2})
     assert outcome.error is None or isinstance(outcome.error, holdfast.StorageError)
@@ -158,8 +149,7 @@ READS: list[tuple[str, type[BaseException] | None]] = [
 def test_a_read_that_fails_is_an_error_and_never_a_value(
     uri: Path, inject: str, kind: type[BaseException] | None
 ) -> None:
-    """EIO, files that end too early, reads that say they have filled what they have not: no wrong
-    tensor comes back."""
+    """EIO, files that end too early, reads that say they have filled what they have not."""
     outcome = injected(load_here, one_thread(uri), inject=inject)
     if kind is None:
         assert outcome.error is None

@@ -52,8 +52,7 @@ LAYOUTS = [("fsdp", 1), ("fsdp", 2), ("tp", 2), ("hsdp", 4), ("tp", 4)]
 def test_what_dcp_saves_dcp_and_holdfast_load_in_any_layout(
     layout: str, world: int, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """A model and its optimizer, trained, saved by two ranks under FSDP2, bit for bit: as DCP's
-    state dicts, and as objects."""
+    """A model and its optimizer, trained, saved by two ranks under FSDP2, bit for bit."""
     uri = str(tmp_path / "c")
     saved, _ = ranks.run(dcp_save, uri, "fsdp", 2, world=2)
     for load in (dcp_load, fsdp_load):
@@ -71,8 +70,7 @@ def test_what_dcp_saves_dcp_and_holdfast_load_in_any_layout(
 def test_folders_that_dcp_has_written_are_imported(
     layout: str, world: int, reader: str, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """A trained model and its optimizer, as objects, bit for bit, in another layout. The boxes that
-    ranks have written stay boxes."""
+    """A trained model and its optimizer, as objects, bit for bit, in another layout."""
     saved, *_ = ranks.run(dcp_save, str(tmp_path / "dcp"), layout, 2, True, world=world)
     uri = str(tmp_path / "c")
     holdfast.import_(tmp_path / "dcp", uri, step=2)
@@ -98,8 +96,7 @@ def test_folders_that_are_exported_dcp_loads_in_any_layout(
 def test_layouts_on_meshes_of_two_dimensions_are_saved(
     layout: str, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """FSDP over tensor parallel, whose parts of a dimension are strided; and replicas of shards, of
-    which DCP has one rank write each."""
+    """FSDP over tensor parallel, whose parts of a dimension are strided."""
     uri = str(tmp_path / "c")
     saved, *_ = ranks.run(dcp_save, uri, layout, 2, world=4)
     for loaded in ranks.run(fsdp_load, uri, "fsdp", 0, False, world=2):
@@ -118,8 +115,7 @@ def test_what_holdfast_saves_dcp_loads_in_any_layout(
 
 
 def test_plans_may_be_cached(ranks: RankProcesses, tmp_path: Path) -> None:
-    """DCP sends the plans with the first save alone. Each save is an attempt of its own all the
-    same, and one may replace another."""
+    """DCP sends the plans with the first save alone."""
     ranks.run(cached_plans, str(tmp_path), world=2)
     for number, step in (("0", 3), ("1", 1), ("2", 2)):
         assert (
@@ -134,8 +130,7 @@ def test_plans_may_be_cached(ranks: RankProcesses, tmp_path: Path) -> None:
 def test_a_value_of_one_rank_that_cannot_be_stored_fails_the_save_of_all(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Every rank learns which, and where; the checkpoint before it is untouched; the next save
-    works, and collects what was left."""
+    """Every rank learns which, and where; the checkpoint before it is untouched."""
     uri = tmp_path / "0"
     ranks.run(cached_plans, str(tmp_path), world=2)
     failed = errors(ranks.outcomes(ranks.begin(one_refused, str(uri), world=2)))
@@ -163,8 +158,7 @@ def test_ranks_that_save_to_different_places_are_told(ranks: RankProcesses, tmp_
 
 
 def test_a_rank_that_is_killed_in_the_middle_leaves_no_checkpoint(tmp_path: Path) -> None:
-    """kill -9 while the others have written: nothing appears, what was there before stays, and the
-    next save deletes what is left."""
+    """kill -9 while the others have written."""
     uri = tmp_path / "0"
     with RankProcesses(2) as doomed:
         doomed.run(cached_plans, str(tmp_path))
@@ -203,8 +197,7 @@ def test_each_rank_may_save_alone(ranks: RankProcesses, tmp_path: Path) -> None:
 
 @needs_processes
 def test_an_asynchronous_save_may_run_in_a_process(tmp_path: Path) -> None:
-    """Under torchrun: DCP saves from a process beside each rank, and from a thread, and what comes
-    of it is loaded again."""
+    """Under torchrun: DCP saves from a process beside each rank."""
     command = [
         sys.executable,
         "-m",
@@ -234,8 +227,7 @@ def test_an_asynchronous_save_may_run_in_a_process(tmp_path: Path) -> None:
 def test_without_collectives_the_ranks_meet_by_other_means(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """What comes of it is one checkpoint; what several ranks have is stored once, and not all of it
-    by the same rank."""
+    """What comes of it is one checkpoint."""
     uri = tmp_path / "c"
     ranks.run(without_collectives, str(uri), world=3)
     assert difference(in_order(arranged_full(5)), in_order(holdfast.load(uri))) is None

@@ -1,5 +1,4 @@
-"""When a rank fails, dies, is silent or disagrees: all others say so in time and by name, and
-nothing is committed."""
+"""When a rank fails, dies, is silent or disagrees."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def files(uri: str) -> list[str]:
 def test_a_state_that_one_rank_cannot_save_is_told_to_all(
     rank: int, uri: str, ranks: RankProcesses
 ) -> None:
-    """That rank raises the StateError, the others at once that it failed and why; nothing was
-    written."""
+    """That rank raises the StateError, the others at once that it failed and why."""
     before = files(uri)
     raised = errors(ranks.outcomes(ranks.begin(save_with, uri, {rank: unsavable})))
     own = raised.pop(rank)
@@ -72,8 +70,7 @@ def test_a_state_that_one_rank_cannot_save_is_told_to_all(
 def test_storage_that_fails_on_one_rank_is_told_to_all(
     moment: str, uri: str, ranks: RankProcesses
 ) -> None:
-    """Writing an image on any rank, or the manifest on the leader: all raise, and the old
-    checkpoint stays."""
+    """Writing an image on any rank, or the manifest on the leader."""
     rank = 3 if moment == "create" else 0
     raised = errors(ranks.outcomes(ranks.begin(failing_save, uri, rank, moment)))
     assert isinstance(raised.pop(rank), holdfast.FullError)
@@ -88,8 +85,7 @@ def test_storage_that_fails_on_one_rank_is_told_to_all(
 
 
 def test_ctrl_c_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
-    """Also in the first call of a process: they learn at once which rank was interrupted. Nothing
-    is committed, and the next save of the same ranks works."""
+    """Also in the first call of a process: they learn at once which rank was interrupted."""
     uri = str(tmp_path / "c")
     with RankProcesses(2) as pair:
         own, other = errors(pair.outcomes(pair.begin(interrupted_save, uri, 1)))[::-1]
@@ -136,8 +132,7 @@ DISAGREEMENTS: list[tuple[Any, str]] = [
 def test_ranks_that_disagree_are_told_where(
     overrides: Any, text: str, uri: str, ranks: RankProcesses
 ) -> None:
-    """On the tree, or on a sharded tensor: every rank raises the same, and the old checkpoint
-    stays."""
+    """On the tree, or on a sharded tensor."""
     what = disagreeing if isinstance(overrides, str) else save_with
     raised = errors(ranks.outcomes(ranks.begin(what, uri, overrides)))
     assert [isinstance(e, holdfast.SaveError) for e in raised] == [True] * 4
@@ -227,9 +222,7 @@ def test_a_rank_that_never_saves_is_named(rank: int, uri: str, ranks: RankProces
 def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(
     rank: int, moment: str, uri: str, tmp_path: Path
 ) -> None:
-    """kill -9 before it writes its image, or before the leader puts the manifest: the others raise
-    DeadlineError that names it within the deadline, nothing is committed, and the next save works
-    and cleans up."""
+    """kill -9 before it writes its image, or before the leader puts the manifest."""
     with RankProcesses(3) as doomed:
         world = doomed.begin(halting_save, uri, rank, moment, str(tmp_path / "sign"), 2.0)
         end = time.monotonic() + 60
@@ -253,8 +246,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(
 def test_a_rank_that_is_killed_while_it_tells_for_its_host_is_named(
     uri: str, tmp_path: Path
 ) -> None:
-    """It has heard the other, who waits for the leader, as the leader waits for it: both raise, in
-    time, nothing is committed, and the next save cleans up."""
+    """It has heard the other, who waits for the leader, as the leader waits for it."""
     with RankProcesses(3) as doomed:
         world = doomed.begin(joining_save, uri, ["a", "b", "b"], 1, str(tmp_path / "sign"), 2.0)
         end = time.monotonic() + 60
@@ -271,8 +263,7 @@ def test_a_rank_that_is_killed_while_it_tells_for_its_host_is_named(
 
 
 def test_storage_that_ranks_do_not_share_is_found_out(tmp_path: Path) -> None:
-    """A folder of its own for one rank, under the same path: the commit does not see that rank's
-    file, and says so."""
+    """A folder of its own for one rank, under the same path."""
     shared, private = tmp_path / "shared", tmp_path / "private"
     shared.mkdir()
     private.mkdir()
@@ -290,8 +281,7 @@ def test_storage_that_ranks_do_not_share_is_found_out(tmp_path: Path) -> None:
 def test_training_goes_on_while_earlier_steps_are_saved(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Each checkpoint is the state as it was when async_save was called, whatever was done to the
-    tensors since, with room for everything and with little memory."""
+    """Each checkpoint is the state at the call of async_save."""
     for name, budget_nbytes in (("much", None), ("little", 32 << 20)):
         uri = str(tmp_path / name)
         states = ranks.run(overlapped, uri, 4, budget_nbytes)[0]

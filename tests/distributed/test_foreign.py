@@ -1,5 +1,4 @@
-"""Layouts that Holdfast does not know are refused by name, before any I/O, and never stored as what
-they are not."""
+"""Layouts that Holdfast does not know are refused by name, before any I/O."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ def test_what_fsdp1_leaves_in_plain_dicts_is_refused_by_name(
 
 
 def test_sharded_tensors_are_loaded_cut_otherwise(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Several parts a rank, on two ranks and on three, of which one has fewer; and what FSDP1 makes
-    of its parameters, which are whole for others."""
+    """Several parts a rank, on two ranks and on three, of which one has fewer."""
     for world in (2, 3):
         assert all(ranks.run(sharded_tensors, str(tmp_path / str(world)), world=world))
 
@@ -46,8 +44,7 @@ def test_tensors_of_vescale_are_loaded_cut_otherwise(ranks: RankProcesses, tmp_p
 def test_a_dtensor_whose_hooks_tell_another_layout_is_refused(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Of equal sizes and other offsets, as Megatron-FSDP has them: saved by its placements it would
-    be in the wrong order. Hooks that agree with the placements are no obstacle."""
+    """Of equal sizes and other offsets, as Megatron-FSDP has them."""
     for found in ranks.run(hooked_tensors, str(tmp_path), world=2):
         assert found.pop("save right") == found.pop("load right") == ""
         names = {
@@ -85,9 +82,7 @@ def test_a_local_tensor_of_another_shape_than_its_placements_imply_is_refused(
 def test_a_state_that_holds_less_than_it_seems_is_refused_by_all_ranks_together(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Tensors without any element, and placeholders in the place of weights. Values alone are a
-    state, and so is what some ranks hold while others have nothing of it. ``allow_empty`` saves it
-    as it is."""
+    """Tensors without any element, and placeholders in the place of weights."""
     first, second = ranks.run(hollow_saves, str(tmp_path), world=2)
     refused = {
         "nothing": "the state",
@@ -109,9 +104,7 @@ def test_a_state_that_holds_less_than_it_seems_is_refused_by_all_ranks_together(
 def test_plain_tensors_that_differ_between_ranks_are_named_once(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """In a warning of the first rank that holds them: parameters, moments, and tensors in plain
-    dicts, by values, shape or dtype. Not buffers of modules, random states, data loaders and what
-    is in a PerRank. One that differs later is named when it does."""
+    """In a warning of the first rank that holds them."""
     first, second, third = ranks.run(warned_of, str(tmp_path), "warned", world=3)
     assert [len(told) for told in first] == [1, 0, 1, 0]
     (message,) = first[0]

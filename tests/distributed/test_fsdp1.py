@@ -1,5 +1,4 @@
-"""FSDP1 is saved and loaded without gathering, in any of its forms, and what it saves is what any
-other layout saves."""
+"""FSDP1 is saved and loaded without gathering, in any of its forms."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def test_a_job_goes_on_from_its_checkpoint(
 def test_what_fsdp1_saves_any_other_layout_loads(
     orig: bool, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """FSDP1 of the other kind on three ranks, FSDP2, DDP, a bare module, and no target at all; into
-    optimizers that have not stepped."""
+    """FSDP1 of the other kind on three ranks, FSDP2, DDP, a bare module, and no target at all."""
     uri = str(tmp_path / "c")
     held, losses = ranks.run(save_and_go_on, uri, Layout("FULL_SHARD", orig), world=2)[0]
     others = [(Layout("FULL_SHARD", not orig), 3)]
@@ -153,8 +151,7 @@ def test_what_of_fsdp1_cannot_be_saved_is_refused_by_name(
 def test_what_fsdp1_cannot_hold_is_refused_when_it_is_loaded(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Steps that differ, where it has one for all parameters that it joins, and state of another
-    shape than its parameter."""
+    """Steps that differ, where it has one for all parameters that it joins."""
     for steps, rows in ranks.run(load_differing_steps, str(tmp_path), world=2):
         assert steps.startswith("StateError: ")
         assert '["step"] differs between parameters that FSDP1' in steps

@@ -45,8 +45,7 @@ def free_port() -> int:
     ],
 )
 def test_a_job_whose_first_rank_serves_the_store_ends_well(what: str, tmp_path: Path) -> None:
-    """As srun, mp.spawn and frameworks start them: rank 0 may be gone at once, and no rank raises,
-    nor says anything."""
+    """As srun, mp.spawn and frameworks start them."""
     world, port = 3 if what == "made_anew" else 2, free_port()
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -72,8 +71,7 @@ def test_a_job_whose_first_rank_serves_the_store_ends_well(what: str, tmp_path: 
 
 
 def test_a_job_that_torchrun_starts_again_begins_afresh(tmp_path: Path) -> None:
-    """A rank dies between two calls, while the other waits for it in a save; the workers are
-    started again over the same store, and load and save as if nothing had been."""
+    """A rank dies between two calls, while the other waits for it in a save."""
     job = [restarted_job.__file__, str(tmp_path)]
     command = [
         sys.executable,

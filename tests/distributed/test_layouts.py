@@ -66,8 +66,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(
 def test_parameters_that_an_evaluation_has_gathered_are_saved_and_loaded_in_their_shards(
     lazy: bool, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """FSDP2 leaves those of its root gathered after a forward without a backward; the optimizer has
-    the shards, and is stored by their names, wherever in the state it is."""
+    """FSDP2 leaves those of its root gathered after a forward without a backward."""
     uri = str(tmp_path / "c")
     for expected, found in ranks.run(fsdp_evaluated, uri, lazy, world=2):
         assert difference(expected, found) is None
@@ -89,8 +88,7 @@ def test_a_model_that_was_sharded_on_meta_is_given_memory_by_a_load(
 def test_layers_that_tensor_parallel_left_alone_are_stored_once(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """FSDP shards them over one line of the mesh, and every line holds the same: each is a mesh of
-    its own, and none of them says so. Saved once, and loaded from any layout and into any."""
+    """FSDP shards them over one line of the mesh, and every line holds the same."""
     expected = ranks.run(fsdp_save, str(tmp_path / "c"), "loose", 3)[0]
     for layout in ("loose", "fsdp"):
         assert all(
@@ -129,8 +127,7 @@ COLUMNS = [
 
 
 def test_every_placement_is_loaded_into_every_other(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Shard, Replicate, strided shards and flat ranges over meshes of one and two dimensions, with
-    uneven and empty parts."""
+    """All placements over one and two dimensions, with uneven and empty parts."""
     flat = [shape for shape in SHAPES if len(shape) >= 1]
     ranks.run(layouts_save, str(tmp_path / "rows"), LINE + SQUARE, flat)
     assert (
@@ -175,8 +172,7 @@ def test_placements_are_loaded_on_fewer_ranks(
 def test_what_several_ranks_hold_is_divided_evenly_among_them(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Replicas, whole or of shards, in one large tensor or many small ones: each rank writes about
-    its part, and no byte is written twice."""
+    """Replicas, whole or of shards, in one large tensor or many small ones."""
     for layout, shapes in (
         (((4,), ("R",)), [(1000, 1000)]),
         (((2, 2), ("R", "S0")), [(999, 1001)]),
@@ -196,8 +192,7 @@ def test_what_several_ranks_hold_is_divided_evenly_among_them(
 def test_a_local_tensor_around_another_is_stored_as_that(
     lazy: bool, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Under its own name, as weights that are gathered in another dtype; so plain ones take it,
-    too. A load leaves nothing behind that was derived from what was there before."""
+    """Under its own name, as weights that are gathered in another dtype."""
     uri = str(tmp_path / "c")
     ranks.run(save_around, uri, lazy, world=2)
     for world in (2, 3):
@@ -207,6 +202,5 @@ def test_a_local_tensor_around_another_is_stored_as_that(
 def test_what_lies_in_one_memory_is_tied_only_if_it_is_the_same_part(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Meshes that count the ranks in another order put the same local tensor to another place of
-    the whole."""
+    """Meshes in another order place the same local tensor elsewhere."""
     assert ranks.run(one_memory, str(tmp_path / "c"), world=2) == [True, True]

@@ -1,5 +1,4 @@
-"""Objects with a state of their own in jobs of several ranks: DTensors stay DTensors, and nothing
-is dealt out unsaid."""
+"""Objects with a state of their own in jobs of several ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ import holdfast
 def test_wrappers_of_sharded_jobs_go_on_as_if_they_had_not_been_interrupted(
     kind: str, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """What holds DTensors gets DTensors, and no rank holds more of any than its part; the next
-    steps are the same bits."""
+    """What holds DTensors gets DTensors, and no rank holds more of any than its part."""
     uri = str(tmp_path / "c")
     ranks.run(wrapped_save, uri, kind, "fsdp", world=2)
     whole = ranks.run(fsdp_train, "fsdp", 5, world=2)[0]
@@ -56,8 +54,7 @@ def test_wrappers_are_loaded_into_another_layout(
 def test_states_of_another_shape_than_their_parameter_come_back_as_they_were(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Factored moments of a sharded parameter are DTensors again, laid out as before, in an
-    optimizer that is new."""
+    """Factored moments of a sharded parameter are DTensors again."""
     uri = str(tmp_path / "c")
     (_, before), _ = ranks.run(factored, uri, "fsdp", 3, False, world=2)
     assert set(before.values()) >= {"plain", "(Replicate(),)", "(Shard(dim=0),)"}
@@ -95,8 +92,7 @@ def test_what_an_object_has_otherwise_or_not_at_all_is_laid_out_as_it_was(
 
 
 def test_groups_of_all_ranks_are_matched_by_name(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Each rank has parameters of its own, in two groups: on one rank and on four they find theirs,
-    in another order."""
+    """Each rank has parameters of its own, in two groups."""
     uri = str(tmp_path / "c")
     ranks.run(own_optimizer, uri, False, world=2)
     assert ranks.run(own_optimizer, uri, True, world=1) == [[(2.0, 4, True), (1.0, 4, True)]]
@@ -115,8 +111,7 @@ def test_numbers_of_parameters_are_those_of_the_rank(ranks: RankProcesses, tmp_p
 def test_the_state_of_an_object_is_not_dealt_out_unsaid(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Positions of two ranks are not those of three or of one: an error that names the object,
-    unless strict is relaxed. What is alike on all ranks, and random generators, are no error."""
+    """Positions of two ranks are not those of three or of one."""
     uri = str(tmp_path / "c")
     ranks.run(dealt, uri, False, world=2)
     assert ranks.run(dealt, uri, True, world=2) == [0, 10]
@@ -134,8 +129,7 @@ def test_the_state_of_an_object_is_not_dealt_out_unsaid(
 def test_items_that_only_some_ranks_have_are_not_dealt_out_unsaid(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """A state of another structure on each rank is one that differs; so is one whose tensors
-    differ."""
+    """A state of another structure on each rank is one that differs."""
     uri = str(tmp_path / "c")
     ranks.run(uneven, uri, False, world=2)
     ranks.run(uneven, uri, True, world=2)
@@ -162,8 +156,7 @@ def test_what_was_saved_without_a_rule_is_loaded_with_one(
 def test_an_optimizer_that_has_a_part_of_the_state_on_each_rank(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Of a ZeroRedundancyOptimizer each rank stores its part, and gets it back, with the
-    hyperparameters that it hands down. One that steps within DDP is refused by name."""
+    """Of a ZeroRedundancyOptimizer each rank stores its part."""
     for said in ranks.run(zero, str(tmp_path / "c"), world=2):
         (text,) = said
         assert text.startswith('state["optim"] is a ZeroRedundancyOptimizer')

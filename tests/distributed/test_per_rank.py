@@ -24,8 +24,7 @@ SAMPLES = 103
 def test_each_sample_of_an_epoch_is_read_once_by_four_then_two_then_three_ranks(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Each job stops in the middle of the epoch, and the next one goes on with what is left,
-    through StatefulDataLoader."""
+    """Each job stops in the middle of the epoch."""
     first, second = str(tmp_path / "1"), str(tmp_path / "2")
     read = ranks.run(part_of_an_epoch, None, first, SAMPLES, 3, world=4)
     assert [len(samples) for samples, _ in read] == [9] * 4
@@ -56,8 +55,7 @@ def test_ranks_may_have_values_of_different_structure(ranks: RankProcesses, tmp_
 
 
 def test_lists_of_all_ranks_are_dealt_out_anew(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Lists of other lengths on each rank, given by every rule to fewer ranks and to more; none of
-    their items is lost. A reader alone sees the list of every rank."""
+    """Lists of other lengths on each rank, given by every rule to fewer ranks and to more."""
     uri = str(tmp_path / "c")
     ranks.run(save_lists, uri, world=3)
     saved = [["0.0"], ["1.0", "1.1"], ["2.0", "2.1", "2.2"]]

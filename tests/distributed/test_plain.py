@@ -1,5 +1,4 @@
-"""Plain tensors and values on several ranks: what all have alike is stored once, what differs is
-each rank's own."""
+"""Plain tensors and values on several ranks."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def saved(
 def test_each_rank_gets_back_what_it_saved(
     saved: tuple[str, list[tuple[int, list[str]]]], ranks: RankProcesses
 ) -> None:
-    """Equal tensors, tensors of its own, those of some ranks, tied ones, arrays and values; into a
-    state and without."""
+    """Equal tensors, tensors of its own, those of some ranks, tied ones, arrays and values."""
     assert ranks.run(plain_load, saved[0], 4) == [[]] * 4
 
 
@@ -54,8 +52,7 @@ def test_fewer_ranks_get_what_the_ranks_of_their_number_saved(
 def test_of_one_giant_tensor_each_rank_writes_an_even_part(
     plain: bool, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Within two percent, header and checksums included, whether or not its rows can be dealt out:
-    there are four, for three."""
+    """Within two percent, whether or not its rows can be dealt out."""
     nbytes = ranks.run(giant_save, str(tmp_path / "c"), plain, world=3)
     assert max(abs(3 * n / 16_000_000 - 1) for n in nbytes) <= 0.02
 
@@ -99,16 +96,14 @@ def test_what_ranks_have_of_their_own_can_be_read_by_rank(
 def test_lists_of_other_lengths_come_back_as_each_rank_had_them(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """In the state of an object, which is built from the checkpoint: nothing of another rank's is
-    added."""
+    """In the state of an object, which is built from the checkpoint."""
     assert ranks.run(own_lists, str(tmp_path / "c")) == [[]] * 4
 
 
 def test_replicas_with_a_tied_weight_are_saved_and_loaded(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """As DistributedDataParallel has them; the second name of the tied weight comes first in the
-    alphabet."""
+    """As DistributedDataParallel has them."""
     results = ranks.run(replicas, str(tmp_path / "c"), 1)
     assert [different for _, different in results] == [None] * 4
     assert sum(nbytes for nbytes, _ in results) < 50 * 8 * 4 + 4 * 9000
@@ -171,8 +166,7 @@ def test_a_tensor_that_differs_between_meshes_is_refused(
 
 
 def test_no_collective_is_called(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Neither a save nor a load uses a process group: nothing of theirs can cross a collective of
-    the trainer."""
+    """Neither a save nor a load uses a process group."""
     assert ranks.run(recorded_save, str(tmp_path / "c")) == [[]] * 4
 
 

@@ -22,13 +22,9 @@ NOISE_S = 0.4
     "troubles", [["none", "slow", "late", "retries"], ["late", "throttled", "none", "none"]]
 )
 def test_the_report_names_each_troubled_rank_and_its_cause(
-    ranks: RankProcesses,
-    tmp_path: Path,
-    troubles: list[str],
-    capsys: pytest.CaptureFixture[str],
+    ranks: RankProcesses, tmp_path: Path, troubles: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One of four ranks writes slowly, one calls late, which may be rank 0, one tries again, one is
-    asked by its storage to wait; no other rank is named."""
+    """One of four ranks writes slowly, one calls late."""
     for rank in range(4):
         (tmp_path / "packages" / str(rank)).mkdir(parents=True)
     path = tmp_path / "c"

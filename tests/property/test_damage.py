@@ -1,10 +1,4 @@
-"""Damage anywhere in a checkpoint, before everything that reads one: an error that says where, or
-nothing has changed.
-
-``HOLDFAST_TEST_DAMAGE=all`` (``make damage``) goes through every byte, every length and every
-reader, and takes long; ``from-to`` (``make damage PART=0-2000``) through so many of these bytes and
-lengths. Otherwise a sample that differs from byte to byte is taken.
-"""
+"""Damage anywhere in a checkpoint, before everything that reads one."""
 
 from __future__ import annotations
 
@@ -107,9 +101,7 @@ def test_every_pattern_in_every_byte_of_a_manifest_is_refused(checkpoint: Tiny) 
 def test_a_flipped_byte_is_refused_or_changes_nothing(
     checkpoint: Tiny, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By every reader, in every file. What no reader refuses are bytes that it does not need:
-    headers and padding beside the blocks that it reads, and digests of blocks that the manifest
-    vouches for; ``verify`` finds these, too."""
+    """By every reader, in every file. What no reader refuses are bytes that it does not need."""
     everywhere = [
         (key, position) for key, data in checkpoint.files.items() for position in range(len(data))
     ]
@@ -182,8 +174,7 @@ def test_a_file_cut_short_or_grown_is_refused_or_changes_nothing(
 
 @pytest.mark.parametrize("reader", READERS)
 def test_pages_that_are_not_theirs_are_refused(checkpoint: Tiny, reader: str) -> None:
-    """Zeroed, filled, torn in the middle, and taken from another page of the file, as a write that
-    went astray leaves them."""
+    """Zeroed, filled, torn in the middle."""
     for key, sector in itertools.product(checkpoint.files, (512, BLOCK_NBYTES)):
         whole = checkpoint.files[key]
         for position in range(
@@ -257,8 +248,7 @@ def test_a_file_that_is_there_twice_changes_nothing(checkpoint: Tiny) -> None:
 def test_a_flipped_byte_of_a_compressed_image_is_refused_or_changes_nothing(
     compressed: Tiny, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By every reader, in blocks, zeros between chunks, digests and index. ``verify`` finds each of
-    them, also one that unpacks to what it was all the same."""
+    """By every reader, in blocks, zeros between chunks, digests and index."""
     everywhere = [
         (key, position)
         for key in images(compressed)
@@ -303,8 +293,7 @@ def test_a_flipped_byte_of_a_compressed_image_is_refused_or_changes_nothing(
 def test_a_compressed_image_cut_short_is_refused(
     compressed: Tiny, rng: np.random.Generator
 ) -> None:
-    """At every length: its index is at its end. With more bytes behind it, it is found by
-    ``verify``."""
+    """At every length: its index is at its end."""
     everywhere = [
         (key, length) for key in images(compressed) for length in range(len(compressed.files[key]))
     ]

@@ -1,5 +1,4 @@
-"""Whatever writes to a state while a lazy save copies it: stored is the state of the call, or the
-save fails by name."""
+"""Whatever writes to a state while a lazy save copies it."""
 
 from __future__ import annotations
 
@@ -26,16 +25,14 @@ SEEDS = 400
 @examples(80)
 @given(st.integers(0, 2**32))
 def test_a_lazy_save_stores_the_state_of_the_call_or_fails(seed: int) -> None:
-    """Writers come before, between and after the reads of any tensor; by torch, numpy, addresses,
-    threads and backward hooks; they free memory, and put other memory in its place."""
+    """Writers come before, between and after the reads of any tensor."""
     assert complaint(np.random.default_rng(seed)) is None
 
 
 @examples(40)
 @given(st.integers(0, 2**32))
 def test_sums_alone_find_every_writer_too(seed: int) -> None:
-    """As on an accelerator, where nobody tracks pages. Here the kernel is not asked, and tensors
-    are summed in host memory."""
+    """As on an accelerator, where nobody tracks pages."""
     with pytest.MonkeyPatch.context() as patch:
         _tracking_off(patch)
         assert complaint(np.random.default_rng(seed), lazy="prove", first_share=0) is None

@@ -1,5 +1,4 @@
-"""A copy ends as it should in whatever order its reads and writes end, whatever fails, and whenever
-it is called again."""
+"""A copy ends as it should in whatever order its reads and writes end, whatever fails."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ BLOCK_NBYTES = 4096
 
 
 async def source(images: int) -> MemoryDriver:
-    """A checkpoint of several images of several small chunks each: as other ranks would have
-    written it."""
+    """A checkpoint of several images of several small chunks each."""
     storage = MemoryDriver()
     await save_of(STATE)(storage)
     manifest = Manifest.decode(await storage.get("manifest.safetensors"))
@@ -66,9 +64,7 @@ async def source(images: int) -> MemoryDriver:
 def test_copies_in_any_order_with_deaths(
     seed: int, images: int, order: Any, streams: int, deaths: int, over: bool
 ) -> None:
-    """Copies of one checkpoint, of whom some die at any access, and accesses end in any order: a
-    reader always finds the old checkpoint or the new one, and once a copy has ended well, the new
-    one, every byte of it."""
+    """Copies of one checkpoint, of whom some die at any access, and accesses end in any order."""
     rng = random.Random(seed)
 
     async def run() -> None:
@@ -122,8 +118,7 @@ def test_copies_in_any_order_with_deaths(
 @examples(40)
 @given(seed=st.integers(0, 1 << 32))
 def test_a_copy_and_a_save_to_one_place(seed: int) -> None:
-    """In any order of their accesses: each ends well or is told that another took over, nothing
-    torn is ever seen, and the next save leaves nothing but itself and what has been claimed."""
+    """In any order of their accesses."""
     rng = random.Random(seed)
 
     async def run() -> None:

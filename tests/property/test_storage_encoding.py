@@ -1,5 +1,4 @@
-"""Values, columns and trees come back from their encoding as they went in, and a flipped byte is
-refused."""
+"""Values, columns and trees come back from their encoding as they went in."""
 
 from __future__ import annotations
 
@@ -188,8 +187,7 @@ def test_values_that_are_equal_but_of_another_type_are_kept_apart(ranks: list[An
 
 
 def test_ranks_that_saved_no_value_get_one_of_those_that_did() -> None:
-    """Ranks 1, 2 and 4 saved one, and are dealt out in turn: a job of another size finds one for
-    every rank."""
+    """Ranks 1, 2 and 4 saved one, and are dealt out in turn."""
     value = Value(0, "x", [([1, 4], "a"), ([2], "b")])
     assert [value.of(rank) for rank in range(7)] == ["a", "a", "b", "a", "a", "a", "a"]
 

@@ -1,5 +1,4 @@
-"""Ranks that read for each other: what each gets, and how often each byte is read, for any mix of
-layouts."""
+"""Ranks that read for each other."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ SIZES = st.sampled_from([1, 700, 2048, 4096, 9000, 20_000])
 def test_each_wanted_byte_is_read_once(
     how: dict[str, Any], sizes: list[int], saved: int, wants: list[set[int]]
 ) -> None:
-    """Whichever tensors each rank wants, of its own or in common: it gets them bit for bit, no byte
-    of them is read twice, and no byte of what nobody wants is read more than a block is large."""
+    """Whichever tensors each rank wants, of its own or in common."""
     state = {f"t{i}": torch.arange(size, dtype=torch.float32) + i for i, size in enumerate(sizes)}
     driver, manifest = checkpoint(
         [state | {"own": torch.full((300,), float(rank))} for rank in range(saved)]
@@ -132,8 +130,7 @@ def test_a_rank_that_wants_nothing_of_the_others_waits_for_nobody(how: dict[str,
 
 
 def test_shared_memory_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a small budget, the buffers that a rank reads into and the memory that it shares take no
-    more than there is."""
+    """Read buffers and shared memory together fit a small budget."""
     state = {"t": torch.arange(40_000.0)}
     driver, manifest = checkpoint([state])
     budget_nbytes = 4 * manifest.chunk_nbytes
@@ -161,8 +158,7 @@ def test_shared_memory_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_copies_that_a_driver_holds_are_within_the_budget() -> None:
-    """A compressed chunk lies in memory twice while it is read, as it is stored and unpacked: half
-    as many are read at a time."""
+    """A compressed chunk lies in memory twice while it is read, as it is stored and unpacked."""
     driver = MemoryDriver()
     save_as_ranks(driver, [{"t": torch.arange(9000.0)}])
     manifest, _ = start(read_manifest(driver)).result()

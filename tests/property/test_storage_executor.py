@@ -1,5 +1,4 @@
-"""The executor keeps the scheduler's rules on an event loop: whatever takes how long, fails, or is
-cancelled when."""
+"""The executor keeps the scheduler's rules on an event loop."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from holdfast.storage.runtime.scheduler import Budget, StageSpec
 
 @dataclass(frozen=True)
 class Step:
-    """One stage of one job: how long it takes, whether it fails then, and for how long it goes on
-    when it is cancelled, as work in a thread does, which then ends ``well`` or not."""
+    """One stage of one job."""
 
     takes_s: int
     fails: bool
@@ -107,8 +105,7 @@ class Workshop:
 
 @st.composite
 def workshops(draw: st.DrawFn, fragile: bool) -> Workshop:
-    """Stages with writes at the end, in each order that storage may ask for; jobs, some larger than
-    the whole budget."""
+    """Stages with writes at the end, in each order that storage may ask for."""
     order = draw(st.sampled_from(["any", "ascending", "serial"]))
     kinds = [*draw(st.lists(st.sampled_from(["cpu", "io"]), max_size=2)), "write"]
     stages = [
@@ -141,9 +138,7 @@ def pending() -> set[asyncio.Task[object]]:
 @examples(150)
 @given(workshops(fragile=True))
 def test_everything_runs_or_the_first_failure_is_raised(shop: Workshop) -> None:
-    """Each stage of each job once, in order; nothing is begun after a failure; every buffer is
-    given back once, after its last use; and it never idles: it ends no later than if everything had
-    run one after the other."""
+    """Each stage of each job once, in order; nothing is begun after a failure."""
 
     async def run() -> tuple[BaseException | None, float]:
         error = None
@@ -174,8 +169,7 @@ def test_everything_runs_or_the_first_failure_is_raised(shop: Workshop) -> None:
 def test_cancelled_it_begins_nothing_and_waits_for_what_runs(
     shop: Workshop, cancels_s: list[int], late: bool
 ) -> None:
-    """Whenever it is cancelled, and however often; also where what runs ends well all the same, or
-    ends at that moment."""
+    """Whenever it is cancelled, and however often."""
 
     async def run() -> None:
         task = asyncio.ensure_future(shop.run())

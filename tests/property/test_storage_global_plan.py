@@ -1,5 +1,4 @@
-"""What ranks agree on before they write is what a look at all of their states together tells,
-whatever they remember."""
+"""What ranks agree on is what a look at all of their states together tells, whatever they remember."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ states = st.dictionaries(names, values, max_size=4)
 
 
 def flat_of(state: State, rank: int) -> FlatState:
-    """As a rank flattens it. Ranks know that two states are laid out alike where these have the
-    same names."""
+    """As a rank flattens it."""
     flat = flatten({name: torch.full((2,), float(value)) for name, value in state.items()})
     mesh = next(mesh for mesh in MESHES if rank in mesh)
     for row, name in enumerate(flat.names):
@@ -56,8 +54,7 @@ def flat_of(state: State, rank: int) -> FlatState:
 def agree_all(
     flats: Sequence[FlatState], memory: Sequence[GlobalPlans]
 ) -> tuple[list[Agreed], int, list[int]]:
-    """What each rank of a job agrees on, how many rounds that takes, and how many rows each
-    digests."""
+    """What each rank of a job agrees on, how many rounds that takes."""
     store, prefix = dist.HashStore(), f"plan {next(_numbers)}"
     teams = [StoreTeam(store, rank, WORLD, prefix, 20.0) for rank in range(WORLD)]
     digested = [0] * WORLD
@@ -112,8 +109,7 @@ def on_one_mesh(job: Sequence[State]) -> bool:
 def look(
     flats: Sequence[FlatState], agreed: Sequence[Agreed], job: Sequence[State]
 ) -> list[dict[str, tuple[int, ...]]]:
-    """By name, who holds the same, as the ranks agreed; what a mesh tells alone is not talked
-    about."""
+    """By name, who holds the same, as the ranks agreed."""
     found = []
     for rank, (flat, told) in enumerate(zip(flats, agreed, strict=True)):
         mesh = next(mesh for mesh in MESHES if rank in mesh)
@@ -129,9 +125,7 @@ def look(
     )
 )
 def test_ranks_agree_on_what_they_hold_whatever_was_before(history: list[list[State]]) -> None:
-    """Names come and go, values are equal, differ, and are equal again, some ranks remember what
-    others do not: what is agreed on at each save is what all states together tell. What cannot be
-    saved is refused on all ranks."""
+    """Names come and go, values are equal, differ."""
     memory: list[GlobalPlans] = [LruCache(2) for _ in range(WORLD)]
     for job in history:
         flats = [flat_of(state, rank) for rank, state in enumerate(job)]
@@ -154,8 +148,7 @@ def test_parts_of_one_tensor_that_differ_between_meshes_are_refused() -> None:
 
 
 def test_what_is_as_before_takes_one_round_and_no_more_digests_than_needed() -> None:
-    """What lies on one mesh only is never digested, and what one rank alone holds but once, to find
-    that out."""
+    """What lies on one mesh only is never digested."""
     job = [
         {"a": 1, "b": rank, "p": 5} if rank < 2 else {"a": 1, "b": rank, "c": 7}
         for rank in range(WORLD)
@@ -194,8 +187,7 @@ def test_a_rank_that_remembers_nothing_has_all_say_all() -> None:
 
 
 def test_layouts_that_were_never_together_are_not_taken_for_one_plan() -> None:
-    """Each rank remembers its own; that all tensors were held by all does not tell that they are so
-    in this mixture."""
+    """Each rank remembers its own."""
     memory: list[GlobalPlans] = [LruCache(2) for _ in range(WORLD)]
     for name in ("a", "b"):
         agree_all([flat_of({name: 1}, rank) for rank in range(WORLD)], memory)

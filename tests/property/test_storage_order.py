@@ -1,5 +1,4 @@
-"""The order of what a save does to its storage, watched from there: nothing is named before it is
-durable, and what is named is neither changed nor deleted."""
+"""The order of what a save does to its storage, watched from there."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 
 
 class Notary(HookedDriver):
-    """Notes what breaks the order. Of all operations, ``rate`` fail: half of them after they were
-    done."""
+    """Notes what breaks the order. Of all operations, ``rate`` fail."""
 
     def __init__(self, seed: int, rate: float) -> None:
         super().__init__(MemoryDriver())
@@ -89,8 +87,7 @@ def state_of(step: int, rank: int) -> dict[str, Any]:
 def test_a_manifest_names_only_what_is_durable_and_nobody_touches_what_it_names(
     worlds: list[int], seed: int, rate: float
 ) -> None:
-    """Save after save over each other, by jobs of any size, on storage that fails; and each one
-    that says that it has succeeded is there, and of one that has failed all or nothing."""
+    """Save after save over each other, by jobs of any size, on storage that fails."""
     storage = Notary(seed, rate)
     possible: set[int | None] = {None}
     for step, world in enumerate(worlds):

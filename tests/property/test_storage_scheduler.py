@@ -114,8 +114,7 @@ SIZES = st.lists(st.integers(0, 12) | st.integers(0, 60), max_size=8)
 
 
 class Pipeline(RuleBasedStateMachine):
-    """Jobs come, and their stages end well or badly, in any order. What an executor does when it is
-    cancelled is the same to the scheduler as failures of all that runs."""
+    """Jobs come, and their stages end well or badly, in any order."""
 
     @initialize(
         lanes=st.lists(st.sampled_from(["cpu", "io"]), max_size=3), order=PART_ORDERS, memory_nbytes=st.sampled_from([1, 20, 60, 200]),
@@ -132,9 +131,7 @@ class Pipeline(RuleBasedStateMachine):
         calm: int | None,
         first: list[int],
     ) -> None:
-        """Stages as savers and copiers have them: the writes come last, in the order that storage
-        asks for. And, ``early``, one more stage behind it. Nothing fails before ``calm`` stages
-        have ended; with None, ever."""
+        """Stages as savers and copiers have them."""
         write = StageSpec("write", "write" if order == "serial" else "io", in_order=order != "any")
         stages = [
             *(StageSpec(f"s{i}", lane) for i, lane in enumerate(lanes)),
@@ -180,8 +177,7 @@ class Pipeline(RuleBasedStateMachine):
             self.world.check_nothing_waits_in_vain()
 
     def teardown(self) -> None:
-        """In the end everything has run through every stage, unless something failed; and each job
-        that was admitted has been released, once."""
+        """In the end everything has run through every stage, unless something failed."""
         if not hasattr(self, "world"):
             return
         world, s = self.world, self.world.scheduler
@@ -220,8 +216,7 @@ def test_drain_decides_which_stage_goes_first(drain: bool, jobs: int) -> None:
 
 
 def test_a_failure_frees_the_memory_of_jobs_that_wait() -> None:
-    """Those between two stages will not go on, and hold nothing any more; one that runs holds its
-    memory until it ends."""
+    """Those between two stages will not go on, and hold nothing any more."""
     scheduler = Scheduler(
         [StageSpec("a", "io"), StageSpec("b", "cpu")], Budget(9, {"io": 3, "cpu": 1})
     )

@@ -1,5 +1,4 @@
-"""Drivers around drivers: one that calls back before and after every operation, so that a test can
-fail, halt or count it."""
+"""Drivers around drivers."""
 
 from __future__ import annotations
 
@@ -25,12 +24,7 @@ async def nothing(operation: str, key: str) -> None:
 
 
 class HookedDriver(Driver):
-    """Passes everything on to ``inner``; calls ``before`` and ``after`` around each operation that
-    reaches storage.
-
-    ``delete_all`` deletes object by object, in the order that ``arrange`` puts the keys in, with
-    both hooks around each: it is not atomic, says the contract.
-    """
+    """Passes everything on to ``inner``."""
 
     def __init__(
         self,
@@ -148,8 +142,7 @@ def age(storage: MemoryDriver, by_s: float) -> None:
 
 
 class Fault:
-    """Fails the n-th access, before or after it was done; every later one too if the process, or
-    the storage, is gone."""
+    """Fails the n-th access, before or after it was done."""
 
     def __init__(self, n: int, *, after: bool, for_good: bool) -> None:
         self.n, self.after, self.for_good = n, after, for_good

@@ -20,12 +20,7 @@ T = TypeVar("T")
 
 
 class Flaky(Layer):
-    """Objects in memory. Operation after operation takes the next step of ``script``; after its end
-    all go well.
-
-    ``after``: a step's error comes when the operation has been done. ``tried`` is what was tried,
-    and when it began.
-    """
+    """Objects in memory. Operation after operation takes the next step of ``script``."""
 
     def __init__(
         self, script: Iterable[Step] = (), *, after: bool = False, remote: bool = True

@@ -1,5 +1,4 @@
-"""Manifests that no save writes: taken apart, altered, and put together again, with a checksum that
-is right."""
+"""Manifests that no save writes."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ def forge(uri: str, alter: Alter) -> None:
 
 
 def use(uri: str) -> list[BaseException]:
-    """Do everything that reads a checkpoint, each within thirty seconds; return what was raised.
-    Anything but our errors is a failure."""
+    """Do everything that reads a checkpoint, each within thirty seconds; return what was raised."""
     raised: list[BaseException] = []
 
     def opened() -> None:

@@ -12,8 +12,7 @@ __all__ = ["in_a_fork"]
 
 
 def in_a_fork(work: Callable[[], object], timeout_s: float = 30.0) -> str:
-    """Fork, and call ``work`` in the child. Returns "" where it returned; what it raised, as text;
-    or "hung" where it had not ended after ``timeout_s``. The child goes without any clean-up."""
+    """Fork, and call ``work`` in the child. Returns "" where it returned."""
     read_fd, write_fd = os.pipe()
     child = os.fork()
     if not child:

@@ -1,5 +1,4 @@
-"""Drivers that a test makes, behind URIs: registered as a third party registers its own, by the
-metadata of a package on the import path."""
+"""Drivers that a test makes, behind URIs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Where tests step into the engine: each function here patches one place of it, which has no other
-way in. When that place changes, this module does, and no test."""
+"""Where tests step into the engine."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ __all__ = [
 def around_copies(
     patch: pytest.MonkeyPatch, around: Callable[[Callable[[], None], int], None]
 ) -> None:
-    """Whatever copies a chunk of an image out of tensors calls ``around(copy, start)``, which calls
-    ``copy()``. ``start`` is the chunk's place in the image."""
+    """Whatever copies a chunk of an image out of tensors calls ``around(copy, start)``."""
     plain = ImageSource.copy
 
     def copy(self: ImageSource, start: int, stop: int, into: Any) -> None:

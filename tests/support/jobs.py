@@ -46,9 +46,7 @@ class Model(nn.Module):
 
 
 def sharded(layout: str, seed: int, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model in a layout, and its optimizer: fsdp; hsdp, which is replicas of shards; tp, which is
-    FSDP over tensor parallel; or loose, the same with layers that tensor parallel knows nothing of,
-    and that its ranks hold alike. ``device``: cpu, or meta, where it has no memory yet."""
+    """A model in a layout, and its optimizer: fsdp; hsdp, which is replicas of shards."""
     torch.manual_seed(seed)
     with torch.device(device):
         model = Model()
@@ -134,8 +132,7 @@ def fsdp_load(
 
 
 def fsdp_evaluated(uri: str, lazy: bool) -> list[dict[str, Any]]:
-    """Save, and load, between an evaluation and the next step, with the optimizer ahead of the
-    model: what was saved, and what is loaded."""
+    """Save, and load, between an evaluation and the next step, with the optimizer ahead of the model."""
     states = []
     for seed in (1, 2):
         model, optim = sharded("fsdp", seed)
@@ -173,8 +170,7 @@ def placement(text: str) -> Placement:
 
 
 def laid_out(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[str, ...]) -> Any:
-    """``full`` as a DTensor. Two splits of one dimension are cut the way FSDP over tensor parallel
-    does: inner first. With ``F`` it is in flat ranges over the first dimension of the mesh."""
+    """``full`` as a DTensor."""
     if placements[0] == "F":
         return _flat_range(full, mesh.get_coordinate()[0], mesh.size(0))
     if placements[0].startswith("T"):
@@ -224,8 +220,7 @@ def tensors(layouts: list[Layout], shapes: list[tuple[int, ...]], *, fill: bool)
 def layouts_load(
     uri: str, stored: list[Layout], wanted: list[Layout], shapes: list[tuple[int, ...]]
 ) -> list[str]:
-    """Load every tensor of ``layouts_save`` into each wanted layout; name those that are not as
-    they should be."""
+    """Load every tensor of ``layouts_save`` into each wanted layout."""
     wrong = []
     for layout in wanted:
         mesh = init_device_mesh("cpu", layout[0])
@@ -246,8 +241,7 @@ def layouts_load(
 
 
 def one_memory(uri: str) -> bool:
-    """Two DTensors over the same local tensor, of which they are different parts: saved, and loaded
-    apart."""
+    """Two DTensors over the same local tensor, of which they are different parts."""
     rank = dist.get_rank()
     local = torch.full((3,), float(rank))
     meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [1, 0])]

@@ -1,5 +1,4 @@
-"""Training jobs of every layout for rank processes: they save as they go, die in the middle of a
-save, and are taken over in another layout."""
+"""Training jobs of every layout for rank processes."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ EXPERTS = 4
 
 @dataclass(frozen=True)
 class Job:
-    """``gradients`` computes those of one step, and returns its loss. ``after`` follows each
-    step."""
+    """``gradients`` computes those of one step, and returns its loss."""
 
     state: dict[str, Any]
     gradients: Callable[[int], float]
@@ -117,8 +115,7 @@ def averaged(seed: int) -> Job:
 
 
 def scaled(way: str, seed: int) -> Job:
-    """DDP with dropout, a scaler of losses, and an optimizer whose kernels are ``way``: fused or
-    foreach."""
+    """DDP with dropout, a scaler of losses, and an optimizer whose kernels are ``way``."""
     torch.manual_seed(seed)
     model = DistributedDataParallel(Model())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
@@ -154,8 +151,7 @@ class Batches(IterableDataset[torch.Tensor]):
 
 
 def fed(seed: int) -> Job:
-    """DDP on batches of which each rank takes its rows, from a loader with a state; an optimizer
-    for matrices, and another one for vectors."""
+    """DDP on batches of which each rank takes its rows, from a loader with a state."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     torch.manual_seed(seed)
@@ -230,8 +226,7 @@ class Summed(torch.autograd.Function):
 
 
 class Mixture(nn.Module):
-    """A gate that all ranks have, and experts of which each has some: as one DTensor, or as modules
-    by their numbers among all."""
+    """A gate that all ranks have, and experts of which each has some."""
 
     def __init__(self, as_modules: bool) -> None:
         super().__init__()
@@ -304,8 +299,7 @@ KINDS: dict[str, Callable[[int], Job]] = {
 
 
 def losses_of(kind: str, uri: str | None) -> tuple[int, list[float]]:
-    """Train to the end: without a break, or from where a run is, which goes on being saved. Where
-    it began, and the losses."""
+    """Train to the end: without a break, or from where a run is, which goes on being saved."""
     if uri is None:
         job = KINDS[kind](1)
         return 0, [job.step(number) for number in range(STEPS)]
@@ -320,8 +314,7 @@ def losses_of(kind: str, uri: str | None) -> tuple[int, list[float]]:
 
 
 def run_until_killed(kind: str, uri: str, at: int) -> None:
-    """Train; in the second save, rank 0 dies before the ``at``-th of its system calls, or before
-    the commit."""
+    """Train; in the second save, rank 0 dies before its ``at``-th system call, or the commit."""
     job = KINDS[kind](1)
     with _saving(uri) as checkpointer, contextlib.ExitStack() as taps:
         for number in range(STEPS):

@@ -1,5 +1,4 @@
-"""Ranks of a job as tasks of one process: they meet over a store in memory, and each may fail, be
-late or be started anew."""
+"""Ranks of a job as tasks of one process."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ class Gone:
 
 
 class RankProcesses:
-    """``size`` processes. A context manager; ``run`` may use the first few only. ``run`` takes
-    functions that can be imported: those of ``support``."""
+    """``size`` processes. A context manager; ``run`` may use the first few only."""
 
     def __init__(
         self, size: int, preload: Sequence[str] = (), *, with_children: bool = False

@@ -44,8 +44,7 @@ def _teams(world: int, *, apart: bool = False) -> list[StoreTeam]:
 
 
 def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
-    """Save one state per rank, also states without any element. Raises what the first rank that
-    failed raised."""
+    """Save one state per rank, also states without any element."""
 
     flats = [flatten(state) for state in states]
     for flat in flats:

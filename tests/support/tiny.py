@@ -1,5 +1,4 @@
-"""A checkpoint of two ranks in a few kilobytes, of many chunks and blocks; and all that reads
-checkpoints, as judges."""
+"""A checkpoint of two ranks in a few kilobytes, of many chunks and blocks."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ def load(uri: str) -> None:
 
 
 def load_into(uri: str) -> None:
-    """The whole state, into tensors of the caller; of which none gets a byte that was not saved,
-    also after an error."""
+    """The whole state, into tensors of the caller."""
     truth = state_of(0)
     into = state_of(0, step=7) | {"own": torch.full((300,), -1.0)}
     into["w"], into["tied"] = into["w"].clone(), into["tied"].clone()
@@ -176,8 +174,7 @@ READERS: Mapping[str, Callable[[str], None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """Bytes [start, stop) of a file are not what was saved. ``data`` is what is there now; None:
-    the file is gone."""
+    """Bytes [start, stop) of a file are not what was saved but ``data``; None: the file is gone."""
 
     key: str
     data: bytes | None
@@ -203,8 +200,7 @@ class Tiny:
         start(self._driver.delete(key) if data is None else self._driver.put(key, data)).result()
 
     def judge(self, reader: str, *damages: Damaged) -> str:
-        """What a reader makes of damage: ``refused``, with an error that says where, or
-        ``unnoticed``, and then all that it gave was what was saved. Anything else is a failure."""
+        """What a reader makes of damage."""
         for d in damages:
             self.put(d.key, d.data)
         try:
@@ -245,8 +241,7 @@ class Tiny:
         )
 
     def unpacked(self, d: Damaged) -> Damaged:
-        """The damage to a compressed file, in bytes of the image: those of the chunks that are
-        damaged, or, where the end of the file is, all of it."""
+        """The damage to a compressed file, in bytes of the image."""
         m, image, file = self.manifest, sorted(self.files).index(d.key), self.files[d.key]
         geometry = (int(m.images.hashed_nbytes[image]), m.chunk_nbytes, m.block_nbytes)
         index_at = len(file) - index_nbytes(*geometry)
@@ -291,8 +286,7 @@ class Tiny:
 
 
 def _has_no_manifest(error: holdfast.CheckpointError, damages: Sequence[Damaged]) -> bool:
-    """Whether the manifest is gone, and the error says that nothing is committed there, and what
-    lies there instead."""
+    """Whether the manifest is gone."""
     gone = any(d.key == MANIFEST_KEY and d.data is None for d in damages)
     return (
         gone

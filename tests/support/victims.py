@@ -65,8 +65,7 @@ def load_here(uri: str) -> str:
 
 
 def save_until_killed(pipe: Connection, uri: str, step: int) -> None:
-    """Save one step after the other; say before each that it begins, and after each that it is
-    committed."""
+    """Save one step after the other."""
     import holdfast
 
     while True:
@@ -79,9 +78,7 @@ def save_until_killed(pipe: Connection, uri: str, step: int) -> None:
 def save_and_die_at(
     pipe: Connection, uri: str, step: int, at: int, compression: Any = None
 ) -> None:
-    """Save once, and die before the ``at``-th system call that changes the file system; send first
-    whether the rename of the manifest came before it. Send how many calls there were if that one
-    never came."""
+    """Save once, and die before the ``at``-th system call that changes the file system."""
     import holdfast
 
     count = count_calls(at, lambda before: pipe.send(COMMIT in before))
@@ -90,8 +87,7 @@ def save_and_die_at(
 
 
 def save_as_rank(uri: str, step: int, victim: int, at: int, deadline_s: float) -> int:
-    """For every rank process: save together; ``victim`` dies before its ``at``-th system call.
-    How many there were."""
+    """For every rank process: save together; ``victim`` dies before its ``at``-th system call."""
     import torch.distributed as dist
 
     import holdfast
@@ -102,8 +98,7 @@ def save_as_rank(uri: str, step: int, victim: int, at: int, deadline_s: float) -
 
 
 def copy_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
-    """Copy over what is there, and die before the ``at``-th system call that changes the file
-    system. Say if that never came."""
+    """Copy over what is there."""
     import holdfast
 
     count = count_calls(at)
@@ -123,9 +118,7 @@ def import_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
 def count_calls(
     at: int, dying: Callable[[Sequence[str]], None] = lambda before: None
 ) -> Callable[[], int]:
-    """From now on this process dies before its ``at``-th system call that changes the file system;
-    ``dying`` is called first, with the labels of the calls before. Returns what tells how many
-    there were."""
+    """Die before the ``at``-th call that changes the file system; return what tells the count."""
     seen: list[str] = []
 
     def before(number: int, label: str) -> None:
@@ -145,8 +138,7 @@ def count_calls(
 
 
 def save_with_file_limits(pipe: Connection, uri: str, step: int, limits: Sequence[int]) -> None:
-    """Save once per limit of the size of files. Say per save which step is there then, and what was
-    raised."""
+    """Save once per limit of the size of files."""
     import holdfast
 
     outcomes = []

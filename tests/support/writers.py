@@ -1,8 +1,4 @@
-"""A trainer that writes to its state at any moment, by any means, while a lazy save copies it.
-
-Moments are made, not waited for: whoever copies passes :class:`Moments` before and after each read
-of tracked memory, and writes happen there, in that thread, or in one of their own.
-"""
+"""A trainer that writes to its state at any moment, by any means, while a lazy save copies it."""
 
 from __future__ import annotations
 
@@ -207,9 +203,7 @@ def _quietly(act: Callable[[], Any]) -> None:
 def complaint(
     rng: np.random.Generator, *, lazy: bool | str = True, first_share: float = 0.2
 ) -> str | None:
-    """Save a random state while it is written to; in ``first_share`` of all cases, for the first
-    time. What is wrong with what was stored; None where nothing is: it is the state of the call, or
-    the save has failed and named a tensor."""
+    """Save a random state while it is written to."""
     write_history.forget()
     state = state_of(rng)
     if rng.random() >= first_share:

@@ -1,5 +1,4 @@
-"""Which checkpoints of a folder a run goes on from: by their steps, whatever they are called, and
-along its branches."""
+"""Which checkpoints of a folder a run goes on from."""
 
 from __future__ import annotations
 
@@ -15,10 +14,9 @@ import holdfast
 from holdfast.storage.format.lineage import ROOT, Lineage
 
 
-@pytest.mark.parametrize("name", ["step-{}", "ckpt-{}", "epoch={}", "{}", "step_{:07d}"])
+@pytest.mark.parametrize("name", ["step-{}", "epoch={}", "{}"])
 def test_every_checkpoint_directly_below_counts(name: str, tmp_path: Path) -> None:
-    """Whatever it is called, by its step; and none that was not named by the Checkpointer is
-    deleted."""
+    """Whatever it is called, by its step."""
     for step in (5, 10):
         holdfast.save(tmp_path / name.format(step), state(step))
     assert resumed(tmp_path) == (10, 10.0)
@@ -45,8 +43,7 @@ def test_a_name_that_is_not_ours_is_not_deleted_though_it_looks_like_one(tmp_pat
 def test_what_does_not_fit_and_is_not_of_the_run_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such as weights alone, exported beside it. Where nothing else is there, that it does not fit
-    is the error."""
+    """Such as weights alone, exported beside it."""
     holdfast.save(tmp_path / "export", {"weights": torch.zeros(3)}, step=9)
     with pytest.raises(holdfast.MismatchError):
         resumed(tmp_path)
@@ -97,8 +94,7 @@ def test_a_lineage_is_what_a_list_of_steps_would_be(walk: Walk) -> None:
 
 
 def test_a_branch_that_is_not_on_record_is_the_root() -> None:
-    """A checkpoint that was copied from another run counts as one that was there from the
-    beginning."""
+    """A checkpoint copied from another run counts as there from the beginning."""
     assert Lineage().is_live("0123456789abcdef", 10**9)
     gone = Lineage().gone_back("fedcba9876543210", 5, "0123456789abcdef")
     assert gone.parents == {"0123456789abcdef": (ROOT, 5)}

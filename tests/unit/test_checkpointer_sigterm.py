@@ -1,15 +1,16 @@
-"""SIGTERM: what is under way is finished, the step at hand is saved, and then the signal does what
-it did before."""
+"""SIGTERM: what is under way is finished, the step at hand is saved."""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import gc
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,60 +24,71 @@ import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.training import preemption
 
-pytestmark = pytest.mark.clocked
+pytestmark = [
+    pytest.mark.clocked,
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning"),
+]
 
-PRELUDE = """
-import os, signal, sys, threading, time, torch, holdfast
-torch.set_num_threads(1)
-folder = sys.argv[1]
-state = {"x": torch.zeros(3_000_000)}
-def told(step):
-    print(step, flush=True)
-"""
+Tell = Callable[[object], object]
+STATE = {"x": torch.zeros(1000)}
 
 
 def signalled(
-    code: str, folder: Path, *, at: str = "3", timeout_s: float = 60
-) -> tuple[int, float, str]:
-    """Run ``code`` until it has said ``at``, send SIGTERM, and wait: its status, how long that
-    took, and what it said."""
-    command = [sys.executable, "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(code), str(folder)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/"
-    )
-    assert process.stdout is not None
-    with process:
-        said = ""
-        for line in process.stdout:
-            said += line
-            if line.strip() == at:
-                break
-        process.send_signal(signal.SIGTERM)
-        began_s = time.monotonic()
+    work: Callable[[Tell], None], *, at: object = 3, timeout_s: float = 60
+) -> tuple[int, float, list[str]]:
+    """Fork a child that does ``work``; send it SIGTERM once it has told ``at``. Return its status,
+    how long it took to end, and what it told."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
         try:
-            rest, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-    return process.returncode, time.monotonic() - began_s, said + rest
+            torch.set_num_threads(1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            work(lambda what: os.write(writing, f"{what}\n".encode()))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writing)
+    killer = threading.Timer(timeout_s, os.kill, (child, signal.SIGKILL))
+    killer.start()
+    told = []
+    with open(reading) as lines:
+        for line in lines:
+            told.append(line.strip())
+            if told[-1] == str(at):
+                break
+        os.kill(child, signal.SIGTERM)
+        began_s = time.monotonic()
+        told += [line.strip() for line in lines]
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    killer.cancel()
+    return status, time.monotonic() - began_s, told
+
+
+def steps(folder: Path) -> list[int | None]:
+    """Return the steps that are there."""
+    return [c.step for c in holdfast.list_checkpoints(folder)]
 
 
 def test_the_step_at_hand_is_saved_and_the_process_ends_by_the_signal(tmp_path: Path) -> None:
-    """Though no save is due; whoever started it sees that SIGTERM ended it."""
-    status, _, said = signalled(
-        """
-        with holdfast.Checkpointer(folder, every=1000) as ckpt:
+    """Though no save is due."""
+
+    def work(tell: Tell) -> None:
+        state = {"x": torch.zeros(1000)}
+        with holdfast.Checkpointer(tmp_path, every=1000) as ckpt:
             for step in range(1, 1000):
                 state["x"].fill_(step)
                 ckpt.step(step, state)
-                told(step)
+                tell(step)
                 time.sleep(0.02)
-        """,
-        tmp_path,
-    )
-    assert status == -signal.SIGTERM, said
+
+    status, _, told = signalled(work)
+    assert status == -signal.SIGTERM, told
     (found,) = holdfast.list_checkpoints(tmp_path)
-    assert found.step == max(int(line) for line in said.splitlines() if line.isdecimal()) + 1
+    assert found.step == int(told[-1]) + 1
     assert holdfast.load(tmp_path / found.path)["x"].eq(found.step).all()
     with holdfast.open(tmp_path / found.path) as checkpoint:
         assert checkpoint.verify().ok
@@ -84,97 +96,74 @@ def test_the_step_at_hand_is_saved_and_the_process_ends_by_the_signal(tmp_path: 
 
 def test_a_handler_that_was_there_before_is_called(tmp_path: Path) -> None:
     """After the saving; it may let the loop end by itself."""
-    status, _, said = signalled(
-        """
-        stop = []
-        signal.signal(signal.SIGTERM, lambda *_: stop.append(len(holdfast.list_checkpoints(folder))))
-        with holdfast.Checkpointer(folder, every=1000) as ckpt:
+
+    def work(tell: Tell) -> None:
+        stop: list[int] = []
+        signal.signal(signal.SIGTERM, lambda *_: stop.append(len(steps(tmp_path))))
+        with holdfast.Checkpointer(tmp_path, every=1000) as ckpt:
             for step in range(1, 1000):
-                ckpt.step(step, state)
-                told(step)
+                ckpt.step(step, STATE)
+                tell(step)
                 if stop:
                     break
                 time.sleep(0.02)
-        print("stopped", stop, ckpt.preempted, ckpt.counters.saved)
-        """,
-        tmp_path,
-    )
-    assert (status, said.splitlines()[-1]) == (0, "stopped [1] True 1")
+        tell(f"stopped {stop} {ckpt.preempted} {ckpt.counters.saved}")
+
+    status, _, told = signalled(work)
+    assert (status, told[-1]) == (0, "stopped [1] True 1")
 
 
-def test_a_step_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
-    """After the grace period the process ends all the same; what was under way by then is
-    committed."""
-    status, took_s, said = signalled(
-        """
-        ckpt = holdfast.Checkpointer(folder, every=1, grace_s=1.0)
-        ckpt.step(1, state)
-        told(3)
-        for _ in range(600):
-            time.sleep(0.1)  # a handler runs between two of them, at the latest
-        """,
-        tmp_path,
-    )
-    assert status == -signal.SIGTERM, said
+def locked() -> tuple[Any, Any]:
+    """Return a locked mutex: to lock it again waits in compiled code, where no handler runs."""
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    libc.pthread_mutex_lock(mutex)
+    return libc, mutex
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["in Python", "in compiled code"])
+def test_a_step_that_never_comes_is_not_waited_for(compiled: bool, tmp_path: Path) -> None:
+    """After the grace period the process ends; what was under way by then is committed."""
+
+    def work(tell: Tell) -> None:
+        ckpt = holdfast.Checkpointer(tmp_path, every=1, grace_s=1.0)
+        ckpt.step(1, STATE)
+        libc, mutex = locked()
+        tell(3)
+        if compiled:
+            libc.pthread_mutex_lock(mutex)
+        time.sleep(50)
+
+    status, took_s, told = signalled(work)
+    assert status == -signal.SIGTERM, told
     assert 0.9 < took_s < 30
-    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [1]
-
-
-LOCKED = """
-import ctypes
-libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
-libc.pthread_mutex_lock(mutex)
-"""
-"""Whoever locks it again waits in compiled code, and no signal interrupts that."""
-
-
-def test_the_grace_period_ends_also_within_compiled_code(tmp_path: Path) -> None:
-    """Python calls no handler there, and the main thread never comes back; what was under way is
-    committed all the same."""
-    status, took_s, said = signalled(
-        LOCKED
-        + """
-ckpt = holdfast.Checkpointer(folder, every=1, grace_s=1.0)
-ckpt.step(1, state)
-told(3)
-libc.pthread_mutex_lock(mutex)
-""",
-        tmp_path,
-    )
-    assert status == -signal.SIGTERM, said
-    assert 0.9 < took_s < 30
-    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [1]
+    assert steps(tmp_path) == [1]
 
 
 def test_the_grace_period_begins_also_within_compiled_code(tmp_path: Path) -> None:
-    """The clock runs from the signal on; the step after the call is saved, and a handler from
-    before is called in turn."""
-    status, _, said = signalled(
-        LOCKED
-        + """
-stop = []
-signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-ckpt = holdfast.Checkpointer(folder, every=1000)
-def unlock():
-    while not ckpt.preempted:
-        time.sleep(0.01)
-    print("seen", flush=True)
-    libc.pthread_mutex_unlock(mutex)
-threading.Thread(target=unlock).start()
-told(3)
-libc.pthread_mutex_lock(mutex)
-ckpt.step(7, state)
-ckpt.close()
-print("stopped", stop, ckpt.counters.saved)
-""",
-        tmp_path,
-    )
-    assert status == 0, said
-    assert [line for line in said.splitlines() if line.startswith(("seen", "stopped"))] == [
-        "seen",
-        "stopped [1] 1",
-    ]
-    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [7]
+    """The step after the call is saved, and a handler from before is called in turn."""
+
+    def work(tell: Tell) -> None:
+        stop: list[int] = []
+        signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+        ckpt = holdfast.Checkpointer(tmp_path, every=1000)
+        libc, mutex = locked()
+
+        def unlock() -> None:
+            while not ckpt.preempted:
+                time.sleep(0.01)
+            tell("seen")
+            libc.pthread_mutex_unlock(mutex)
+
+        threading.Thread(target=unlock).start()
+        tell(3)
+        libc.pthread_mutex_lock(mutex)
+        ckpt.step(7, STATE)
+        ckpt.close()
+        tell(f"stopped {stop} {ckpt.counters.saved}")
+
+    status, _, told = signalled(work)
+    assert (status, told) == (0, ["3", "seen", "stopped [1] 1"])
+    assert steps(tmp_path) == [7]
 
 
 def test_a_forked_child_ends_by_sigterm_and_its_parent_hears_nothing_of_it() -> None:
@@ -192,9 +181,7 @@ def test_a_forked_child_ends_by_sigterm_and_its_parent_hears_nothing_of_it() -> 
 
 
 def test_whoever_watched_signals_before_goes_on_watching() -> None:
-    """An event loop does, in the main thread: it hears of its signals while there is a
-    checkpointer, and after it."""
-    import asyncio
+    """An event loop does, in the main thread."""
 
     async def heard() -> list[str]:
         loop, said, event = asyncio.get_running_loop(), [], asyncio.Event()
@@ -233,42 +220,36 @@ def test_two_checkpointers_may_be_closed_in_any_order() -> None:
 
 
 def test_a_second_signal_is_not_kept_waiting(tmp_path: Path) -> None:
-    """Whoever sends two is in a hurry."""
-    status, took_s, said = signalled(
-        """
-        ckpt = holdfast.Checkpointer(folder, every=1, grace_s=50.0)
+    """Whoever sends two is in a hurry, however many Checkpointers there are."""
+
+    def work(tell: Tell) -> None:
+        kept = [holdfast.Checkpointer(tmp_path / str(n), grace_s=50.0) for n in range(3)]
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        told(3)
-        for _ in range(600):
-            time.sleep(0.1)  # a handler runs between two of them, at the latest
-        """,
-        tmp_path,
-    )
-    assert (status, took_s < 40) == (-signal.SIGTERM, True), said
+        tell(len(kept))
+        time.sleep(50)
+
+    status, took_s, told = signalled(work)
+    assert (status, took_s < 40) == (-signal.SIGTERM, True), told
 
 
 def test_the_end_of_the_loop_ends_the_process_too(tmp_path: Path) -> None:
     """A signal that comes after the last step is not forgotten."""
-    status, _, said = signalled(
-        """
-        with holdfast.Checkpointer(folder, every=1) as ckpt:
-            ckpt.step(1, state)
-            told(3)
+
+    def work(tell: Tell) -> None:
+        with holdfast.Checkpointer(tmp_path, every=1) as ckpt:
+            ckpt.step(1, STATE)
+            tell(3)
             while not ckpt.preempted:
                 time.sleep(0.01)
-        print("not reached")
-        """,
-        tmp_path,
-    )
-    assert status == -signal.SIGTERM
-    assert "not reached" not in said
-    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [1]
+        tell("not reached")
+
+    status, _, told = signalled(work)
+    assert (status, told) == (-signal.SIGTERM, ["3"])
+    assert steps(tmp_path) == [1]
 
 
 def test_a_save_that_takes_longer_than_the_grace_period(serve: Serve) -> None:
     """Is given up, and what handled the signal before gets it; the previous checkpoint stays."""
-    import asyncio
-
     go = threading.Event()
 
     async def hold(operation: str, key: str) -> None:
@@ -324,62 +305,41 @@ def test_in_another_thread_the_signal_is_left_alone() -> None:
     assert (saved, signal.getsignal(signal.SIGTERM)) == ([1], before)
 
 
-BOTH = """
-a = holdfast.Checkpointer(folder + "/full", every=1000, grace_s=GRACES[0])
-b = holdfast.Checkpointer(folder + "/weights", every=1000, grace_s=GRACES[1])
-for step in range(1, 1000):
-    STEPS
-    told(step)
-    time.sleep(0.02)
-"""
+def both(folder: Path, stepped: str, graces: tuple[float, float]) -> Callable[[Tell], None]:
+    """Return a loop with two Checkpointers, a and b, which steps those in ``stepped`` in order."""
+
+    def work(tell: Tell) -> None:
+        made = {
+            name: holdfast.Checkpointer(folder / name, every=1000, grace_s=grace_s)
+            for name, grace_s in zip("ab", graces, strict=True)
+        }
+        for step in range(1, 1000):
+            for name in stepped:
+                made[name].step(step, STATE)
+            tell(step)
+            time.sleep(0.02)
+
+    return work
 
 
-def both(stepped: str, graces: tuple[float, float]) -> str:
-    """A loop with two Checkpointers."""
-    return BOTH.replace("STEPS", stepped).replace("GRACES", str(graces))
-
-
-@pytest.mark.parametrize(
-    "stepped",
-    [
-        "a.step(step, state); b.step(step, state)",
-        pytest.param("b.step(step, state); a.step(step, state)", marks=pytest.mark.drill),
-    ],
-)
+@pytest.mark.parametrize("stepped", ["ab", pytest.param("ba", marks=pytest.mark.drill)])
 def test_all_checkpointers_of_a_process_save(stepped: str, tmp_path: Path) -> None:
     """Each the step at hand, in whatever order; then the process ends by the signal."""
-    status, took_s, said = signalled(both(stepped, (40.0, 50.0)), tmp_path)
-    assert status == -signal.SIGTERM, said
+    status, took_s, told = signalled(both(tmp_path, stepped, (40.0, 50.0)))
+    assert status == -signal.SIGTERM, told
     assert took_s < 30
-    last = max(int(line) for line in said.splitlines() if line.isdecimal())
-    for name in ("full", "weights"):
-        (found,) = holdfast.list_checkpoints(tmp_path / name)
-        assert found.step in (last, last + 1)
+    for name in "ab":
+        assert steps(tmp_path / name) in ([int(told[-1])], [int(told[-1]) + 1])
 
 
 def test_a_checkpointer_that_never_steps_keeps_the_others_no_longer_than_its_grace(
     tmp_path: Path,
 ) -> None:
     """They have saved, and training goes on meanwhile."""
-    status, took_s, said = signalled(both("a.step(step, state)", (30.0, 2.0)), tmp_path)
-    assert status == -signal.SIGTERM, said
+    status, took_s, told = signalled(both(tmp_path, "a", (30.0, 2.0)))
+    assert status == -signal.SIGTERM, told
     assert 1.5 < took_s < 20
-    assert len(holdfast.list_checkpoints(tmp_path / "full")) == 1
-
-
-def test_a_second_signal_ends_a_process_of_several_checkpointers_at_once(tmp_path: Path) -> None:
-    """None of them is waited for."""
-    status, took_s, said = signalled(
-        """
-        kept = [holdfast.Checkpointer(f"{folder}/{n}", grace_s=50.0) for n in range(3)]
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        told(3)
-        for _ in range(600):
-            time.sleep(0.1)
-        """,
-        tmp_path,
-    )
-    assert (status, took_s < 40) == (-signal.SIGTERM, True), said
+    assert len(steps(tmp_path / "a")) == 1
 
 
 class Heard:
@@ -458,8 +418,6 @@ def test_a_checkpointer_that_is_made_after_the_signal_is_asked_too() -> None:
 
 def test_a_checkpointer_that_was_dropped_keeps_nobody_waiting() -> None:
     """Nor one that was closed in another thread, where Python lets nobody set handlers."""
-    import gc
-
     with Heard() as heard:
         dropped = holdfast.Checkpointer(fresh_uri())
         elsewhere = holdfast.Checkpointer(fresh_uri())
@@ -488,8 +446,7 @@ def test_a_signal_is_handed_over_though_the_last_one_is_closed_in_another_thread
 
 
 def test_a_handler_that_was_set_between_two_is_the_one_that_is_handed_over_to() -> None:
-    """Whoever set it last before the last Checkpointer was made is who is called; and whoever calls
-    ours from theirs gets the one before."""
+    """Whoever set it last before the last Checkpointer was made is who is called."""
     with Heard() as heard:
         first = holdfast.Checkpointer(fresh_uri())
         ours, chained = signal.getsignal(signal.SIGTERM), []

@@ -1,5 +1,4 @@
-"""A forked child of a rank takes no part in the calls of its job: it is told so, and may read
-checkpoints by itself."""
+"""A forked child of a rank takes no part in the calls of its job."""
 
 from __future__ import annotations
 

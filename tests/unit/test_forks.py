@@ -1,5 +1,4 @@
-"""A child that is forked at any moment of its parent's saves starts anew: it finds free locks, and
-an engine of its own."""
+"""A child that is forked at any moment of its parent's saves starts anew."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ def beside(work: Any) -> Iterator[None]:
 
 
 def test_a_child_finds_every_lock_free() -> None:
-    """Another thread holds every lock that Holdfast has, whatever it guards, at the moment of the
-    fork. The child saves and loads all the same."""
+    """Hold every lock of Holdfast in another thread at a fork; the child still saves and loads."""
     save_and_load()
     locks = [
         lock for reference in list(renewal._locks.values()) if (lock := reference()) is not None
@@ -108,8 +106,7 @@ def test_a_child_finds_every_lock_free() -> None:
 def test_a_fork_waits_until_no_other_thread_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the child could never import that module: the lock of its import is held by a thread
-    that is not there."""
+    """Else the child could never import that module."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "slow_to_import.py").write_text(
         "import time\nbegun = time.sleep(0.5)\nloaded = True\n"
@@ -127,8 +124,7 @@ def test_a_fork_waits_until_no_other_thread_imports(
 
 
 def test_a_fork_does_not_wait_for_ever_for_an_import(tmp_path: Path) -> None:
-    """An import in another thread may wait for the very thread that forks. Then the fork goes on
-    without."""
+    """An import in another thread may wait for the very thread that forks."""
     (tmp_path / "never_imported.py").write_text(
         "import threading\ngo_on = threading.Event()\ngo_on.wait(60)\n"
     )
@@ -220,8 +216,7 @@ sys.exit(str(bad) if bad else 0)
 
 
 def test_forks_at_random_moments_of_saves(tmp_path: Path, seed: int) -> None:
-    """From the first moment on, when other threads are importing Holdfast: every child saves and
-    loads, and none hangs."""
+    """From the first moment on, when other threads are importing Holdfast."""
     assert run(FORKS, tmp_path, 25, seed) == ""
 
 
@@ -239,8 +234,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def test_data_loaders_fork_workers_while_a_checkpointer_saves(tmp_path: Path) -> None:
-    """Workers of each epoch are forked in the middle of lazy saves, and read from a checkpoint that
-    their parent has open, each by a connection of its own."""
+    """Workers of each epoch are forked in the middle of lazy saves."""
     holdfast.save(tmp_path / "data", {"rows": torch.arange(32.0).reshape(8, 4)})
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.Adam(model.parameters())
@@ -264,8 +258,7 @@ def test_data_loaders_fork_workers_while_a_checkpointer_saves(tmp_path: Path) ->
 
 
 def test_a_child_is_told_that_a_save_is_its_parents(serve: Serve) -> None:
-    """It would wait for ever, since the thread that ends the save is not in it: to wait, to ask and
-    to await is an error. What had ended before the fork can be asked."""
+    """It would wait for ever, since the thread that ends the save is not in it."""
     ended = holdfast.async_save(fresh_uri(), STATE)
     ended.wait(20)
     go_on = threading.Event()
@@ -296,8 +289,7 @@ def test_a_child_is_told_that_a_save_is_its_parents(serve: Serve) -> None:
 
 
 def test_a_checkpointer_is_of_the_process_that_made_it(tmp_path: Path) -> None:
-    """A child that calls it would save and delete in its parent's name: that is an error. To leave
-    its block is none, and waits for nothing."""
+    """A child that calls it would save and delete in its parent's name: that is an error."""
     checkpointer = holdfast.Checkpointer(tmp_path, every=1)
 
     def use() -> None:
@@ -318,8 +310,7 @@ def test_a_checkpointer_is_of_the_process_that_made_it(tmp_path: Path) -> None:
 
 
 def test_a_parent_goes_on_after_a_child_has_cleaned_up(tmp_path: Path) -> None:
-    """The child ends as any program does, collects its garbage and closes what it can; the parent's
-    engine hears of nothing."""
+    """The child ends as any program does, collects its garbage and closes what it can."""
     code = """
         import gc, os, sys, torch, holdfast
         folder = sys.argv[1]

@@ -101,8 +101,7 @@ def test_a_tuple_in_the_state_is_returned(uri: str) -> None:
 
 
 def test_names_of_the_part_are_strict(uri: str) -> None:
-    """What the part has and the state has not is a difference, and so is the reverse; what lies
-    beside the part is none."""
+    """What the part has and the state has not is a difference, and so is the reverse."""
     with pytest.raises(MismatchError) as caught:
         holdfast.load(uri, into=nn.Linear(2, 3, bias=False), only="model.0")
     assert [text.split("'")[1] for text in caught.value.differences] == ["model.0.bias"]

@@ -1,5 +1,4 @@
-"""A run's folder with entries that cannot be read, or are none of ours: each is one line of a
-listing, and everything else works."""
+"""A run's folder with entries that cannot be read, or are none of ours."""
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ from holdfast.storage.protocol import limits
 
 NOBODY = 65534
 STATE = {"w": torch.arange(5.0)}
+DEAD = "20200101T000000-00000000"
 
 
 @contextlib.contextmanager
@@ -67,124 +67,83 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(root)
 
 
+OLD = "step-00000002"
+
+
 def unreadable_folder(folder: Path) -> str:
     """Add the lost+found of an ext4 volume."""
     (folder / "lost+found").mkdir(mode=0)
     return "lost+found"
 
 
-def unreadable_step(folder: Path) -> str:
-    """Close an old step."""
-    (folder / "step-00000002").chmod(0)
-    return "step-00000002"
+def closed(path: str) -> Callable[[Path], str]:
+    """Close a folder or file of an old step."""
 
+    def odd(folder: Path) -> str:
+        (folder / OLD / path).chmod(0)
+        return OLD
 
-def unreadable_data(folder: Path) -> str:
-    """Close the images of an old step."""
-    (folder / "step-00000002/data").chmod(0)
-    return "step-00000002"
-
-
-def unreadable_manifest(folder: Path) -> str:
-    """Close the manifest of an old step."""
-    (folder / "step-00000002/manifest.safetensors").chmod(0)
-    return "step-00000002"
+    return odd
 
 
 def linked_image(folder: Path) -> str:
     """Put a link in the place of an image."""
-    (image,) = (folder / "step-00000002").rglob("0.safetensors")
+    (image,) = (folder / OLD).rglob("0.safetensors")
     image.rename(folder / "elsewhere")
     image.symlink_to(folder / "elsewhere")
-    return "step-00000002"
+    return OLD
 
 
-def linked_manifest(folder: Path) -> str:
-    """Put a link in the place of a manifest."""
-    manifest = folder / "step-00000002/manifest.safetensors"
-    manifest.rename(folder / "elsewhere")
-    manifest.symlink_to(folder / "elsewhere")
-    return "step-00000002"
+def in_place_of_manifest(make: Callable[[Path], object]) -> Callable[[Path], str]:
+    """Put something in the place of the manifest of an old step."""
+
+    def odd(folder: Path) -> str:
+        manifest = folder / OLD / "manifest.safetensors"
+        manifest.rename(folder / "elsewhere")
+        make(manifest)
+        return OLD
+
+    return odd
 
 
-def circular_manifest(folder: Path) -> str:
-    """Put a link to itself in the place of a manifest."""
-    manifest = folder / "step-00000002/manifest.safetensors"
-    manifest.unlink()
-    manifest.symlink_to(manifest.name)
-    return "step-00000002"
-
-
-def pipe_for_manifest(folder: Path) -> str:
-    """Put a named pipe in the place of a manifest."""
-    manifest = folder / "step-00000002/manifest.safetensors"
-    manifest.unlink()
-    os.mkfifo(manifest)
-    return "step-00000002"
-
-
-def folder_in_place_of_manifest(folder: Path) -> str:
-    """Put a folder in the place of a manifest, with a file in it."""
-    manifest = folder / "step-00000002/manifest.safetensors"
-    manifest.unlink()
-    manifest.mkdir()
-    (manifest / "x").write_bytes(b"x")
-    return "step-00000002"
-
-
-def dangling_link(folder: Path) -> None:
-    """Add a link to nothing."""
-    (folder / "latest").symlink_to("nothing")
-
-
-def circular_link(folder: Path) -> None:
-    """Add a link to itself."""
-    (folder / "circle").symlink_to("circle")
-
-
-def pipe(folder: Path) -> None:
-    """Add a named pipe."""
-    os.mkfifo(folder / "pipe")
-
-
-def listening(folder: Path) -> None:
-    """Add a socket."""
+def listen_at(path: Path) -> None:
+    """Make a socket."""
     with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(folder / "socket"))
+        made.bind(str(path))
 
 
-def folder_for_manifest(folder: Path) -> None:
-    """Add a folder with the name of a manifest."""
+def no_checkpoints(folder: Path) -> None:
+    """Add everything that cannot be a checkpoint, also names that are not UTF-8."""
+    (folder / "latest").symlink_to("nothing")
+    (folder / "circle").symlink_to("circle")
+    os.mkfifo(folder / "pipe")
+    listen_at(folder / "socket")
     (folder / "other/manifest.safetensors").mkdir(parents=True)
     (folder / "other").chmod(0o777)
-
-
-def undecodable(folder: Path) -> None:
-    """Add names that are not UTF-8."""
     os.makedirs(os.fsencode(folder) + b"/\xff\xfe/x")
     with open(os.fsencode(folder) + b"/\xff\xfe/x/f\xff", "w"):
         pass
 
 
-def no_checkpoints(folder: Path) -> None:
-    """Add everything that cannot be a checkpoint."""
-    for add in (dangling_link, circular_link, pipe, listening, folder_for_manifest, undecodable):
-        add(folder)
+ODD: dict[str, Callable[[Path], str | None]] = {
+    "unreadable folder": unreadable_folder,
+    "unreadable step": closed(""),
+    "unreadable data": closed("data"),
+    "unreadable manifest": closed("manifest.safetensors"),
+    "linked image": linked_image,
+    "linked manifest": in_place_of_manifest(lambda path: path.symlink_to("../elsewhere")),
+    "circular manifest": in_place_of_manifest(lambda path: path.symlink_to(path.name)),
+    "pipe for manifest": in_place_of_manifest(os.mkfifo),
+    "folder for manifest": in_place_of_manifest(lambda path: (path.mkdir(), (path / "x").touch())),
+    "no checkpoints": no_checkpoints,
+}
 
 
-ODD = [
-    unreadable_folder, unreadable_step, unreadable_data, unreadable_manifest, linked_image,
-    linked_manifest, circular_manifest, pipe_for_manifest, folder_in_place_of_manifest,
-    no_checkpoints,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_one_odd_entry_leaves_everything_else_working(
     odd: Callable[[Path], str | None], folder: Path
 ) -> None:
-    """It is a line with a problem where it may be a checkpoint; the run resumes, saves, and prunes;
-    nothing that could not be read is deleted, or counted as kept."""
+    """It is a line with a problem where it may be a checkpoint."""
     problem = odd(folder)
     before = sorted(folder.glob("step-00000002/**/*"))
     for path in before:
@@ -203,7 +162,7 @@ def test_one_odd_entry_leaves_everything_else_working(
         assert sorted(folder.glob("step-00000002/**/*")) == before
 
 
-@pytest.mark.parametrize("add", [unreadable_folder, unreadable_step])
+@pytest.mark.parametrize("add", [unreadable_folder, closed("")])
 def test_the_last_ones_are_listed_with_folders_that_cannot_be_read(
     folder: Path, add: Callable[[Path], str]
 ) -> None:
@@ -215,22 +174,14 @@ def test_the_last_ones_are_listed_with_folders_that_cannot_be_read(
     assert problem.problem is not None
 
 
-def unreadable_attempt(data: Path) -> None:
-    """Add an attempt that may not be entered."""
-    (data / "20200101T000000-00000000").mkdir(mode=0)
+BESIDE: dict[str, Callable[[Path], object]] = {
+    "unreadable attempt": lambda data: (data / DEAD).mkdir(mode=0),
+    "unreadable part": lambda data: (next(data.iterdir()) / "sub").mkdir(mode=0),
+    "no lock": lambda data: (data / "pruning").write_bytes(b"junk"),
+}
 
 
-def unreadable_part(data: Path) -> None:
-    """Add a folder that may not be entered to the attempt that is the checkpoint."""
-    (next(data.iterdir()) / "sub").mkdir(mode=0)
-
-
-def no_lock(data: Path) -> None:
-    """Add a file of other contents with the name of a prune lock."""
-    (data / "pruning").write_bytes(b"junk")
-
-
-@pytest.mark.parametrize("odd", [unreadable_attempt, unreadable_part, no_lock])
+@pytest.mark.parametrize("odd", BESIDE.values(), ids=BESIDE)
 def test_a_step_is_saved_again_beside_odd_data(odd: Callable[[Path], None], folder: Path) -> None:
     """What cannot be read, or is not ours, is left alone."""
     odd(folder / "step-00000003/data")
@@ -248,12 +199,6 @@ def test_a_lock_that_may_not_be_read_counts_by_its_age(folder: Path) -> None:
     with as_nobody():
         holdfast.save(folder / "step-00000003", STATE, step=3)
         holdfast.prune(folder, keep_last=1, idle_s=0)
-
-
-def listen_at(path: Path) -> None:
-    """Make a socket."""
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
 
 
 UNREADABLE: dict[str, Callable[[Path], object]] = {
@@ -279,8 +224,7 @@ def put_lineage(folder: Path, make: Callable[[Path], object]) -> None:
 def test_a_lineage_that_cannot_be_read(
     folder: Path, make: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A listing shows it as a line with a problem. Nothing is deleted, and the run resumes only at
-    a step that the caller names: the newest may be abandoned."""
+    """A listing shows it as a line with a problem."""
     put_lineage(folder, make)
     with as_nobody():
         lines = [(c.path, c.problem is None) for c in holdfast.list_checkpoints(folder)]
@@ -328,9 +272,6 @@ def test_a_lineage_that_becomes_unreadable_fails_no_save(
         run.step(5, STATE)
         run.wait()
         assert run.counters.pruned == 3
-
-
-DEAD = "20200101T000000-00000000"
 
 
 def a_file_for_data(data: Path) -> None:
@@ -398,8 +339,7 @@ def add_attempt(data: Path, number: int, age_s: float, *, odd: bool) -> str:
 def test_attempts_are_collected_each_by_its_own_age(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pruning deletes those that are silent for a day. One that cannot be deleted keeps neither
-    the others nor a save of the step, unless it is young, and may be alive."""
+    """A pruning deletes those that are silent for a day."""
     data = folder / "step-00000003/data"
     current = next(data.iterdir()).name
     ages_s = [limits.IDLE_S + 60, limits.IDLE_S - 60]

@@ -52,15 +52,6 @@ def test_an_undecided_step_counts_as_one_failed_save(second_of_three: None, tmp_
         assert (counters.due, counters.failed, counters.in_flight) == (1, 1, 0)
 
 
-def test_a_launched_process_may_save_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It need not have joined its process group, if it says that it is alone."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(UsageError, match="not initialised"):
-        holdfast.save(tmp_path / "c", {"w": torch.ones(1)})
-    holdfast.save(tmp_path / "c", {"w": torch.ones(1)}, process_group="self")
-
-
 @pytest.mark.parametrize("group", ["all", 3, dist.GroupMember.NON_GROUP_MEMBER])
 def test_what_is_no_group_is_refused(group: Any, second_of_three: None, tmp_path: Path) -> None:
     """By every verb, before any I/O."""

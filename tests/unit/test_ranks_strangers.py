@@ -1,5 +1,4 @@
-"""Who is at the other end of a connection between ranks: whoever is not that rank is turned away,
-and nothing is taken of it."""
+"""Who is at the other end of a connection between ranks."""
 
 from __future__ import annotations
 
@@ -28,12 +27,7 @@ from holdfast.storage.exchange import broadcast, exchange
 from holdfast.storage.exchange.connection import Connection
 from holdfast.storage.exchange.group import ExchangeLimits
 from holdfast.storage.exchange.shared_memory import Arena, Window, identity_of
-from holdfast.storage.exchange.transport import (
-    HANDSHAKE_TIMEOUT_S,
-    Address,
-    Listener,
-    connect,
-)
+from holdfast.storage.exchange.transport import HANDSHAKE_TIMEOUT_S, Address, Listener, connect
 from holdfast.storage.ranks.hosts import host_key
 from holdfast.storage.runtime.buffers import HostBuffer
 
@@ -71,8 +65,7 @@ async def opened(
 def squatting(
     behave: Callable[[socket.socket], Any], family: int = socket.AF_UNIX
 ) -> tuple[Address, threading.Thread]:
-    """The address of a rank whose name, or port, is taken by another, who does this with its first
-    client."""
+    """Return the address of a rank whose name or port is taken by another, which calls ``behave``."""
     listener = socket.socket(family)
     listener.bind(
         f"\0holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
@@ -136,8 +129,7 @@ STRANGERS = {
 def test_whoever_has_a_ranks_name_but_not_its_secret_is_refused(
     behave: Any, family: int, no_leaks: None
 ) -> None:
-    """Whatever it says, or does not say: within the time limit, an OSError, upon which a rank reads
-    for itself."""
+    """Whatever it says, or does not say."""
     address, serving = squatting(behave, family)
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on what was said
         asyncio.run(connect(address, 1, host_key(), timeout_s=0.5))
@@ -179,8 +171,7 @@ def test_a_process_of_another_user_is_refused_before_anything_is_said() -> None:
 
 @pytest.mark.parametrize("near", ["", "127.0.0.1"], ids=["on this host", "over the network"])
 def test_a_door_lets_in_those_who_know_its_secret(near: str, arena: Arena, no_leaks: None) -> None:
-    """Strangers who say nothing, garbage, or the wrong proof are turned away, and keep no rank from
-    coming in. The secret is never sent."""
+    """Strangers who say nothing, garbage, or the wrong proof are turned away."""
 
     async def run() -> None:
         async with opened(arena, near, handshake_timeout_s=0.3) as (listener, connections):
@@ -219,8 +210,7 @@ def test_a_door_lets_in_those_who_know_its_secret(near: str, arena: Arena, no_le
 
 
 def test_a_conversation_cannot_be_repeated(arena: Arena) -> None:
-    """What a rank said to prove who it is proves nothing in another connection: the challenge is
-    another one."""
+    """What a rank said to prove who it is proves nothing in another connection."""
     said = bytearray()
 
     async def heard(
@@ -256,8 +246,7 @@ def test_a_conversation_cannot_be_repeated(arena: Arena) -> None:
 
 @pytest.mark.parametrize("how", ["not sealed", "too small", "too large", "a file"])
 def test_memory_that_could_be_cut_off_is_not_looked_at(how: str, tmp_path: Path) -> None:
-    """To look beyond its end would kill this process with SIGBUS: it must be sealed, and of the
-    size that was told."""
+    """To look beyond its end would kill this process with SIGBUS."""
     if how == "a file":
         fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     else:
@@ -339,8 +328,7 @@ def test_ranks_read_for_themselves_where_a_stranger_has_a_name(
 def test_a_manifest_that_is_not_what_was_told_is_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What lies in the memory that a rank hands over must have the checksum that it has told over
-    the job's store."""
+    """Memory handed over must have the checksum told over the job's store."""
     state = {"t": torch.arange(9000.0)}
     driver = MemoryDriver(fresh_uri())
     save_as_ranks(driver, [state, state])
@@ -359,8 +347,7 @@ def test_a_manifest_that_is_not_what_was_told_is_read_again(
 
 
 class Between:
-    """Passes on what two ranks say over TCP, and flips a bit of the byte at ``position`` of what
-    the listener says."""
+    """Passes on what two ranks say over TCP."""
 
     def __init__(self, address: Address, position: int) -> None:
         self._tcp, self._position = address.tcp, position
@@ -403,8 +390,7 @@ _HEADER_NBYTES = struct.calcsize("<QQ16s")
 def test_bytes_that_were_changed_on_the_way_are_not_taken(
     position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A single bit between two hosts, in the bytes or in their digest: an error that says so, on
-    all ranks."""
+    """A single bit between two hosts, in the bytes or in their digest."""
     state = {"t": torch.arange(9000.0)}
     driver = MemoryDriver(fresh_uri())
     save_as_ranks(driver, [state])

@@ -1,5 +1,4 @@
-"""A save commits whole, or leaves what was there untouched; what it leaves behind is collected by
-the next one."""
+"""A save commits whole, or leaves what was there untouched."""
 
 from __future__ import annotations
 
@@ -123,9 +122,7 @@ N_ACCESSES = len(accesses(prepared()))
 def test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint(
     n: int, after: bool, for_good: bool
 ) -> None:
-    """The error is raised, unless only clean-up failed; the checkpoint is the old one, or, if its
-    manifest was put in spite of the error or before it, the new one. The next save works, and
-    collects all that no grace period protects."""
+    """The error is raised, unless only clean-up failed."""
     storage = prepared()
     fault = Fault(n, after=after, for_good=for_good)
     failed: holdfast.HoldfastError | None = None
@@ -176,8 +173,7 @@ def test_what_died_after_its_claim_is_collected_when_its_grace_is_over() -> None
 def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Storage that is gone is not asked for long; the error of the save comes out, and what is left
-    waits for the next one."""
+    """Storage that is gone is not asked for long."""
     clean_up_within(monkeypatch, 0.1)
     storage = prepared()
 
@@ -198,8 +194,7 @@ def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(
 
 
 def test_a_save_that_fails_does_not_ask_again_where_its_storage_is_gone() -> None:
-    """Each question costs the time of a deadline: once the files of the attempt cannot be deleted,
-    nothing is swept."""
+    """Each question costs the time of a deadline."""
     asked: list[str] = []
 
     async def go_away(operation: str, key: str) -> None:
@@ -213,8 +208,7 @@ def test_a_save_that_fails_does_not_ask_again_where_its_storage_is_gone() -> Non
 
 
 def test_a_first_save_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:
-    """On a local disk: not even the folder that it would have shared with others; where another is
-    at work, its files stay."""
+    """On a local disk: not even the folder that it would have shared with others."""
 
     async def fail(operation: str, key: str) -> None:
         if operation == "create":
@@ -238,8 +232,7 @@ def test_a_first_save_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:
 
 
 def test_a_request_that_the_storage_did_twice_does_not_fail_a_save() -> None:
-    """It is told that its attempt, of which nobody else knows, is there already. It takes another,
-    and leaves one."""
+    """It is told that its attempt, of which nobody else knows, is there already."""
     driver, done = MemoryDriver(), list[str]()
 
     async def twice(operation: str, key: str) -> None:
@@ -255,8 +248,7 @@ def test_a_request_that_the_storage_did_twice_does_not_fail_a_save() -> None:
 
 
 def test_a_save_does_not_wait_for_ever_to_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others left can wait: where sweeping takes long, because storage hangs, the save goes on
-    without."""
+    """What others left can wait."""
     clean_up_within(monkeypatch, 0.1)
 
     async def hang(operation: str, key: str) -> None:
@@ -275,8 +267,7 @@ def without_exclusion(storage: MemoryDriver) -> MemoryDriver:
 
 
 def test_without_exclusion_nobody_is_sentenced() -> None:
-    """Two savers that overlap both commit whole checkpoints; the last manifest wins; neither
-    deletes the other's files."""
+    """Two savers that overlap both commit whole checkpoints; the last manifest wins."""
     storage = without_exclusion(prepared())
 
     async def overtake(operation: str, key: str) -> None:
@@ -370,8 +361,7 @@ def test_strange_files_below_data_are_left_alone(tmp_path: Path) -> None:
 
 
 def halting(serve: Serve, operation: str) -> tuple[str, threading.Event, threading.Event]:
-    """A place where every save halts before ``operation`` until the second event is set; the first
-    says that one has come there."""
+    """A place where every save halts before ``operation`` until the second event is set."""
     reached, go = threading.Event(), threading.Event()
 
     async def halt(doing: str, key: str) -> None:
@@ -408,8 +398,7 @@ def test_after_an_async_save_returns_the_state_may_change(serve: Serve) -> None:
 
 
 def test_a_handle_tells_how_far_its_save_is(serve: Serve) -> None:
-    """Captured, sealed, durable, in that order; a wait with a limit ends in time, and says what it
-    waited for."""
+    """Captured, sealed, durable, in that order."""
     uri, reached, go = halting(serve, "commit")
     handle = holdfast.async_save(uri, {"x": torch.ones(10)})
     assert reached.wait(30)
@@ -470,8 +459,7 @@ def test_what_fails_in_the_background_is_raised_by_wait(
 
 
 def test_a_failed_save_gives_its_memory_back(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No buffer is lost, so that a job which goes on after a hundred failures has as much memory as
-    before."""
+    """No buffer is lost."""
     from holdfast.storage.runtime.buffers import host_pool
 
     holdfast.release_memory()

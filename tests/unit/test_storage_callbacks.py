@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -39,11 +37,14 @@ WITH_PROGRESS = [
 Operation = Callable[[str, Callable[[int, int], None]], object]
 
 
-@pytest.fixture
+NBYTES = 17 << 20
+
+
+@pytest.fixture(scope="module")
 def uri() -> str:
     """A checkpoint."""
     uri = fresh_uri()
-    holdfast.save(uri, {"x": torch.zeros(40 << 20, dtype=torch.uint8)})
+    holdfast.save(uri, {"x": torch.zeros(NBYTES, dtype=torch.uint8)})
     return uri
 
 
@@ -56,7 +57,7 @@ def test_a_progress_callback_may_call_holdfast(uri: str, operate: Operation) -> 
         seen.append((holdfast.load(uri)["x"].numel(), threading.current_thread().name))
 
     operate(uri, look)
-    assert set(seen) == {(40 << 20, "holdfast-progress")}
+    assert set(seen) == {(NBYTES, "holdfast-progress")}
 
 
 @pytest.mark.parametrize("operate", WITH_PROGRESS)
@@ -93,26 +94,11 @@ def test_what_a_progress_callback_raises_ends_the_operation(
     with pytest.raises(type(error)) as raised:
         operate(uri, fail)
     assert raised.value is error
-    assert holdfast.load(uri)["x"].numel() == 40 << 20
-
-
-def test_a_copy_whose_progress_callback_raises_is_not_committed(uri: str) -> None:
-    """Nor is it when the callback raises at the last call, which comes after the commit: then it is
-    there, whole."""
-    destination = fresh_uri()
-
-    def fail(done: int, total: int) -> None:
-        if done < total:
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        holdfast.copy(uri, destination, progress=fail)
-    assert [c.problem for c in holdfast.list_checkpoints(destination)] in ([], [None])
+    assert holdfast.load(uri)["x"].numel() == NBYTES
 
 
 def test_reports_arrive_in_order_seldom_and_the_last_one_always() -> None:
-    """A thousand reports within moments are few calls; the first comes at once, and the last is
-    never dropped."""
+    """A thousand reports within moments are few calls."""
     calls: Calls = []
     with ProgressReporter(lambda done, total: calls.append((done, total))) as reporter:
         for done in range(1001):
@@ -146,8 +132,7 @@ def test_calls_of_one_callback_do_not_overlap_and_end_with_the_operation() -> No
 
 
 def test_a_failed_operation_raises_its_own_error_and_delivers_no_last_report() -> None:
-    """The bar of a copy that failed does not jump; what the callback raised then does not hide why
-    it failed."""
+    """The bar of a copy that failed does not jump."""
     calls: Calls = []
     blocked = threading.Event()
 
@@ -170,8 +155,7 @@ def test_a_failed_operation_raises_its_own_error_and_delivers_no_last_report() -
 
 
 def test_a_reporter_serves_a_coroutine_of_the_engine_too() -> None:
-    """There it waits for the callback without standing in the loop's way; an exit that the callback
-    asks for is a UsageError, since the engine may not end."""
+    """There it waits for the callback without standing in the loop's way."""
     calls: Calls = []
 
     async def operation(callback: Callable[[int, int], None]) -> None:
@@ -219,9 +203,7 @@ WAITING = {
     "async_save": lambda uri: holdfast.async_save(fresh_uri(), {"x": 1}),
     "wait": lambda uri: holdfast.async_save(fresh_uri(), {"x": 1}, lazy=True).wait(),
     "load": holdfast.load,
-    "load into": lambda uri: holdfast.load(
-        uri, into={"x": torch.zeros(40 << 20, dtype=torch.uint8)}
-    ),
+    "load into": lambda uri: holdfast.load(uri, into={"x": torch.zeros(NBYTES, dtype=torch.uint8)}),
     "open": holdfast.open,
     "list": holdfast.list_checkpoints,
     "copy": lambda uri: holdfast.copy(uri, fresh_uri()),
@@ -245,7 +227,7 @@ def test_a_call_that_waits_is_refused_on_the_engines_thread(uri: str, name: str)
 
     with pytest.raises(holdfast.UsageError, match="wait for itself"):
         start(call()).result(60)
-    assert holdfast.load(uri)["x"].numel() == 40 << 20
+    assert holdfast.load(uri)["x"].numel() == NBYTES
 
 
 @pytest.mark.parametrize("name", ["verify", "read", "read_bytes", "close"])
@@ -291,8 +273,7 @@ def test_a_log_handler_that_saves_gets_an_error_and_no_deadlock(uri: str) -> Non
 
 
 def test_a_started_coroutine_can_be_cancelled() -> None:
-    """The coroutine learns of it, and its future is done only once it has cleaned up: the
-    interpreter waits for that."""
+    """The coroutine learns of it, and its future is done only once it has cleaned up."""
     began, heard, cleaned = threading.Event(), threading.Event(), threading.Event()
 
     async def endless() -> None:
@@ -312,16 +293,3 @@ def test_a_started_coroutine_can_be_cancelled() -> None:
     with pytest.raises(CancelledError):
         future.result(60)
     assert not future.cancel()
-
-
-def test_an_exit_within_a_progress_callback_of_a_script_exits() -> None:
-    """``sys.exit`` in it ends the script with that status, as it would anywhere else."""
-    code = """
-        import sys, holdfast
-        holdfast.save("memory://p/c", {"x": 1})
-        holdfast.copy("memory://p/c", "memory://p/d", progress=lambda done, total: sys.exit(7))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], check=False, timeout=100, cwd="/"
-    )
-    assert done.returncode == 7

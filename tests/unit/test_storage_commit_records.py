@@ -1,5 +1,4 @@
-"""One process commits an attempt: commit records are told apart, and an attempt that has one is
-neither deleted nor committed in part."""
+"""One process commits an attempt."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ async def with_images(storage: Driver, theirs: Driver) -> tuple[Attempt, Manifes
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_of_two_copies_that_share_an_attempt_one_puts_the_commit_record(stored: bool) -> None:
-    """Whichever of them has an answer that was lost: the record of the other is never taken for
-    its own."""
+    """Whichever of them has an answer that was lost."""
     theirs, ours = checkpoint(), MemoryDriver(f"claims-{stored}")
     outcomes: list[object] = []
 
@@ -111,8 +109,7 @@ def test_a_commit_record_whose_answer_was_lost_is_recognised() -> None:
 def test_a_commit_record_that_the_client_put_twice_is_recognised(
     layer: Callable[[Driver], Driver],
 ) -> None:
-    """A client or a kernel may repeat a request whose answer was lost, and report the refusal of
-    the second."""
+    """A client or a kernel may repeat a request whose answer was lost."""
     storage = MemoryDriver()
     refused = []
 
@@ -141,8 +138,7 @@ def test_a_prune_lock_that_the_client_put_twice_is_recognised() -> None:
 
 
 def test_a_pruning_leaves_the_prune_lock_of_one_that_took_over() -> None:
-    """Both found the lock of a dead process. The first to end does not delete the lock of the other,
-    for which savers wait."""
+    """Both found the lock of a dead process."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
@@ -159,8 +155,7 @@ def test_a_pruning_leaves_the_prune_lock_of_one_that_took_over() -> None:
 
 
 def test_every_commit_record_is_unique_and_no_abort_record() -> None:
-    """Two savers never write the same bytes; earlier versions take every record that is no
-    abort record for a commit record."""
+    """Two savers never write the same bytes."""
     storage = MemoryDriver()
     for name in ("a", "b"):
         run(records.put_commit_record(storage, name))
@@ -174,8 +169,7 @@ def test_every_commit_record_is_unique_and_no_abort_record() -> None:
     "old", [b"", b"claim 0123456789abcdef"], ids=["of earlier versions", "of this version"]
 )
 def test_a_commit_record_of_any_version_counts(old: bytes) -> None:
-    """Collectors leave an attempt with a commit record alone, whether it is empty or says whose it
-    is; a late leader of the same attempt is told that it was overtaken."""
+    """Collectors spare an attempt with a commit record, whether empty or not."""
     theirs, storage = checkpoint(), MemoryDriver()
     attempt, target = run(with_images(storage, theirs))
     run(storage.put(attempt.record_key, old))
@@ -189,8 +183,7 @@ def test_a_commit_record_of_any_version_counts(old: bytes) -> None:
 
 
 def test_an_image_of_another_size_is_not_committed() -> None:
-    """As where the committing rank sees an older copy of the file: the save fails, and what was
-    there stays."""
+    """As where the committing rank sees an older copy of the file."""
     storage = MemoryDriver()
     run(save(storage, OLD))
 
@@ -213,8 +206,7 @@ def checkpoint_state() -> Any:
 
 
 def test_the_hour_of_an_unsettled_attempt_begins_with_its_commit_record() -> None:
-    """A save that took two hours has put its manifest a moment ago: a save that replaces it leaves
-    its files alone."""
+    """A save that took two hours has put its manifest a moment ago."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
@@ -270,8 +262,7 @@ def test_a_copy_is_settled_only_where_no_other_can_have_put_its_commit_record(
 
 @pytest.mark.parametrize("moment", ["committed", "claimed"])
 def test_a_copy_that_finds_damage_deletes_no_attempt_that_another_commits(moment: str) -> None:
-    """Both went on with one attempt. One commits it, or is about to; then the other reads a byte
-    that was flipped."""
+    """Both went on with one attempt. One commits it, or is about to."""
     theirs, ours, once = checkpoint(), MemoryDriver(), list[str]()
 
     async def meanwhile(operation: str, key: str) -> None:

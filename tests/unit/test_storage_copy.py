@@ -1,5 +1,4 @@
-"""A copy is the same checkpoint, to the bit, or it is not there: never damaged, never unasked over
-another one."""
+"""A copy is the same checkpoint, to the bit, or it is not there."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ from holdfast.storage.format.manifest import MANIFEST_KEY
 
 @pytest.mark.parametrize("destination", ["memory", "file"])
 def test_a_copy_is_the_same_checkpoint(destination: str, tmp_path: Path) -> None:
-    """To the bit, over any number of images and chunks, from memory to a disk and back; and
-    verifies."""
+    """To the bit, over any number of images and chunks, from memory to a disk and back."""
     uri = fresh_uri()
     state = {
         "x": torch.randn(5 << 20, dtype=torch.float64),
@@ -95,8 +93,7 @@ def test_a_damaged_manifest_at_the_destination_is_no_free_place() -> None:
 
 
 def test_the_same_checkpoint_is_left_alone_or_mended() -> None:
-    """Nothing is sent to where it is; with overwrite, nothing if every byte of it is whole, and
-    else all."""
+    """Nothing is sent to where it is."""
     theirs, ours = checkpoint(), MemoryDriver()
     sent_nbytes = copied(theirs, ours)
     assert copied(theirs, ours) == 0
@@ -110,8 +107,7 @@ def test_the_same_checkpoint_is_left_alone_or_mended() -> None:
 
 @pytest.mark.parametrize("at", [0, 9000, -1])
 def test_a_damaged_source_is_never_copied_as_good(at: int) -> None:
-    """A flipped bit in data is an error that names file and offset, and leaves nothing; one in the
-    checksums at the end of an image is healed, since they are made anew."""
+    """A flipped bit in data is an error that names file and offset, and leaves nothing."""
     theirs, ours = checkpoint(), MemoryDriver()
     key = images(theirs)[2]
     flipped(theirs, key, at)
@@ -207,8 +203,7 @@ def test_progress_counts_every_byte_once() -> None:
 
 
 def test_what_is_damaged_counts_neither_as_copied_nor_as_there(tmp_path: Path) -> None:
-    """The sums are those of what is at the destination now; progress ends at its own total all the
-    same."""
+    """The sums are those of what is at the destination now."""
     root, seen = tmp_path / "from", list[tuple[int, int]]()
     for step in (1, 2, 3):
         holdfast.save(

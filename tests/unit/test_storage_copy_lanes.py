@@ -1,5 +1,4 @@
-"""How images are sent: in the order that a driver wants, within the budget, and ended by the first
-failure."""
+"""How images are sent."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ BUDGET_NBYTES = 64 << 20
 
 
 class Ordered(MemoryDriver):
-    """Memory whose uploads want their parts in an order, and note in which they came and how many
-    at a time."""
+    """Memory whose uploads want their parts in an order."""
 
     def __init__(self, order: PartOrder, streams: int = 1) -> None:
         super().__init__()
@@ -69,8 +67,7 @@ def large() -> MemoryDriver:
 
 @pytest.mark.parametrize("order", ["any", "ascending", "serial"])
 def test_parts_arrive_in_the_order_asked_for(order: PartOrder, large: MemoryDriver) -> None:
-    """``ascending``: one after the other begun, overlapping; ``serial``: never two of an upload at
-    once, but several uploads."""
+    """``ascending``: one after the other begun, overlapping; ``serial``."""
     ours = Ordered(order)
     copied(large, ours, budget_nbytes=256 << 20)
     assert len(ours.begun) == RANKS

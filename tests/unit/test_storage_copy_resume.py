@@ -1,5 +1,4 @@
-"""A copy that fails, dies or meets another leaves a whole checkpoint or none, and goes on where it
-stopped."""
+"""A copy that fails, dies or meets another leaves a whole checkpoint or none."""
 
 from __future__ import annotations
 
@@ -62,9 +61,7 @@ N_ACCESSES = accesses()
 def test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint(
     n: int, after: bool, for_good: bool
 ) -> None:
-    """The old one, or, if its manifest was put in spite of the error, the new one. Called again it
-    ends well, sends no image again that was whole and undecided by then, and leaves nothing that no
-    grace period protects."""
+    """The old one, or, if its manifest was put in spite of the error, the new one."""
     theirs, ours = checkpoint(), prepared()
     fault = Fault(n, after=after, for_good=for_good)
     failed = False
@@ -190,8 +187,7 @@ def test_half_a_copy_is_collected_by_a_save() -> None:
 @pytest.mark.parametrize("moment", ["create", "write", "commit", "put", "stat"])
 @pytest.mark.parametrize("exclusive", [True, False])
 def test_two_copies_of_one_checkpoint_to_one_place(moment: str, exclusive: bool) -> None:
-    """Whenever the second comes, the checkpoint is there in the end, whole, and nothing else is;
-    whoever was too late is told that it was overtaken, or finds nothing left to do."""
+    """Whenever the second comes, the checkpoint is there in the end, whole, and nothing else is."""
     theirs, ours = checkpoint(), MemoryDriver()
     ours.traits = replace(ours.traits, exclusive_is_atomic=exclusive)
     once = []

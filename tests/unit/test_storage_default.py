@@ -1,5 +1,4 @@
-"""Values that cannot be stored as they are, and the caller's function that says what is stored of
-them."""
+"""Values that cannot be stored as they are."""
 
 from __future__ import annotations
 
@@ -57,10 +56,7 @@ def state() -> dict[str, Any]:
     return {"at": [progress, Point(1, {"p": Path("a/b")})], "model": nn.Linear(2, 2), "n": 3}
 
 
-STORED = [
-    {"phase": "DECAY", "seen": [1, 3], "curve": [0.0, 1.0, 2.0]},
-    {"x": 1, "y": {"p": "a/b"}},
-]
+STORED = [{"phase": "DECAY", "seen": [1, 3], "curve": [0.0, 1.0, 2.0]}, {"x": 1, "y": {"p": "a/b"}}]
 
 
 def listed(at: Any) -> Any:
@@ -167,8 +163,7 @@ def test_it_may_not_lead_in_circles() -> None:
 
 
 def test_a_load_replaces_a_value_of_any_kind() -> None:
-    """An enum whose name is stored is replaced by the name; and a value of which nothing is stored
-    is named, or stays."""
+    """An enum whose name is stored is replaced by the name."""
     uri = fresh_uri()
     holdfast.save(uri, {"phase": Phase.DECAY}, default=plain)
     into: dict[str, Any] = {"phase": Phase.WARM_UP}

@@ -1,5 +1,4 @@
-"""``holdfast.diff`` and ``holdfast diff``: what two checkpoints differ in, and what is read to know
-it."""
+"""``holdfast.diff`` and ``holdfast diff``."""
 
 from __future__ import annotations
 
@@ -104,8 +103,7 @@ def test_tensors_of_different_layouts_are_compared_by_their_values() -> None:
 
 
 def test_a_small_budget_is_enough(rng: np.random.Generator) -> None:
-    """Tensors are cut into windows, between elements; what differs in several windows is one
-    difference."""
+    """Tensors are cut into windows, between elements."""
     big = random_bits(rng, torch.int16, (50_001,))
     odd = random_bits(rng, torch.uint8, (33_333,))
     wide = random_bits(rng, torch.complex128, (4_099,))
@@ -121,8 +119,7 @@ def test_a_small_budget_is_enough(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_decide_in_every_dtype(dtype: torch.dtype, rng: np.random.Generator) -> None:
-    """Equal bits are equal, NaNs too; any other bits are a difference, with a distance if there is
-    one."""
+    """Equal bits are equal, NaNs too."""
     tensor = random_bits(rng, dtype, (257,))
     a = saved({"x": tensor, "y": 1})
     assert holdfast.diff(a, saved({"y": 1, "x": tensor})).equal
@@ -136,8 +133,7 @@ def test_bits_decide_in_every_dtype(dtype: torch.dtype, rng: np.random.Generator
 
 
 def test_distances_that_float64_does_not_have() -> None:
-    """Integers are subtracted exactly, over their whole range; a NaN on one side is a NaN, on both
-    sides nothing; zeros of two signs differ by nothing."""
+    """Integers are subtracted exactly, over their whole range."""
     cases: list[tuple[str, list[Any], list[Any], float]] = [
         ("int64", [2**53], [2**53 + 1], 1),
         ("int64", [-(2**63)], [2**63 - 1], 2**64 - 1),
@@ -177,8 +173,7 @@ def test_small_values_are_compared() -> None:
 
 
 def test_the_number_of_ranks_is_no_difference_and_their_own_tensors_are_compared() -> None:
-    """What all ranks have is the same whatever their number. What each has for itself is compared
-    rank by rank, also with what the whole job has."""
+    """What all ranks have is the same whatever their number."""
     one = fresh_uri()
     save_as_ranks(store(one), [{"n": 1, "w": torch.ones(3)}])
     two = fresh_uri()

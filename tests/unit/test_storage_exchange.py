@@ -1,5 +1,4 @@
-"""Ranks that read for each other: what happens when the checkpoint is replaced meanwhile, and how
-much memory they take."""
+"""Ranks that read for each other."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over() -> None:
-    """The one that reads finds its image gone; the one that waits for it sees only that its mate
-    hangs up. Both load what is there now."""
+    """The one that reads finds its image gone."""
     limits = ExchangeLimits(failure_report_s=0.2)
     driver = Replaced()
     save_as_ranks(driver, [state(1.0)])
@@ -61,8 +59,7 @@ def test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over() 
 
 @pytest.mark.parametrize("how", ["shared memory", "network"])
 def test_an_exchange_stays_within_the_budget(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank reads, what it receives and what it shares, all at once: here nothing is
-    delivered fast, so all of it is taken that may be."""
+    """What a rank reads, what it receives and what it shares, all at once."""
     limits = ExchangeLimits(unit_nbytes=CHUNK_NBYTES // 2)
     driver = MemoryDriver()
     save_as_ranks(driver, [{"t": torch.arange(60.0 * CHUNK_NBYTES / 4)}])

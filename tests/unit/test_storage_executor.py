@@ -1,5 +1,4 @@
-"""The shell around the scheduler: it performs what it is told, waits for what runs, and raises what
-failed first."""
+"""The shell around the scheduler."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def test_no_jobs_are_no_work(rng: np.random.Generator) -> None:
 def test_the_first_error_is_raised_after_what_runs_has_ended(
     stage: str, rng: np.random.Generator
 ) -> None:
-    """Buffers are in use until then; each that was taken is given back, and nothing is begun any
-    more."""
+    """Buffers are in use until then."""
     work = Work(
         rng,
         {(7, stage): OSError("7")} | {(job, "write"): OSError(f"{job}") for job in range(9, 20)},
@@ -103,8 +101,7 @@ def test_the_first_error_is_raised_after_what_runs_has_ended(
 
 @pytest.mark.parametrize("after", [0, 1, 5, 12])
 def test_cancelled_it_waits_for_what_runs(after: int, rng: np.random.Generator) -> None:
-    """Stages in worker threads cannot be interrupted: their buffers are released after they have
-    ended, each once."""
+    """Stages in worker threads cannot be interrupted."""
     busy: set[int] = set()
     released: list[int] = []
     begun: set[int] = set()

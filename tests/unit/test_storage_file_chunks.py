@@ -20,8 +20,7 @@ CHUNK_NBYTES = 16 * PAGE_NBYTES
 
 
 class Counting(MemoryDriver):
-    """Notes the starts and the sizes of reads. What is closer than ``gap_nbytes`` is read faster as
-    one."""
+    """Notes the starts and the sizes of reads."""
 
     def __init__(self, gap_nbytes: int, align_nbytes: int = 1) -> None:
         super().__init__()
@@ -80,8 +79,7 @@ def begin_of(content: memoryview) -> int:
 def test_every_byte_is_where_the_image_has_it(
     seed: int, gap_nbytes: int, align_nbytes: int, enclosed: float
 ) -> None:
-    """However tensors lie in however many files, and whether that is known before they are read or only
-    found then."""
+    """However tensors lie in however many files."""
     rnd = random.Random(seed)
     sizes = [rnd.choice([1, 7, 300, 5000, 40_000]) for _ in range(rnd.randint(1, 40))]
     contents = [rnd.randbytes(nbytes) for nbytes in sizes]
@@ -127,8 +125,7 @@ def test_small_parts_that_are_close_together_are_one_read() -> None:
 
 
 def test_what_is_copied_is_read_from_a_boundary_on() -> None:
-    """Then the driver needs no copy of its own. What lies in the image as it lies in the file is one
-    read, of that alone."""
+    """Then the driver needs no copy of its own."""
     driver = Counting(0, 4096)
     asyncio.run(driver.put("f", bytes(50_000)))
     layout = layout_of([100, 200, 300])

@@ -1,5 +1,4 @@
-"""Storage whose library hands over memory of its own: it is used as it is, and what it holds
-counts."""
+"""Storage whose library hands over memory of its own."""
 
 from __future__ import annotations
 
@@ -32,9 +31,7 @@ class _Handed(np.ndarray[Any, np.dtype[np.uint8]]):
 
 @dataclass
 class Library:
-    """How many bytes reads from ``uri`` take, whenever one begins: a read twice what it reads, a
-    fetch once what is still held of it. ``offset``: how far from an aligned address fetched bytes
-    are. ``flips``: the byte in which every fetch is damaged."""
+    """How many bytes reads from ``uri`` take, whenever one begins."""
 
     uri: str = ""
     now: int = 0
@@ -103,8 +100,7 @@ def _verify(uri: str) -> None:
 
 @pytest.mark.parametrize("use", [_load, _copy, _verify])
 def test_what_it_holds_is_within_the_budget(use: Callable[[str], None], library: Library) -> None:
-    """Loads, copies and verification have as many chunks in memory at once as the budget allows,
-    and more than one."""
+    """Loads, copies and verification have as many chunks in memory at once as the budget allows."""
     uri = f"{library.uri}/saved"
     holdfast.save(uri, {"w": torch.zeros(CHUNKS << 24, dtype=torch.uint8)})
     library.seen.clear()
@@ -161,8 +157,7 @@ def test_what_an_upload_holds_is_within_the_budget(
 
 
 def test_a_load_uses_it_as_it_is(library: Library) -> None:
-    """Whole tensors, slices, transposed and cast ones come back bit for bit from fetched memory,
-    wherever it begins and ends; all of the data was fetched, and none of it is held any more."""
+    """Tensors, slices, transposed and cast ones come back bit for bit from fetched memory."""
     uri = library.uri
     state = {"bytes": torch.arange(100_001) % 251, "floats": torch.randn(300, 701)}
     state["bytes"] = state["bytes"].to(torch.uint8)

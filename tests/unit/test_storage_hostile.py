@@ -1,5 +1,4 @@
-"""Manifests that no save writes, with a checksum that is right: refused as errors of ours, at once,
-and in little memory."""
+"""Manifests that no save writes, with a checksum that is right."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def sharing(columns: Columns, fields: Head) -> None:
 
 
 def hollow(columns: Columns, fields: Head) -> None:
-    """Tensor "again", and what is tied to it, without elements, and of strides that nothing can
-    hold."""
+    """Tensor "again", and what is tied to it, without elements."""
     columns["tensor.shape"] = np.pad(
         columns["tensor.shape"].astype(np.uint64), ((0, 0), (0, 1)), constant_values=1
     )
@@ -203,8 +201,7 @@ BREAKS = [
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_what_a_forged_manifest_claims_is_not_loaded(name: str) -> None:
-    """These cannot be read in any sense: a load raises DamagedError, or UnsupportedFormatError for
-    a dtype."""
+    """These cannot be read in any sense."""
     uri = stored()
     forge(uri, FORGERIES[name])
     with pytest.raises((holdfast.DamagedError, holdfast.UnsupportedFormatError)):
@@ -217,8 +214,7 @@ def test_what_a_forged_manifest_claims_is_not_loaded(name: str) -> None:
      "//other.host/share", "\\\\other.host\\share", "http://other.host/x", "s3://other-bucket/x", "user:word@other.host"],
 )  # fmt: skip
 def test_a_manifest_names_nothing_elsewhere(attempt: str) -> None:
-    """No other host, bucket, folder or device: the manifest is refused before a file of that name
-    is looked for."""
+    """No other host, bucket, folder or device."""
     uri = stored()
     forge(uri, head("attempt", attempt))
     with pytest.raises(holdfast.DamagedError) as caught:
@@ -227,8 +223,7 @@ def test_a_manifest_names_nothing_elsewhere(attempt: str) -> None:
 
 
 def test_shards_that_share_bytes_of_an_image_are_refused() -> None:
-    """By a single element, too, where there is room for all; the error names the tensor and the
-    byte. As written, shards touch, and tied tensors are stored once."""
+    """By a single element, too, where there is room for all."""
     uri = stored()
     assert not use(uri)
 

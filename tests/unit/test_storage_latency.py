@@ -45,8 +45,7 @@ class _Silent(MemoryDriver):
 def test_every_rank_has_copied_its_state_before_the_storage_answers(
     world: int, alike: bool
 ) -> None:
-    """The ranks agree on who writes what and copy while the storage is still silent; it answers,
-    and they commit."""
+    """The ranks agree on who writes what and copy while the storage is still silent."""
     place = f"silent-{next(_numbers)}"
 
     async def run() -> None:
@@ -99,10 +98,7 @@ def rounds_of(save: Callable[[Driver], Coroutine[Any, Any, Any]], place: MemoryD
 def test_requests_that_do_not_depend_on_each_other_are_under_way_at_once(
     bounded: bool, begins: int
 ) -> None:
-    """A save begins with the attempt, then all looks; where room may run out, two sweeps come
-    before the data. It ends with the claim, the looks, the manifest, two looks at what became of
-    it, and the end of the attempt. One that replaces another also asks whether that is settled, and
-    then deletes it."""
+    """A save begins with the attempt, then all looks."""
     place = MemoryDriver(f"rounds-{next(_numbers)}")
     place.traits = replace(place.traits, bounded=bounded)
     uploads = 4  # begun, written twice, ended

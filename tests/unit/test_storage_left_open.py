@@ -1,14 +1,10 @@
-"""What a user forgets to close is closed when it is collected, with a warning; on whatever thread,
-and in no forked child."""
+"""What a user forgets to close is closed when it is collected, with a warning."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -150,47 +146,3 @@ def test_a_driver_that_is_dropped_is_closed(tmp_path: Path, scheme: str) -> None
     asyncio.run(use())
     gc.collect()
     assert open_below(tmp_path) == 0
-
-
-def run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    """A Python of its own, in which unclosed things are reported."""
-    command = [
-        sys.executable,
-        "-W",
-        "always::ResourceWarning",
-        "-c",
-        textwrap.dedent(code),
-        *map(str, args),
-    ]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, cwd="/"
-    )
-
-
-def test_a_forked_child_leaves_alone_what_it_has_inherited(uri: Path) -> None:
-    """What it drops is the parent's to close; the parent reads on."""
-    done = run(
-        """
-        import gc, os, sys, holdfast
-        checkpoint = holdfast.open(sys.argv[1])
-        child = os.fork()
-        if child == 0:
-            del checkpoint
-            gc.collect()
-            print("child ends", flush=True)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert checkpoint.read("w").sum() == 1000
-        checkpoint.close()
-        """,
-        uri,
-    )
-    assert (done.returncode, done.stdout) == (0, "child ends\n"), done.stderr
-    assert "unclosed" not in done.stderr
-
-
-def test_one_that_is_open_when_the_interpreter_ends_is_no_problem(uri: Path) -> None:
-    """Nothing is waited for, and nothing is printed but, perhaps, that it was not closed."""
-    done = run("import sys, holdfast\nkept = holdfast.open(sys.argv[1])\nkept.read('w')", uri)
-    assert done.returncode == 0
-    assert [line for line in done.stderr.splitlines() if "unclosed" not in line] == []

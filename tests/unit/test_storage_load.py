@@ -1,9 +1,7 @@
-"""Loading into a state: what must fit, what is replaced and what is filled, and what is said when
-it does not fit."""
+"""Loading into a state."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +49,7 @@ def test_what_fits_is_loaded(uri: str) -> None:
 
 
 def test_every_difference_is_listed_at_once(uri: str) -> None:
-    """Missing, unexpected, and wrong in shape or dtype: one error names them all, and nothing is
-    filled."""
+    """Missing, unexpected, and wrong in shape or dtype."""
     into = target()
     del into["extra"], into["name"], into["more"]
     into |= {
@@ -103,8 +100,7 @@ def test_not_strict_loads_what_both_have(uri: str) -> None:
 
 
 def test_not_strict_still_wants_shapes_and_dtypes_to_fit(uri: str) -> None:
-    """A tensor that both have, but that cannot be filled, is an error in any case; nothing is
-    filled."""
+    """A tensor that both have, but that cannot be filled, is an error in any case."""
     into = {
         "w": torch.zeros(3, 4),
         "b": torch.zeros(4, dtype=torch.int64),
@@ -209,60 +205,31 @@ def test_arrays_that_cannot_be_filled_are_refused(array: np.ndarray) -> None:
     assert array.tolist() == [0, 0, 0]
 
 
-REALS = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-]
-OTHERS = [
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.uint16,
-    torch.uint32,
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16),
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn),
+    *(torch.float8_e5m2, torch.uint16, torch.uint32),
 ]
 
 
-@pytest.mark.parametrize(
-    ("stored", "wanted"), list(itertools.product(REALS + OTHERS, REALS + OTHERS)), ids=str
-)
-def test_cast_converts_as_torch_does_and_refuses_what_loses_a_kind(
-    stored: torch.dtype, wanted: torch.dtype
-) -> None:
-    """cast=True converts like ``Tensor.copy_`` within integers, from integers to floats to complex,
-    and never back."""
-    source = torch.tensor([0, 1, 1, 0]).to(stored).reshape(2, 2)
-    uri = fresh_uri()
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+def test_cast_converts_as_torch_does_and_refuses_what_loses_a_kind(stored: torch.dtype) -> None:
+    """``cast=True`` converts like ``Tensor.copy_``; without it, dtypes must be equal."""
+    source, uri = torch.tensor([0, 1, 1, 0]).to(stored).reshape(2, 2), fresh_uri()
     holdfast.save(uri, {"x": source, "y": source.t()})
-    into = {"x": torch.zeros(2, 2, dtype=wanted), "y": torch.zeros(2, 2, dtype=wanted).t()}
-    if torch.can_cast(stored, wanted):
-        holdfast.load(uri, into=into, cast=True)
-        assert difference({"x": source.to(wanted), "y": source.t().to(wanted)}, into) is None
-    else:
+    for wanted in DTYPES:
+        into = {"x": torch.zeros(2, 2, dtype=wanted), "y": torch.zeros(2, 2, dtype=wanted).t()}
+        if stored != wanted:
+            with pytest.raises(holdfast.MismatchError):
+                holdfast.load(uri, into=into)
+        if torch.can_cast(stored, wanted):
+            holdfast.load(uri, into=into, cast=True)
+            assert difference({"x": source.to(wanted), "y": source.t().to(wanted)}, into) is None
+            continue
         with pytest.raises(holdfast.MismatchError) as caught:
             holdfast.load(uri, into=into, cast=True)
         assert len(caught.value.differences) == 2
         assert torch.equal(into["x"], torch.zeros(2, 2, dtype=wanted))
-    if stored != wanted:
-        with pytest.raises(holdfast.MismatchError):
-            holdfast.load(uri, into=into)
-
-
-def test_cast_does_not_make_complex_numbers_real() -> None:
-    """The imaginary part would be lost."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"x": torch.ones(2, dtype=torch.complex64)})
-    with pytest.raises(
-        holdfast.MismatchError, match="complex64 in the checkpoint, float32 in the state"
-    ):
-        holdfast.load(uri, into={"x": torch.zeros(2)}, cast=True)
 
 
 @pytest.mark.parametrize("stored", [torch.float4_e2m1fn_x2, torch.float32])
@@ -301,8 +268,7 @@ def test_a_target_of_another_size_is_never_filled_in_part(size: int) -> None:
 
 
 def test_a_path_that_does_not_exist_is_not_a_checkpoint(tmp_path: Path) -> None:
-    """Loading and opening say so, with an error that is a FileNotFoundError too, and create
-    nothing."""
+    """Loading and opening say so, with an error that is a FileNotFoundError too."""
     for call in (holdfast.load, holdfast.open, lambda uri: holdfast.load(uri, into={})):
         with pytest.raises(holdfast.NotACheckpointError) as caught:
             call(tmp_path / "nothing" / "here")

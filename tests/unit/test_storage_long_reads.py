@@ -1,5 +1,4 @@
-"""Reads of several chunks at once, from memory that is handed over: each chunk is verified before
-any of them is delivered."""
+"""Reads of several chunks at once, from memory that is handed over."""
 
 from __future__ import annotations
 

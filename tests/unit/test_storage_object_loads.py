@@ -1,5 +1,4 @@
-"""Objects with a state, as they are loaded: in which order, what they are asked before, and which of
-their tensors are filled."""
+"""Objects with a state, as they are loaded."""
 
 from __future__ import annotations
 
@@ -125,8 +124,7 @@ class Keeps(Held):
 
 
 def test_tensors_of_an_object_are_filled_in_place() -> None:
-    """Those that have the stored shape and dtype, strided ones too; others are made with the stored
-    dtype, where they were."""
+    """Those that have the stored shape and dtype, strided ones too."""
     uri = fresh_uri()
     holdfast.save(uri, [Held(2.0)])
     keeps = Keeps(1.0)

@@ -1,5 +1,4 @@
-"""Objects with a state: modules, optimizers, schedulers, random generators, and whatever has a
-state_dict."""
+"""Objects with a state."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ OPTIMIZERS: Optimizers = {
 
 
 class Job:
-    """A training run: module, optimizer, scheduler and steps done. Batches follow from the step
-    alone."""
+    """A training run: module, optimizer, scheduler and steps done."""
 
     def __init__(self, optimizer: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -98,8 +96,7 @@ class Job:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_as_if_it_had_not_been_interrupted(name: str) -> None:
-    """Three steps, save, load into a new job that was made otherwise, three more: the bits are
-    those of six steps."""
+    """Three steps, save, load into a new job that was made otherwise, three more."""
     whole, before, after = Job(name, 1), Job(name, 1), Job(name, 2)
     whole.train(0, 6)
     before.train(0, 3)
@@ -111,10 +108,12 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(name: str) -> None:
     assert difference(whole.snapshot(), after.snapshot()) is None
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+SOME = ["SGD nesterov, groups", "Adam tensor lr", "AdamW fused", "ASGD"]
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_a_job_saved_before_its_first_step_goes_on_likewise(name: str) -> None:
-    """An optimizer that has never stepped has no momentum; nor has one that was loaded from such a
-    checkpoint."""
+    """An optimizer that has never stepped has no momentum."""
     whole, before, after = Job(name, 1), Job(name, 1), Job(name, 2)
     uri = fresh_uri()
     holdfast.save(uri, before.state)
@@ -124,10 +123,9 @@ def test_a_job_saved_before_its_first_step_goes_on_likewise(name: str) -> None:
     assert difference(whole.snapshot(), after.snapshot()) is None
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", SOME)
 def test_saving_leaves_a_fresh_optimizer_untouched(name: str) -> None:
-    """Neither the optimizer, nor the module, nor gradients, nor what training does next is changed
-    by a save."""
+    """A save changes no optimizer, module or gradient, nor later training."""
     job, other = Job(name, 1), Job(name, 1)
     job.net.frozen.grad = torch.ones(4)
     seen = job.snapshot()
@@ -200,8 +198,7 @@ def test_parameters_are_filled_in_place() -> None:
 
 
 def test_an_optimizer_without_its_module_is_saved_by_number() -> None:
-    """Where no module of the state has its parameters, torch's own numbering is kept, and training
-    goes on."""
+    """Where no module of the state has its parameters, torch's own numbering is kept."""
     weights = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
     others = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
     optim, other = torch.optim.Adam(weights), torch.optim.Adam(others, lr=7.0)
@@ -259,8 +256,7 @@ class Counter:
 
 
 def test_any_object_with_a_state_dict_gets_its_state_back() -> None:
-    """It is given the stored dict as it was, not its own shape of it: it may be of another size
-    now."""
+    """It is given the stored dict as it was, not its own shape of it."""
     uri = fresh_uri()
     holdfast.save(uri, {"deep": [Counter(5)], "c": Counter(6)})
     into = {"deep": [Counter(0)], "c": Counter(0)}
@@ -269,15 +265,6 @@ def test_any_object_with_a_state_dict_gets_its_state_back() -> None:
     assert (into["deep"][0], into["c"]) == objects
     assert difference(Counter(5).state_dict(), objects[0].given) is None
     assert difference(Counter(6).state_dict(), objects[1].given) is None
-
-
-def test_an_object_may_be_the_state() -> None:
-    """As a module may."""
-    uri = fresh_uri()
-    holdfast.save(uri, Counter(5))
-    counter = Counter(0)
-    assert holdfast.load(uri, into=counter) is counter
-    assert difference(Counter(5).state_dict(), counter.given) is None
 
 
 def draws(state: dict[str, Any]) -> list[Any]:
@@ -303,8 +290,7 @@ def generators(seed: int) -> dict[str, Any]:
 
 
 def test_random_generators_go_on_where_they_were() -> None:
-    """Global generators (RNGState) and generator objects draw the same numbers after a load as
-    after the save."""
+    """All generators draw the same numbers after a load as after the save."""
     state = generators(1)
     draws(state)  # leaves half a pair of normals in some of them
     uri = fresh_uri()
@@ -354,13 +340,3 @@ def test_raw_random_states_are_values_and_tensors() -> None:
     np.random.set_state(loaded["numpy"])
     random.setstate(loaded["python"])
     assert [torch.rand(3).tolist(), np.random.random(3).tolist(), random.random()] == expected
-
-
-def test_a_generator_is_not_left_in_the_built_state() -> None:
-    """Without a target, objects come back as their states: nothing stored decides which class is
-    made."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"g": np.random.default_rng(1), "c": Counter(3)})
-    loaded = holdfast.load(uri)
-    assert loaded["g"]["bit_generator"] == "PCG64"
-    assert difference(Counter(3).state_dict(), loaded["c"]) is None

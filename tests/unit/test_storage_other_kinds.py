@@ -1,5 +1,4 @@
-"""Something else is stored in the place of an object: an error that names the path, in every mode,
-before anything is filled."""
+"""Something else is stored in the place of an object."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What listeners are told of saves and loads; and what the doors to Prometheus, OpenTelemetry and
-loggers make of it."""
+"""What listeners are told of saves and loads."""
 
 from __future__ import annotations
 
@@ -186,8 +185,7 @@ def _words(query: str) -> list[str]:
 
 
 def test_spans_are_exported(tmp_path: Path, ending: Started) -> None:
-    """One for each operation, and those of its stages below it, within its time; an error is
-    recorded."""
+    """One for each operation, and those of its stages below it, within its time."""
     kept = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
@@ -227,8 +225,7 @@ def _id(span: ReadableSpan) -> int:
 
 
 def test_scalars_are_logged(tmp_path: Path, ending: Started) -> None:
-    """Of saves that have a step, by name and step; a checkpoint without one has no place on a
-    curve."""
+    """Of saves that have a step, by name and step."""
     logged: dict[tuple[str, int], float] = {}
     ending(log_scalars(lambda name, figure, step: logged.update({(name, step): figure})))
     report = holdfast.save(tmp_path / "a", state(), step=3)

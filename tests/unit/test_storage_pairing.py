@@ -1,5 +1,4 @@
-"""Failures of two ranks belong to the same call or not: each call ends as those of its own ranks
-make it end."""
+"""Failures of two ranks belong to the same call or not."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ DEAD_IN = {"failed": SAVE, "gave up": SAVE, "in another call": LOAD}
 
 
 async def one_round(job: Job, failing: set[int], late_s: dict[int, float]) -> None:
-    """All ranks make one call, which some fail in before it begins. Every other rank hears of one
-    of those, at once."""
+    """All ranks make one call, which some fail in before it begins."""
 
     async def act(rank: int) -> Any:
         await asyncio.sleep(late_s.get(rank, 0.0))
@@ -61,8 +59,7 @@ def test_one_rank_fails_alone_after_all_have_failed(alone: int, before: int) -> 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_any_ranks_may_fail_in_any_call(world: int, rng: np.random.Generator) -> None:
-    """Whoever fails, in whatever order they come: those who do not fail hear of it, and a call that
-    nobody fails in works."""
+    """Whoever fails, in whatever order they come."""
     rounds = []
     for _ in range(40):
         failing = {rank for rank in range(world) if rng.random() < 0.5}
@@ -79,8 +76,7 @@ def test_any_ranks_may_fail_in_any_call(world: int, rng: np.random.Generator) ->
 
 
 def test_a_rank_that_is_ahead_in_its_failures_fails_each_of_those_calls() -> None:
-    """It failed three times at once; the leader's three calls fail of that one by one, and the
-    fourth works."""
+    """It failed three times at once."""
 
     async def main() -> None:
         job = Job(dist.HashStore(), 2)
@@ -97,8 +93,7 @@ def test_a_rank_that_is_ahead_in_its_failures_fails_each_of_those_calls() -> Non
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: int) -> None:
-    """The others have given up, and are in the next call: it hears of that, follows them, and the
-    next call works."""
+    """The others have given up, and are in the next call."""
     following = Call("save", "file:///a", 2)
 
     async def main() -> None:
@@ -121,8 +116,7 @@ def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: i
 
 @pytest.mark.parametrize("stage", DEAD_IN)
 def test_what_ranks_showed_to_a_leader_that_died_unfound_does_not_count(stage: str) -> None:
-    """The job begins anew over the same store; the new leader comes before the other rank, and
-    finds the dead one's status."""
+    """The job begins anew over the same store."""
 
     async def main() -> None:
         store = dist.HashStore()
@@ -162,8 +156,7 @@ def test_a_rank_that_failed_and_ended_before_it_found_the_leader_is_named() -> N
 def test_a_rank_that_failed_elsewhere_and_one_that_comes_late_hear_of_one_failure_once(
     first: int,
 ) -> None:
-    """Whoever comes first to the next call: what the leader has told of the last one is no matter
-    of it."""
+    """Whoever comes first to the next call."""
 
     async def main() -> None:
         job = Job(dist.HashStore(), 3)

@@ -31,8 +31,7 @@ TRAITS = Traits(
 
 
 class _Watched(Upload):
-    """Notes where writes begin, and how many overlap; they end in a random order, the first not
-    before another runs."""
+    """Notes where writes begin, and how many overlap."""
 
     def __init__(
         self,
@@ -78,9 +77,7 @@ class _Watched(Upload):
 def test_parts_arrive_in_the_order_asked_for(
     order: PartOrder, budget_nbytes: int | None, streams: int, serve: Serve
 ) -> None:
-    """``ascending``: one after the other begun, overlapping; ``serial``: never two at once. Where
-    segments are to be written at once, each is ascending, and all are begun at the beginning. The
-    state comes back."""
+    """``ascending``: one after the other begun, overlapping; ``serial``: never two at once."""
     begun: list[int] = []
     overlaps: list[int] = []
 
@@ -114,8 +111,7 @@ def test_parts_arrive_in_the_order_asked_for(
 
 @pytest.mark.parametrize("hops", range(8))
 def test_who_waits_for_an_upload_goes_before_who_comes_later(hops: int) -> None:
-    """Also who comes in the very moment in which it is there, when those who wait have not been
-    woken yet."""
+    """Even if the latter comes when the upload has just begun."""
 
     async def run() -> None:
         go, went = asyncio.Event(), list[int]()
@@ -158,8 +154,7 @@ def test_who_waits_for_an_upload_goes_before_who_comes_later(hops: int) -> None:
 def test_an_upload_is_cut_at_parts(
     nbytes: int, streams: int, expected: list[tuple[int, int]]
 ) -> None:
-    """Segments follow each other, are as long as each other but for the last, and begin where a
-    part does."""
+    """Segments follow each other, are as long as each other but for the last."""
     assert segments(nbytes, replace(TRAITS, streams=streams)) == expected
 
 
@@ -169,8 +164,7 @@ def test_an_upload_is_cut_at_parts(
 def test_chunks_are_written_in_turn_from_each_segment(
     nbytes: int, streams: int, chunk_nbytes: int
 ) -> None:
-    """Every chunk once; ascending within each segment; also where chunks are larger or smaller than
-    parts."""
+    """Every chunk once; ascending within each segment."""
     traits = replace(TRAITS, streams=streams)
     chunks = -(-nbytes // chunk_nbytes)
     order = writing_order(chunks, chunk_nbytes, nbytes, traits)
@@ -191,8 +185,7 @@ async def _finished(stage: Stage[int], job: int) -> None:
 def test_writes_that_wait_for_the_upload_are_not_overtaken(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk that is ready at the very moment when the upload has begun waits its turn, whichever
-    moment that is."""
+    """A chunk that is ready when the upload begins waits its turn."""
     begun: list[int] = []
     may_begin = asyncio.Event()
 

@@ -1,5 +1,4 @@
-"""A save finds out that its storage cannot keep what is promised, before it does harm, and says
-so."""
+"""A save finds out that its storage cannot keep what is promised, before it does harm."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class IgnoringStore(Ignoring):
 
 
 class Whole(MemoryDriver):
-    """Refuses a range that is the whole object, as a client does that was answered 200 rather than
-    206."""
+    """Refuses a range that is the whole object, as a client does that was answered 200, not 206."""
 
     refuses: Callable[[int, int, int], bool] = staticmethod(
         lambda start, stop, nbytes: (start, stop) == (0, nbytes)
@@ -102,8 +100,7 @@ def test_the_option_for_stores_without_conditional_puts_is_named() -> None:
 
 
 def test_on_such_a_storage_no_other_attempt_is_aborted() -> None:
-    """A save in flight, with its commit record, is neither aborted nor deleted by one that begins: its
-    fate stays."""
+    """A save in flight with its commit record is neither aborted nor deleted."""
     good, careless = MemoryDriver("fitness-others"), Ignoring("fitness-others")
     other = run(commit.begin(good))
     run(good.put(other.record_key, b"claim 0123456789abcdef", exclusive=True))
@@ -134,8 +131,7 @@ def test_what_does_not_promise_exclusive_puts_is_not_asked() -> None:
 
 
 def test_a_marker_that_is_deleted_meanwhile_is_no_fault_of_the_storage() -> None:
-    """Another save has aborted this one, and the error says so. What was stored in the marker's
-    place is no marker."""
+    """Another save has aborted this one, and the error says so."""
     storage = MemoryDriver()
     begun = itertools.count()
 
@@ -148,8 +144,7 @@ def test_a_marker_that_is_deleted_meanwhile_is_no_fault_of_the_storage() -> None
 
 
 def test_a_trial_that_comes_late_is_taken_for_no_marker() -> None:
-    """The attempt is being deleted, its marker first; then a put that had been on its way for long
-    is done: a save that puts its commit record now still learns that it was overtaken."""
+    """The attempt is being deleted, its marker first."""
     storage = MemoryDriver()
     attempt = run(commit.begin(storage))
     run(storage.delete(attempt.marker_key))
@@ -249,14 +244,10 @@ def test_a_save_by_the_public_call_is_refused_too(monkeypatch: pytest.MonkeyPatc
 
 
 class Forgetful(MemoryDriver):
-    """Acknowledges puts that it does not keep: the next ``times`` ones to keys that end with
-    ``suffix``. ``keeps`` returns what it keeps of one instead; None: nothing."""
+    """Acknowledges puts that it does not keep."""
 
     def __init__(
-        self,
-        suffix: str,
-        times: int,
-        keeps: Callable[[bytes], bytes | None] = lambda data: None,
+        self, suffix: str, times: int, keeps: Callable[[bytes], bytes | None] = lambda data: None
     ) -> None:
         super().__init__()
         self.suffix, self.times, self.keeps = suffix, times, keeps
@@ -337,8 +328,7 @@ def test_a_commit_record_that_is_not_kept_fails_the_save() -> None:
 def test_an_image_that_is_larger_than_an_object_may_be_fails_before_anything_is_put(
     spare_nbytes: int,
 ) -> None:
-    """The error states both sizes, and the storage was not used; an image of exactly that size is
-    stored."""
+    """The error states both sizes, and the storage was not used."""
     sizes = MemoryDriver()
     run(save(sizes, OLD))
     (image,) = images(sizes)

@@ -52,8 +52,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_memory_stays_within_the_budget(tmp_path: Path, made: list[int]) -> None:
-    """Ten times as many bytes as the budget pass through it, on the way out and on the way in;
-    afterwards all of it has been given back to the pool."""
+    """Ten times as many bytes as the budget pass through it, on the way out and on the way in."""
     state = {
         "x": torch.arange(80 << 20, dtype=torch.uint8),
         "t": torch.arange(40 << 18).reshape(1024, -1).t(),
@@ -73,8 +72,7 @@ def test_memory_stays_within_the_budget(tmp_path: Path, made: list[int]) -> None
 def test_verification_holds_its_budget_and_few_stored_digests_beside_it(
     made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of many chunks it has as many in memory as the budget allows; of the digests behind them it
-    reads some at a time, and forgets them when the chunks that they belong to have been read."""
+    """Of many chunks it has as many in memory as the budget allows."""
     jobs, chunks, digests_nbytes = 4, 256, 2 * CHUNK_NBYTES // BLOCK_NBYTES * 16  # of two chunks
     driver = MemoryDriver(name := fresh_uri().removeprefix("memory://"))
     holdfast.save(f"memory://{name}", {"x": torch.zeros(chunks * CHUNK_NBYTES, dtype=torch.uint8)})
@@ -113,51 +111,13 @@ def test_an_async_save_keeps_memory_for_the_next_one_until_it_is_released(made: 
     assert host_pool(16 << 20).free_nbytes == 0
 
 
-def test_a_forked_child_can_save_and_load(tmp_path: Path) -> None:
-    """Though its parent had used the engine, and has a save in flight; the parent's goes on."""
+def test_the_interpreter_ends_after_what_is_under_way(tmp_path: Path) -> None:
+    """A save in flight is finished, and nothing is within torch when the interpreter ends."""
+    holdfast.save(tmp_path / "open", {"x": torch.ones(3)})
     done = run(
         """
-        import os, sys, torch, holdfast
-        folder = sys.argv[1]
-        torch.set_num_threads(1)
-        holdfast.save(folder + "/before", {"x": torch.ones(3)})
-        handle = holdfast.async_save(folder + "/parent", {"x": torch.full((30_000_000,), 2.0)})
-        child = os.fork()
-        if child == 0:
-            holdfast.save(folder + "/child", {"x": torch.full((3,), 3.0)})
-            os._exit(0 if holdfast.load(folder + "/before")["x"].sum() == 3 else 7)
-        handle.wait(60)
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        """,
-        tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert difference({"x": torch.full((3,), 3.0)}, holdfast.load(tmp_path / "child")) is None
-    assert (
-        difference({"x": torch.full((30_000_000,), 2.0)}, holdfast.load(tmp_path / "parent"))
-        is None
-    )
-
-
-def test_a_save_in_flight_is_finished_before_the_interpreter_ends(tmp_path: Path) -> None:
-    """A script whose last line is an async_save has saved."""
-    done = run(
-        """
-        import sys, torch, holdfast
-        holdfast.async_save(sys.argv[1], {"x": torch.full((30_000_000,), 2.0)})
-        """,
-        tmp_path / "c",
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert difference({"x": torch.full((30_000_000,), 2.0)}, holdfast.load(tmp_path / "c")) is None
-
-
-def test_the_engine_ends_before_the_interpreter_does() -> None:
-    """Also while it is within torch: a thread that is there when the interpreter ends takes the
-    whole process with it (SIGABRT), after a job that has succeeded."""
-    done = run(
-        """
-        import asyncio, torch, holdfast
+        import asyncio, sys, time, torch, holdfast
+        from holdfast.drivers.calls import Call, in_new_thread
         from holdfast.storage.runtime import engine
 
         async def add():
@@ -165,33 +125,23 @@ def test_the_engine_ends_before_the_interpreter_does() -> None:
                 numbers.add_(1)
                 await asyncio.sleep(0)
 
-        numbers = torch.zeros(100_000)
-        holdfast.save("memory://bucket/c", {"x": numbers})
+        def add_in_thread():
+            while time.monotonic() < until_s:
+                others.add_(1)
+
+        numbers, others = torch.zeros(100_000), torch.zeros(100_000)
+        kept = holdfast.open(sys.argv[1] + "/open")
+        kept.read("x")
         work = engine.start(add())
         engine._unfinished.clear()  # it is not waited for, as little as what goes on beside a save
-        """
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_calls_that_are_left_behind_end_before_the_interpreter_does() -> None:
-    """A request that was given up goes on in its thread, within a library that must not be there
-    when the interpreter ends."""
-    done = run(
-        """
-        import time, torch
-        from holdfast.drivers.calls import Call, in_new_thread
-
-        def add():
-            while time.monotonic() < until_s:
-                numbers.add_(1)
-
-        numbers = torch.zeros(100_000)
         until_s = time.monotonic() + 1
-        in_new_thread(add, Call())
-        """
+        in_new_thread(add_in_thread, Call())  # a request that was given up
+        holdfast.async_save(sys.argv[1] + "/c", {"x": torch.full((3_000_000,), 2.0)})
+        """,
+        tmp_path,
     )
     assert (done.returncode, done.stderr) == (0, "")
+    assert difference({"x": torch.full((3_000_000,), 2.0)}, holdfast.load(tmp_path / "c")) is None
 
 
 def test_a_call_that_is_stuck_does_not_hold_the_interpreter_up() -> None:
@@ -214,8 +164,7 @@ def test_a_call_that_is_stuck_does_not_hold_the_interpreter_up() -> None:
 
 @pytest.mark.parametrize("first", ["before main returns", "in a thread that outlives main"])
 def test_saves_and_loads_work_until_the_interpreter_has_ended(tmp_path: Path, first: str) -> None:
-    """An emergency save comes last: in a thread that outlives the main thread, and in handlers of
-    atexit and finalizers, where Python 3.12 starts no more threads."""
+    """An emergency save comes last."""
     done = run(
         """
         import atexit, sys, threading, weakref
@@ -266,8 +215,7 @@ def test_saves_and_loads_work_until_the_interpreter_has_ended(tmp_path: Path, fi
 
 
 def test_a_save_that_fails_at_exit_is_logged(tmp_path: Path) -> None:
-    """Nobody is left to ask for it; it is not lost silently, and does not keep the interpreter from
-    ending."""
+    """Nobody is left to ask for it."""
     (tmp_path / "file").write_text("in the way")
     done = run(
         """
@@ -290,6 +238,7 @@ def test_a_process_of_a_launcher_that_has_not_joined_its_group_is_told_so(
         with pytest.raises(holdfast.UsageError, match="rank 1 of 2"):
             save(tmp_path / "d", {"x": 1})
     assert os.listdir(tmp_path) == ["c"]
+    holdfast.save(tmp_path / "d", {"x": 1}, process_group="self")
     assert holdfast.load(tmp_path / "c") == {"x": 1}
     assert holdfast.load(tmp_path / "c", into={"x": 0}) == {"x": 1}
 
@@ -324,8 +273,12 @@ def test_nothing_stays_open_after_saves_and_loads(tmp_path: Path, no_leaks: None
         holdfast.save(tmp_path / "c", {"x": torch.full((100_000,), i)})
         holdfast.async_save(tmp_path / "c", {"x": torch.full((100_000,), i)}).wait(60)
         holdfast.load(tmp_path / "c")
-    with pytest.raises(holdfast.NotACheckpointError):
-        holdfast.load(tmp_path / "nothing")
+    opened = holdfast.open(tmp_path / "c")
+    opened.read("x")
+    opened.close()
+    for call in (holdfast.load, holdfast.open):
+        with pytest.raises(holdfast.NotACheckpointError):
+            call(tmp_path / "nothing")
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(holdfast.StorageError):
         holdfast.save(tmp_path / "file" / "c", {"x": torch.ones(2)})

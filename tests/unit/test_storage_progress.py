@@ -51,18 +51,6 @@ def test_a_load_says_how_far_it_is(uri: str) -> None:
         assert threads == {"holdfast-progress"}
 
 
-def test_what_the_callback_raises_ends_the_load(uri: str) -> None:
-    """As it is."""
-
-    def progress(done: int, total: int) -> None:
-        raise ZeroDivisionError("of the user")
-
-    with pytest.raises(ZeroDivisionError, match="of the user"):
-        holdfast.load(
-            uri, into={"w": torch.zeros(3 * CHUNK_NBYTES // 4), "x": 0}, progress=progress
-        )
-
-
 def test_a_resume_says_how_far_it_is(tmp_path: Path) -> None:
     """As a load does."""
     calls: list[tuple[int, int]] = []

@@ -1,5 +1,4 @@
-"""Pruning deletes what is not to be kept, and what the dead have left; nothing else, and never half
-a checkpoint."""
+"""Pruning deletes what is not to be kept, and what the dead have left."""
 
 from __future__ import annotations
 
@@ -99,8 +98,7 @@ def test_what_cannot_be_judged_is_kept() -> None:
 
 
 def test_what_has_the_latest_time_is_kept_besides() -> None:
-    """Also where its step is a low one: a run that was taken up again by hand. By no clock anything
-    is deleted."""
+    """Also where its step is a low one: a run that was taken up again by hand."""
     again = [
         listed("s900", 900, 1.0),
         listed("s300", 300, 2.0),
@@ -188,8 +186,7 @@ def test_a_dry_run_deletes_nothing() -> None:
 
 
 def test_leftovers_are_collected_once_they_are_idle() -> None:
-    """Not before: a save may be writing them. A claimed one stays for its period of grace however
-    short the wait."""
+    """Not before: a save may be writing them."""
     root = saved(fresh_uri(), 1)
     storage = MemoryDriver(root.removeprefix("memory://"))
     for where in ("step-1", "step-2"):
@@ -218,8 +215,7 @@ class Coarse(MemoryDriver):
 
 
 def test_clocks_of_whole_seconds_keep_nothing_alive(serve: Serve) -> None:
-    """Where looking at one object tells an earlier time than a list does, as S3's do, what is a
-    moment old is idle, too."""
+    """A stat may tell an earlier time than a list does, as with S3."""
     root = serve(Coarse)
     run(MemoryDriver(root.removeprefix("given://")).put(f"a/data/{DEAD}/attempt.json", b"{}"))
     assert len(holdfast.prune(root, idle_s=0).leftovers) == 1
@@ -303,8 +299,7 @@ def prepared() -> str:
 def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
     after: bool, serve: Serve
 ) -> None:
-    """Each is there whole, or not at all, the last one always; and the next pruning ends the work,
-    but for what has been claimed, or was about to be deleted, and stays for its period of grace."""
+    """Each is there whole, or not at all, the last one always."""
     for n in range(accesses(serve)):
         root = prepared()
         there = MemoryDriver(root.removeprefix("memory://"))
@@ -324,8 +319,7 @@ def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
 
 
 def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old() -> None:
-    """From a checkpoint that is kept, and from a place where nothing else is: there nobody would
-    ever come upon it."""
+    """From a checkpoint that is kept, and from a place where nothing else is."""
     root = saved(fresh_uri(), 1, 2)
     there = MemoryDriver(root.removeprefix("memory://"))
     signs = {"step-2/data/pruning", "step-7/data/pruning", "data/pruning"}
@@ -347,9 +341,7 @@ def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old() -> None:
 def test_a_save_beside_a_pruning_that_died_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It writes nothing, and leaves the checkpoint alone: whoever prunes may only be slow, and
-    about to delete what it finds. An hour later, or where somebody who knows better has removed the
-    sign, it goes on."""
+    """It writes nothing, and leaves the checkpoint alone."""
     root = saved(fresh_uri(), 1)
     there = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
     run(there.put("data/pruning", b"0" * 16))
@@ -395,8 +387,7 @@ def test_a_pruning_that_fails_before_it_deletes_bars_nobody(serve: Serve) -> Non
 
 
 def test_the_manifest_goes_first(serve: Serve) -> None:
-    """Durably, before any other file of its checkpoint: so nobody finds one whose data is on its
-    way out."""
+    """Durably, before any other file of its checkpoint."""
     root, seen = saved(fresh_uri(), 1, 2), list[str]()
 
     async def note(operation: str, key: str) -> None:
@@ -465,8 +456,7 @@ LATER = {"old": 10, "good": 20, "gone": 30, "short": 40}
 def test_what_is_damaged_does_not_count_as_kept(
     there: dict[str, int], options: dict[str, Any], kept: list[str], tmp_path: Path
 ) -> None:
-    """So the only whole one never goes. What is damaged goes once enough others are whole, if it is
-    no newer."""
+    """So the only whole one never goes."""
     damaged_folder(tmp_path, there)
     plan = holdfast.prune(tmp_path, dry_run=True, **options)
     assert sorted(plan.kept) == kept

@@ -1,5 +1,4 @@
-"""What ranks of a save hear of each other's failures, what they keep from save to save, and what a
-forked child has."""
+"""What ranks of a save hear of each other's failures, what they keep from save to save."""
 
 from __future__ import annotations
 

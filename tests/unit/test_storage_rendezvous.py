@@ -1,5 +1,4 @@
-"""Calls of ranks find each other by what they are: after errors, late ranks, slips and restarts the
-next one works."""
+"""Calls of ranks find each other by what they are."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def store() -> Any:
 def test_an_error_that_one_rank_alone_sees_is_told_at_once_and_the_next_call_works(
     failing: int, late_s: float, again: Call, store: Any
 ) -> None:
-    """Before it has joined the others, sooner or later than they come; whether the next call is the
-    same or another."""
+    """Before it has joined the others, sooner or later than they come."""
 
     async def main() -> None:
         job = Job(store, 3)
@@ -133,8 +131,7 @@ def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(
 def test_after_different_calls_either_can_be_made_again(
     late: int, again: Call, world: int, store: Any
 ) -> None:
-    """Whichever rank comes first: what the leader had told of the failure is not taken for the next
-    call."""
+    """Whichever rank comes first."""
 
     async def main() -> None:
         job = Job(store, world)
@@ -188,8 +185,7 @@ def test_calls_that_go_on_side_by_side_match_in_whatever_order_they_come(store: 
 def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once(
     late: int, store: Any
 ) -> None:
-    """It does not wait for those who have gone; and the next call of all works, the same or
-    another."""
+    """It does not wait for those who have gone."""
 
     async def main() -> None:
         job = Job(store, 3, deadline_s=1.0)
@@ -259,8 +255,7 @@ def test_a_call_that_is_cancelled_is_told_and_the_next_one_works(
 def test_a_job_that_is_started_anew_over_the_same_store_begins_afresh(
     dead: str, store: Any
 ) -> None:
-    """Whatever the dead have left there: calls that were never met, answers, failures. Ranks start
-    at their own pace."""
+    """Whatever the dead have left there: calls that were never met, answers, failures."""
 
     async def main() -> None:
         for first in (0, 1, 2):

@@ -1,5 +1,4 @@
-"""Reports of what ranks have written: the ranks of a host send the leader one, and each layout
-once."""
+"""Reports of what ranks have written."""
 
 from __future__ import annotations
 
@@ -82,12 +81,9 @@ def state_of(rank: int) -> dict[str, Any]:
 
 
 def saved(
-    driver: MemoryDriver,
-    hosts: Sequence[str | None],
-    memory: Sequence[GlobalPlans],
+    driver: MemoryDriver, hosts: Sequence[str | None], memory: Sequence[GlobalPlans]
 ) -> tuple[Listening, list[Any]]:
-    """Save as one rank per host named, which may be the same; return what they have told, and the
-    outcomes."""
+    """Save as one rank per host named, which may be the same."""
     store, prefix = Listening(), f"way{next(_numbers)}"
 
     async def act(rank: int) -> Any:
@@ -129,11 +125,8 @@ def whole(driver: MemoryDriver, world: int) -> bool:
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=lambda hosts: "".join(host or "-" for host in hosts))
-def test_the_ranks_of_a_host_report_to_the_leader_as_one(
-    hosts: list[str | None],
-) -> None:
-    """Its first rank does, for all; but the leader's own mates, and who does not know its host,
-    tell it themselves. What is committed is the same."""
+def test_the_ranks_of_a_host_report_to_the_leader_as_one(hosts: list[str | None]) -> None:
+    """Its first rank does, for all."""
     driver, world = MemoryDriver(), len(hosts)
     store, outcomes = saved(driver, hosts, memories(world))
     assert not [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -149,8 +142,7 @@ def test_the_ranks_of_a_host_report_to_the_leader_as_one(
 
 
 def test_a_layout_is_sent_once() -> None:
-    """At the next save of the same they go by their names, on every part of the way; a rank that
-    has forgotten what was agreed on makes all tell all again."""
+    """At the next save of the same they go by their names, on every part of the way."""
     hosts = list("aabbb")
     driver, memory = MemoryDriver(), memories(len(hosts))
     first, *again = [saved(driver, hosts, memory)[0] for _ in range(3)]
@@ -194,9 +186,7 @@ def test_a_layout_of_a_save_that_failed_is_sent_again(monkeypatch: pytest.Monkey
 def test_a_failure_of_a_report_reaches_all_ranks_with_the_name_of_the_rank(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank of a host that cannot join what it hears, or a rank behind it: all raise,
-    nothing is committed; and what a rank may have written after the leader had given up is gone
-    after the next save."""
+    """The first rank of a host that cannot join what it hears, or a rank behind it."""
     real = save.join if rank == 2 else save.written_fragment
     driver = MemoryDriver()
 

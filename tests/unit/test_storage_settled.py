@@ -1,5 +1,4 @@
-"""A manifest may be put twice: the first answer was lost. What it names is there also then, whoever
-came between the two."""
+"""A manifest may be put twice: the first answer was lost."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ OLD, NEW, LAST = (
 
 
 def putting_again(storage: MemoryDriver, meanwhile: Callable[[], Awaitable[Any]]) -> HookedDriver:
-    """A saver's way to ``storage``: its manifest is put, something else happens, and then it is put
-    once more."""
+    """A saver's way to ``storage``."""
 
     async def after(operation: str, key: str) -> None:
         if (operation, key) == ("put", MANIFEST_KEY):
@@ -67,8 +65,7 @@ def with_old() -> MemoryDriver:
 
 
 def test_a_save_between_the_two_deletes_nothing_that_is_named_again() -> None:
-    """Each of the two is whole whenever it is the checkpoint; the other one goes when its hour is
-    over."""
+    """Each of the two is whole whenever it is the checkpoint."""
     storage = with_old()
 
     async def meanwhile() -> None:
@@ -83,8 +80,7 @@ def test_a_save_between_the_two_deletes_nothing_that_is_named_again() -> None:
 
 
 def test_a_save_that_cleans_up_after_the_second_deletes_nothing_that_is_named_again() -> None:
-    """Whether the other's leader is done counts as it was before the own put: else that leader may
-    have come after it."""
+    """Whether the other's leader is done counts as it was before the own put."""
     storage = with_old()
 
     async def both() -> None:
@@ -135,11 +131,8 @@ def test_a_put_that_is_repeated_before_the_other_looks_gives_way() -> None:
 
 
 @pytest.mark.parametrize("grace_over", [False, True])
-def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(
-    grace_over: bool,
-) -> None:
-    """It leaves the checkpoint alone until its saver is done; or until the hour is over in which a
-    put must have ended."""
+def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(grace_over: bool) -> None:
+    """It leaves the checkpoint alone until its saver is done."""
     root, pruned = fresh_uri(), []
     storage = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
 
@@ -164,9 +157,7 @@ def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(
 
 
 @pytest.mark.parametrize("grace_over", [False, True])
-def test_who_dies_before_it_settles_counts_as_settled_an_hour_later(
-    grace_over: bool,
-) -> None:
+def test_who_dies_before_it_settles_counts_as_settled_an_hour_later(grace_over: bool) -> None:
     """For a save that replaces it."""
     storage = with_old()
     run(save(dying_unsettled(storage), NEW))
@@ -179,9 +170,7 @@ def test_who_dies_before_it_settles_counts_as_settled_an_hour_later(
 
 
 def test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone() -> None:
-    """Two copies of one checkpoint work on one attempt. One commits it and is done; the other finds
-    it so, and gives up what is now the checkpoint. And the next one to replace it deletes it at
-    once."""
+    """Two copies of one checkpoint work on one attempt. One commits it and is done."""
     theirs, ours, first = checkpoint(), MemoryDriver(), True
 
     async def overtaken(operation: str, key: str) -> None:

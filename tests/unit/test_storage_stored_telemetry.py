@@ -1,5 +1,4 @@
-"""What is stored beside a checkpoint of where its save's time went: of every rank, within its
-bounds, and of no consequence for the checkpoint."""
+"""What is stored beside a checkpoint of where its save's time went."""
 
 from __future__ import annotations
 
@@ -160,8 +159,7 @@ def test_a_later_save_and_a_removal_take_it_away(tmp_path: Path) -> None:
 
 
 def test_one_that_comes_late_is_collected() -> None:
-    """A put that the storage carries out when the attempt is gone leaves what looks like a dead
-    attempt: the next save deletes it."""
+    """A late put looks like a dead attempt: the next save deletes it."""
     driver = MemoryDriver(f"late-{next(_numbers)}")
     late = telemetry_key("20200101T000000-00000000")
     run(driver.put(late, b"late"))
@@ -212,8 +210,7 @@ async def silent() -> None:
 def test_a_save_does_not_fail_for_it(
     failure: Callable[[], Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the storage says to it, or if it says nothing: the save is committed and settled in
-    a limited time, and a warning is logged."""
+    """Whatever the storage says to it, or if it says nothing."""
     monkeypatch.setattr(limits, "TELEMETRY_S", 0.2)
     driver = MemoryDriver(f"failing-{next(_numbers)}")
     with caplog.at_level(logging.WARNING, "holdfast"):
@@ -225,8 +222,7 @@ def test_a_save_does_not_fail_for_it(
 
 
 def test_it_takes_no_round_trip_of_its_own() -> None:
-    """Where each operation of the storage takes a second, a save that is recorded takes as long as
-    one that is not."""
+    """A recorded save takes as long as one that is not, if each operation takes a second."""
 
     async def trip(operation: str, key: str) -> None:
         await asyncio.sleep(1.0)
@@ -303,8 +299,7 @@ def test_flipped_bits_are_noticed_or_read_as_telemetry() -> None:
 
 @functools.cache
 def busy_record(rank: int, seed: int) -> RankTelemetry:
-    """What a rank records in a save of some 9 GB in which every stage and round occurs, with times
-    in which nothing repeats."""
+    """What a rank records in a save of 9 GB in which every stage and round occurs."""
     random_ = random.Random(seed)
     names = ["flatten", "wait", "plan", "begin", "capture", "device_copy", "hash", "pack"]
     names += ["open", "write", "upload_commit", "merge", "manifest"]

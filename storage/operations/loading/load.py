@@ -45,17 +45,7 @@ from ...state.filling.object_state import Source, build_object_state
 from ...state.filling.targets import Match, TypedPath, Wanted, match
 from ...state.flat_state import FlatState, Subtree
 from ..driver_progress import with_progress
-from ..rounds import (
-    ARRIVED,
-    FITS,
-    HOSTS,
-    Arrived,
-    Differences,
-    Fit,
-    FitReport,
-    Hosts,
-    OnHost,
-)
+from ..rounds import ARRIVED, FITS, HOSTS, Arrived, Differences, Fit, FitReport, Hosts, OnHost
 from .differences import DifferenceCheck, Strict, report_of
 from .fill import Report, build_part, delivery, fill
 from .overlaps import Overlaps, overlapping, read_overlaps
@@ -212,10 +202,7 @@ class _Reading:
 
 
 async def _plan_reading(
-    driver: Driver,
-    job: LoadJob,
-    seen: _Seen,
-    group: ExchangeGroup | None,
+    driver: Driver, job: LoadJob, seen: _Seen, group: ExchangeGroup | None
 ) -> _Reading:
     targets = job.match.wanted.targets(seen.manifest.tensors.shape)
     manifest = await seen.with_shards_of(targets.tensor)

@@ -29,14 +29,7 @@ from ..call_errors import announcing_errors, closing, printed_uri
 from ..options import LoadOptions, UriLike
 from ..report import LoadReport
 from ..rounds import Differences
-from ..telemetry import (
-    Outcome,
-    announce,
-    log_loaded,
-    log_safely,
-    recorded_figures,
-    recorder_of,
-)
+from ..telemetry import Outcome, announce, log_loaded, log_safely, recorded_figures, recorder_of
 from .load import LoadJob, finish, run_build, run_load
 
 __all__ = ["load_state"]

@@ -23,13 +23,7 @@ from ...runtime.engine import offload, run
 from ...runtime.executor import Pipeline, Stage
 from ...runtime.progress import ProgressCallback, ProgressReporter
 from ...runtime.scheduler import Budget
-from .comparison import (
-    Pair,
-    TensorDifference,
-    ValueDifference,
-    compare_manifests,
-    kind_of,
-)
+from .comparison import Pair, TensorDifference, ValueDifference, compare_manifests, kind_of
 from .reader import Checkpoint, manifest_of, read_into
 from .reader import open as open_checkpoint
 

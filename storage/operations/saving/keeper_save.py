@@ -117,11 +117,7 @@ def _decide(job: SaveJob) -> Decide[Keepable, Kept]:
 
 
 async def _capture(
-    job: SaveJob,
-    slot: FillingSlot,
-    plan: SavePlan,
-    rank: int,
-    global_plan: GlobalPlan | None,
+    job: SaveJob, slot: FillingSlot, plan: SavePlan, rank: int, global_plan: GlobalPlan | None
 ) -> None:
     """Copy the image into its slot and hand it to the keeper. Raises CoordinationError."""
     keeping = job.keeping

@@ -279,11 +279,7 @@ async def _written(
 
 
 def written_fragment(
-    attempt: Attempt,
-    job: SaveJob,
-    plan: ImagePlan,
-    written: WrittenImage,
-    rank: int,
+    attempt: Attempt, job: SaveJob, plan: ImagePlan, written: WrittenImage, rank: int
 ) -> Fragment:
     """Return the fragment of this rank's image, for the leader."""
     n = int(len(written.digests) > 0)  # a rank without bytes of its own writes no image

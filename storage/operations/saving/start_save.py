@@ -39,14 +39,7 @@ from ...state.flattening.placeholders import refuse_placeholders, reported_place
 from ..call_errors import announcing_errors, printed_step
 from ..options import SaveOptions, UriLike
 from ..report import SaveReport
-from ..telemetry import (
-    Outcome,
-    announce,
-    log_safely,
-    log_saved,
-    recorded_figures,
-    recorder_of,
-)
+from ..telemetry import Outcome, announce, log_safely, log_saved, recorded_figures, recorder_of
 from .global_plan import GlobalPlans
 from .handle import SaveHandle, StageHandle
 from .keeper_request import ByKeeper, Keeping, KeptStages
@@ -145,13 +138,7 @@ def begin_save(
 
 
 def begin_memory_step(
-    uri: str,
-    state: object,
-    step: int,
-    options: SaveOptions,
-    by: ByKeeper,
-    *,
-    agrees: bool,
+    uri: str, state: object, step: int, options: SaveOptions, by: ByKeeper, *, agrees: bool
 ) -> tuple[SaveHandle, Future[None]]:
     """Begin to keep a step in a keeper's memory and return immediately.
 
