@@ -96,10 +96,9 @@ def test_ranks_that_cannot_exchange_read_for_themselves(
     [
         ("auto", None, (), [1, 0, 0, 0]),
         ("auto", [0, 1, 0, 1], (), [1, 1, 0, 0]),
-        (False, None, (), [1, 1, 1, 1]),
         ("auto", None, (0,), [1, 1, 1, 1]),
     ],
-    ids=["one host", "two hosts", "not wanted", "no memory to share"],
+    ids=["one host", "two hosts", "no memory to share"],
 )
 def test_one_rank_of_a_host_reads_the_manifest(
     exchange: Any,
@@ -121,14 +120,6 @@ def test_without_a_checkpoint_each_rank_says_so(ranks: RankProcesses, tmp_path: 
     """Also those that were to be handed the manifest."""
     raised = errors(ranks.outcomes(ranks.begin(exchanging_load, str(tmp_path / "none"), 1, "auto")))
     assert [type(error) for error in raised] == [holdfast.NotACheckpointError] * 4
-
-
-def test_little_is_not_exchanged_by_default(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Meeting each other would take longer."""
-    ranks.run(replicated_save, str(tmp_path / "c"), 1)
-    assert all(
-        rank["received"] == 0 for rank in ranks.run(exchanging_load, str(tmp_path / "c"), 1, "auto")
-    )
 
 
 def test_what_one_rank_cannot_read_is_an_error_on_all(uri: str, ranks: RankProcesses) -> None:

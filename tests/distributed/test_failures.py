@@ -12,16 +12,13 @@ from support.bits import difference
 from support.jobs import fsdp_load
 from support.rank_processes import Gone, RankProcesses, errors
 from support.rank_tasks import (
-    absent,
     disagreeing,
-    failing_save,
     halting_save,
     hide_folder,
     interrupted_save,
     joining_save,
     load_with,
     overlapped,
-    save_from,
     save_with,
     unsavable,
 )
@@ -66,24 +63,6 @@ def test_a_state_that_one_rank_cannot_save_is_told_to_all(
     assert files(uri) == before
 
 
-@pytest.mark.parametrize("moment", ["create", "put"])
-def test_storage_that_fails_on_one_rank_is_told_to_all(
-    moment: str, uri: str, ranks: RankProcesses
-) -> None:
-    """Writing an image on any rank, or the manifest on the leader."""
-    rank = 3 if moment == "create" else 0
-    raised = errors(ranks.outcomes(ranks.begin(failing_save, uri, rank, moment)))
-    assert isinstance(raised.pop(rank), holdfast.FullError)
-    expected = (
-        (holdfast.RankFailedError, rank) if moment == "create" else (holdfast.FullError, None)
-    )
-    assert [(type(e), e.rank) for e in raised] == [expected] * 3
-    assert all("no room left" in str(e) and e.took_s < 5 for e in raised)
-    assert untouched(uri)
-    assert all(took < 30 for took in ranks.run(save_with, uri, {0: OLD, 1: OLD, 2: OLD, 3: OLD}))
-    assert untouched(uri)
-
-
 def test_ctrl_c_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
     """Also in the first call of a process: they learn at once which rank was interrupted."""
     uri = str(tmp_path / "c")
@@ -96,20 +75,6 @@ def test_ctrl_c_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
         assert files(uri) == []
         pair.run(save_with, uri, {0: OLD, 1: OLD})
     assert untouched(uri)
-
-
-def test_ranks_that_save_to_different_places_are_told_so(
-    tmp_path: Path, ranks: RankProcesses
-) -> None:
-    """Nothing is written at either."""
-    raised = errors(
-        ranks.outcomes(
-            ranks.begin(save_from, [str(tmp_path / f"{rank // 3}") for rank in range(4)])
-        )
-    )
-    assert [type(e) for e in raised] == [holdfast.UsageError] * 4
-    assert all("rank 3" in str(e) for e in raised)
-    assert list(tmp_path.iterdir()) == []
 
 
 DISAGREEMENTS: list[tuple[Any, str]] = [
@@ -180,42 +145,6 @@ def test_a_rank_needs_a_place_for_its_part_only(uri: str, ranks: RankProcesses) 
     assert difference({"x": OLD["x"]}, loaded[0]) is None
     assert loaded[1:3] == [{"y": 1}, {}]
     assert difference(OLD, loaded[3]) is None
-
-
-def test_damage_that_one_rank_meets_is_told_to_all(ranks: RankProcesses, tmp_path: Path) -> None:
-    """The rank that reads the damaged file says which; the others raise that it failed."""
-    ranks.run(
-        save_with,
-        str(tmp_path / "c"),
-        {rank: {"own": torch.full((9000,), float(rank))} for rank in range(4)},
-    )
-    (image,) = tmp_path.rglob("2.safetensors")
-    data = bytearray(image.read_bytes())
-    data[20_000] ^= 1
-    image.write_bytes(data)
-    into = {rank: {"own": torch.zeros(9000)} for rank in range(4)}
-    raised = errors(ranks.outcomes(ranks.begin(load_with, str(tmp_path / "c"), into)))
-    own = raised.pop(2)
-    assert isinstance(own, holdfast.DamagedError)
-    assert "2.safetensors" in str(own)
-    assert "'own'" in str(own)
-    assert [(type(e), e.rank) for e in raised] == [(holdfast.RankFailedError, 2)] * 3
-
-
-def test_nothing_to_load_is_told_as_such_on_all_ranks(tmp_path: Path, ranks: RankProcesses) -> None:
-    """Not as a failure of some rank."""
-    raised = errors(ranks.outcomes(ranks.begin(load_with, str(tmp_path / "nothing"), {})))
-    assert [type(e) for e in raised] == [holdfast.NotACheckpointError] * 4
-
-
-@pytest.mark.parametrize("rank", [0, 3])
-def test_a_rank_that_never_saves_is_named(rank: int, uri: str, ranks: RankProcesses) -> None:
-    """Within the deadline, by all others; and the job can save again afterwards."""
-    raised = errors(ranks.outcomes(ranks.begin(absent, uri, rank, 1.0)))
-    assert raised.pop(rank) is None
-    assert [(type(e), e.rank) for e in raised] == [(holdfast.DeadlineError, rank)] * 3
-    assert all(1.0 <= e.took_s < 6 for e in raised)
-    assert untouched(uri)
 
 
 @pytest.mark.parametrize(("rank", "moment"), [(2, "create"), (0, "create"), (0, "put")])

@@ -38,7 +38,6 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     "what",
     [
-        pytest.param("leave_after_save", marks=pytest.mark.drill),  # cut_after_save is worse
         "cut_after_save",
         "leave_after_load",
         "made_anew",

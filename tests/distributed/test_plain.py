@@ -40,7 +40,7 @@ def test_each_rank_gets_back_what_it_saved(
     assert ranks.run(plain_load, saved[0], 4) == [[]] * 4
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_fewer_ranks_get_what_the_ranks_of_their_number_saved(
     world: int, saved: tuple[str, list[tuple[int, list[str]]]], ranks: RankProcesses
 ) -> None:
@@ -100,18 +100,11 @@ def test_lists_of_other_lengths_come_back_as_each_rank_had_them(
     assert ranks.run(own_lists, str(tmp_path / "c")) == [[]] * 4
 
 
-def test_replicas_with_a_tied_weight_are_saved_and_loaded(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """As DistributedDataParallel has them."""
-    results = ranks.run(replicas, str(tmp_path / "c"), 1)
+def test_replicas_that_differ_keep_each_their_own(ranks: RankProcesses, tmp_path: Path) -> None:
+    """A buffer that is not synchronised, next to weights that are equal, and one that is tied."""
+    results = ranks.run(replicas, str(tmp_path / "c"), 2)
     assert [different for _, different in results] == [None] * 4
     assert sum(nbytes for nbytes, _ in results) < 50 * 8 * 4 + 4 * 9000
-
-
-def test_replicas_that_differ_keep_each_their_own(ranks: RankProcesses, tmp_path: Path) -> None:
-    """A buffer that is not synchronised, next to weights that are equal."""
-    ranks.run(replicas, str(tmp_path / "c"), 2)
     with holdfast.open(tmp_path / "c") as c:
         assert c.tensors["model.mean"].owners == (0, 1, 2, 3)
         assert c.tensors["model.wte.weight"].owners == ()

@@ -28,14 +28,6 @@ def main() -> None:
     globals()[what](rank, world, folder)
 
 
-def leave_after_save(rank: int, world: int, folder: Path) -> None:
-    """The last line of the program is a save; rank 0 is gone when the others have hardly heard of
-    it."""
-    holdfast.save(folder / "c", {"own": torch.full((1000,), float(rank))})
-    if rank:
-        (folder / str(rank)).write_text("saved")
-
-
 def cut_after_save(rank: int, world: int, folder: Path) -> None:
     """Rank 0 ends without a word as soon as its save returns."""
     holdfast.save(folder / "c", {"own": torch.full((1000,), float(rank))})

@@ -14,21 +14,26 @@ from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.member import Member
 from holdfast.storage.ranks.messages import Round
 from holdfast.storage.ranks.store_team import StoreTeam
+from holdfast.storage.ranks.team import Team
 
 __all__ = [
     "DEADLINE_S",
     "LOAD",
     "RAW",
     "SAVE",
+    "Act",
     "Job",
     "everybody",
     "joined",
     "kinds",
     "raw",
     "run",
+    "stating",
     "together",
 ]
 
+Act = Callable[[Team], Awaitable[Any]]
+PLAIN = Call("call")
 SAVE = Call("save", "file:///a", 1)
 LOAD = Call("load", "file:///b")
 DEADLINE_S = 20.0
@@ -92,20 +97,23 @@ class Job:
             self.store, rank, self.world, "", self.deadline_s, call, self.members[rank]
         )
 
+    async def acts(self, rank: int, act: Act, call: Call = PLAIN) -> Any:
+        """Let a rank do ``act`` with its team, as saves and loads do."""
+        team = self.team(rank, call)
+        async with team.session():
+            try:
+                return await act(team)
+            except BaseException as error:
+                await team.fail(error)
+                raise
+
     async def calls(
         self, rank: int, call: Call, rounds: Sequence[str] = ("a", "b"), late_s: float = 0.0
     ) -> list[bytes]:
         """A rank makes a call; what it learns in its rounds."""
         await asyncio.sleep(late_s)
-        team = self.team(rank, call)
-        async with team.session():
-            try:
-                return [
-                    await team.round(raw(name), f"{name}{rank}".encode(), joined) for name in rounds
-                ]
-            except BaseException as error:
-                await team.fail(error)
-                raise
+        learnt: list[bytes] = await self.acts(rank, stating(*rounds), call)
+        return learnt
 
     async def fails(self, rank: int, call: Call, error: Exception | None = None) -> None:
         """A rank makes a call that fails before it begins."""
@@ -117,6 +125,17 @@ class Job:
         """All ranks make that call, and it works."""
         done = await together(*(self.calls(rank, call) for rank in range(self.world)))
         assert done == [[everybody("a", self.world), everybody("b", self.world)]] * self.world
+
+
+def stating(*rounds: str) -> Act:
+    """Return what holds these rounds, one after the other, and returns what it learns."""
+
+    async def act(team: Team) -> list[bytes]:
+        return [
+            await team.round(raw(name), f"{name}{team.rank}".encode(), joined) for name in rounds
+        ]
+
+    return act
 
 
 async def joined(statements: Sequence[bytes]) -> bytes:

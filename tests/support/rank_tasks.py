@@ -152,11 +152,6 @@ def save_with(uri: str, overrides: dict[int, Any], deadline_s: float = 30.0) -> 
     )
 
 
-def save_from(uris: list[str]) -> Any:
-    """Each rank saves to a URI of its own."""
-    return _timed(lambda: holdfast.save(uris[dist.get_rank()], {"x": torch.ones(3)}))
-
-
 def load_with(uri: str, overrides: dict[int, Any], strict: bool = True) -> Any:
     """Load; some ranks' targets are others."""
     into = overrides.get(dist.get_rank(), {"x": torch.zeros(100), "y": 0})
@@ -186,13 +181,6 @@ def disagreeing(uri: str, how: str) -> Any:
 def unsavable() -> Any:
     """A state that is refused."""
     return {"x": torch.arange(100.0), "f": threading.Lock()}
-
-
-def absent(uri: str, rank: int, deadline_s: float) -> Any:
-    """All but one rank save."""
-    if dist.get_rank() == rank:
-        return None
-    return _timed(lambda: holdfast.save(uri, {"x": torch.ones(3)}, deadline_s=deadline_s))
 
 
 def _timed(work: Any) -> Any:
@@ -259,26 +247,6 @@ def interrupted_save(uri: str, rank: int) -> Any:
         return _timed(lambda: holdfast.save(uri, own, deadline_s=30))
     finally:
         LocalDriver.create = create  # type: ignore[method-assign]
-
-
-def failing_save(uri: str, rank: int, moment: str) -> Any:
-    """The storage of one rank fails at ``moment``."""
-    method = getattr(LocalDriver, moment)
-
-    async def fail(self: Any, key: str, *args: Any, **kwargs: Any) -> Any:
-        if dist.get_rank() == rank and (key == "manifest.safetensors" or moment != "put"):
-            raise holdfast.FullError("no room left", key=key)
-        return await method(self, key, *args, **kwargs)
-
-    setattr(LocalDriver, moment, fail)
-    try:
-        return _timed(
-            lambda: holdfast.save(
-                uri, {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())}
-            )
-        )
-    finally:
-        setattr(LocalDriver, moment, method)
 
 
 def hide_folder(path: str, rank: int, instead: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,22 +25,35 @@ from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flattening.flatten import flatten
 
-__all__ = ["load_as_ranks", "save_as_ranks", "save_cut", "save_flats"]
+__all__ = ["as_ranks", "load_as_ranks", "save_as_ranks", "save_cut", "save_flats"]
 
 BUDGET_NBYTES = 64 << 20
 _numbers = itertools.count()
 
 
-def _teams(world: int, *, apart: bool = False) -> list[StoreTeam]:
-    store, prefix = dist.HashStore(), f"ranks {next(_numbers)}"
-    teams = []
-    for rank in range(world):
+def as_ranks(
+    world: int,
+    act: Callable[[StoreTeam], Awaitable[Any]],
+    *,
+    store: Any = None,
+    hosts: Sequence[str | None] | None = None,
+) -> list[Any]:
+    """Let each of so many ranks, all tasks of this process, do ``act`` with its team.
+
+    Returns what each returned or raised. ``hosts``: on which host each is; None: on this one.
+    """
+    store, prefix = store or dist.HashStore(), f"ranks{next(_numbers)}"
+
+    async def rank_of(rank: int) -> Any:
         member = Member(Keys(store, prefix), rank, world)
-        if apart:
-            member.host = f"host {rank}"
-            member.job_host = "127.0.0.1"
-        teams.append(StoreTeam(store, rank, world, prefix, 20.0, member=member))
-    return teams
+        if hosts:
+            member.host, member.job_host = hosts[rank], "127.0.0.1"
+        return await act(StoreTeam(store, rank, world, prefix, 20.0, member=member))
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*map(rank_of, range(world)), return_exceptions=True)
+
+    return start(run()).result(60)
 
 
 def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
@@ -75,14 +88,8 @@ def save_cut(
 
 def save_flats(driver: Driver, flats: Sequence[FlatState]) -> None:
     """Save one flattened state per rank."""
-
-    async def run() -> None:
-        jobs = [SaveJob(flat, None, BUDGET_NBYTES) for flat in flats]
-        await _all(
-            run_save(driver, team, job) for team, job in zip(_teams(len(flats)), jobs, strict=True)
-        )
-
-    start(run()).result(60)
+    jobs = [SaveJob(flat, None, BUDGET_NBYTES) for flat in flats]
+    _succeeded(as_ranks(len(flats), lambda team: run_save(driver, team, jobs[team.rank])))
 
 
 def load_as_ranks(
@@ -104,22 +111,15 @@ def load_as_ranks(
         "exchange_limits": limits or ExchangeLimits(),
     }
     jobs = [LoadJob(flatten(state, loading=True), **options) for state in into]
-
-    async def run() -> Any:
-        return await _all(
-            run_load(driver, team, job)
-            for team, job in zip(_teams(len(into), apart=apart), jobs, strict=True)
-        )
-
-    done = start(run()).result(60)
+    hosts = [f"host {rank}" for rank in range(len(into))] if apart else None
+    done = as_ranks(len(into), lambda team: run_load(driver, team, jobs[team.rank]), hosts=hosts)
     return [
         finish(job, manifest, rank)
-        for rank, (job, (manifest, *_)) in enumerate(zip(jobs, done, strict=True))
+        for rank, (job, (manifest, *_)) in enumerate(zip(jobs, _succeeded(done), strict=True))
     ]
 
 
-async def _all(works: Any) -> list[Any]:
-    done = await asyncio.gather(*works, return_exceptions=True)
+def _succeeded(done: list[Any]) -> list[Any]:
     for outcome in done:
         if isinstance(outcome, BaseException):
             raise outcome

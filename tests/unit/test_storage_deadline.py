@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.drivers import HookedDriver
 from support.flaky import Flaky
 from support.given import Serve
 from support.inside import clean_up_within
+from support.ranks import as_ranks
 
 import holdfast
 from holdfast.drivers.memory import STORES, MemoryDriver
@@ -159,23 +159,16 @@ def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_one_rank_that_is_late_ends_the_save_on_all() -> None:
     """The others raise its error, with its number, rather than wait for it."""
+    drivers = [Flaky(), Flaky([600.0])]
+    drivers[1].inner = drivers[0].inner
 
-    async def run() -> list[Any]:
-        hash_store, states = dist.HashStore(), [{"x": torch.zeros(8)}, {"x": torch.ones(8)}]
-        teams = [StoreTeam(hash_store, rank, 2, "late", 20.0) for rank in range(2)]
-        flats = [flatten(state) for state in states]
-        jobs = [SaveJob(flat, None, BUDGET_NBYTES) for flat in flats]
-        jobs[1].deadline = Deadline.of(0.3)
-        inner = Flaky()
-        late = Flaky([600.0])
-        late.inner = inner.inner
-        works = [
-            run_save(driver, team, job)
-            for driver, team, job in zip((inner, late), teams, jobs, strict=True)
-        ]
-        return await asyncio.gather(*works, return_exceptions=True)
+    async def act(team: StoreTeam) -> None:
+        job = SaveJob(flatten({"x": torch.full((8,), float(team.rank))}), None, BUDGET_NBYTES)
+        if team.rank:
+            job.deadline = Deadline.of(0.3)
+        await run_save(drivers[team.rank], team, job)
 
-    first, second = start(run()).result(60)
+    first, second = as_ranks(2, act)
     assert isinstance(second, DeadlineError)
     assert isinstance(first, DeadlineError)
     assert (first.rank, second.rank) == (1, 1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import as_ranks
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import holdfast
@@ -34,22 +35,17 @@ BUDGET_NBYTES = 64 << 20
 def saved(drivers: list[Any]) -> list[Any]:
     """Save as one rank per driver; what each returned or raised, and after how many seconds."""
 
-    async def act(store: Any, rank: int, driver: Any) -> Any:
+    async def act(team: StoreTeam) -> Any:
         began_s = time.monotonic()
-        job = SaveJob(flatten({"own": torch.full((9,), float(rank))}), 1, BUDGET_NBYTES)
+        job = SaveJob(flatten({"own": torch.full((9,), float(team.rank))}), 1, BUDGET_NBYTES)
+        error = None
         try:
-            await run_save(driver, StoreTeam(store, rank, len(drivers), "save", 20.0), job)
-            return None, time.monotonic() - began_s
-        except holdfast.HoldfastError as error:
-            return error, time.monotonic() - began_s
+            await run_save(drivers[team.rank], team, job)
+        except holdfast.HoldfastError as raised:
+            error = raised
+        return error, time.monotonic() - began_s
 
-    async def run() -> list[Any]:
-        store = dist.HashStore()
-        return await asyncio.gather(
-            *(act(store, rank, driver) for rank, driver in enumerate(drivers))
-        )
-
-    return asyncio.run(run())
+    return as_ranks(len(drivers), act)
 
 
 def test_a_rank_that_fails_says_so_before_it_cleans_up() -> None:
@@ -103,21 +99,16 @@ def test_what_was_agreed_on_holds_for_one_size_of_the_job() -> None:
     memory: GlobalPlans = LruCache(8)
 
     def holders(world: int) -> list[Any]:
-        async def act(store: Any, rank: int) -> Any:
+        async def act(team: StoreTeam) -> Any:
             flat = flatten({"x": torch.ones(3)})
             flat.layout_id = kin
-            team = StoreTeam(store, rank, world, "agree", 20.0)
             async with team.session():
                 plan = await agree(
                     team, "memory://", flat, lambda rows: fingerprints(flat, rows), memory
                 )
             return next(iter(plan.agreed.holders.values()))
 
-        async def run() -> list[Any]:
-            store = dist.HashStore()
-            return await asyncio.gather(*(act(store, rank) for rank in range(world)))
-
-        return asyncio.run(run())
+        return as_ranks(world, act)
 
     assert holders(2) == [(0, 1)] * 2
     assert holders(3) == [(0, 1, 2)] * 3

@@ -30,18 +30,17 @@ def store() -> Any:
     return dist.HashStore()
 
 
-@pytest.mark.parametrize("again", [SAVE, Call("save", "file:///a", 2)], ids=["same", "next"])
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("late_s", [-0.3, 0.3], ids=["first", "last"])
 def test_an_error_that_one_rank_alone_sees_is_told_at_once_and_the_next_call_works(
-    failing: int, late_s: float, again: Call, store: Any
+    failing: int, late_s: float, store: Any
 ) -> None:
     """Before it has joined the others, sooner or later than they come."""
 
     async def main() -> None:
         job = Job(store, 3)
         await job.all(SAVE)
-        for _ in range(3):
+        for again in (SAVE, Call("save", "file:///a", 2), SAVE):
             began_s = time.monotonic()
 
             async def fails() -> None:
@@ -124,19 +123,14 @@ def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(
-    "again", [SAVE, LOAD], ids=["the call of the leader", "the call of the other"]
-)
 @pytest.mark.parametrize("late", [0, 1], ids=["leader late", "leader first"])
-def test_after_different_calls_either_can_be_made_again(
-    late: int, again: Call, world: int, store: Any
-) -> None:
+def test_after_different_calls_either_can_be_made_again(late: int, world: int, store: Any) -> None:
     """Whichever rank comes first."""
 
     async def main() -> None:
         job = Job(store, world)
         await job.all(SAVE)
-        for _ in range(2):
+        for again in (SAVE, LOAD):
             calls = [SAVE] * (world - 1) + [LOAD]
             outcomes = await together(*(job.calls(rank, call) for rank, call in enumerate(calls)))
             assert [type(error) for error in outcomes] == [holdfast.UsageError] * world

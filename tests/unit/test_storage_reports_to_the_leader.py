@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.bits import difference, plain
-from support.ranks import load_as_ranks
+from support.ranks import as_ranks, load_as_ranks
 
 import holdfast
 from holdfast.core.lru import LruCache
@@ -23,8 +22,6 @@ from holdfast.storage.operations.saving import save
 from holdfast.storage.operations.saving.global_plan import GlobalPlans, Route
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.protocol.current import read_manifest
-from holdfast.storage.ranks.keys import Keys
-from holdfast.storage.ranks.member import Member
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.flattening.flatten import flatten
 
@@ -36,7 +33,6 @@ HOSTS = [
     list("abc"),
     ["a", None, None, "b", "b"],
 ]
-_numbers = itertools.count()
 
 
 class Listening:
@@ -83,20 +79,16 @@ def state_of(rank: int) -> dict[str, Any]:
 def saved(
     driver: MemoryDriver, hosts: Sequence[str | None], memory: Sequence[GlobalPlans]
 ) -> tuple[Listening, list[Any]]:
-    """Save as one rank per host named, which may be the same."""
-    store, prefix = Listening(), f"way{next(_numbers)}"
+    """Save as one rank per host named, which may be the same; return what they have told, and the
+    outcomes."""
+    store = Listening()
 
-    async def act(rank: int) -> Any:
+    async def act(team: StoreTeam) -> Any:
+        rank = team.rank
         job = SaveJob(flatten(state_of(rank)), 1, 64 << 20, created_s=1.0, plans=memory[rank])
-        member = Member(Keys(store, prefix), rank, len(hosts))
-        member.host = hosts[rank]
-        team = StoreTeam(store, rank, len(hosts), prefix, 5.0, member=member)
         return await run_save(driver, team, job)
 
-    async def run() -> list[Any]:
-        return await asyncio.gather(*map(act, range(len(hosts))), return_exceptions=True)
-
-    return store, asyncio.run(run())
+    return store, as_ranks(len(hosts), act, store=store, hosts=hosts)
 
 
 def memories(world: int) -> list[GlobalPlans]:

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.drivers import HookedDriver
+from support.ranks import as_ranks
 from support.simulation.turns import run_inline
 
 import holdfast
@@ -41,7 +41,7 @@ from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.protocol import limits
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.ranks.team import Solo, Team
-from holdfast.storage.runtime.engine import run, start
+from holdfast.storage.runtime.engine import run
 from holdfast.storage.state.flattening.flatten import flatten
 
 _numbers = itertools.count()
@@ -80,19 +80,14 @@ async def recorded_save(driver: Driver, team: Team | None = None, state: Any = N
 
 def saved_by_ranks(world: int, late: int) -> SaveTelemetry:
     """What is stored of a save of so many ranks, one of which calls it later."""
-    store = dist.HashStore()
     place = f"ranks-{next(_numbers)}"
 
-    async def rank(number: int) -> None:
-        if number == late:
+    async def act(team: StoreTeam) -> None:
+        if team.rank == late:
             await asyncio.sleep(0.5)
-        team = StoreTeam(store, number, world, "stored", 20.0)
-        await recorded_save(MemoryDriver(place), team, {"own": torch.full((9,), float(number))})
+        await recorded_save(MemoryDriver(place), team, {"own": torch.full((9,), float(team.rank))})
 
-    async def ranks() -> None:
-        await asyncio.gather(*map(rank, range(world)))
-
-    start(ranks()).result(60)
+    assert as_ranks(world, act) == [None] * world
     return found(f"memory://{place}")
 
 

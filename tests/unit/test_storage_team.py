@@ -7,24 +7,19 @@ import datetime
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.meeting import RAW, raw
+from support import meeting
+from support.meeting import RAW, Act, Job, joined, raw, stating
 
 import holdfast
 from holdfast import errors
-from holdfast.storage.ranks.calls import Call
-from holdfast.storage.ranks.keys import Keys
-from holdfast.storage.ranks.member import Member
-from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.ranks.team import Solo, Team
 
 pytestmark = pytest.mark.clocked
-
-Act = Callable[[Team], Awaitable[Any]]
 
 
 def free_port() -> int:
@@ -56,52 +51,14 @@ def plain_store() -> Any:
     return dist.HashStore()
 
 
-async def act(team: Team, what: Act) -> Any:
-    """What a save or a load does around its rounds."""
-    async with team.session():
-        try:
-            return await what(team)
-        except BaseException as error:
-            await team.fail(error)
-            raise
-
-
 def kept(world: int) -> int:
-    """Keys of a job of so many ranks that stay as long as it does, and never grow."""
+    """Keys of a job that stay: a board for each rank, the leader's name, and its acknowledgements."""
     return world + 2
-
-
-class Job:
-    """The ranks of a job, all in this process, each a task: they make one call after the other."""
-
-    def __init__(self, store: Any, world: int, silence_s: float = 5.0) -> None:
-        self.store, self.world, self.silence_s = store, world, silence_s
-        self.members = [Member(Keys(store, "p"), rank, world) for rank in range(world)]
-
-    def team(self, rank: int, call: Call | None = None) -> StoreTeam:
-        """That of a rank, for its next call."""
-        return StoreTeam(
-            self.store,
-            rank,
-            self.world,
-            "",
-            self.silence_s,
-            call or Call("call"),
-            self.members[rank],
-        )
-
-    async def calls(
-        self, acts: Sequence[Act], calls: Sequence[Call | None] | None = None
-    ) -> list[Any]:
-        """One act per rank; their results or errors, in order of rank."""
-        teams = [self.team(rank, calls and calls[rank]) for rank in range(len(acts))]
-        tasks = [asyncio.ensure_future(act(t, a)) for t, a in zip(teams, acts, strict=True)]
-        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
 
 
 def together(store: Any, acts: Sequence[Act], silence_s: float = 5.0) -> list[Any]:
     """One call of a new job, one rank per act."""
-    return asyncio.run(Job(store, len(acts), silence_s).calls(acts))
+    return repeatedly(store, 1, acts, silence_s)[0]
 
 
 def repeatedly(
@@ -111,25 +68,11 @@ def repeatedly(
 
     async def run() -> list[list[Any]]:
         job = Job(store, len(acts), silence_s)
-        return [await job.calls(acts) for _ in range(times)]
-
-    return asyncio.run(run())
-
-
-async def joined(payloads: Sequence[bytes]) -> bytes:
-    """A verdict that shows what was stated."""
-    return b"|".join(payloads)
-
-
-def stating(*names: str) -> Act:
-    """A rank that holds these rounds, one after the other."""
-
-    async def what(team: Team) -> list[bytes]:
         return [
-            await team.round(raw(name), f"{name}{team.rank}".encode(), joined) for name in names
+            await meeting.together(*map(job.acts, range(job.world), acts)) for _ in range(times)
         ]
 
-    return what
+    return asyncio.run(run())
 
 
 def test_every_rank_learns_what_the_leader_made_of_all_statements(store: Any) -> None:
@@ -141,7 +84,7 @@ def test_every_rank_learns_what_the_leader_made_of_all_statements(store: Any) ->
 
 def test_a_team_of_one_needs_no_store() -> None:
     """The leader decides on its own statement."""
-    assert asyncio.run(act(Solo(), stating("a"))) == [b"a0"]
+    assert asyncio.run(stating("a")(Solo())) == [b"a0"]
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4 << 20, (4 << 20) + 1, 9 << 20])
@@ -257,9 +200,9 @@ def test_a_rank_without_a_sign_of_life_is_named_within_the_deadline(
     """The others raise DeadlineError soon after the time."""
 
     async def run() -> tuple[list[Any], float]:
-        teams = [StoreTeam(plain_store, rank, 4, "p", 0.5) for rank in range(4) if rank != silent]
-        began = time.monotonic()
-        done = await asyncio.gather(*(act(t, stating("r")) for t in teams), return_exceptions=True)
+        job, began = Job(plain_store, 4, 0.5), time.monotonic()
+        others = [rank for rank in range(4) if rank != silent]
+        done = await meeting.together(*(job.acts(rank, stating("r")) for rank in others))
         return done, time.monotonic() - began
 
     raised, took_s = asyncio.run(run())
@@ -268,40 +211,21 @@ def test_a_rank_without_a_sign_of_life_is_named_within_the_deadline(
     assert 0.5 <= took_s < 2.5
 
 
-class Mute:
-    """A store as a rank has it that dies at some moment: what it says from then on reaches nobody."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self.dead = False
-
-    def set(self, key: str, value: bytes | str, /) -> None:
-        if not self.dead:
-            self._store.set(key, value)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
 @pytest.mark.parametrize("dying", [0, 2])
 def test_a_rank_that_stops_beating_is_named(dying: int, plain_store: Any) -> None:
     """Having begun is not enough: it is the latest sign of life that counts."""
-    mute = Mute(plain_store)
 
     async def run() -> list[Any]:
-        teams = [
-            StoreTeam(mute if rank == dying else plain_store, rank, 3, "p", 0.5)
-            for rank in range(3)
-        ]
+        job = Job(plain_store, 3, 0.5)
 
         async def dies() -> None:
-            async with teams[dying].session():
+            async with job.team(dying, meeting.PLAIN).session():
                 await asyncio.sleep(0.3)
-                mute.dead = True
+                job.silence(dying)
                 await asyncio.sleep(1.5)
 
-        acts = [dies() if t.rank == dying else act(t, stating("r")) for t in teams]
-        return await asyncio.gather(*acts, return_exceptions=True)
+        acts = [dies() if rank == dying else job.acts(rank, stating("r")) for rank in range(3)]
+        return await meeting.together(*acts)
 
     raised = asyncio.run(run())
     assert [getattr(e, "rank", None) for e in raised] == [
@@ -445,8 +369,10 @@ def test_no_rank_ever_waits_for_a_key_that_another_has_removed(seed: int) -> Non
     async def run() -> None:
         job = Job(store, 3)
         for _ in range(10):
-            assert await job.calls([stating("a", "b")] * 3) == [[b"a0|a1|a2", b"b0|b1|b2"]] * 3
-            await job.calls([stating("a", "b"), stating("a", "b"), fails])
+            both = [job.acts(rank, stating("a", "b")) for rank in range(3)]
+            assert await meeting.together(*both) == [[b"a0|a1|a2", b"b0|b1|b2"]] * 3
+            others = [job.acts(rank, stating("a", "b")) for rank in range(2)]
+            await meeting.together(*others, job.acts(2, fails))
 
     asyncio.run(run())
     assert store.waits == []

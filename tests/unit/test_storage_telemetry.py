@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.ranks import load_as_ranks, save_as_ranks
+from support.ranks import as_ranks, load_as_ranks, save_as_ranks
 
 import holdfast
 from holdfast.core.spans import Recorder, StageReport, Summary, recording
@@ -21,7 +20,6 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks.messages import Nothing, Round
 from holdfast.storage.ranks.store_team import StoreTeam
-from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flattening.flatten import flatten
 
 _numbers = itertools.count()
@@ -188,24 +186,19 @@ def test_what_a_busy_storage_holds_back_is_counted(tmp_path: Path) -> None:
 
 
 def rank_summaries(world: int, late: int) -> list[Summary]:
-    """What ranks of a save record, of which ``late`` was slow to come to its first round, and to write."""
-    store = dist.HashStore()
+    """What ranks of a save record, of which ``late`` was slow to come to its first round."""
     place = f"late-{next(_numbers)}"
 
-    async def rank(number: int) -> Summary:
-        recorder = Recorder(number)
+    async def act(team: StoreTeam) -> Summary:
+        recorder = Recorder(team.rank)
         with recording(recorder):
-            if number == late:
+            if team.rank == late:
                 await asyncio.sleep(0.3)
-            team = StoreTeam(store, number, world, "late", 20.0)
-            flat = flatten({"own": torch.full((9,), float(number))})
+            flat = flatten({"own": torch.full((9,), float(team.rank))})
             await run_save(MemoryDriver(place), team, SaveJob(flat, None, 64 << 20))
         return recorder.summary()
 
-    async def ranks() -> list[Summary]:
-        return await asyncio.gather(*map(rank, range(world)))
-
-    return start(ranks()).result(60)
+    return as_ranks(world, act)
 
 
 def test_rounds_name_the_rank_that_came_last() -> None:
@@ -239,25 +232,20 @@ def test_what_ranks_exchange_is_counted(apart: bool) -> None:
 
 def test_a_round_that_is_held_again_is_one_stage() -> None:
     """Its number is no part of the stage's name."""
-    store = dist.HashStore()
     held = Round.of("fits", Nothing, Nothing)
 
     async def decide(_: Any) -> Nothing:
         return Nothing()
 
-    async def rank(number: int) -> Summary:
-        recorder = Recorder(number)
-        team = StoreTeam(store, number, 2, "again", 20.0)
+    async def act(team: StoreTeam) -> Summary:
+        recorder = Recorder(team.rank)
         with recording(recorder):
             async with team.session():
                 for attempt in range(3):
                     await team.round(held.numbered(attempt), Nothing(), decide)
         return recorder.summary()
 
-    async def ranks() -> list[Summary]:
-        return await asyncio.gather(rank(0), rank(1))
-
-    for summary in start(ranks()).result(60):
+    for summary in as_ranks(2, act):
         assert {name: stage.count for name, stage in summary.stages.items()} == {"round fits": 3}
 
 
