@@ -1,7 +1,5 @@
-"""Announces errors that one rank hits while entering a call.
-
-Otherwise the other ranks would wait for this rank until their deadline.
-"""
+"""Announces errors that one rank hits while entering a call. Otherwise the other ranks would wait
+for this rank until their deadline."""
 
 from __future__ import annotations
 

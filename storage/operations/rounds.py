@@ -92,11 +92,8 @@ class PlanFollowed:
 
 @dataclass(frozen=True, slots=True)
 class SaveStatement:
-    """A rank's first statement. Either ``plan`` or ``holdings`` is given.
-
-    ``placeholders``: the reason for suspecting a placeholder, by path; None from a rank without
-    tensors.
-    """
+    """A rank's first statement. Either ``plan`` or ``holdings`` is given. ``placeholders``: the
+    reason for suspecting a placeholder, by path; None from a rank without tensors."""
 
     uri: str
     plan: PlanFollowed | None = None
@@ -122,11 +119,8 @@ class AgreeVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """A rank's findings about the compared rows.
-
-    ``of``: their positions among its labels; ``digests`` and ``nbytes`` of each; ``parts``: texts
-    of parts of DTensors, by label.
-    """
+    """A rank's findings about the compared rows. ``of``: their positions among its labels;
+    ``digests`` and ``nbytes`` of each; ``parts``: texts of parts of DTensors, by label."""
 
     of: tuple[int, ...]
     digests: bytes
@@ -207,10 +201,7 @@ class Hosts:
 @dataclass(frozen=True, slots=True)
 class Differences:
     """Names left out by a load: only in the state (``missing``), or only in the checkpoint
-    (``unexpected``).
-
-    Over all ranks; a sample of each, and the total counts.
-    """
+    (``unexpected``). Over all ranks; a sample of each, and the total counts."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()

@@ -46,16 +46,12 @@ def check_telemetry(telemetry: object) -> None:
 
 def recorder_of(telemetry: Telemetry, rank: int) -> Recorder | None:
     """Return a recorder for an operation that begins now; None if telemetry is off."""
-    if telemetry == "off":
-        return None
-    return Recorder(rank)
+    return None if telemetry == "off" else Recorder(rank)
 
 
 def recorded_figures(recorder: Recorder | None) -> dict[str, Any]:
     """Return the fields of a report that a recorder has figures for; none without a recorder."""
-    if recorder is None:
-        return {}
-    return _figures(recorder.summary())
+    return {} if recorder is None else _figures(recorder.summary())
 
 
 def _figures(summary: Summary) -> dict[str, Any]:
@@ -71,11 +67,8 @@ def rank_telemetry(
     rank: int, nbytes: int, stored_nbytes: int, fenced_s: float
 ) -> RankTelemetry | None:
     """Return this rank's timings so far of the save in whose context this is called; None if it is
-    not recorded.
-
-    ``nbytes``: size of its image; ``stored_nbytes``: size of the image's file, which may be
-    compressed. ``fenced_s``: seconds that training waited in fences.
-    """
+    not recorded. ``nbytes``: size of its image; ``stored_nbytes``: size of the image's file, which
+    may be compressed. ``fenced_s``: seconds that training waited in fences."""
     recorder = current()
     if recorder is None:
         return None
@@ -93,12 +86,9 @@ def rank_telemetry(
 def encoded_telemetry(
     head: tuple[str, int | None, float], world: int, mine: RankTelemetry, others: bytes
 ) -> bytes:
-    """Return the telemetry object that rank 0 stores.
-
-    ``head``: id of the attempt, step, and time of the save in seconds since the epoch. ``mine``:
-    the record of rank 0. ``others``: the concatenated outputs of :func:`encode_record` on the other
-    ranks.
-    """
+    """Return the telemetry object that rank 0 stores. ``head``: id of the attempt, step, and time
+    of the save in seconds since the epoch. ``mine``: the record of rank 0. ``others``: the
+    concatenated outputs of :func:`encode_record` on the other ranks."""
     attempt, step, created_s = head
     arrivals = {name: stage.arrivals for name, stage in mine.stages.items() if stage.arrivals}
     whole = SaveTelemetry(attempt, step, world, created_s, mine.elapsed_s, arrivals, {})
@@ -147,11 +137,9 @@ def log_safely(log: Callable[..., object], *args: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a save or a load on this rank.
-
-    ``uri`` is redacted. ``seconds``: from the call to the end. ``report``: set on success;
-    ``error``: set on failure. ``step``: None for loads and for checkpoints without a step.
-    """
+    """The outcome of a save or a load on this rank. ``uri`` is redacted. ``seconds``: from the call
+    to the end. ``report``: set on success; ``error``: set on failure. ``step``: None for loads and
+    for checkpoints without a step."""
 
     operation: Literal["save", "load"]
     uri: str
@@ -224,22 +212,9 @@ def _log_stages(what: str, stages: Mapping[str, StageReport]) -> None:
     if not _log.isEnabledFor(logging.DEBUG):
         return
     for name, stage in stages.items():
-        _log.debug(
-            "%s: %s: %d times, %s, from %.3f to %.3f s, busy for %.3f s, half within %.2g s, all "
-            "within %.2g s, at most %d waiting, %d tried again, %d hedged",
-            what,
-            name,
-            stage.count,
-            _amount(stage.nbytes),
-            stage.first_s,
-            stage.last_s,
-            stage.busy_s,
-            stage.quantile_s(0.5),
-            stage.quantile_s(1),
-            stage.queued_max,
-            stage.retries,
-            stage.hedges,
-        )
+        times = f"from {stage.first_s:.3f} to {stage.last_s:.3f} s, busy for {stage.busy_s:.3f} s"
+        amount = _amount(stage.nbytes)
+        _log.debug("%s: %s: %d times, %s, %s", what, name, stage.count, amount, times)
 
 
 def _amount(nbytes: float) -> str:

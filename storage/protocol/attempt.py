@@ -1,7 +1,5 @@
-"""An attempt at writing a checkpoint: its keys, marker and deletion.
-
-:mod:`.commit` lists the keys below a checkpoint's root.
-"""
+"""An attempt at writing a checkpoint: its keys, marker and deletion. :mod:`.commit` lists the keys
+below a checkpoint's root."""
 
 from __future__ import annotations
 
@@ -125,12 +123,9 @@ async def _put_marker(driver: Driver, data: bytes) -> Attempt:
 
 
 async def check_marker(driver: Driver, attempt: Attempt) -> ObjectInfo:
-    """Return the marker's ``stat``.
-
-    Raises SupersededError if the marker is gone, because another save is deleting this attempt. An
-    object of ``TRIAL_NBYTES`` in its place also counts as gone: it is a late put of
-    :func:`check_exclusive_puts`, accepted after the deletion.
-    """
+    """Return the marker's ``stat``. Raises SupersededError if the marker is gone, because another
+    save is deleting this attempt. An object of ``TRIAL_NBYTES`` in its place also counts as gone:
+    it is a late put of :func:`check_exclusive_puts`, accepted after the deletion."""
     try:
         info = await driver.stat(attempt.marker_key)
     except NotFoundError:

@@ -41,11 +41,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """All attempts, as seen at one time.
-
-    ``now_s``: the storage's time. ``current``: the id of the attempt that is the checkpoint.
-    ``grace_s``: how long an attempt with a commit record is spared.
-    """
+    """All attempts, as seen at one time. ``now_s``: the storage's time. ``current``: the id of
+    the attempt that is the checkpoint. ``grace_s``: how long an attempt with a commit record is
+    spared."""
 
     now_s: float
     current: str | None
@@ -54,11 +52,9 @@ class Survey:
 
 
 async def survey_attempts(driver: Driver, attempt: Attempt) -> Survey:
-    """List all attempts. ``attempt``: the caller's own, whose marker tells the storage's time.
-
-    The requests may be answered in any order: an attempt that changes in between has a record,
-    which is read again before anything is deleted, or is too young to be deleted.
-    """
+    """List all attempts. ``attempt``: the caller's own, whose marker tells the storage's time. The
+    requests may be answered in any order: an attempt that changes in between has a record, which is
+    read again before anything is deleted, or is too young to be deleted."""
     now_s, (current, grace_s), files = await side_by_side(
         time_of_marker_s(driver, attempt), _current_and_grace_s(driver), list_attempts(driver)
     )
@@ -133,11 +129,9 @@ async def abort_and_delete(
 
 
 async def collect(driver: Driver, idle_s: float) -> None:
-    """Delete what a new save would delete, except for attempts that may be alive.
-
-    An attempt counts as dead after ``idle_s`` seconds without a write. Also deletes a stale prune
-    lock. Raises StorageError, SupersededError and UnsupportedFormatError.
-    """
+    """Delete what a new save would delete, except for attempts that may be alive. An attempt counts
+    as dead after ``idle_s`` seconds without a write. Also deletes a stale prune lock. Raises
+    StorageError, SupersededError and UnsupportedFormatError."""
     async with probe(driver) as attempt:
         survey = await survey_attempts(driver, attempt)
         await collect_others(driver, attempt, survey, idle_s=idle_s)

@@ -126,12 +126,9 @@ _log = logging.getLogger(__name__)
 
 
 async def begin(driver: Driver) -> Attempt:
-    """Collect dead attempts and begin a new one.
-
-    On unbounded storage, the caller sweeps while it writes. Raises StorageError and
-    SupersededError; StorageDownError also if a pruning has died here within the last hour or does
-    not end: see step 6.
-    """
+    """Collect dead attempts and begin a new one. On unbounded storage, the caller sweeps while it
+    writes. Raises StorageError and SupersededError; StorageDownError also if a pruning has died
+    here within the last hour or does not end: see step 6."""
     attempt = await announce(driver)
     try:
         *_, survey = await side_by_side(
@@ -227,10 +224,8 @@ async def commit(
     driver: Driver, attempt: Attempt, manifest: Manifest, putting: Callable[[], None] = lambda: None
 ) -> Attempt | None:
     """Make ``manifest`` the checkpoint; return the attempt it replaced, if that can be deleted now.
-
     Raises SupersededError, InvisibleFilesError and StorageError: then nothing has changed, except
-    that after ``putting`` was called, just before the put, the manifest may have been stored.
-    """
+    that after ``putting`` was called, just before the put, the manifest may have been stored."""
     data = await offload(manifest.encode)
     try:
         record = await put_commit_record(driver, attempt.record_key)
@@ -305,11 +300,9 @@ async def _is_kept(driver: Driver, data: bytes, superseded_ids: set[str | None])
 
 
 async def settle(driver: Driver, attempt: Attempt) -> None:
-    """Record that ``attempt`` is committed and that its manifest will not be put again.
-
-    Only the process that put the manifest calls this. Does not raise: after an hour the attempt
-    counts as settled anyway.
-    """
+    """Record that ``attempt`` is committed and that its manifest will not be put again. Only the
+    process that put the manifest calls this. Does not raise: after an hour the attempt counts as
+    settled anyway."""
     try:
         await driver.delete(attempt.marker_key)
     except StorageError as error:
@@ -370,10 +363,8 @@ async def commit_attempt(
     branch: str = ROOT,
 ) -> None:
     """Commit the images of all ranks from one process, and delete the checkpoint that it replaces.
-
     ``fragments`` must be in order of rank. ``branch``: the run's branch, recorded in the manifest.
-    Raises CoverageError if an element is stored twice or not at all; SaveError; StorageError.
-    """
+    Raises CoverageError if an element is stored twice or not at all; SaveError; StorageError."""
     may_be_stored = False
 
     def putting() -> None:

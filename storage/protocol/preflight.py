@@ -70,11 +70,8 @@ def _advice(driver: Driver) -> str:
 
 async def check_range_reads(driver: Driver, key: str, data: bytes) -> None:
     """Check that ``data``, the whole object ``key``, can be read as one full range and as a partial
-    one.
-
-    Raises StorageError if a read fails or returns other bytes, NotFoundError if the object does not
-    exist.
-    """
+    one. Raises StorageError if a read fails or returns other bytes, NotFoundError if the object
+    does not exist."""
 
     async def read(start: int, stop: int) -> None:
         into = bytearray(stop - start)

@@ -21,11 +21,9 @@ _COMMIT_RECORD = b"claim "
 
 
 async def put_commit_record(driver: Driver, key: str) -> bytes:
-    """Put a commit record at ``key``, the attempt's ``record_key``; return its bytes.
-
-    Raises ExistsError if another process has put a commit or abort record; NotFoundError if the
-    attempt is being deleted; StorageError.
-    """
+    """Put a commit record at ``key``, the attempt's ``record_key``; return its bytes. Raises
+    ExistsError if another process has put a commit or abort record; NotFoundError if the attempt is
+    being deleted; StorageError."""
     data = _new_commit_record()
     await put_once(driver, key, data)
     return data

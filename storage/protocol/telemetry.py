@@ -1,8 +1,6 @@
 """Storage of a save's telemetry, put after the commit, in parallel with settling the attempt.
-
 Nothing depends on it. It lies in the attempt's folder, so it is deleted with the attempt; one that
-arrives too late is collected like any file of a dead attempt.
-"""
+arrives too late is collected like any file of a dead attempt."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Calls that ranks make together, and a rank's *status record*: its open calls and their progress.
-
 A call is identified by its subject, never by a count of earlier calls. So ranks that got out of
-step meet again in the next call.
-"""
+step meet again in the next call."""
 
 from __future__ import annotations
 
@@ -81,12 +79,9 @@ class FailedCall:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """The status record of a rank.
-
-    ``nonce``: of its process. ``leader``: the nonce of the leader it has found. ``heartbeats``
-    grows with each record. ``logs``: by name, the calls that failed before the leader took them.
-    ``settled``: by name, see ``pairing.Settled``.
-    """
+    """The status record of a rank. ``nonce``: of its process. ``leader``: the nonce of the leader
+    it has found. ``heartbeats`` grows with each record. ``logs``: by name, the calls that failed
+    before the leader took them. ``settled``: by name, see ``pairing.Settled``."""
 
     nonce: str
     leader: str

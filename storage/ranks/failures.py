@@ -73,11 +73,9 @@ class Failure:
         raise error
 
     def as_error(self) -> CoordinationError:
-        """Return the error that other ranks raise for this failure.
-
-        A DeadlineError or RankFailedError keeps its class and message, because it already names
-        the rank at fault. Any other error becomes a RankFailedError that names ``reporter``.
-        """
+        """Return the error that other ranks raise for this failure. A DeadlineError or
+        RankFailedError keeps its class and message, because it already names the rank at fault. Any
+        other error becomes a RankFailedError that names ``reporter``."""
         if self.timed_out:
             return DeadlineError(self.message, rank=self.rank, advice=self.advice)
         if self.type == RankFailedError.__name__:

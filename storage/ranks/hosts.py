@@ -26,11 +26,9 @@ def host_key() -> str | None:
 
 
 def numbered(names: Sequence[str | None]) -> bytes:
-    """Assign a number to each rank, and compress the numbers.
-
-    Ranks with equal names get equal numbers; a rank without a name gets a number of its own.
-    Neighbours differ little or in a regular pattern, so their differences compress well.
-    """
+    """Assign a number to each rank, and compress the numbers. Ranks with equal names get equal
+    numbers; a rank without a name gets a number of its own. Neighbours differ little or in a
+    regular pattern, so their differences compress well."""
     number: dict[str | int, int] = {}
     numbers = [
         number.setdefault(rank if name is None else name, len(number))

@@ -50,12 +50,9 @@ Spawn = Callable[[Coroutine[object, object, None]], Spawned]
 
 
 class Member:
-    """One process in its job.
-
-    ``keys``: the keys of all ranks of the job. ``spawn`` runs work that continues after a call has
-    returned. Coroutines run on one event loop at a time. ``failed`` and methods documented to block
-    may be called from any thread.
-    """
+    """One process in its job. ``keys``: the keys of all ranks of the job. ``spawn`` runs work that
+    continues after a call has returned. Coroutines run on one event loop at a time. ``failed`` and
+    methods documented to block may be called from any thread."""
 
     def __init__(
         self,
@@ -66,11 +63,8 @@ class Member:
         anchor: Callable[[], object] = lambda: None,
         job_host: str = "",
     ) -> None:
-        """Create the member, unknown to the others yet.
-
-        ``anchor()`` keeps the store's server alive if this process runs it. ``job_host``: the host
-        that serves the store.
-        """
+        """Create the member, unknown to the others yet. ``anchor()`` keeps the store's server alive
+        if this process runs it. ``job_host``: the host that serves the store."""
         self.rank = rank
         self.world = world
         self.host = host_key()

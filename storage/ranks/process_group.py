@@ -1,7 +1,5 @@
-"""The ranks of a call according to torch.distributed, as a team over its store.
-
-No collective is used; a process group only defines which ranks take part, and their numbers.
-"""
+"""The ranks of a call according to torch.distributed, as a team over its store. No collective is
+used; a process group only defines which ranks take part, and their numbers."""
 
 from __future__ import annotations
 
@@ -145,10 +143,8 @@ def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
 
 
 def current_member(deadline_s: float) -> Member | None:
-    """Return this process as one of the ranks that take part; None if it is alone.
-
-    Does not wait. Raises UsageError in a forked child of a rank.
-    """
+    """Return this process as one of the ranks that take part; None if it is alone. Does not wait.
+    Raises UsageError in a forked child of a rank."""
     group = _group()
     if group is None or dist.get_world_size(group) == 1:
         return None

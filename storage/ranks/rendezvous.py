@@ -180,11 +180,9 @@ class LeaderRendezvous:
             await self._refuse(elsewhere)
 
     def _check_stranger(self, rank: int, status: RankStatus, now_s: float) -> None:
-        """Raise the failure of a rank that has not found this leader, after a delay.
-
-        Its status may be left over from a process that died earlier, so it does not count at first.
-        But a process that fails and exits at once never finds the leader.
-        """
+        """Raise the failure of a rank that has not found this leader, after a delay. Its status may
+        be left over from a process that died earlier, so it does not count at first. But a process
+        that fails and exits at once never finds the leader."""
         failed = status.failure(self._call.name, 0)
         if status.leader or status.open or failed is None:
             return
@@ -234,11 +232,9 @@ class LeaderRendezvous:
                 )
 
     def _other_call(self, rank: int, status: RankStatus) -> OpenCall | None:
-        """Return a rank's open call of the same thread that the leader is not in.
-
-        None if the leader was in that call and failed: the rank is late, and finds the leader's
-        answer there.
-        """
+        """Return a rank's open call of the same thread that the leader is not in. None if the
+        leader was in that call and failed: the rank is late, and finds the leader's answer
+        there."""
         open_call = status.other_call(self._call.thread, self._member.open_names)
         if open_call is None or open_call.name not in self._member.logs:
             return open_call

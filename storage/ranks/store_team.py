@@ -54,11 +54,9 @@ SEEK_S = 1.0
 
 
 class StoreTeam(Team):
-    """Rounds over a store.
-
-    ``prefix`` is the same on all ranks; below it, ranks find each other by their ``call``.
-    ``silence_s``: how long another rank may go without progress while this one waits for it.
-    """
+    """Rounds over a store. ``prefix`` is the same on all ranks; below it, ranks find each other by
+    their ``call``. ``silence_s``: how long another rank may go without progress while this one
+    waits for it."""
 
     def __init__(
         self,
@@ -384,11 +382,9 @@ class StoreTeam(Team):
         return codec(Failure).decode(data, "the failure of a rank")
 
     def _leave(self) -> None:
-        """Delete this rank's keys; the last rank to leave deletes the shared ones.
-
-        If a rank never leaves, a few keys remain in the job's store. They are harmless: no other
-        session uses their prefix.
-        """
+        """Delete this rank's keys; the last rank to leave deletes the shared ones. If a rank never
+        leaves, a few keys remain in the job's store. They are harmless: no other session uses their
+        prefix."""
         if self.rank != LEADER and self._member.leader:
             join = f"join/{self._call.name}/{self.rank}"
             self._member.keys.delete(self._member.keys.keys_of(join))

@@ -54,30 +54,23 @@ class Team(ABC):
 
     @abstractmethod
     async def gather(self, name: str, kind: Codec[T], ranks: Sequence[int], message: T) -> list[T]:
-        """Send ``message`` to the first of ``ranks``.
-
-        That rank receives the messages of all of ``ranks``, in order; the others get an empty list.
-        All of ``ranks`` call this. Raises DeadlineError and RankFailedError.
-        """
+        """Send ``message`` to the first of ``ranks``. That rank receives the messages of all of
+        ``ranks``, in order; the others get an empty list. All of ``ranks`` call this. Raises
+        DeadlineError and RankFailedError."""
 
     @abstractmethod
     async def all_gather(
         self, name: str, kind: Codec[T], ranks: Sequence[int], message: T
     ) -> list[T]:
         """Send ``message`` to ``ranks``, which include this one; return all their messages, in
-        order.
-
-        All of ``ranks`` call this, and no other rank takes part. Raises DeadlineError and
-        RankFailedError.
-        """
+        order. All of ``ranks`` call this, and no other rank takes part. Raises DeadlineError and
+        RankFailedError."""
 
     @abstractmethod
     async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
-        """Watch ``ranks`` while waiting for ``what`` from them; never returns.
-
-        Raises RankFailedError if any rank of the team reports a failure, DeadlineError if one of
-        ``ranks`` falls silent.
-        """
+        """Watch ``ranks`` while waiting for ``what`` from them; never returns. Raises
+        RankFailedError if any rank of the team reports a failure, DeadlineError if one of ``ranks``
+        falls silent."""
 
     @abstractmethod
     async def fail(self, error: BaseException) -> None:

@@ -1,8 +1,6 @@
-"""Page-aligned host memory that is reused.
-
-The first use of fresh memory costs a page fault per page, an order of magnitude more than copying
-into it. So pools keep buffers after use, up to a limit, and the next save has no page faults.
-"""
+"""Page-aligned host memory that is reused. The first use of fresh memory costs a page fault per
+page, an order of magnitude more than copying into it. So pools keep buffers after use, up to a
+limit, and the next save has no page faults."""
 
 from __future__ import annotations
 
@@ -26,11 +24,8 @@ KEPT_NBYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """Memory of this process: ``view``, at ``address``.
-
-    It is page-aligned and anonymous, unless created by :meth:`over`. ``owner`` keeps the memory
-    alive if the view does not.
-    """
+    """Memory of this process: ``view``, at ``address``. It is page-aligned and anonymous, unless
+    created by :meth:`over`. ``owner`` keeps the memory alive if the view does not."""
 
     view: memoryview
     address: int
@@ -50,11 +45,9 @@ class HostBuffer:
 
     @classmethod
     def over(cls, data: memoryview) -> HostBuffer:
-        """Wrap the memory of ``data``, at any address.
-
-        It must not be written to, nor used after this object is gone. The view is created from the
-        address, because torch warns about read-only views.
-        """
+        """Wrap the memory of ``data``, at any address. It must not be written to, nor used after
+        this object is gone. The view is created from the address, because torch warns about
+        read-only views."""
         if not len(data):
             return cls(data, 0)
         address = int(np.frombuffer(data, np.uint8).ctypes.data)
@@ -136,10 +129,8 @@ _of_parents: list[HostPool] = []
 
 def _leave_to_parent() -> None:
     """Drop all buffers in a forked child: a page shared by two processes is copied on a write.
-
     Pinned memory is not freed: torch would ask CUDA whether it is still in use, and CUDA's error in
-    a forked child ends the process.
-    """
+    a forked child ends the process."""
     _of_parents.extend(pool for pool in _pools.values() if pool.allocate is not None)
     _pools.clear()
 

@@ -98,11 +98,8 @@ def check_may_wait() -> None:
 
 
 class EngineFuture(Future[T]):
-    """A future that the engine completes.
-
-    Waiting for it is a UsageError on the engine's thread, and in a forked child for work of the
-    parent's engine.
-    """
+    """A future that the engine completes. Waiting for it is a UsageError on the engine's thread,
+    and in a forked child for work of the parent's engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,11 +142,8 @@ class EngineFuture(Future[T]):
 
 
 class _Started(EngineFuture[T]):
-    """The outcome of a coroutine on ``loop``.
-
-    Done when the coroutine has ended, even if cancelled: until then it may still clean up, and
-    notify other ranks.
-    """
+    """The outcome of a coroutine on ``loop``. Done when the coroutine has ended, even if cancelled:
+    until then it may still clean up, and notify other ranks."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[object, None, T]
@@ -189,20 +183,15 @@ class _Started(EngineFuture[T]):
 
 
 def start(coroutine: Coroutine[object, None, T]) -> Future[T]:
-    """Start ``coroutine`` on the engine's loop and return its future.
-
-    The interpreter does not exit before the coroutine ends. Waiting for the future on the engine's
-    thread is a UsageError.
-    """
+    """Start ``coroutine`` on the engine's loop and return its future. The interpreter does not exit
+    before the coroutine ends. Waiting for the future on the engine's thread is a UsageError."""
     return _Started(_running_loop(), coroutine)
 
 
 def run(coroutine: Coroutine[object, None, T]) -> T:
-    """Run ``coroutine`` on the engine's loop and return its result.
-
-    Ctrl-C cancels it; this then waits up to a minute for its cleanup, and raises KeyboardInterrupt.
-    Raises UsageError on the engine's thread, before any of ``coroutine`` runs.
-    """
+    """Run ``coroutine`` on the engine's loop and return its result. Ctrl-C cancels it; this then
+    waits up to a minute for its cleanup, and raises KeyboardInterrupt. Raises UsageError on the
+    engine's thread, before any of ``coroutine`` runs."""
     try:
         check_may_wait()
     except UsageError:
@@ -235,11 +224,9 @@ def finish_before_exit() -> None:
 
 
 def close_later(close: Callable[[], Coroutine[object, None, None]]) -> None:
-    """Run ``close()`` on the engine's loop without waiting for it. For finalizers.
-
-    Takes no lock and starts no engine, because the garbage collector may call a finalizer at any
-    moment on any thread. Failures are logged.
-    """
+    """Run ``close()`` on the engine's loop without waiting for it. For finalizers. Takes no lock
+    and starts no engine, because the garbage collector may call a finalizer at any moment on any
+    thread. Failures are logged."""
     loop = _loop
     if loop is not None:
         loop.call_soon_threadsafe(_begin_to_close, loop, close)
@@ -301,9 +288,7 @@ async def _until_done(future: Future[Any], limit_s: float) -> None:
 
 async def offload(function: Callable[[*Ts], T], *args: *Ts) -> T:
     """Run ``function`` in a worker thread of the current loop; even if cancelled, wait for its end.
-
-    The thread uses the caller's buffers until it ends, so they must not be reused earlier.
-    """
+    The thread uses the caller's buffers until it ends, so they must not be reused earlier."""
     work = asyncio.get_running_loop().run_in_executor(None, function, *args)
     return await to_the_end(work)
 
@@ -348,11 +333,8 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop forever.
-
-    A task that raises SystemExit or KeyboardInterrupt ends ``run_forever``. Its future holds the
-    error, and all other tasks must continue.
-    """
+    """Run the loop forever. A task that raises SystemExit or KeyboardInterrupt ends
+    ``run_forever``. Its future holds the error, and all other tasks must continue."""
     while True:
         try:
             loop.run_forever()
@@ -362,11 +344,9 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _forget_parent() -> None:
-    """Detach a forked child from its parent's engine; it has none of the parent's threads.
-
-    The child keeps the parent's loop without closing it: closing would remove descriptors from the
-    parent's epoll instance, which both processes share.
-    """
+    """Detach a forked child from its parent's engine; it has none of the parent's threads. The
+    child keeps the parent's loop without closing it: closing would remove descriptors from the
+    parent's epoll instance, which both processes share."""
     global _loop, _thread  # noqa: PLW0603
     if _loop is not None:
         _parents_loops.append(_loop)

@@ -1,8 +1,5 @@
-"""Runs pipelines: the asyncio shell around the scheduler.
-
-It executes the scheduler's instructions and reports their completion. The current recorder, if any,
-counts every stage of every job.
-"""
+"""Runs pipelines: the asyncio shell around the scheduler. It executes the scheduler's instructions
+and reports their completion. The current recorder, if any, counts every stage of every job."""
 
 from __future__ import annotations
 
@@ -30,10 +27,8 @@ class Stage(StageSpec, Generic[T]):
 
 class Pipeline(Generic[T]):
     """Stages that every job passes in order, within a budget; see :mod:`.scheduler`.
-
     ``release(job)`` is called exactly once for every started job, after its last stage.
-    ``where(job)`` returns the storage location of its stages, for recording.
-    """
+    ``where(job)`` returns the storage location of its stages, for recording."""
 
     def __init__(
         self,
@@ -51,12 +46,9 @@ class Pipeline(Generic[T]):
         self.where = where
 
     async def run(self, jobs: Sequence[T], nbytes: Sequence[int]) -> None:
-        """Run all ``jobs``; ``nbytes`` is each one's share of the budget.
-
-        After a failure nothing new starts. Running stages still use their buffers, so they are
-        waited for; then the first error is raised. A cancellation cancels the running stages and
-        waits for them, too.
-        """
+        """Run all ``jobs``; ``nbytes`` is each one's share of the budget. After a failure nothing
+        new starts. Running stages still use their buffers, so they are waited for; then the first
+        error is raised. A cancellation cancels the running stages and waits for them, too."""
         run = _Run(self, jobs)
         run.begin(run.scheduler.submit(nbytes))
         if not run.tasks:
@@ -69,11 +61,8 @@ class Pipeline(Generic[T]):
 
 
 class _Run(Generic[T]):
-    """One run of a pipeline.
-
-    A task that has finished a stage continues with the next stage that may start: for small chunks,
-    a task per stage would cost more than the stage.
-    """
+    """One run of a pipeline. A task that has finished a stage continues with the next stage that
+    may start: for small chunks, a task per stage would cost more than the stage."""
 
     def __init__(self, pipeline: Pipeline[T], jobs: Sequence[T]) -> None:
         self.scheduler = Scheduler(pipeline.stages, pipeline.budget, drain=pipeline.drain)
@@ -135,11 +124,9 @@ class _Run(Generic[T]):
         return self._recorder.span(self._stages[start.stage].name, where, waiting)
 
     def _stage_ended(self, job: int) -> Start | None:
-        """Execute the scheduler's instructions at the end of a stage of ``job``.
-
-        Returns the first start among them, which the calling task continues with. Returns none
-        while a task of an earlier start is pending, because stages may have to begin in order.
-        """
+        """Execute the scheduler's instructions at the end of a stage of ``job``. Returns the first
+        start among them, which the calling task continues with. Returns none while a task of an
+        earlier start is pending, because stages may have to begin in order."""
         if self.error is None:
             instructions = self.scheduler.done(job)
         else:  # even if this stage succeeded: after a cancellation nothing new starts

@@ -53,11 +53,8 @@ class ProgressReporter:
         self._has_thread = False
 
     def report(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Record the operation's progress.
-
-        Raises the callback's error; or UsageError in place of an error that is not an Exception,
-        such as SystemExit, which would end the engine.
-        """
+        """Record the operation's progress. Raises the callback's error; or UsageError in place of
+        an error that is not an Exception, such as SystemExit, which would end the engine."""
         if self._callback is None:
             return
         with self._changed:

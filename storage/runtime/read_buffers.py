@@ -1,8 +1,5 @@
-"""Holds the bytes read by each job of a pipeline until the job is released.
-
-They are in buffers of a pool, in memory handed over by the driver, or directly at their
-destination.
-"""
+"""Holds the bytes read by each job of a pipeline until the job is released. They are in buffers of
+a pool, in memory handed over by the driver, or directly at their destination."""
 
 from __future__ import annotations
 
@@ -15,11 +12,9 @@ __all__ = ["ReadBuffers"]
 
 
 class ReadBuffers:
-    """The buffer of each job.
-
-    Memory handed over by the driver is used in place (a zero-copy read). Other drivers read into
-    the process's buffers of ``chunk_nbytes``, or, for jobs in ``places``, into the given memory.
-    """
+    """The buffer of each job. Memory handed over by the driver is used in place (a zero-copy read).
+    Other drivers read into the process's buffers of ``chunk_nbytes``, or, for jobs in ``places``,
+    into the given memory."""
 
     def __init__(
         self, driver: Driver, chunk_nbytes: int, places: Mapping[Hashable, HostBuffer] | None = None

@@ -48,11 +48,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """The scheduler's view of one stage.
-
-    ``lane`` names the resource it occupies. With ``in_order``, jobs begin the stage in the order of
-    submission, though they may overlap in it.
-    """
+    """The scheduler's view of one stage. ``lane`` names the resource it occupies. With
+    ``in_order``, jobs begin the stage in the order of submission, though they may overlap in it."""
 
     name: str
     lane: str

@@ -49,12 +49,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class QuestionRecord:
-    """The stored record of one question.
-
-    ``run`` identifies the leader's loop; steps ascend within it. ``leader_at``: the step of the
-    leader's last question. ``void``: steps up to this one that have no decision never get one.
-    ``void_next``: the same for the loop that follows.
-    """
+    """The stored record of one question. ``run`` identifies the leader's loop; steps ascend within
+    it. ``leader_at``: the step of the leader's last question. ``void``: steps up to this one that
+    have no decision never get one. ``void_next``: the same for the loop that follows."""
 
     run: str = ""
     decisions: tuple[Decision, ...] = ()
@@ -94,11 +91,9 @@ class QuestionRecord:
 
 
 class Decisions:
-    """The shared decisions of a job's ranks, or of a single process.
-
-    ``about`` distinguishes several instances of one job, and is the same on all ranks. Joins the
-    job at the first question, so it may be created before torch.distributed is initialised.
-    """
+    """The shared decisions of a job's ranks, or of a single process. ``about`` distinguishes
+    several instances of one job, and is the same on all ranks. Joins the job at the first question,
+    so it may be created before torch.distributed is initialised."""
 
     def __init__(self, deadline_s: float, about: str = "") -> None:
         self._deadline_s = deadline_s

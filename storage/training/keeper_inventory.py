@@ -1,9 +1,6 @@
 """Agreement on keepers before a job begins: which exist, what can be resumed, how they are
-protected.
-
-Each rank states what its own keeper holds. The leader asks keepers of the previous job that no rank
-owns now, over HTTP.
-"""
+protected. Each rank states what its own keeper holds. The leader asks keepers of the previous job
+that no rank owns now, over HTTP."""
 
 from __future__ import annotations
 
@@ -54,10 +51,8 @@ class DamagedImage:
 @dataclass(frozen=True, slots=True)
 class GuardOption:
     """The protection of images between hosts: see :func:`~holdfast.planner.parity.protection`.
-
     ``certificate``: a PEM file of the authorities trusted for keepers of other hosts; "" without
-    TLS.
-    """
+    TLS."""
 
     mode: str = "auto"
     group: int = GROUP_HOSTS

@@ -1,7 +1,5 @@
-"""Rounds of agreement while a run begins, above all on the outcome of an attempt to load.
-
-A checkpoint that one rank cannot load is used by none.
-"""
+"""Rounds of agreement while a run begins, above all on the outcome of an attempt to load. A
+checkpoint that one rank cannot load is used by none."""
 
 from __future__ import annotations
 
@@ -35,10 +33,8 @@ deadline as long as it keeps calling its argument."""
 
 
 class Outcome(enum.Enum):
-    """The outcome of a load attempt, on one rank or on all.
-
-    ``FAILED_ELSEWHERE``: another rank failed and reports its own outcome.
-    """
+    """The outcome of a load attempt, on one rank or on all. ``FAILED_ELSEWHERE``: another rank
+    failed and reports its own outcome."""
 
     WHOLE = "whole"
     MISFIT = "misfit"
@@ -70,11 +66,8 @@ def ready(statement: S) -> Prepare[S]:
 def held_round(
     round: Round[S, V], call: Call, deadline_s: float, prepare: Prepare[S], decide: Decide[S, V]
 ) -> V:
-    """Send this rank's statement to the leader and return its decision.
-
-    Raises what ``decide`` raises on the leader, and RankFailedError or DeadlineError if a rank does
-    not arrive.
-    """
+    """Send this rank's statement to the leader and return its decision. Raises what ``decide``
+    raises on the leader, and RankFailedError or DeadlineError if a rank does not arrive."""
     team = current_team(call, deadline_s, saving=False)
 
     async def held() -> V:
@@ -109,10 +102,8 @@ def tried(
     call: Call, deadline_s: float, attempt: Prepare[object], *, may_misfit: bool = False
 ) -> tuple[Outcome, Exception | None]:
     """Call ``attempt`` on every rank; return the common outcome and this rank's error, if any.
-
     ``may_misfit``: whether a mismatch is an outcome (MISFIT) rather than an error. Raises errors
-    that make further attempts pointless.
-    """
+    that make further attempts pointless."""
     error: Exception | None = None
 
     async def attempted(moved: Callable[[], None]) -> Attempted:

@@ -126,11 +126,8 @@ class MemoryLevel:
     async def rebuild(
         self, choice: Choice, hosts: Sequence[KeeperHost], moved: Callable[[], None]
     ) -> None:
-        """Have this rank's keeper rebuild the lost images assigned to it.
-
-        Calls ``moved()`` on progress. Runs on the engine's loop. Raises DamagedError if an image
-        cannot be rebuilt.
-        """
+        """Have this rank's keeper rebuild the lost images assigned to it. Calls ``moved()`` on
+        progress. Runs on the engine's loop. Raises DamagedError if an image cannot be rebuilt."""
         own = self.arena.host
         if own is None or not any(
             host.name == own.name and host.ranks[:1] == (current_rank(),) for host in hosts
@@ -155,10 +152,8 @@ class MemoryLevel:
         touched: set[str],
     ) -> None:
         """Load a generation into ``state`` and set :attr:`loaded`. Every rank calls this.
-
         ``hosts``: the hosts to read remote images from. Raises DamagedError if the images in memory
-        are damaged or unreachable, and all errors of a load.
-        """
+        are damaged or unreachable, and all errors of a load."""
         name = f"{self._printed}{checkpoint_name(choice.generation.step)}"
         peers = Peers(choice.generation, hosts, self._option.certificate)
         images: list[LocalImage | PeerImage] = []

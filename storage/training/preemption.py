@@ -76,11 +76,9 @@ class Preemption:
 
 
 class _Process:
-    """The SIGTERM handler and watcher thread shared by all Checkpointers of this process.
-
-    Members are weakly referenced: a Checkpointer that was dropped without being closed does not
-    delay the end of the process.
-    """
+    """The SIGTERM handler and watcher thread shared by all Checkpointers of this process. Members
+    are weakly referenced: a Checkpointer that was dropped without being closed does not delay the
+    end of the process."""
 
     def __init__(self) -> None:
         self._members: list[weakref.ref[Preemption]] = []
@@ -113,11 +111,8 @@ class _Process:
                 self._set_timer()
 
     def leave(self, member: Preemption) -> None:
-        """Unregister ``member``.
-
-        The last one to leave restores the previous handler, and hands over a signal that has come.
-        Outside the main thread, it makes the main thread do so.
-        """
+        """Unregister ``member``. The last one to leave restores the previous handler, and hands
+        over a signal that has come. Outside the main thread, it makes the main thread do so."""
         with self._lock:
             time.sleep(0)  # let Python handle signals now that a thread of ours sent under the lock
             if not self.has(member):
@@ -247,11 +242,9 @@ class _Process:
 
 
 class _Watcher:
-    """A thread that sees SIGTERM at once, even while the main thread is blocked.
-
-    Python writes signal numbers to a wakeup pipe as they arrive. The watcher forwards them to the
-    previous wakeup descriptor, if there was one.
-    """
+    """A thread that sees SIGTERM at once, even while the main thread is blocked. Python writes
+    signal numbers to a wakeup pipe as they arrive. The watcher forwards them to the previous wakeup
+    descriptor, if there was one."""
 
     def __init__(self, see: Callable[[_Watcher], None]) -> None:
         self._see = see
@@ -308,11 +301,8 @@ _forking = threading.local()
 
 
 def _hold() -> None:
-    """Block SIGTERM before a fork, until the child has restored its handler.
-
-    Otherwise a signal sent to the child would be lost, or written to our pipe as if it had come to
-    this process.
-    """
+    """Block SIGTERM before a fork, until the child has restored its handler. Otherwise a signal
+    sent to the child would be lost, or written to our pipe as if it had come to this process."""
     if _process.is_installed:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     else:

@@ -61,11 +61,9 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The leader's findings in the run's folder and in memory, for all ranks.
-
-    ``broken``: how many checkpoints cannot be opened. ``refused``: why nothing can be resumed.
-    ``epoch``: the epoch about to begin; ``meeting``: its keepers.
-    """
+    """The leader's findings in the run's folder and in memory, for all ranks. ``broken``: how many
+    checkpoints cannot be opened. ``refused``: why nothing can be resumed. ``epoch``: the epoch
+    about to begin; ``meeting``: its keepers."""
 
     tried: tuple[Candidate, ...]
     broken: int
@@ -152,10 +150,8 @@ class _Leader:
 
     async def hear_offers(self, statements: Sequence[InMemory]) -> Nothing:
         """Ask keepers that no rank owns for their inventories, after all ranks have joined theirs.
-
         This must precede the second look at the job's own keepers: if another keeper has dropped a
-        step by now because a newer one is protected, that look finds the newer one.
-        """
+        step by now because a newer one is protected, that look finds the newer one."""
         assert self._guards is not None
         self._others = await asked(stocks_of(statements), self._guards)
         return Nothing()
@@ -214,11 +210,9 @@ class _Leader:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """The point at which a run resumes.
-
-    ``step``: None for nothing. ``chosen``: the index of the checkpoint in storage among those
-    tried. ``loaded``: bytes by source, for a step in memory. ``epoch``: the epoch about to begin.
-    """
+    """The point at which a run resumes. ``step``: None for nothing. ``chosen``: the index of the
+    checkpoint in storage among those tried. ``loaded``: bytes by source, for a step in memory.
+    ``epoch``: the epoch about to begin."""
 
     epoch: int
     step: int | None = None
@@ -232,11 +226,8 @@ class _Taken:
 
 @dataclass(slots=True)
 class _Target:
-    """The state to load into.
-
-    ``touched``: names that failed loads have begun to fill on this rank. ``failed``: steps in
-    memory whose load began and failed on any rank; the same on all ranks.
-    """
+    """The state to load into. ``touched``: names that failed loads have begun to fill on this rank.
+    ``failed``: steps in memory whose load began and failed on any rank; the same on all ranks."""
 
     state: object
     options: LoadOptions
@@ -394,11 +385,9 @@ def _candidates(
 def _load_kept(
     leader: _Leader, root: Place, candidates: Candidates, target: _Target, memory: MemoryLevel
 ) -> tuple[int, LoadedBytes] | None:
-    """Load the newest whole generation in memory; return its step, and the bytes by source.
-
-    None if memory holds none. After a failure all ranks look again: a damaged image may exist on
-    another host, or be rebuilt, and a keeper may have disappeared. No choice is tried twice.
-    """
+    """Load the newest whole generation in memory; return its step, and the bytes by source. None if
+    memory holds none. After a failure all ranks look again: a damaged image may exist on another
+    host, or be rebuilt, and a keeper may have disappeared. No choice is tried twice."""
     choices = candidates.memory
     made: set[Choice] = set()
     options = target.options

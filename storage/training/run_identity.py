@@ -1,8 +1,5 @@
-"""The id of a run, stored in the run's folder.
-
-Memory held by keepers belongs to a run id, so a folder that was emptied does not get its old steps
-back from memory.
-"""
+"""The id of a run, stored in the run's folder. Memory held by keepers belongs to a run id, so a
+folder that was emptied does not get its old steps back from memory."""
 
 from __future__ import annotations
 
@@ -22,11 +19,8 @@ _VERSION = 1
 
 async def run_id(driver: Driver) -> str:
     """Return the id of the run in the folder that ``driver`` is bound to; create one if there is
-    none.
-
-    Concurrent callers all get the same id. Raises StorageError, DamagedError,
-    UnsupportedFormatError.
-    """
+    none. Concurrent callers all get the same id. Raises StorageError, DamagedError,
+    UnsupportedFormatError."""
     known = await known_run_id(driver)
     if known is not None:
         return known

@@ -47,12 +47,9 @@ def step_of(path: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The contents of a run's folder.
-
-    ``steps``: checkpoints directly in the folder that have a step, the best to resume from first.
-    ``broken``: checkpoints that cannot be opened. ``others``: paths of checkpoints that cannot be
-    resumed from.
-    """
+    """The contents of a run's folder. ``steps``: checkpoints directly in the folder that have a
+    step, the best to resume from first. ``broken``: checkpoints that cannot be opened. ``others``:
+    paths of checkpoints that cannot be resumed from."""
 
     steps: Sequence[ListedCheckpoint]
     broken: Sequence[ListedCheckpoint]

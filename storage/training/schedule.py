@@ -50,11 +50,8 @@ class Steps:
 
 
 class _Time:
-    """Due by the leader's clock.
-
-    The leader also announces the step at which to ask again: after a fraction of the remaining
-    time, estimated from the pace so far. Most steps need no question.
-    """
+    """Due by the leader's clock. The leader also announces the step at which to ask again: after a
+    fraction of the remaining time, estimated from the pace so far. Most steps need no question."""
 
     def __init__(self, every_s: float, clock: Callable[[], float]) -> None:
         self._every_s = every_s
@@ -109,10 +106,7 @@ class _Time:
 
 def schedule_of(every: int | str | None, clock: Callable[[], float] = time.monotonic) -> Schedule:
     """Return the schedule for ``every``: ``500`` steps, a time such as ``"10min"``, or None for
-    never.
-
-    ``clock`` returns the time in seconds. Raises UsageError.
-    """
+    never. ``clock`` returns the time in seconds. Raises UsageError."""
     if every is None or (type(every) is int and every > 0):
         return Steps(every)
     if isinstance(every, str):

@@ -1,8 +1,6 @@
 """The outcomes of a Checkpointer's saves: counters, log messages, and the work that follows a save.
-
 No error is lost: every failed save, and every failure to delete old checkpoints, is counted or
-logged.
-"""
+logged."""
 
 from __future__ import annotations
 
@@ -147,11 +145,8 @@ class Stats:
             raise error
 
     def raise_first(self, on_error: str) -> None:
-        """Raise the first unreported error, once.
-
-        With ``"raise"``, raise any error. With ``"warn"``, raise only if no save has succeeded yet;
-        drop the error otherwise.
-        """
+        """Raise the first unreported error, once. With ``"raise"``, raise any error. With
+        ``"warn"``, raise only if no save has succeeded yet; drop the error otherwise."""
         with self._lock:
             error: BaseException | None = None
             if on_error == "raise":
@@ -206,11 +201,9 @@ async def follow(
     retention: Retention | None,
     in_flight: Callable[[], Collection[int]],
 ) -> None:
-    """Wait for the save of ``step``, then do the work that follows it. Never raises.
-
-    ``retention`` is set on the leader only. The metric counts once the save is durable.
-    ``in_flight()`` returns the steps being saved, which must not be deleted.
-    """
+    """Wait for the save of ``step``, then do the work that follows it. Never raises. ``retention``
+    is set on the leader only. The metric counts once the save is durable. ``in_flight()`` returns
+    the steps being saved, which must not be deleted."""
     try:
         await handle.durable.reached()
         assert handle.report is not None

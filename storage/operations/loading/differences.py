@@ -1,7 +1,5 @@
-"""Decides whether a checkpoint fits a state: ranks report, the leader judges.
-
-Scope: names, shapes and dtypes. :mod:`...state.filling.targets` maps tensors to their places.
-"""
+"""Decides whether a checkpoint fits a state: ranks report, the leader judges. Scope: names, shapes
+and dtypes. :mod:`...state.filling.targets` maps tensors to their places."""
 
 from __future__ import annotations
 

@@ -71,11 +71,8 @@ def delivery(
 def build_part(
     manifest: Manifest, rank: int, wanted: Wanted, part: Part | None, uri: str
 ) -> object:
-    """Return the state as ``rank`` saved it, or a part of it.
-
-    Its tensors are still uninitialized, and are added to ``wanted``. Raises UsageError if the part
-    does not exist.
-    """
+    """Return the state as ``rank`` saved it, or a part of it. Its tensors are still uninitialized,
+    and are added to ``wanted``. Raises UsageError if the part does not exist."""
     path: TypedPath = () if part is None else _path_of(manifest, part)
     try:
         state, _rows = build(manifest, rank, wanted, path)

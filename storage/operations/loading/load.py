@@ -1,8 +1,5 @@
-"""One rank's part of a load.
-
-Ranks agree on the manifest, check that it fits the state, read and fill, and agree that everything
-has arrived.
-"""
+"""One rank's part of a load. Ranks agree on the manifest, check that it fits the state, read and
+fill, and agree that everything has arrived."""
 
 from __future__ import annotations
 
@@ -89,10 +86,8 @@ class LoadJob:
 
 async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, ImageReader]:
     """Fill the tensors of ``job``; every rank of the team calls this. :func:`finish` does the rest.
-
     Raises MismatchError, listing the differences on all ranks, before any tensor is filled; any
-    error on this rank; RankFailedError and DeadlineError for other ranks.
-    """
+    error on this rank; RankFailedError and DeadlineError for other ranks."""
     driver = with_progress(driver, team)
     async with team.session():
         try:

@@ -107,11 +107,8 @@ def choose(
     damaged: Collection[str] = (),
 ) -> list[ListedCheckpoint]:
     """Return the checkpoints to delete, ordered by folder and step; see :func:`prune` for the
-    rules.
-
-    ``keep_paths`` are kept as well. Only steps decide, never clocks. Abandoned checkpoints are
-    ignored. Pure.
-    """
+    rules. ``keep_paths`` are kept as well. Only steps decide, never clocks. Abandoned checkpoints
+    are ignored. Pure."""
     if keep_last is None and keep_every is None:
         return []
     folders: dict[str, list[ListedCheckpoint]] = {}

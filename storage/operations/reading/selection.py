@@ -1,7 +1,5 @@
-"""Selects and renames tensors for conversion between formats.
-
-Patterns match whole names; ``*`` stands for any text. Pure.
-"""
+"""Selects and renames tensors for conversion between formats. Patterns match whole names; ``*``
+stands for any text. Pure."""
 
 from __future__ import annotations
 
@@ -50,12 +48,9 @@ def without(names: Iterable[str], skip: Sequence[str]) -> list[str]:
 
 
 def renamed(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:
-    """Return the new name of each name: by the first matching rule, or unchanged.
-
-    A rule maps a pattern to a replacement, whose n-th ``*`` stands for the text matched by the
-    pattern's n-th ``*``. Raises UsageError for a rule that matches no name, and for colliding
-    names.
-    """
+    """Return the new name of each name: by the first matching rule, or unchanged. A rule maps a
+    pattern to a replacement, whose n-th ``*`` stands for the text matched by the pattern's n-th
+    ``*``. Raises UsageError for a rule that matches no name, and for colliding names."""
     compiled = [(_regex(pattern), pattern, new) for pattern, new in rules.items()]
     unused = dict.fromkeys(rules)
     found: dict[str, str] = {}

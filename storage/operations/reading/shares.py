@@ -1,8 +1,6 @@
 """Slices of stored tensors, indexed as in numpy; and iteration over all tensors of a checkpoint,
-whole or one share of each, with bounded read-ahead.
-
-Shares are for programs with their own model layout, such as inference servers.
-"""
+whole or one share of each, with bounded read-ahead. Shares are for programs with their own model
+layout, such as inference servers."""
 
 from __future__ import annotations
 

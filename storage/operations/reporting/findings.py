@@ -69,11 +69,9 @@ device) took long without processor time, the process was stopped or others used
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that was slow in ``stage``: it took ``seconds``; ``typical_s`` are typical.
-
-    For :data:`CALL`, it called that long after the first rank. ``detail`` gives the evidence for
-    ``cause``. ``also``: other stages slow for the same cause.
-    """
+    """A rank that was slow in ``stage``: it took ``seconds``; ``typical_s`` are typical. For
+    :data:`CALL`, it called that long after the first rank. ``detail`` gives the evidence for
+    ``cause``. ``also``: other stages slow for the same cause."""
 
     rank: int
     stage: str

@@ -1,7 +1,5 @@
-"""Reads the telemetry of the checkpoints at and below a URI, for a report.
-
-:mod:`.findings` interprets it.
-"""
+"""Reads the telemetry of the checkpoints at and below a URI, for a report. :mod:`.findings`
+interprets it."""
 
 from __future__ import annotations
 
@@ -35,10 +33,8 @@ class RecordedSave:
 def recorded_saves(
     uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
 ) -> list[RecordedSave]:
-    """Return all checkpoints at and below ``uri``, in the order of a listing.
-
-    Raises UriError and StorageError; an unreadable checkpoint gets a ``problem``.
-    """
+    """Return all checkpoints at and below ``uri``, in the order of a listing. Raises UriError and
+    StorageError; an unreadable checkpoint gets a ``problem``."""
     listed = list_checkpoints(uri, storage_options=storage_options)
     return run(_read_all(Place.of(uri, storage_options), listed))
 

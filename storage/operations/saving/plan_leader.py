@@ -1,7 +1,5 @@
-"""The leader's part of the global plan: finds replicas and divides the writing among them.
-
-A rank states the tensors whose replicas it does not know: labels, and the ranks of their meshes.
-"""
+"""The leader's part of the global plan: finds replicas and divides the writing among them. A rank
+states the tensors whose replicas it does not know: labels, and the ranks of their meshes."""
 
 from __future__ import annotations
 

@@ -111,11 +111,8 @@ def begin_save(
     logs_failure: bool = True,
 ) -> tuple[SaveHandle, Future[None]]:
     """Begin a save and return immediately: its handle, and a future that completes when it has
-    ended.
-
-    Writing waits for the end of ``after``; ``admit``: see :class:`SaveJob`. ``logs_failure``: log a
-    failure, because the caller may never ask the handle for the outcome.
-    """
+    ended. Writing waits for the end of ``after``; ``admit``: see :class:`SaveJob`.
+    ``logs_failure``: log a failure, because the caller may never ask the handle for the outcome."""
     began_s = time.perf_counter()
     if step is None:
         step = step_of_state(state)

@@ -50,10 +50,8 @@ async def write_image(driver: Driver, attempt: Attempt, rank: int, job: SaveJob)
 
 async def divide(team: Team, driver: Driver, nbytes: Mapping[str, int]) -> Division:
     """Begin an attempt, and assign boxes that several ranks have, balancing the bytes per rank.
-
     Every rank calls this; ``nbytes`` are the sizes of its boxes, by names that are equal on all
-    ranks. Raises StorageError, RankFailedError and DeadlineError.
-    """
+    ranks. Raises StorageError, RankFailedError and DeadlineError."""
 
     async def decide(statements: Sequence[Boxes]) -> Division:
         writers = _dealt_out([statement.nbytes for statement in statements])
