@@ -135,19 +135,6 @@ def test_a_damaged_block_is_named_with_its_tensor(tmp_path: Path) -> None:
         holdfast.copy(tmp_path, fresh_uri())
 
 
-@pytest.mark.parametrize("harm", ["cut", "gone"])
-def test_a_source_that_lacks_bytes_is_damaged(harm: str) -> None:
-    """The error names the image; nothing is left at the destination."""
-    theirs, ours = checkpoint(), MemoryDriver()
-    key = images(theirs)[0]
-    data = run(theirs.get(key))
-    run(theirs.delete(key) if harm == "gone" else theirs.put(key, data[:5000]))
-    with pytest.raises(holdfast.DamagedError) as caught:
-        copied(theirs, ours)
-    assert caught.value.key == key
-    assert run(contents(ours)) == {}
-
-
 def test_one_damaged_checkpoint_keeps_no_other_from_being_copied(tmp_path: Path) -> None:
     """It is a problem of the report."""
     root = fresh_uri()

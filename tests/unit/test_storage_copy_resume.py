@@ -166,24 +166,6 @@ def test_half_a_copy_of_another_checkpoint_is_collected() -> None:
     assert len(images(ours)) == RANKS
 
 
-def test_half_a_copy_is_collected_by_a_save() -> None:
-    """As any attempt that nobody has claimed; and a copy that lives on is told so."""
-    theirs, ours = checkpoint(), MemoryDriver()
-    stopped(theirs, ours, 1)
-    run(save(ours, OLD))
-    assert len(attempts(ours)) == 1
-
-    async def overtake(operation: str, key: str) -> None:
-        if operation == "commit":
-            await save(ours, OLD)
-
-    for _ in range(2):
-        with pytest.raises(holdfast.SupersededError):
-            copied(theirs, HookedDriver(ours, before=overtake), overwrite=True)
-    assert loaded(ours)["who"] == "old"
-    assert len(attempts(ours)) == 1
-
-
 @pytest.mark.parametrize("moment", ["create", "write", "commit", "put", "stat"])
 @pytest.mark.parametrize("exclusive", [True, False])
 def test_two_copies_of_one_checkpoint_to_one_place(moment: str, exclusive: bool) -> None:

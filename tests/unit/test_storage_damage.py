@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.drivers import contents
-from support.ranks import load_as_ranks, save_as_ranks
+from support.ranks import load_as_ranks
 from support.simulation.turns import BUDGET_NBYTES, run_inline, save_of
 
 import holdfast
@@ -54,63 +54,6 @@ def image_of(storage: MemoryDriver) -> str:
 def flipped(data: bytes, position: int, bit: int) -> bytes:
     """``data`` with one bit changed."""
     return data[:position] + bytes([data[position] ^ (1 << bit)]) + data[position + 1 :]
-
-
-def test_an_image_that_is_gone_is_damage(storage: MemoryDriver) -> None:
-    """The error names it, and what was in it."""
-
-    async def run() -> None:
-        key = next(key for key in await contents(storage) if key.endswith("0.safetensors"))
-        await storage.delete(key)
-        with pytest.raises(holdfast.DamagedError, match="'w'") as caught:
-            await load(storage)
-        assert caught.value.key == key
-        (damage,) = (await verify(storage)).damages
-        assert (damage.key, damage.what, set(damage.tensors)) == (
-            key,
-            "the file is missing",
-            {"w", "b", "deep.0.t"},
-        )
-
-    run_inline(run())
-
-
-def test_an_image_of_another_attempt_is_damage(storage: MemoryDriver) -> None:
-    """The same job, a step earlier: names, shapes and sizes are the same, the bytes are not."""
-
-    async def run() -> None:
-        key = next(key for key in await contents(storage) if key.endswith("0.safetensors"))
-        before = await storage.get(key)
-        await save_of(STATE | {"w": STATE["w"] + 1})(storage)
-        key = next(key for key in await contents(storage) if key.endswith("0.safetensors"))
-        assert len(before) == len(await storage.get(key))
-        await storage.put(key, before)
-        with pytest.raises(holdfast.DamagedError):
-            await load(storage)
-        assert not (await verify(storage)).ok
-
-    run_inline(run())
-
-
-def test_two_images_that_changed_places_are_damage() -> None:
-    """Files of the same size under each other's name."""
-    storage = MemoryDriver()
-    save_as_ranks(storage, [{"own": torch.full((100,), float(rank))} for rank in range(2)])
-    loaded = load_as_ranks(storage, [{"own": torch.zeros(100)} for _ in range(2)])
-    assert [state["own"][0].item() for state in loaded] == [0, 1]
-
-    async def run() -> None:
-        a, b = sorted(
-            key for key in await contents(storage) if key.endswith(".safetensors") and "data" in key
-        )
-        first, second = await storage.get(a), await storage.get(b)
-        await storage.put(a, second)
-        await storage.put(b, first)
-        with pytest.raises(holdfast.DamagedError):
-            await load(storage)
-        assert {d.key for d in (await verify(storage)).damages} == {a, b}
-
-    run_inline(run())
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.bits import fresh_uri, random_bits
+from support.bits import fresh_uri
 from support.given import Serve
 
 import holdfast
@@ -93,23 +93,6 @@ def test_rows_are_a_slice_of_the_first_dimension(stored: tuple[str, torch.Tensor
             c.read("x", 0, rows=slice(1))
         with pytest.raises(holdfast.UsageError, match="'y'"):
             c.read("y")
-
-
-def test_slices_of_tensors_that_span_blocks_and_chunks(
-    tmp_path: Path, rng: np.random.Generator
-) -> None:
-    """Wherever a slice begins and ends."""
-    x = random_bits(rng, torch.int16, (4100, 4099))
-    y = random_bits(rng, torch.uint8, (200_000,))
-    holdfast.save(tmp_path, {"x": x, "y": y})
-    with holdfast.open(tmp_path) as c:
-        for _ in range(40):
-            a, b = sorted(rng.integers(0, 4101, 2).tolist())
-            d, e = sorted(rng.integers(0, 4100, 2).tolist())
-            assert torch.equal(c.read("x", (slice(a, b, 3), slice(d, e))), x[a:b:3, d:e])
-            a, b = sorted(rng.integers(0, 200_001, 2).tolist())
-            assert torch.equal(c.read("y", slice(a, b)), y[a:b])
-        assert torch.equal(c.read("x", (slice(None), 77)), x[:, 77])
 
 
 class Counting(LocalDriver):
