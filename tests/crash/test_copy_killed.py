@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from support.aftermath import check_next_save
 from support.bits import difference
 from support.ranks import save_as_ranks
 from support.victims import copy_and_die_at, spawned, state_of_step
@@ -91,45 +87,3 @@ def test_a_copy_killed_before_one_of_its_system_calls(
         assert list(dst.rglob("*.tmp")) == []
     assert there(dst) == "new"
     assert len(found) > 10
-
-
-@pytest.mark.clocked
-@pytest.mark.timeout(300)
-def test_a_copy_killed_again_and_again_arrives(tmp_path: Path, seed: int) -> None:
-    """The command, on images of several chunks."""
-    src, dst = source(tmp_path / "src", 40 << 20), tmp_path / "dst"
-    command = [
-        sys.executable,
-        "-c",
-        "import holdfast.cli; holdfast.cli.main()",
-        "cp",
-        str(src),
-        str(dst),
-    ]
-    kills, reached_nbytes, wait_s = 0, 0, 0.25
-    while True:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        time.sleep(wait_s)
-        process.kill()
-        out, _ = process.communicate(timeout=WAIT_S)
-        if process.returncode == 0:
-            break
-        assert process.returncode == -9
-        if there(dst) == "new":  # committed, and killed before it could say so
-            break
-        kills += 1
-        wait_s += 0.1
-        assert whole_images(dst) >= reached_nbytes
-        reached_nbytes = whole_images(dst)
-    assert there(dst) == "new"
-    assert kills > 0
-    if out and reached_nbytes:
-        assert (
-            "of it were there" in out or "nothing to send" in out
-        )  # killed between the last image and the commit
-    holdfast.copy(src, dst, overwrite=True)
-    assert list(dst.rglob("*.tmp")) == []
-    with holdfast.open(dst) as c:
-        left = [path for path in (dst / "data").iterdir() if path.name != c.attempt]
-    assert all((path / "fate").exists() for path in left)
-    check_next_save(dst, 1)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.aftermath import CLEAN, check, files, some
@@ -14,7 +11,6 @@ from support.inside import after_grace
 from support.victims import (
     save_against_others,
     save_and_die_at,
-    save_until_killed,
     spawned,
     state_of_step,
 )
@@ -106,31 +102,6 @@ def test_not_even_an_empty_folder_stays_of_a_killed_save(
     assert {at: left for at, (_, _, left) in aftermath.items() if left} == {}
 
 
-@pytest.mark.timeout(300)
-def test_saves_killed_at_random_moments(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Twenty times: what is there is what was committed last, or the one that was about to be."""
-    rng = random.Random(seed)
-    uri = tmp_path / "c"
-    holdfast.save(uri, state_of_step(0))
-    step = 0
-    for _ in range(20):
-        process, pipe = spawned(save_until_killed, str(uri), step + 1)
-        assert pipe.poll(WAIT_S)
-        time.sleep(rng.random() * 0.15)
-        process.kill()
-        process.join(WAIT_S)
-        told: list[tuple[str, int]] = []
-        drain(pipe, told)
-        committed = max([step, *(n for what, n in told if what == "committed")])
-        begun = max(n for what, n in told if what == "begin")
-        assert begun <= committed + 1
-        step = check(uri, {committed, begun})
-    left = left_after_a_save(uri, monkeypatch, step)
-    assert {name for name in left if "0.safetensors" in name or "fate" in name} == set()
-
-
 def test_saves_of_several_processes_to_one_uri(tmp_path: Path) -> None:
     """None of them is told to, all do at once."""
     uri = tmp_path / "c"
@@ -151,12 +122,3 @@ def test_saves_of_several_processes_to_one_uri(tmp_path: Path) -> None:
     assert sum(error is None for _, error in outcomes) >= 1
     with pytest.MonkeyPatch.context() as patch:
         assert left_after_a_save(uri, patch, 1) == set()
-
-
-def drain(pipe: Any, into: list[tuple[str, int]]) -> None:
-    """All that a dead process said."""
-    try:
-        while pipe.poll(1):
-            into.append(pipe.recv())
-    except EOFError:
-        return

@@ -22,7 +22,6 @@ __all__ = [
     "save_and_die_at",
     "save_as_rank",
     "save_here",
-    "save_until_killed",
     "save_with_file_limits",
     "spawned",
     "state_of_step",
@@ -62,17 +61,6 @@ def load_here(uri: str) -> str:
     import holdfast
 
     return difference(state_of_step(1), holdfast.load(uri)) or "as saved"
-
-
-def save_until_killed(pipe: Connection, uri: str, step: int) -> None:
-    """Save one step after the other."""
-    import holdfast
-
-    while True:
-        pipe.send(("begin", step))
-        holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20)
-        pipe.send(("committed", step))
-        step += 1
 
 
 def save_and_die_at(

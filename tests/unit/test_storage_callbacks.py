@@ -49,18 +49,6 @@ def uri() -> str:
 
 
 @pytest.mark.parametrize("operate", WITH_PROGRESS)
-def test_a_progress_callback_may_call_holdfast(uri: str, operate: Operation) -> None:
-    """Whatever it calls, also what waits for the engine; the engine is not held up by it."""
-    seen: list[object] = []
-
-    def look(done: int, total: int) -> None:
-        seen.append((holdfast.load(uri)["x"].numel(), threading.current_thread().name))
-
-    operate(uri, look)
-    assert set(seen) == {(NBYTES, "holdfast-progress")}
-
-
-@pytest.mark.parametrize("operate", WITH_PROGRESS)
 def test_a_slow_progress_callback_holds_up_no_save(uri: str, operate: Operation) -> None:
     """While it stands still, saves and loads of the process go on."""
     entered, leave = threading.Event(), threading.Event()

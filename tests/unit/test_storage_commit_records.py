@@ -22,7 +22,6 @@ from holdfast.storage.protocol import collect, commit, prune_lock, records
 from holdfast.storage.protocol.attempt import Attempt
 from holdfast.storage.protocol.current import read_manifest
 
-NEW = {"who": "new", "own": 1}
 HOUR_S = 3600.0
 BUDGET_NBYTES = 64 << 20
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.drivers import contents
 from support.ranks import load_as_ranks
-from support.simulation.turns import BUDGET_NBYTES, run_inline, save_of
+from support.simulation.turns import run_inline, save_of
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.operations.loading.load import run_build
-from holdfast.storage.pipeline.verifier import VerifyReport, verify_images
-from holdfast.storage.protocol.current import read_manifest
 
 STATE = {
     "w": torch.arange(40.0).reshape(5, 8),
@@ -25,17 +21,6 @@ STATE = {
     "lr": 0.25,
     "deep": [{"t": torch.tensor(3)}],
 }
-
-
-async def load(storage: MemoryDriver) -> Any:
-    """What a reader gets."""
-    return (await run_build(storage, 0, BUDGET_NBYTES))[0]
-
-
-async def verify(storage: MemoryDriver) -> VerifyReport:
-    """What ``Checkpoint.verify`` finds."""
-    manifest, _ = await read_manifest(storage)
-    return await verify_images(storage, manifest, BUDGET_NBYTES, lambda done, total: None)
 
 
 @pytest.fixture

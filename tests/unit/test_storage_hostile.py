@@ -13,7 +13,6 @@ from support.forgery import (
     Alter,
     Columns,
     Head,
-    dropped,
     entry,
     forge,
     head,
@@ -171,21 +170,6 @@ def test_a_forged_manifest_is_an_error_of_ours(name: str) -> None:
     uri = stored()
     forge(uri, FORGERIES[name])
     use(uri)
-
-
-@pytest.mark.parametrize(
-    "alter",
-    [
-        dropped(name)
-        for name in ("tensor.name", "tensor.shape", "shard.start", "image.rank", "chunk.digest")
-    ],
-)
-def test_a_manifest_without_a_column_is_damage(alter: Alter) -> None:
-    """Each of them is needed."""
-    uri = stored()
-    forge(uri, alter)
-    with pytest.raises(holdfast.DamagedError):
-        holdfast.load(uri)
 
 
 BREAKS = [

@@ -42,21 +42,6 @@ async def one_round(job: Job, failing: set[int], late_s: dict[int, float]) -> No
             assert isinstance(outcome, list), (rank, outcome)
 
 
-@pytest.mark.parametrize("alone", [0, 1])
-@pytest.mark.parametrize("before", [1, 3, 12])
-def test_one_rank_fails_alone_after_all_have_failed(alone: int, before: int) -> None:
-    """It is heard of at once, however often all had failed in calls of that name before."""
-
-    async def main() -> None:
-        job = Job(dist.HashStore(), 2)
-        for _ in range(before):
-            await one_round(job, {0, 1}, {})
-        await one_round(job, {alone}, {})
-        await one_round(job, set(), {})
-
-    run(main)
-
-
 @pytest.mark.parametrize("world", [2, 3])
 def test_any_ranks_may_fail_in_any_call(world: int, rng: np.random.Generator) -> None:
     """Whoever fails, in whatever order they come."""

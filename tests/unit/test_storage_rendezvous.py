@@ -63,38 +63,6 @@ def test_an_error_that_one_rank_alone_sees_is_told_at_once_and_the_next_call_wor
     run(main)
 
 
-def test_the_first_call_of_a_job_may_fail_on_one_rank(store: Any) -> None:
-    """Nobody has met anybody yet."""
-
-    async def main() -> None:
-        for failing in (0, 1):
-            job = Job(dist.HashStore(), 2)
-            works = [
-                job.fails(rank, SAVE) if rank == failing else job.calls(rank, SAVE)
-                for rank in range(2)
-            ]
-            outcomes = await together(*works)
-            assert kinds(outcomes)[1 - failing] == (errors.RankFailedError, failing)
-            await job.all(SAVE)
-
-    run(main)
-
-
-def test_an_error_that_all_ranks_see_is_no_matter_of_the_next_call(store: Any) -> None:
-    """Each has told of its own, and none has heard of another: the failures cancel out."""
-
-    async def main() -> None:
-        job = Job(store, 3)
-        for _ in range(3):
-            for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
-                for rank in order:
-                    with pytest.raises(holdfast.StateError):
-                        await job.fails(rank, SAVE)
-                await job.all(SAVE)
-
-    run(main)
-
-
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(
     world: int, store: Any
@@ -192,25 +160,6 @@ def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once(
         assert time.monotonic() - began_s < 0.9
         await job.all(SAVE)
         await job.all(LOAD)
-
-    run(main)
-
-
-@pytest.mark.parametrize("absent", [0, 2])
-def test_a_call_that_one_rank_leaves_out_does_not_cost_the_next_one(
-    absent: int, store: Any
-) -> None:
-    """The others give up; then all make the same call again, in any order."""
-
-    async def main() -> None:
-        job = Job(store, 3, deadline_s=1.0)
-        for first in (0, 1, 2):
-            await together(*(job.calls(rank, SAVE) for rank in range(3) if rank != absent))
-            late = [0.0 if rank == first else 0.1 for rank in range(3)]
-            outcomes = await together(
-                *(job.calls(rank, SAVE, late_s=late[rank]) for rank in range(3))
-            )
-            assert outcomes == [[everybody("a", 3), everybody("b", 3)]] * 3
 
     run(main)
 

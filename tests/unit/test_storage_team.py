@@ -100,13 +100,6 @@ def test_statements_and_verdicts_may_be_of_any_size(store: Any, nbytes: int) -> 
     assert store.num_keys() == keys + kept(2)
 
 
-def test_repeated_rounds_do_not_grow_the_store(store: Any) -> None:
-    """A job saves thousands of times over one store."""
-    keys = store.num_keys()
-    assert repeatedly(store, 5, [stating("a", "b")] * 3) == [[[b"a0|a1|a2", b"b0|b1|b2"]] * 3] * 5
-    assert store.num_keys() == keys + kept(3)
-
-
 ERRORS = [
     holdfast.CoverageError("x", advice="do"), holdfast.InvisibleFilesError("x", uri="u", key="k", rank=2), holdfast.FullError("no room"),
     holdfast.MismatchError("x", differences=("a", "b")), holdfast.NotACheckpointError("x", uri="u"), holdfast.SupersededError("x"),
