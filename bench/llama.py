@@ -96,7 +96,7 @@ class Job:
     def _placements(self, name: str, split: bool) -> Sequence[Placement]:
         if "norm" in name:
             return [Replicate(), Shard(0) if split else Replicate(), Replicate()]
-        if name.endswith(("wo.weight", "w2.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
             over = 1
         else:
             over = 0

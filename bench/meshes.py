@@ -19,7 +19,7 @@ from .states import State
 
 __all__ = ["LAYOUTS", "Layout", "lay_out", "split_evenly"]
 
-ROW_PARALLEL = ("wo.weight", "w2.weight")
+ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
 
 
 @dataclass(frozen=True)

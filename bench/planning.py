@@ -35,7 +35,7 @@ from .machine import PeakMemory, map_large_blocks
 from .planning_ranks import Beginning, agreed_by_mesh, fragments_by_twins, fragments_of
 from .program import Options, Program
 from .report import Report, Series, Target
-from .simulated.fragments import by_host, fragment_told
+from .simulated.fleet import by_host, fragment_told
 
 __all__: list[str] = []
 

@@ -20,7 +20,7 @@ from ..storage.state.flat_state import FlatState
 from ..storage.state.flattening.flatten import flatten
 from ..storage.state.plan import Agreed, plan_image
 from .llama import RNG_NBYTES, Job, placement_of
-from .simulated.fragments import HEAD, HOST_RANKS, fragment_told
+from .simulated.fleet import HEAD, HOST_RANKS, fragment_told
 
 __all__ = [
     "URI",

@@ -11,7 +11,7 @@ from statistics import median
 
 import numpy as np
 
-__all__ = ["Interval", "median_ratio", "of_medians", "of_pairs"]
+__all__ = ["Interval", "median_ratio", "of_medians"]
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -33,19 +33,11 @@ def median_ratio(of: Sequence[float], to: Sequence[float]) -> float:
     return median(a / b for a, b in zip(of, to, strict=False))
 
 
-def of_pairs(of: Sequence[float], to: Sequence[float]) -> Interval:
-    """Return the median ratio with its confidence, by drawing rounds as pairs. Raises ValueError
-    unless both have the same number of rounds."""
-    ratios = np.asarray([a / b for a, b in zip(of, to, strict=True)])
-    low, high = _bounds(_drawn_medians(ratios, np.random.default_rng(0)))
-    return Interval(float(np.median(ratios)), low, high)
-
-
 def of_medians(of: Sequence[float], to: Sequence[float]) -> Interval:
     """Return the ratio of two medians with its confidence, from independent rounds."""
     random = np.random.default_rng(0)
     drawn = _drawn_medians(np.asarray(of), random) / _drawn_medians(np.asarray(to), random)
-    low, high = _bounds(drawn)
+    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
     return Interval(median(of) / median(to), low, high)
 
 
@@ -53,8 +45,3 @@ def _drawn_medians(values: np.ndarray, random: np.random.Generator) -> np.ndarra
     drawn = random.choice(values, (RESAMPLES, len(values)))
     medians: np.ndarray = np.median(drawn, axis=1)
     return medians
-
-
-def _bounds(drawn: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return float(low), float(high)

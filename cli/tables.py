@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .text import paint, printable
 
-__all__ = ["columns", "print_table"]
+__all__ = ["NONE", "Table", "columns", "print_table"]
 
+NONE = "-"
+"""Placeholder for a missing figure."""
 _COLOUR = re.compile("\x1b\\[[0-9]*m")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows below titles, for terminals and pages. The columns in ``left`` are aligned to the
+    left."""
+
+    title: str
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Sequence[str] = ()
+
+    def print(self) -> None:
+        """Print the table on the terminal."""
+        print_table(self.title, self.titles, self.rows, self.left)
 
 
 def columns(

@@ -1,10 +1,13 @@
-"""The interface of clients that measure the limit of a storage."""
+"""The interface of clients that measure the limit of a storage, and the way they connect to it."""
 
 from __future__ import annotations
 
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
-__all__ = ["Client", "Setting"]
+from ...drivers.registry import driver_class, resolved_options, serving
+from ...drivers.uri import Uri
+
+__all__ = ["Client", "Setting", "bare_driver"]
 
 
 class Client(Protocol):
@@ -39,3 +42,20 @@ class Setting(Client, Protocol):
 
     def at_size(self, nbytes: int) -> Self:
         """Return the same setting for another number of bytes."""
+
+
+def bare_driver(uri: Uri) -> Any:
+    """Return the driver that serves ``uri`` without its layers, with the options that it would have
+    in a save.
+
+    Other clients use its connection settings, not its operations. A client that finds its own way
+    might use another endpoint, other credentials or another signature, and measure the limit of
+    something else. It performs no I/O. Raises what :func:`...drivers.registry.open_driver` raises.
+    """
+    cls = driver_class(serving(uri))
+    own = {
+        name: found.text
+        for name, found in resolved_options(uri).items()
+        if name in cls.OPTIONS and found.text is not None
+    }
+    return cls.open(Uri(uri.scheme, uri.location, own))

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...drivers.uri import Uri
 from ..machine import sync_tree
-from .bare_drivers import bare_driver
+from .client import bare_driver
 
 __all__ = ["FsspecFiles", "settings"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from ...drivers.objects.options import Requests
 from ...drivers.uri import Uri
 from ..content import Content, Noise
-from .bare_drivers import bare_driver
+from .client import bare_driver
 
 __all__ = ["Bare", "settings"]
 

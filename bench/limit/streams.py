@@ -11,7 +11,7 @@ from ...core.units import ceil_div
 from ...drivers.hdfs.client import whole_reader
 from ...drivers.uri import Uri
 from ..content import Content, Noise
-from .bare_drivers import bare_driver
+from .client import bare_driver
 
 if TYPE_CHECKING:
     from hdfs_native import Client, WriteOptions

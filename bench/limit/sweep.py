@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ..machine import flush
-from .client import Client, Setting
+from .client import Setting
 
 __all__ = ["fastest_reader", "fastest_writer"]
 
@@ -22,73 +22,70 @@ WARM_UP_NBYTES = 16 << 20
 TRIAL_NBYTES_MAX = 256 << 20
 
 
-def fastest_writer(
-    settings: Sequence[S], *, settle_s: float, say: Say, slowest: Slowest = float
-) -> S:
+def fastest_writer(settings: Sequence[S], *, say: Say, slowest: Slowest = float) -> S:
     """Return the setting that writes fastest, and leave nothing behind. ``slowest`` maps this
     rank's seconds to those of the slowest rank that sweeps at the same time."""
-    tried: list[tuple[float, S]] = []
-    for setting in _trials(settings, slowest):
-        _rest(settle_s)
-        tried.append((slowest(_timed(setting.write)), setting))
+
+    def trial(setting: S, before: S | None) -> float:
+        flush()  # so that one trial does not slow the next
+        took_s = _timed(setting.write)
         setting.remove()
-        say(f"limit of writing: {setting.name}: {tried[-1][0]:.3f} s")
-        if _is_enough(tried):
-            break
-    return _chosen(tried, settings)
+        return took_s
+
+    return _swept(settings, trial, "writing", say, slowest)
 
 
 def fastest_reader(
     settings: Sequence[S],
     *,
-    settle_s: float,
     make_cold: Callable[[], None],
     say: Say,
     slowest: Slowest = float,
 ) -> S:
     """Return the setting that reads fastest, and leave nothing behind. ``make_cold`` is called
     before each trial; ``slowest`` is as for :func:`fastest_writer`."""
-    tried: list[tuple[float, S]] = []
-    for setting in _trials(settings, slowest):
-        if not tried or tried[-1][1].stored != setting.stored:
+
+    def trial(setting: S, before: S | None) -> float:
+        if before is None or before.stored != setting.stored:
             setting.write()
         make_cold()
-        _rest(settle_s)
-        tried.append((slowest(_timed(setting.read)), setting))
-        say(f"limit of reading: {setting.name}: {tried[-1][0]:.3f} s")
-        if _is_enough(tried):
-            break
-    for _, setting in tried:
+        flush()  # so that one trial does not slow the next
+        return _timed(setting.read)
+
+    best = _swept(settings, trial, "reading", say, slowest)
+    for setting in settings:
         setting.remove()
-    return _chosen(tried, settings)
+    return best
 
 
-def _trials(settings: Sequence[S], slowest: Slowest) -> list[S]:
-    """Return the settings at trial size, which follows from the speed of a first write. That write
-    also imports and connects, so that the first trial is like the others."""
+def _swept(
+    settings: Sequence[S],
+    trial: Callable[[S, S | None], float],
+    verb: str,
+    say: Say,
+    slowest: Slowest,
+) -> S:
+    """Try each setting at trial size, until the time is over, and return the fastest at full size.
+
+    The trial size follows from the speed of a first write. That write also imports and connects, so
+    that the first trial is like the others. ``trial`` gets the setting before it as well.
+    """
     first = settings[0]
     warm_up = first.at_size(min(first.nbytes, WARM_UP_NBYTES))
     rate = warm_up.nbytes / slowest(_timed(warm_up.write))
     warm_up.remove()
     affordable = int(rate * SWEEP_S / len(settings))
     nbytes = max(WARM_UP_NBYTES, min(TRIAL_NBYTES_MAX, affordable))
-    return [setting.at_size(min(setting.nbytes, nbytes)) for setting in settings]
-
-
-def _rest(settle_s: float) -> None:
-    """Flush and wait, so that one trial does not slow the next."""
-    flush()
-    time.sleep(settle_s)
-
-
-def _is_enough(tried: Sequence[tuple[float, Client]]) -> bool:
-    return sum(took_s for took_s, _ in tried) > SWEEP_S
-
-
-def _chosen(tried: Sequence[tuple[float, S]], settings: Sequence[S]) -> S:
-    """Return the fastest setting at full size."""
-    best = min(tried, key=lambda each: each[0])[1]
-    return best.at_size(settings[0].nbytes)
+    tried: list[tuple[float, S]] = []
+    for setting in settings:
+        before = tried[-1][1] if tried else None
+        small = setting.at_size(min(setting.nbytes, nbytes))
+        tried.append((slowest(trial(small, before)), small))
+        say(f"limit of {verb}: {setting.name}: {tried[-1][0]:.3f} s")
+        if sum(took_s for took_s, _ in tried) > SWEEP_S:
+            break
+    _, best = min(tried, key=lambda each: each[0])
+    return best.at_size(first.nbytes)
 
 
 def _timed(run: Callable[[], None]) -> float:

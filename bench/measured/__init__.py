@@ -1,6 +1,7 @@
 """``holdfast bench URI``: measures checkpoints on a storage, next to what its driver alone reaches.
 
-``plan`` describes a measurement, and refuses an impossible one before any I/O. ``run`` measures.
-``beside`` adds the limit and the peers. ``result`` holds the results and their JSON. ``validity``
-judges whether they are valid, and ``comparison`` compares two of them.
+``plan`` describes a measurement, and refuses an impossible one before any I/O. ``course`` runs
+contestants on all ranks; ``ranks`` joins and ``launch`` starts them. ``run`` measures checkpoints,
+and ``beside`` adds the limit and the peers. ``result`` holds results: their JSON, their validity,
+and comparisons.
 """

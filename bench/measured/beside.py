@@ -1,110 +1,200 @@
 """The baselines in the same contest as our own phases: the storage's limit, our driver alone, fio
-and peers."""
+and peers, which save and load the same state in turn with us."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ...drivers.uri import Uri, join
+from ..clearing import clear
 from ..contest import Contestant, blamed, blaming
-from ..limit.alone import Alone
 from ..limit.fio import Fio
-from ..limit.of import limit_of
+from ..limit.of import Alone, limit_of
 from ..limit.raw_file import RawFile
+from ..machine import sync_tree
 from ..peers.choice import asks_for_fio, chosen
-from ..states import State
-from .peers import PeerContest
+from ..peers.peer import Peer
+from ..program import TINY_GIB
+from ..states import State, build, digests, zero
+from .course import Course, Say
 from .plan import Plan, local_folder
-from .ranks import Ranks
 from .result import FIO_READ, FIO_WRITE, READ_ALONE, READ_LIMIT, WRITE_ALONE, WRITE_LIMIT
 
-__all__ = ["Beside"]
+__all__ = ["NOT_EQUAL", "Beside", "PeerContest"]
 
-Say = Callable[[str], None]
+NOT_EQUAL = "it loaded other bytes than were saved"
 
 
 class Beside:
-    """``limits`` describes each limit. ``nbytes`` gives the bytes of phases that do not move the
-    state, by name."""
+    """The baselines of one rank.
 
-    def __init__(
-        self, plan: Plan, place: Uri, state: State, nbytes: int, ranks: Ranks, say: Say
-    ) -> None:
+    ``limits`` describes each limit. ``nbytes`` gives the bytes of phases that do not move the
+    state, and ``invalid`` the reasons why figures of fio and peers are invalid, by phase.
+    """
+
+    def __init__(self, plan: Plan, place: Uri, state: State, nbytes: int, course: Course) -> None:
         """Sweep the client's settings on all ranks at once, and try fio and each peer with
         something small. ``nbytes`` is this rank's share of the state."""
-        own = join(place, f"rank-{ranks.rank}")
-        folder = local_folder(own)
+        ranks = course.ranks
+        self._uri = join(place, f"rank-{ranks.rank}")
+        folder = local_folder(self._uri)
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
-        if ranks.rank:
-            say = _say_nothing
-        with blaming("the client that measures the limit", own):
-            self._limit = limit_of(own, nbytes, say=say, slowest=lambda s: max(ranks.gather(s)))
-        self._uri = own
-        self._alone = Alone(own, nbytes) if plan.driver_alone else None
-        self._peers = PeerContest(chosen(plan.peers, plan.parsed), place, state, say)
-        self.limits = {
-            WRITE_LIMIT: self._limit.writing.name,
-            READ_LIMIT: self._limit.reading.name,
-        }
-        self.nbytes = dict.fromkeys((WRITE_LIMIT, READ_LIMIT), self._limit.nbytes)
-        if self._alone is not None:
-            self.nbytes |= dict.fromkeys((WRITE_ALONE, READ_ALONE), self._alone.nbytes)
-        self._fio: dict[str, Fio] = {}
-        self.invalid = self._peers.invalid
-        """Reasons why figures of fio and peers are invalid, by phase."""
-        if asks_for_fio(plan.peers, plan.parsed):
-            self._try_fio(say)
 
-    def _try_fio(self, say: Say) -> None:
-        for name, client in ((FIO_WRITE, self._limit.writing), (FIO_READ, self._limit.reading)):
-            assert isinstance(client, RawFile)  # so it is a file system
-            fio = Fio(replace(client, path=client.path.with_name(name.replace(" ", "-"))))
-            try:
-                fio.try_out()
-            except OSError as error:
-                say(f"fio is not measured: {error}")
-                self.invalid[name] = (f"not measured, because it failed: {error}",)
-            else:
-                self._fio[name] = fio
-                self.limits[name] = fio.name
-                self.nbytes[name] = fio.nbytes
+        def slowest(seconds: float) -> float:
+            return float(max(ranks.gather(seconds)))
+
+        with blaming("the client that measures the limit", self._uri):
+            limit = limit_of(self._uri, nbytes, say=course.say, slowest=slowest)
+        self._writers: dict[str, Any] = {WRITE_LIMIT: limit.writing}
+        self._readers: dict[str, Any] = {READ_LIMIT: limit.reading}
+        self._peers = PeerContest(chosen(plan.peers, plan.parsed), place, state, course.say)
+        self.invalid = self._peers.invalid
+        if asks_for_fio(plan.peers, plan.parsed):
+            self._try_fio(FIO_WRITE, self._writers, limit.writing, course.say)
+            self._try_fio(FIO_READ, self._readers, limit.reading, course.say)
+        self.limits = {name: each.name for name, each in self._clients.items()}
+        if plan.driver_alone:
+            alone = Alone(self._uri, nbytes)
+            self._writers[WRITE_ALONE] = self._readers[READ_ALONE] = alone
+        self.nbytes = {name: each.nbytes for name, each in self._clients.items()}
+
+    @property
+    def _clients(self) -> dict[str, Any]:
+        return self._writers | self._readers
+
+    def _try_fio(self, name: str, clients: dict[str, Any], limit: object, say: Say) -> None:
+        assert isinstance(limit, RawFile)  # fio is only chosen for file systems
+        fio = Fio(replace(limit, path=limit.path.with_name(name.replace(" ", "-"))))
+        try:
+            fio.try_out()
+        except OSError as error:
+            say(f"fio is not measured: {error}")
+            self.invalid[name] = (f"not measured, because it failed: {error}",)
+        else:
+            clients[name] = fio
 
     def writing(self, ours: Sequence[Contestant]) -> list[Contestant]:
         """Return our phases that write, with their baselines."""
-        limit = Contestant(WRITE_LIMIT, self._limit.write, after=self._limit.writing.remove)
-        alone = []
-        if self._alone is not None:
-            alone.append(Contestant(WRITE_ALONE, self._alone.write, after=self._alone.remove))
-        fio = self._fio.get(FIO_WRITE)
-        also = [Contestant(FIO_WRITE, fio.write, after=fio.remove)] if fio else []
-        others = [limit, *also, *alone]
+        others = [
+            Contestant(name, each.write, after=each.remove) for name, each in self._writers.items()
+        ]
         return [*self._blamed(others), *ours, *self._blamed(self._peers.saving())]
 
     def reading(self, ours: Sequence[Contestant]) -> list[Contestant]:
         """Return our phases that read, with their baselines. Writes the baselines' objects."""
-        with blaming(READ_LIMIT, self._uri):
-            self._limit.prepare()
-        limit = Contestant(READ_LIMIT, self._limit.read)
-        alone = []
-        if self._alone is not None:
-            self._alone.write()
-            alone.append(Contestant(READ_ALONE, self._alone.read))
-        also = []
-        fio = self._fio.get(FIO_READ)
-        if fio is not None:
-            with blaming(FIO_READ, self._uri):
-                fio.write()
-            also.append(Contestant(FIO_READ, fio.read))
+        for name, each in self._readers.items():
+            with blaming(name, self._uri):
+                each.write()
         self._peers.prepare()
-        others = [limit, *also, *alone]
+        others = [Contestant(name, each.read) for name, each in self._readers.items()]
         return [*self._blamed(others), *ours, *self._blamed(self._peers.loading())]
 
     def _blamed(self, contestants: Sequence[Contestant]) -> list[Contestant]:
         return [blamed(contestant, self._uri) for contestant in contestants]
 
 
-def _say_nothing(line: str) -> None:
-    """Say nothing: rank 0 speaks for all."""
+class PeerContest:
+    """Contestants for the peers. The tensors that a peer loads are compared with those it saved.
+    ``invalid`` gives the problems found with a peer, by phase."""
+
+    def __init__(self, peers: Sequence[Peer], place: Uri, state: State, say: Say) -> None:
+        self.invalid: dict[str, tuple[str, ...]] = {}
+        self._place = place
+        self._state = state
+        self._expected: dict[str, bytes] = {}
+        self._able = [peer for peer in peers if self._warm_up(peer, say)]
+
+    def saving(self) -> list[Contestant]:
+        """Return a contestant for each peer that saves. Its time ends when the data is durable."""
+        return [self._saver(peer) for peer in self._able if peer.saves]
+
+    def prepare(self) -> None:
+        """Save the data for the loads. The state must still have its original values."""
+        if self._loading:
+            self._expected = digests(self._state)
+        for peer in self._loading:
+            uri = self._at(peer)
+            with blaming(f"load: {peer.name}", uri):
+                _save(peer, uri, self._state)
+
+    def loading(self) -> list[Contestant]:
+        """Return a contestant for each peer that loads, into the zeroed tensors of the state."""
+        return [self._loader(peer) for peer in self._loading]
+
+    @property
+    def _loading(self) -> list[Peer]:
+        return [peer for peer in self._able if peer.loads]
+
+    def _saver(self, peer: Peer) -> Contestant:
+        uri = self._at(peer)
+        return Contestant(
+            f"save: {peer.name}",
+            lambda: _save(peer, uri, self._state),
+            after=lambda: _remove(uri),
+        )
+
+    def _loader(self, peer: Peer) -> Contestant:
+        checked = False
+
+        def check_once() -> None:
+            nonlocal checked
+            if not checked and digests(self._state) != self._expected:
+                self._reject(peer, NOT_EQUAL)
+            checked = True
+
+        return Contestant(
+            f"load: {peer.name}",
+            lambda: peer.load(self._at(peer), self._state),
+            before=lambda: zero(self._state),
+            after=check_once,
+        )
+
+    def _warm_up(self, peer: Peer, say: Say) -> bool:
+        """Return whether a peer can save and load a small state, and report its failure otherwise.
+        This also imports the peer and starts its threads before any timing."""
+        uri = self._at(peer, "warm-up")
+        small = build(TINY_GIB)
+        try:
+            _save(peer, uri, small)
+            peer.load(uri, small)
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            say(f"{peer.name} is not measured: {reason}")
+            self._reject(peer, f"not measured, because it failed: {reason}")
+            return False
+        finally:
+            _remove(uri)
+        return True
+
+    def _reject(self, peer: Peer, reason: str) -> None:
+        if peer.saves:
+            self.invalid[f"save: {peer.name}"] = (reason,)
+        if peer.loads:
+            self.invalid[f"load: {peer.name}"] = (reason,)
+
+    def _at(self, peer: Peer, what: str = "peer") -> Uri:
+        return join(self._place, f"{what}-{peer.key}")
+
+
+def _save(peer: Peer, uri: Uri, state: State) -> None:
+    """Save durably: sync the peer's data from the page cache."""
+    peer.save(uri, state)
+    folder = local_folder(uri)
+    if folder is not None and not peer.durable:
+        sync_tree(Path(folder))
+
+
+def _remove(uri: Uri) -> None:
+    """Delete a peer's data, including files with names that our drivers do not know."""
+    folder = local_folder(uri)
+    if folder is None:
+        clear(uri)
+    elif Path(folder).is_dir():
+        shutil.rmtree(folder)
+    else:
+        Path(folder).unlink(missing_ok=True)

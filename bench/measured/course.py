@@ -1,24 +1,36 @@
 """The course of a measurement: contestants take turns, round after round, on all ranks at the same
-time.
-
-The ranks' observations are joined into phases.
-"""
+time. The ranks' observations are joined into phases."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from ..contest import Contestant, contest
-from ..report import Series
-from .observed import Counts, count_now, operations_of, since
-from .plan import Plan
-from .ranks import Ranks
-from .result import Phase
+import holdfast
 
-__all__ = ["Course", "Noted"]
+from ...drivers.layers.metrics import snapshots
+from ...drivers.uri import Uri
+from ..clearing import clear
+from ..contest import Contestant, contest
+from ..machine import busy_part, describe, drop_caches, read_from_device_nbytes
+from ..report import Series
+from .plan import Plan, local_folder
+from .ranks import Ranks
+from .result import (
+    LEAST_S,
+    NOTHING,
+    Measurement,
+    Operations,
+    Phase,
+    joined,
+    operations_of,
+    reasons_against,
+)
+
+__all__ = ["Course", "Found", "Noted", "Say", "counted", "measured_by"]
 
 Say = Callable[[str], None]
 
@@ -30,18 +42,28 @@ class Noted:
 
     retries: int = 0
     stall_s: list[float] = field(default_factory=list)
-    counts: list[Counts] = field(default_factory=list)
+    counts: list[Mapping[str, Operations]] = field(default_factory=list)
 
 
 class Course:
-    """Runs contestants according to the plan. ``noted`` holds this rank's observations by phase."""
+    """Runs contestants according to the plan.
+
+    ``noted`` holds this rank's observations by phase. ``cold_shares`` maps phases that read from a
+    local file system to the smallest share that came from the device in any round.
+    """
 
     def __init__(self, plan: Plan, ranks: Ranks, say: Say) -> None:
         self.noted: dict[str, Noted] = {}
+        self.cold_shares: dict[str, float] = {}
+        self.ranks = ranks
         self._plan = plan
-        self._ranks = ranks
         self._say = say
         self._began_s = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Report progress. Rank 0 speaks for all."""
+        if self.ranks.rank == 0:
+            self._say(line)
 
     def note(self, name: str) -> Noted:
         """Return the observations of a phase."""
@@ -54,83 +76,174 @@ class Course:
         bytes that all ranks together move."""
         if self._plan.warm_ups:
             self._contest(contestants, self._plan.warm_ups)
-            for name in (each.name for each in contestants):
-                self.noted[name] = Noted()
+            for each in contestants:
+                self.noted[each.name] = Noted()
         found = self._contest([self._counted(each) for each in contestants], self._plan.runs)
         return [self._phase(series, nbytes_of(series.name)) for series in found]
 
     def once(self, name: str, nbytes: int, run: Callable[[], None]) -> Phase:
         """Measure a phase that can only run once, on rank 0."""
-        if self._ranks.rank:
-            contestants = [Contestant(name, lambda: None)]
-        else:
-            contestants = [Contestant(name, run)]
-        found = contest(contestants, 1, 0.0, self._say_of_rank_0, self._ranks.meet)
-        return self._phase(found[0], nbytes)
+        contestant = Contestant(name, (lambda: None) if self.ranks.rank else run)
+        (series,) = contest([contestant], 1, 0.0, self.say, self.ranks.meet)
+        return self._phase(series, nbytes)
+
+    def cold(self, contestant: Contestant, place: Uri, nbytes: int) -> Contestant:
+        """Return a contestant that reads this rank's ``nbytes`` from the device, if this host can
+        drop the caches of ``place``, and records the share that did."""
+        folder = local_folder(place)
+        if folder is None:
+            return contestant
+        before_nbytes = 0
+
+        def before() -> None:
+            nonlocal before_nbytes
+            contestant.before()
+            drop_caches(Path(folder))
+            before_nbytes = read_from_device_nbytes()
+
+        def after() -> None:
+            told = self.ranks.gather([read_from_device_nbytes() - before_nbytes, nbytes])
+            share = sum(read for read, _ in told) / sum(wanted for _, wanted in told)
+            name = contestant.name
+            self.cold_shares[name] = min(share, self.cold_shares.get(name, share))
+            contestant.after()
+
+        return replace(contestant, before=before, after=after)
 
     def _contest(self, contestants: Sequence[Contestant], rounds: int) -> list[Series]:
         return contest(
             contestants,
             rounds,
             self._plan.settle_s,
-            self._say_of_rank_0,
-            self._ranks.meet,
+            self.say,
+            self.ranks.meet,
             self._may_go_on,
         )
-
-    def _say_of_rank_0(self, line: str) -> None:
-        if self._ranks.rank == 0:
-            self._say(line)
 
     def _may_go_on(self) -> bool:
         limit_s = self._plan.limit_s
         if limit_s is None:
             return True
-        return bool(self._ranks.agree(time.monotonic() - self._began_s < limit_s))
+        return bool(self.ranks.agree(time.monotonic() - self._began_s < limit_s))
 
     def _counted(self, contestant: Contestant) -> Contestant:
         """Return the contestant with its storage operations counted."""
 
         def run() -> float | None:
-            before = count_now()
+            before = counted()
             measured_s = contestant.run()
-            self.note(contestant.name).counts.append(since(before, count_now()))
+            grown = {
+                name: operations.plus(before.get(name, NOTHING), -1)
+                for name, operations in counted().items()
+            }
+            counts = {name: operations for name, operations in grown.items() if operations.count}
+            self.note(contestant.name).counts.append(counts)
             return measured_s
 
         return replace(contestant, run=run)
 
     def _phase(self, series: Series, nbytes: int) -> Phase:
+        """Join the ranks' observations. A round ends when the last rank is done."""
         noted = self.note(series.name)
-        told = self._ranks.gather(
+        operations = _together(noted.counts)
+        told = self.ranks.gather(
             {
                 "seconds": series.seconds,
                 "cpu_s": series.own_processor_s,
                 "peak_nbytes": series.peak_nbytes,
                 "retries": noted.retries,
                 "stall_s": noted.stall_s,
-                "counts": noted.counts,
+                "operations": {name: asdict(each) for name, each in operations.items()},
             }
         )
-        return _joined(series.name, nbytes, told)
+
+        def each_round(join: Callable[[Sequence[Any]], Any], name: str) -> tuple[Any, ...]:
+            return tuple(map(join, zip(*(rank[name] for rank in told), strict=True)))
+
+        return Phase(
+            name=series.name,
+            nbytes=nbytes,
+            seconds=each_round(max, "seconds"),
+            cpu_s=each_round(sum, "cpu_s"),
+            peak_nbytes=each_round(max, "peak_nbytes"),
+            retries=sum(rank["retries"] for rank in told),
+            ranks_s=each_round(tuple, "seconds"),
+            stall_s=each_round(max, "stall_s"),
+            operations=_together(operations_of(rank["operations"]) for rank in told),
+        )
 
 
-def _joined(name: str, nbytes: int, told: Sequence[Mapping[str, Any]]) -> Phase:
-    """Join the ranks' observations. A round ends when the last rank is done."""
-    by_round = list(zip(*(rank["seconds"] for rank in told), strict=True))
-    return Phase(
-        name=name,
-        nbytes=nbytes,
-        seconds=tuple(max(seconds) for seconds in by_round),
-        cpu_s=_each_round(sum, told, "cpu_s"),
-        peak_nbytes=_each_round(max, told, "peak_nbytes"),
-        retries=sum(rank["retries"] for rank in told),
-        ranks_s=tuple(by_round),
-        stall_s=_each_round(max, told, "stall_s"),
-        operations=operations_of(counts for rank in told for counts in rank["counts"]),
+def counted() -> dict[str, Operations]:
+    """Return the operations of this process so far, over all storages with the option
+    ``metrics``."""
+    return _together(
+        {
+            name: Operations(seen.count, seen.nbytes, tuple(seen.histogram))
+            for name, seen in snapshot.operations.items()
+        }
+        for snapshot in snapshots().values()
     )
 
 
-def _each_round(
-    join: Callable[[Sequence[Any]], Any], told: Sequence[Mapping[str, Any]], field_name: str
-) -> tuple[Any, ...]:
-    return tuple(map(join, zip(*(rank[field_name] for rank in told), strict=True)))
+def _together(counts: Iterable[Mapping[str, Operations]]) -> dict[str, Operations]:
+    """Add up operations by name."""
+    found: dict[str, Operations] = {}
+    for each in counts:
+        for name, operations in each.items():
+            found[name] = found.get(name, NOTHING).plus(operations)
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The parts of a :class:`.result.Measurement` that depend on what was measured."""
+
+    config: Mapping[str, Any]
+    phases: Sequence[Phase]
+    limits: Mapping[str, str] = field(default_factory=dict)
+    invalid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def measured_by(
+    work: Callable[[Course, Uri], Found],
+    plan: Plan,
+    say: Say,
+    *,
+    ranks: Ranks | None = None,
+    place: Uri | None = None,
+    least_s: float = LEAST_S,
+) -> Measurement:
+    """Run ``work`` with a course and a place, and return what it found as a measurement.
+
+    The place is by default a new folder below the URI, and is deleted afterwards, also on
+    interruption. Rounds shorter than ``least_s`` are marked as invalid. Raises the errors of
+    ``work``.
+    """
+    if ranks is None:
+        ranks = Ranks()
+    if place is None:
+        place = plan.new_place()
+    course = Course(plan, ranks, say)
+    began_s = time.time()
+    try:
+        busy_before = max(ranks.gather(busy_part()))
+        found = work(course, place)
+    finally:
+        ranks.leave()
+        if ranks.rank == 0:
+            clear(place)
+        holdfast.release_memory()
+    against = reasons_against(
+        found.phases, busy_before=busy_before, cold_shares=course.cold_shares, least_s=least_s
+    )
+    return Measurement(
+        uri=plan.parsed.redacted,
+        created_s=began_s,
+        config=found.config,
+        machine=describe(Path(local_folder(plan.parsed) or ".")),
+        phases=tuple(found.phases),
+        limits=found.limits,
+        invalid=joined(against, found.invalid),
+        notes=found.notes,
+    )

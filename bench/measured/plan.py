@@ -17,11 +17,9 @@ from ...errors import UsageError
 from ..machine import available_nbytes
 from ..peers.choice import asks_for_fio, chosen
 from ..prices import Prices
-from ..workloads.content import NORMAL, Content
-from ..workloads.mlperf import Mlperf
-from ..workloads.mlperf_rules import RULES
-from ..workloads.sized import Sized
-from ..workloads.spec import Workload
+from ..workloads.mlperf import REST_S, Mlperf
+from ..workloads.sized import sized
+from ..workloads.spec import NORMAL, Content, Workload
 
 __all__ = [
     "COPIES_HELD",
@@ -29,10 +27,11 @@ __all__ = [
     "check",
     "check_here",
     "check_memory",
-    "check_room",
+    "check_runs",
+    "check_size",
+    "check_storage",
     "free_nbytes",
     "local_folder",
-    "write_something",
 ]
 
 COPIES_HELD = 2.5
@@ -81,7 +80,7 @@ class Plan:
     @property
     def saved(self) -> Workload:
         """The state to save."""
-        return self.workload or Sized(self.nbytes)
+        return self.workload or sized(self.nbytes)
 
     @property
     def memory_nbytes(self) -> int:
@@ -100,7 +99,7 @@ class Plan:
         """Pause before each phase, in seconds, in which the storage settles: MLPerf's value for its
         checkpoints, and 0 for small states."""
         if isinstance(self.workload, Mlperf):
-            return RULES.rest_s
+            return REST_S
         if self.nbytes < SETTLE_NBYTES:
             return 0.0
         return SETTLE_S
@@ -132,26 +131,19 @@ def check(
     returns the free bytes of a local folder.
     """
     check_here(plan, ranks, hosts)
-    asyncio.run(write_something(plan.parsed))
-    folder = local_folder(plan.parsed)
-    if folder is not None:
-        check_room(folder, plan.stored_nbytes, free(folder))
+    check_storage(plan.parsed, plan.stored_nbytes, free)
 
 
 def check_here(plan: Plan, ranks: int = 1, hosts: int = 1) -> None:
     """Run the checks that do not need the storage. Raises UsageError."""
-    if plan.nbytes < 1 << 20:
-        raise UsageError(
-            f"{size_text(plan.nbytes)} is too little to measure", advice="Give 1 MiB or more."
-        )
+    check_size(plan.nbytes)
     if ranks > 1 and plan.peers:
         raise UsageError(
             f"peers are measured by one process, not by {ranks}", advice="Leave --peer out."
         )
     chosen(plan.peers, plan.parsed)
     asks_for_fio(plan.peers, plan.parsed)
-    if plan.runs < 1:
-        raise UsageError(f"{plan.runs} rounds measure nothing", advice="Give --runs 5.")
+    check_runs(plan.runs)
     if plan.warm_ups < 0:
         raise UsageError(
             f"{plan.warm_ups} is not a number of warm-up rounds", advice="Give --warm-ups 1."
@@ -184,16 +176,34 @@ def check_memory(what: str, needed: int, *, advice: str) -> None:
         )
 
 
-def check_room(folder: str, needed: int, free: int) -> None:
-    """Raise UsageError if ``needed`` bytes exceed the ``free`` bytes of the local ``folder``."""
-    if needed > free:
+def check_size(nbytes: int) -> None:
+    """Raise UsageError if so few bytes measure nothing."""
+    if nbytes < 1 << 20:
         raise UsageError(
-            f"{size_text(needed)} would be stored in {folder}, but only {size_text(free)} are free",
-            advice="Give a smaller --size.",
+            f"{size_text(nbytes)} is too little to measure", advice="Give 1 MiB or more."
         )
 
 
-async def write_something(uri: Uri) -> None:
+def check_runs(runs: int) -> None:
+    """Raise UsageError unless there is a round."""
+    if runs < 1:
+        raise UsageError(f"{runs} rounds measure nothing", advice="Give --runs 5.")
+
+
+def check_storage(uri: Uri, needed: int, free: Callable[[str], int] = free_nbytes) -> None:
+    """Raise UsageError if ``needed`` bytes exceed the free bytes of a local folder, which ``free``
+    returns, and the storage's error if it cannot be written."""
+    folder = local_folder(uri)
+    if folder is not None and needed > free(folder):
+        raise UsageError(
+            f"{size_text(needed)} would be stored in {folder}, but only {size_text(free(folder))} "
+            f"are free",
+            advice="Give a smaller --size.",
+        )
+    asyncio.run(_write_something(uri))
+
+
+async def _write_something(uri: Uri) -> None:
     """Put and delete a small object, so that a storage without write access fails before anything
     is prepared.
 

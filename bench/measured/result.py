@@ -1,4 +1,5 @@
-"""Results of measurements, and their JSON (``docs/reference/bench.md``).
+"""Results of measurements: their JSON (``docs/reference/bench.md``), their validity, and
+comparisons.
 
 Scope: pure.
 """
@@ -7,33 +8,44 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
+
+from ...core.histogram import BUCKETS, bucket_of, quantile_s
 from ...errors import UsageError
 from ..prices import Prices, Requests
-from ..ratios import median_ratio
-from .observed import Operations
+from ..ratios import median_ratio, of_medians
 
 __all__ = [
     "BY_ONE_RANK",
     "DELETING",
     "FIO_READ",
     "FIO_WRITE",
+    "LEAST_S",
     "LIMITS",
-    "PERCENTS",
+    "NOTHING",
     "PHASES",
+    "QUANTILES",
     "READ_ALONE",
     "READ_LIMIT",
     "WRITE_ALONE",
     "WRITE_LIMIT",
+    "Compared",
     "Measurement",
+    "Operations",
     "Phase",
+    "compare",
     "decoded",
     "encoded",
+    "joined",
     "limit_of_phase",
+    "operations_of",
+    "reasons_against",
+    "timed_operations",
 ]
 
 VERSION = 1
@@ -68,12 +80,22 @@ PHASES = (
     "delete",
 )
 """Phases of every measurement. "reshard" needs several ranks."""
-PERCENTS = (50, 90, 99)
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}
 """Quantiles of latencies to report."""
 BY_ONE_RANK = ("verify", "prune", "delete")
 """Phases that rank 0 runs for all."""
 DELETING = ("prune", "delete")
 """Phases that move no bytes and run once. They have times only."""
+LEAST_S = 0.1
+"""Shortest valid round. Shorter ones measure overhead, not the storage."""
+SPREAD = 1.5
+"""Greatest valid ratio of the longest round to the shortest."""
+DRIFT = 1.25
+"""Greatest valid ratio between the two halves of the rounds."""
+BUSY = 0.2
+"""Greatest valid share of busy processors before the measurement."""
+COLD = 0.9
+"""Smallest valid share of a load's bytes that come from the device."""
 _GETS = ("read", "get", "stat")
 _OF_OTHERS = {
     WRITE_ALONE: WRITE_LIMIT,
@@ -88,6 +110,46 @@ def limit_of_phase(name: str) -> str | None:
     driver's; None if it has none."""
     verb = name.partition(": ")[0]
     return LIMITS.get(verb) or _OF_OTHERS.get(name)
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Storage operations of one kind over all ranks and rounds, such as writes of parts.
+
+    ``histogram[i]`` counts those that took up to ``2**i`` units of 2⁻²⁰ s, about a microsecond.
+    ``exact_s`` has the :data:`QUANTILES` if every operation was timed.
+    """
+
+    count: int
+    nbytes: int
+    histogram: tuple[int, ...]
+    exact_s: tuple[float, ...] = ()
+
+    @property
+    def quantiles_s(self) -> dict[str, float]:
+        """Latencies by name of the quantile. Unless they are exact, they are ends of buckets, so
+        too high by up to a factor of 2."""
+        found = self.exact_s or [quantile_s(self.histogram, part) for part in QUANTILES.values()]
+        return dict(zip(QUANTILES, found, strict=True))
+
+    def plus(self, other: Operations, sign: int = 1) -> Operations:
+        """Return the sum of both, or with a ``sign`` of -1 the difference."""
+        pairs = zip(self.histogram, other.histogram, strict=True)
+        histogram = tuple(mine + sign * its for mine, its in pairs)
+        return Operations(
+            self.count + sign * other.count, self.nbytes + sign * other.nbytes, histogram
+        )
+
+
+NOTHING = Operations(0, 0, (0,) * BUCKETS)
+
+
+def timed_operations(seconds: Sequence[float], nbytes: int) -> Operations:
+    """Return operations that took these times and moved ``nbytes`` together. Quantiles are
+    nearest-rank: each is the latency of some operation."""
+    histogram = np.bincount([bucket_of(each) for each in seconds], minlength=BUCKETS)
+    exact_s = np.quantile(seconds, list(QUANTILES.values()), method="inverted_cdf")
+    return Operations(len(seconds), nbytes, tuple(histogram.tolist()), tuple(exact_s.tolist()))
 
 
 @dataclass(frozen=True)
@@ -125,9 +187,12 @@ class Phase:
 
     @property
     def data_operations(self) -> Operations | None:
-        """The operations that moved most of the bytes: writes of parts, or reads of ranges."""
-        moved = (self.operations.get("write"), self.operations.get("read"))
-        return max(filter(None, moved), key=lambda operations: operations.nbytes, default=None)
+        """The operations that moved most of the bytes: writes of parts, or reads of ranges. If a
+        phase has operations of one kind only, these."""
+        found = [self.operations[name] for name in ("write", "read") if name in self.operations]
+        if not found and len(self.operations) == 1:
+            found = list(self.operations.values())
+        return max(found, key=lambda operations: operations.nbytes, default=None)
 
     @property
     def requests(self) -> Requests:
@@ -232,9 +297,8 @@ def encoded(found: Measurement) -> str:
         phase["first_s"] = made.first_s
         phase["cost_usd"] = found.cost_usd(made)
         for name, operations in made.operations.items():
-            phase["operations"][name] |= {
-                f"p{percent}_s": operations.quantile_s(percent / 100) for percent in PERCENTS
-            }
+            quantiles_s = operations.quantiles_s.items()
+            phase["operations"][name] |= {f"{which}_s": found_s for which, found_s in quantiles_s}
         phase["read_amplification"] = made.read_amplification
     return json.dumps({"version": VERSION, "config_hash": found.config_hash, **fields}, indent=1)
 
@@ -275,11 +339,108 @@ def _phase(fields: Mapping[str, Any]) -> Phase:
         retries=int(fields["retries"]),
         ranks_s=tuple(tuple(map(float, ranks)) for ranks in fields["ranks_s"]),
         stall_s=tuple(map(float, fields["stall_s"])),
-        operations={str(name): _operations(of) for name, of in fields["operations"].items()},
+        operations=operations_of(fields["operations"]),
     )
 
 
-def _operations(fields: Mapping[str, Any]) -> Operations:
-    return Operations(
-        int(fields["count"]), int(fields["nbytes"]), tuple(map(int, fields["histogram"]))
-    )
+def operations_of(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, Operations]:
+    """Decode operations by name from JSON."""
+    return {
+        str(name): Operations(
+            int(of["count"]),
+            int(of["nbytes"]),
+            tuple(map(int, of["histogram"])),
+            tuple(map(float, of.get("exact_s", ()))),
+        )
+        for name, of in fields.items()
+    }
+
+
+def reasons_against(
+    phases: Sequence[Phase],
+    *,
+    busy_before: float,
+    cold_shares: Mapping[str, float],
+    least_s: float = LEAST_S,
+) -> dict[str, tuple[str, ...]]:
+    """Return the reasons why figures are invalid, by phase, or under ``""`` for all.
+
+    ``busy_before`` is the share of processors that were busy before the measurement.
+    ``cold_shares`` maps reading phases to the smallest share that came from the device in a round,
+    where that is known. Rounds shorter than ``least_s`` are too short.
+    """
+    found = {
+        phase.name: tuple(_reasons_against_phase(phase, least_s))
+        for phase in phases
+        if phase.name not in DELETING
+    }
+    for name, share in cold_shares.items():
+        if share < COLD:
+            found[name] = (*found[name], f"{1 - share:.0%} of it came from a cache")
+    if busy_before > BUSY:
+        found[""] = (f"{busy_before:.0%} of the processors were busy before it began",)
+    return {name: reasons for name, reasons in found.items() if reasons}
+
+
+def _reasons_against_phase(phase: Phase, least_s: float) -> Iterator[str]:
+    seconds = phase.seconds
+    if phase.median_s < least_s:
+        yield f"shorter than {least_s:g} s, which is too short; give a larger --size"
+    if len(seconds) < 3:
+        yield f"only {len(seconds)} rounds"
+        return
+    if max(seconds) > SPREAD * min(seconds):
+        yield f"rounds took from {min(seconds):.2f} to {max(seconds):.2f} s"
+    half = len(seconds) // 2
+    first, last = median(seconds[:half]), median(seconds[-half:])
+    if max(first, last) > DRIFT * min(first, last) and len(seconds) >= 4:
+        yield f"times drift: {first:.2f} s in the first half, {last:.2f} s in the second"
+
+
+def joined(*found: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Join the reasons of several checks, by phase."""
+    names = dict.fromkeys(name for each in found for name in each)
+    return {name: tuple(why for each in found for why in each.get(name, ())) for name in names}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One phase of two results.
+
+    ``ratio`` is how many times as fast B is as A, by medians. ``low`` and ``high`` bound its 95 %
+    confidence interval, by the percentile bootstrap (Efron 1979).
+    """
+
+    name: str
+    a: Phase
+    b: Phase
+    ratio: float
+    low: float
+    high: float
+
+    def is_slower(self, part: float) -> bool:
+        """Return whether B is slower by more than ``part``, with confidence."""
+        return self.high < 1 - part
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in a few words."""
+        if self.low > 1:
+            return "faster"
+        if self.high < 1:
+            return "slower"
+        return "no difference shown"
+
+
+def compare(a: Measurement, b: Measurement) -> list[Compared]:
+    """Compare the phases that both results have, in the order of ``a``. Resampling is seeded, so
+    the same files give the same figures."""
+    found = []
+    for phase in a.phases:
+        other = b.by_name.get(phase.name)
+        if other is not None:
+            times = of_medians(phase.seconds, other.seconds)
+            larger = other.nbytes / phase.nbytes
+            bounds = (times.ratio * larger, times.low * larger, times.high * larger)
+            found.append(Compared(phase.name, phase, other, *bounds))
+    return found

@@ -1,94 +1,85 @@
-"""Measures a storage: phases take turns with their limits, round after round, on all ranks at
-once."""
+"""Measures checkpoints on a storage: their phases take turns with their limits, round after round,
+on all ranks at once."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
 
-from ...drivers.uri import Uri
+from ...drivers.uri import Uri, join
+from ...errors import HoldfastError
 from ..clearing import clear
-from ..machine import busy_part, describe
+from ..contest import Contestant
+from ..states import State, zero
 from ..workloads.materialised import materialise
+from ..workloads.mlperf import Mlperf, deviations
 from .beside import Beside
-from .comparability import mlperf_notes
-from .course import Course
-from .layouts import local_nbytes
-from .phases import Phases
-from .plan import Plan, local_folder
-from .ranks import Ranks
+from .course import Course, Found, Noted, Say, measured_by
+from .plan import Plan
+from .ranks import LEAVE_S, Ranks
 from .result import Measurement, Phase
-from .validity import joined, reasons_against
 
-__all__ = ["measured"]
+__all__ = ["Phases", "measured", "mlperf_notes"]
 
-Say = Callable[[str], None]
+RUN = "run"
+STORED = f"{RUN}/first"
+SAVED = f"{RUN}/second"
+STEP = 1
+"""Checkpoints below the place: one that is replaced and read, and one that is saved and deleted
+again."""
 
 
 def measured(
     plan: Plan, say: Say = lambda line: None, ranks: Ranks | None = None, place: Uri | None = None
 ) -> Measurement:
     """Measure according to a plan that :func:`.plan.check` has accepted. Every rank calls this;
-    rank 0 calls ``say`` for each round.
+    rank 0 calls ``say`` for each round. ``place`` is as for :func:`.course.measured_by`. Raises the
+    errors of saves and loads."""
 
-    Everything is written to ``place``, by default a new folder below the URI, which is deleted
-    afterwards, also on interruption. Raises the errors of saves and loads.
-    """
-    if ranks is None:
-        ranks = Ranks()
+    def work(course: Course, place: Uri) -> Found:
+        return _measured(plan, course, place)
+
     if place is None:
         place = plan.new_place()
-    place = _counting(place)
-    began_s = time.time()
-    try:
-        busy_before = max(ranks.gather(busy_part()))
-        specs = plan.saved.specs(ranks.rank, ranks.world)
-        state = materialise(specs, ranks.rank, ranks.world, content=plan.content)
-        nbytes = local_nbytes(state)
-        course = Course(plan, ranks, say)
-        beside = Beside(plan, place, state, nbytes, ranks, say)
-        own = Phases(place, state, nbytes, plan, ranks, course)
-        phases = _run(own, beside, course, ranks)
-    finally:
-        ranks.leave()
-        if ranks.rank == 0:
-            clear(place)
-        holdfast.release_memory()
-    return Measurement(
-        uri=plan.parsed.redacted,
-        created_s=began_s,
-        config=_config(plan, ranks, phases),
-        machine=describe(Path(local_folder(plan.parsed) or ".")),
-        phases=tuple(phases),
-        limits=beside.limits,
-        invalid=joined(
-            reasons_against(phases, busy_before=busy_before, cold_shares=own.cold_shares),
-            beside.invalid,
-        ),
-        notes=mlperf_notes(plan, ranks.host_ranks),
+    # The layer "metrics" counts storage operations.
+    counting = replace(place, options={**place.options, "metrics": "true"})
+    return measured_by(work, plan, say, ranks=ranks, place=counting)
+
+
+def _measured(plan: Plan, course: Course, place: Uri) -> Found:
+    ranks = course.ranks
+    specs = plan.saved.specs(ranks.rank, ranks.world)
+    state = materialise(specs, ranks.rank, ranks.world, content=plan.content)
+    own = Phases(place, state, plan, course)
+    beside = Beside(plan, place, state, own.nbytes, course)
+    nbytes_of = _nbytes_of_phases(own, beside, ranks)
+    own.prepare()
+    phases = course.run(beside.writing(list(own.writing())), nbytes_of)
+    reading = beside.reading(list(own.reading()))
+    phases += course.run([course.cold(each, place, own.nbytes) for each in reading], nbytes_of)
+    own.save_another()
+    phases.append(course.once("prune", nbytes_of("prune"), own.prune))
+    phases.append(course.once("delete", nbytes_of("delete"), own.delete))
+    return Found(
+        _config(plan, ranks, phases),
+        phases,
+        beside.limits,
+        beside.invalid,
+        mlperf_notes(plan, ranks.host_ranks),
     )
 
 
-def _run(own: Phases, beside: Beside, course: Course, ranks: Ranks) -> list[Phase]:
-    nbytes_of = _nbytes_of_phases(ranks, own, beside)
-    own.prepare()
-    written = course.run(beside.writing(list(own.writing())), nbytes_of)
-    reading = [own.cold(each) for each in beside.reading(list(own.reading()))]
-    read = course.run(reading, nbytes_of)
-    own.save_another()
-    pruned = course.once("prune", nbytes_of("prune"), own.prune)
-    deleted = course.once("delete", nbytes_of("delete"), own.delete)
-    return [*written, *read, pruned, deleted]
-
-
-def _nbytes_of_phases(ranks: Ranks, own: Phases, beside: Beside) -> Callable[[str], int]:
+def _nbytes_of_phases(own: Phases, beside: Beside, ranks: Ranks) -> Callable[[str], int]:
     """Return a function that maps a phase's name to the bytes that all ranks together move."""
-    told = ranks.gather([own.nbytes, dict(beside.nbytes)])
+    told = ranks.gather([own.nbytes, beside.nbytes])
     state_nbytes = sum(nbytes for nbytes, _ in told)
 
     def nbytes_of(name: str) -> int:
@@ -97,17 +88,11 @@ def _nbytes_of_phases(ranks: Ranks, own: Phases, beside: Beside) -> Callable[[st
     return nbytes_of
 
 
-def _counting(place: Uri) -> Uri:
-    """Return the place with the layer that counts storage operations."""
-    return replace(place, options={**place.options, "metrics": "true"})
-
-
-def _config(plan: Plan, ranks: Ranks, phases: list[Phase]) -> Mapping[str, Any]:
-    nbytes = next(phase.nbytes for phase in phases if phase.name == "save")
+def _config(plan: Plan, ranks: Ranks, phases: Sequence[Phase]) -> Mapping[str, Any]:
     return {
         "workload": plan.saved.name,
         "content": plan.content.name,
-        "nbytes": nbytes,
+        "nbytes": next(phase.nbytes for phase in phases if phase.name == "save"),
         "runs": plan.runs,
         "settle_s": plan.settle_s,
         "ranks": ranks.world,
@@ -117,3 +102,138 @@ def _config(plan: Plan, ranks: Ranks, phases: list[Phase]) -> Mapping[str, Any]:
         "driver_alone": plan.driver_alone,
         "prices": None if plan.prices is None else asdict(plan.prices),
     }
+
+
+def mlperf_notes(plan: Plan, host_processes: tuple[int, ...] = (1,)) -> tuple[str, ...]:
+    """Return the departures from the rules of MLPerf Storage in words; none for other workloads."""
+    if not isinstance(plan.saved, Mlperf):
+        return ()
+    found = deviations(plan.saved, host_processes, plan.runs, plan.settle_s)
+    return tuple(f"MLPerf Storage: {sentence}" for sentence in found)
+
+
+class Phases:
+    """The phases of checkpoints, as each rank runs them. This rank holds ``nbytes`` of
+    ``state``."""
+
+    def __init__(self, place: Uri, state: State, plan: Plan, course: Course) -> None:
+        self.nbytes = _local_nbytes(state)
+        self._place = place
+        self._state = state
+        self._plan = plan
+        self._course = course
+
+    def prepare(self) -> None:
+        """Save the checkpoint that later phases replace and read. This also moves imports and
+        start-up costs out of the phases."""
+        self._save(STORED)
+
+    def writing(self) -> Iterator[Contestant]:
+        """Yield the phases that write."""
+        yield Contestant("save", lambda: self._saving("save", SAVED), after=self._clear_saved)
+        yield Contestant("async save", self._save_in_background, after=self._clear_saved)
+        yield Contestant("overwrite", lambda: self._saving("overwrite", STORED))
+
+    def reading(self) -> Iterator[Contestant]:
+        """Yield the phases that read."""
+        yield self._loading("load", self._state)
+        if self._course.ranks.world > 1:
+            yield self._loading("reshard", _in_another_layout(self._state))
+        yield Contestant("verify", self._verify)
+
+    def save_another(self) -> None:
+        """Save a later step, so that the first one can be pruned."""
+        self._save(SAVED, STEP + 1)
+
+    def prune(self) -> None:
+        """Delete all steps but the last."""
+        found = holdfast.prune(self._uri(RUN), keep_last=1, idle_s=0)
+        if len(found.checkpoints) != 1:
+            raise AssertionError(f"{len(found.checkpoints)} checkpoints were pruned, not one")
+
+    def delete(self) -> None:
+        """Delete a checkpoint."""
+        clear(join(self._place, SAVED))
+
+    def _uri(self, name: str) -> str:
+        return str(join(self._place, name))
+
+    def _saving(self, phase: str, name: str) -> None:
+        _count(self._course.note(phase), self._save(name))
+
+    def _save(self, name: str, step: int = STEP) -> holdfast.SaveReport:
+        return holdfast.save(
+            self._uri(name), self._state, step=step, compression=self._plan.compression
+        )
+
+    def _save_in_background(self) -> None:
+        noted = self._course.note("async save")
+        began_s = time.perf_counter()
+        handle = holdfast.async_save(
+            self._uri(SAVED), self._state, step=STEP, compression=self._plan.compression
+        )
+        try:
+            noted.stall_s.append(time.perf_counter() - began_s)
+            handle.wait()
+        except KeyboardInterrupt:
+            # The folder will be deleted next, and a save still running would report an error.
+            with contextlib.suppress(HoldfastError):
+                handle.wait(LEAVE_S)
+            raise
+        assert handle.report is not None
+        _count(noted, handle.report)
+
+    def _clear_saved(self) -> None:
+        self._course.ranks.meet()  # no rank may still be saving
+        if self._course.ranks.rank == 0:
+            clear(join(self._place, SAVED))
+
+    def _loading(self, phase: str, into: State) -> Contestant:
+        def load() -> None:
+            noted = self._course.note(phase)
+            holdfast.load(
+                self._uri(STORED), into=into, on_report=lambda report: _count(noted, report)
+            )
+
+        return Contestant(phase, load, before=lambda: zero(self._state))
+
+    def _verify(self) -> None:
+        if self._course.ranks.rank:
+            return  # one process verifies everything
+        with holdfast.open(self._uri(STORED)) as checkpoint:
+            found = checkpoint.verify()
+        if not found.ok:
+            raise AssertionError(f"{self._uri(STORED)} is damaged: {found.damages}")
+
+
+def _count(noted: Noted, report: holdfast.SaveReport | holdfast.LoadReport) -> None:
+    noted.retries += sum(stage.retries + stage.hedges for stage in report.stages.values())
+
+
+def _in_another_layout(state: State) -> State:
+    """Return the state with row-sharded tensors sharded by columns, where the ranks divide them
+    evenly. The result shares the memory of ``state``, so only one of the two holds meaningful
+    values."""
+    return {key: _by_columns(value) for key, value in state.items()}
+
+
+def _by_columns(value: object) -> object:
+    if isinstance(value, dict):
+        return _in_another_layout(value)
+    if not isinstance(value, DTensor) or value.ndim != 2 or tuple(value.placements) != (Shard(0),):
+        return value
+    rows, columns = value.shape
+    world = value.device_mesh.size()
+    if rows % world or columns % world:
+        return value
+    local = value.to_local().view(rows, columns // world)
+    return DTensor.from_local(local, value.device_mesh, [Shard(1)], run_check=False)
+
+
+def _local_nbytes(value: object) -> int:
+    """Return the bytes that this rank holds."""
+    if isinstance(value, dict):
+        return sum(map(_local_nbytes, value.values()))
+    if isinstance(value, DTensor):
+        return value.to_local().nbytes
+    return value.nbytes if isinstance(value, torch.Tensor) else 0

@@ -116,7 +116,6 @@ ON_FILES = (
         _save_safetensors,
         _load_safetensors,
         modules=("safetensors",),
-        packages="safetensors",
     ),
     Peer(
         "torchsnapshot",
@@ -124,7 +123,6 @@ ON_FILES = (
         _save_torchsnapshot,
         _load_torchsnapshot,
         modules=("torchsnapshot",),
-        packages="torchsnapshot",
     ),
     Peer(
         "tensorizer",
@@ -132,7 +130,6 @@ ON_FILES = (
         _save_tensorizer,
         _load_tensorizer,
         modules=("tensorizer",),
-        packages="tensorizer",
     ),
     Peer(
         "runai",
@@ -141,7 +138,6 @@ ON_FILES = (
         _load_runai,
         saves=False,
         modules=("runai_model_streamer", "safetensors"),
-        packages="runai-model-streamer safetensors",
     ),
     Peer(
         "fastsafetensors",
@@ -150,6 +146,5 @@ ON_FILES = (
         _load_fastsafetensors,
         saves=False,
         modules=("fastsafetensors", "safetensors"),
-        packages="fastsafetensors safetensors",
     ),
 )

@@ -37,8 +37,6 @@ class Peer:
     """Schemes that it supports. "fsspec+" stands for all schemes with that prefix."""
     modules: tuple[str, ...] = ()
     """Modules that it needs."""
-    packages: str = ""
-    """Packages with these modules, for pip."""
 
     def serves(self, uri: Uri) -> bool:
         """Return whether it can save to ``uri`` and load from it."""
@@ -46,6 +44,11 @@ class Peer:
             uri.scheme == scheme or (scheme.endswith("+") and uri.scheme.startswith(scheme))
             for scheme in self.schemes
         )
+
+    @property
+    def packages(self) -> str:
+        """Packages with its modules, for pip. They have the same names."""
+        return " ".join(self.modules).replace("_", "-")
 
     @property
     def is_installed(self) -> bool:

@@ -1,22 +1,44 @@
-"""Plans a save for every rank of a job and merges the manifest, with the engine's own functions."""
+"""Plans a save for every rank of a job and merges the manifest, with the engine's own functions.
+
+Planning needs names, shapes, dtypes and layouts only, so tensors are replaced by specs. Jobs of any
+size can be planned in a process that could not hold, or even address, their tensors. The ranks'
+reports to the committing leader have no digests of the data, which does not exist.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ...errors import UsageError
-from ...planner.image import ImageLayout
-from ...storage.format.fragment import Fragment, StateLayout
+from ...planner.image import DIGEST_NBYTES, ImageLayout
+from ...planner.layout import Layout, MeshLayout, local_layout
+from ...planner.placement import Split, local_pieces, local_shape
+from ...storage.format.fragment import Fragment, StateLayout, fragment_of, join
 from ...storage.format.merge import merge
+from ...storage.format.tables import ImageTable
 from ...storage.pipeline.chunks import chunks_to_write
-from ...storage.state.plan import ImagePlan, plan_image
-from ..workloads.spec import Workload
-from .flat import FlatStates
-from .fragments import by_host, fragment_told
+from ...storage.state.dtypes import dtype_of
+from ...storage.state.flat_state import FlatState
+from ...storage.state.plan import Agreed, ImagePlan, plan_image
+from ..workloads.spec import Spec, Workload, itemsize_of
 
-__all__ = ["Fleet", "RankPlan", "planned_fleet"]
+__all__ = [
+    "HEAD",
+    "HOST_RANKS",
+    "FlatStates",
+    "Fleet",
+    "RankPlan",
+    "by_host",
+    "fragment_told",
+    "planned_fleet",
+]
 
+HEAD = ("20260101T000000-00000000", 100, 0.0)
+HOST_RANKS = 8
 SHARDS_MAX = 8_000_000
 """Limit of shards to plan in one process. Merging the manifest of more takes gigabytes of
 memory."""
@@ -117,3 +139,82 @@ def _reads(layout: ImageLayout, piece_nbytes: int) -> int:
     in_pieces = 0 < piece_nbytes < layout.hashed_end
     needs_digests = in_pieces or rest_nbytes >= layout.block_nbytes
     return layout.chunks - skipped_chunks + needs_digests
+
+
+class FlatStates:
+    """The flat states of the ranks of one job."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._specs: Sequence[Spec] = ()
+        self._like = FlatState()
+
+    def of(self, specs: Sequence[Spec], rank: int) -> tuple[FlatState, Agreed | None, bool]:
+        """Return a rank's flat state, its agreement with the others (None if it is alone), and
+        whether it has the same tensors as the rank of the previous call."""
+        is_alike = specs == self._specs
+        if not is_alike:
+            self._specs = specs
+            self._like = _without_layouts(specs)
+        like = self._like
+        flat = FlatState(
+            names=like.names,
+            containers=like.containers,
+            shapes=like.shapes,
+            dtypes=like.dtypes,
+            layouts=self._layouts(specs, rank),
+            alias=like.alias,
+            tree=like.tree,
+        )
+        return flat, self._agreed(specs, rank), is_alike
+
+    def _agreed(self, specs: Sequence[Spec], rank: int) -> Agreed | None:
+        if self._world == 1:
+            return None
+        # No other rank has a tensor of that name: the leader would find a group of one rank.
+        own = {row: (rank,) for row, spec in enumerate(specs) if not spec.sharded}
+        return Agreed(own, {})
+
+    def _layouts(self, specs: Sequence[Spec], rank: int) -> list[Layout]:
+        made: dict[tuple[int, ...], Layout] = {}  # layers repeat, so there are few shapes
+        layouts: list[Layout] = []
+        for spec in specs:
+            if not spec.sharded or self._world == 1:
+                layouts.append(local_layout(spec.shape))
+                continue
+            layout = made.get(spec.shape)
+            if layout is None:
+                layout = made[spec.shape] = self._split(spec.shape, rank)
+            layouts.append(layout)
+        return layouts
+
+    def _split(self, shape: tuple[int, ...], rank: int) -> MeshLayout:
+        where = (self._world,), (rank,), (Split(0),)
+        pieces = tuple(local_pieces(shape, *where))
+        return MeshLayout(shape, pieces, local_shape(shape, *where), (rank,), self._world)
+
+
+def _without_layouts(specs: Sequence[Spec]) -> FlatState:
+    count = len(specs)
+    return FlatState(
+        names=[spec.name for spec in specs],
+        containers=[0] * count,
+        shapes=[spec.shape for spec in specs],
+        dtypes=[dtype_of(spec.dtype, itemsize_of(spec.dtype)) for spec in specs],
+        alias=[-1] * count,
+    )
+
+
+def fragment_told(plan: ImagePlan, rank: int, flat: FlatState) -> Fragment:
+    """Return the report of ``rank`` at commit, with empty digests."""
+    images = int(len(plan.shards) > 0)  # a rank without bytes of its own writes no image
+    digests = np.zeros((images * plan.layout.chunks, DIGEST_NBYTES), np.uint8)
+    hashed = np.full(images, plan.layout.hashed_end, np.int64)
+    table = ImageTable(np.full(images, rank, np.int64), hashed, digests)
+    return fragment_of(HEAD, rank, plan.reported, plan.shards, table, flat.tree)
+
+
+def by_host(fragments: Iterator[Fragment], host_ranks: int = HOST_RANKS) -> Iterator[Fragment]:
+    """Yield the reports joined by host."""
+    while host := list(itertools.islice(fragments, host_ranks)):
+        yield join(host)

@@ -1,5 +1,8 @@
-"""Forecasts of a save and a load of a whole job: bytes, balance, requests, memory, time and
-money."""
+"""Forecasts of a save and a load of a whole job: bytes, balance, requests, memory, time and money.
+
+Object stores charge for requests and limit their rate. Requests for images and manifests are
+counted. The save protocol adds about twenty, whatever the size. No storage is touched.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,133 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 
-from ...core.units import ceil_div
+from ...core.units import ceil_div, parse_size
 from ...drivers.contract import Traits
+from ...drivers.objects.driver import ObjectDriver
+from ...drivers.objects.uploads import part_nbytes_for
+from ...drivers.registry import driver_class, serving
 from ...drivers.uri import Uri
 from ...errors import UsageError
 from ...planner.image import CHUNK_NBYTES
 from ...storage.operations.options import BUDGET_NBYTES
 from ...storage.pipeline.image_writer import chunks_nbytes
+from ..measured.result import Measurement
 from ..prices import Prices, Requests
 from ..traits import traits_of
-from ..workloads.mlperf import Mlperf
-from ..workloads.mlperf_rules import subset_note
+from ..workloads.mlperf import Mlperf, subset_note
 from ..workloads.spec import Workload
 from .fleet import Fleet, RankPlan, planned_fleet
-from .rates import Rates
-from .requests import UploadShape, upload_shape
 
-__all__ = ["Forecast", "Spread", "encoded", "forecast"]
+__all__ = [
+    "Forecast",
+    "Limits",
+    "Rates",
+    "Spread",
+    "UploadShape",
+    "encoded",
+    "forecast",
+    "measured_rates",
+    "parse_rate",
+    "upload_shape",
+]
 
 VERSION = 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes per second of one rank, of a host's ranks together and of the whole job. None: no known
+    limit."""
+
+    rank: float | None = None
+    host: float | None = None
+    total: float | None = None
+
+    def seconds(self, rank_nbytes: Sequence[int], host_ranks: int) -> float | None:
+        """Return the time for moving these bytes of each rank, with ``host_ranks`` on each host.
+        The slowest rank, host or storage decides. None if no limit is known."""
+        hosts = [
+            sum(rank_nbytes[first : first + host_ranks])
+            for first in range(0, len(rank_nbytes), host_ranks)
+        ]
+        pairs = (
+            (max(rank_nbytes), self.rank),
+            (max(hosts), self.host),
+            (sum(rank_nbytes), self.total),
+        )
+        return max((nbytes / rate for nbytes, rate in pairs if rate is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Limits of saves and of loads."""
+
+    save: Limits = Limits()
+    load: Limits = Limits()
+
+
+def parse_rate(option: str, text: str) -> float:
+    """Return the bytes per second of a text such as ``2GB/s``, ``2500MiB/s`` or ``2GB``. Raises
+    UsageError, which names ``option``."""
+    try:
+        rate = float(parse_size(text.strip().removesuffix("/s")))
+    except ValueError:
+        rate = 0.0
+    if rate <= 0:
+        raise UsageError(
+            f"{option} {text!r} is not a rate", advice="Give one such as 2GB/s or 2500MiB/s."
+        )
+    return rate
+
+
+def measured_rates(found: Measurement, name: str) -> Rates:
+    """Return the rates of one rank in a result of ``holdfast bench``. Raises UsageError, which
+    names ``name``, if it has no saves or no loads."""
+    limits = {}
+    for phase in ("save", "load"):
+        if phase not in found.by_name:
+            raise UsageError(
+                f"{name} has no phase {phase!r}", advice="Measure again, with all phases."
+            )
+        limits[phase] = Limits(rank=found.by_name[phase].rate)
+    return Rates(limits["save"], limits["load"])
+
+
+@dataclass(frozen=True)
+class UploadShape:
+    """Parameters of a driver's uploads.
+
+    ``part_nbytes`` is the part size of an object store's uploads; smaller objects take one request.
+    It is 0 for a storage without such requests, which is written chunk by chunk.
+    """
+
+    part_nbytes: int = 0
+
+    def puts(self, nbytes: int) -> int:
+        """Return the requests that write an object of ``nbytes``: one, or its parts plus the start
+        and the end of the upload. For a storage without parts, return the writes."""
+        if not nbytes:
+            return 0
+        if not self.part_nbytes:
+            return ceil_div(nbytes, CHUNK_NBYTES)
+        if nbytes <= self.part_nbytes:
+            return 1
+        return ceil_div(nbytes, part_nbytes_for(nbytes, self.part_nbytes)) + 2
+
+    def looks(self, nbytes: int) -> int:
+        """Return the requests for the size of an image in an object store: one by the leader before
+        it commits, and one by the sender after a multipart upload."""
+        if not nbytes or not self.part_nbytes:
+            return 0
+        return 2 if nbytes > self.part_nbytes else 1
+
+
+def upload_shape(uri: Uri, traits: Traits) -> UploadShape:
+    """Return how the driver of ``uri``, with these traits, sends objects."""
+    cls: object = driver_class(serving(uri))
+    if isinstance(cls, type) and issubclass(cls, ObjectDriver):
+        return UploadShape(traits.part_nbytes)
+    return UploadShape()
 
 
 @dataclass(frozen=True)
@@ -89,8 +200,10 @@ def forecast(
     fleet = planned_fleet(workload, world, host_ranks, traits.piece_nbytes)
     shape = upload_shape(uri, traits)
     saves = _save_requests(fleet, shape)
-    loads = _load_requests(fleet, host_ranks)
+    # A load into the same layout. Each host reads the manifest once.
+    loads = Requests(0, fleet.reads + ceil_div(len(fleet.ranks), host_ranks))
     sizes = [rank.image_nbytes for rank in fleet.ranks]
+    subset = subset_note(workload, world) if isinstance(workload, Mlperf) else None
     return Forecast(
         uri=uri.redacted,
         workload=workload.name,
@@ -111,28 +224,14 @@ def forecast(
         load_s=rates.load.seconds(sizes, host_ranks),
         save_usd=None if prices is None else prices.cost_usd(saves),
         load_usd=None if prices is None else prices.cost_usd(loads),
-        notes=_notes(workload, world),
+        notes=() if subset is None else (subset,),
     )
-
-
-def _notes(workload: Workload, world: int) -> tuple[str, ...]:
-    """Return the limits of comparison of a job."""
-    if not isinstance(workload, Mlperf):
-        return ()
-    subset = subset_note(workload, world)
-    return () if subset is None else (subset,)
 
 
 def _save_requests(fleet: Fleet, shape: UploadShape) -> Requests:
     sizes = [rank.image_nbytes for rank in fleet.ranks]
     puts = sum(map(shape.puts, sizes)) + 1  # the manifest takes one put
     return Requests(puts, sum(map(shape.looks, sizes)))
-
-
-def _load_requests(fleet: Fleet, host_ranks: int) -> Requests:
-    """Return the requests of a load into the same layout. Each host reads the manifest once."""
-    hosts = ceil_div(len(fleet.ranks), host_ranks)
-    return Requests(0, fleet.reads + hosts)
 
 
 def _memory_nbytes(ranks: Sequence[RankPlan], traits: Traits, budget_nbytes: int | None) -> int:

@@ -1,4 +1,4 @@
-"""The search for the best candidate: successive halving, as a pure state machine.
+"""The search for the best candidate: successive halving.
 
 Successive halving (Jamieson and Talwalkar, "Non-stochastic best arm identification and
 hyperparameter optimization", AISTATS 2016) gives every candidate a small budget, keeps the best
@@ -8,19 +8,18 @@ state and the number of rounds.
 Two things differ from the paper. Machines are noisy, so all candidates of a rung take turns, and
 each is judged by its time relative to the others in the same round. And the defaults are never
 eliminated, because they are the baseline of the best candidate.
-
-Scope: no I/O, no clock.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-__all__ = ["KEPT", "Halving", "Rung", "ladder"]
+__all__ = ["Rung", "ladder", "search"]
 
 KEPT = 3
 """A rung keeps one in this many candidates."""
@@ -67,114 +66,72 @@ def ladder(
     return rungs
 
 
-class Halving:
-    """A search among ``rungs[0].candidates`` candidates, numbered from 0.
+def search(
+    rungs: Sequence[Rung],
+    measure: Callable[[int, int], float],
+    *,
+    default: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+    seed: int = 0,
+) -> list[int]:
+    """Search among ``rungs[0].candidates`` candidates, numbered from 0, and return those of the
+    last rung, best first.
 
-    Call :meth:`next` for the candidate to measure at the size of :attr:`rung`, and :meth:`tell`
-    with its time, until :meth:`next` returns None. Candidate ``default`` stays in every rung.
+    ``measure(number, candidate)`` returns the seconds of a candidate at the size of the rung of
+    that number. Candidate ``default`` stays in every rung. When a rung's time is over by ``clock``,
+    its incomplete round does not count, except the first one, which eliminates the candidates that
+    had no turn. Without a complete round, the results of the previous rung stand.
     """
-
-    def __init__(self, rungs: Sequence[Rung], *, default: int = 0, seed: int = 0) -> None:
-        self._rungs = list(rungs)
-        self._default = default
-        self._random = random.Random(seed)
-        self._alive = list(range(rungs[0].candidates))
-        self._number = 0
-        self._logs: dict[int, list[float]] = {}
-        self._earlier: dict[int, list[float]] = {}
-        self._turns: list[int] = []
-        self._asked: int | None = None
-        self._ended = len(self._alive) == 1
-        self._begin()
-
-    @property
-    def rung(self) -> Rung:
-        """The current rung, or the last one."""
-        return self._rungs[min(self._number, len(self._rungs) - 1)]
-
-    @property
-    def number(self) -> int:
-        """Number of that rung, from 0."""
-        return min(self._number, len(self._rungs) - 1)
-
-    @property
-    def ranking(self) -> list[int]:
-        """The remaining candidates, best first."""
-        return sorted(self._alive, key=self._score)
-
-    def next(self) -> int | None:
-        """Return the candidate to measure now; None at the end of the search."""
-        if self._ended:
-            return None
-        self._asked = self._turns[0]
-        return self._asked
-
-    def tell(self, seconds: float) -> None:
-        """Record the time of the candidate that :meth:`next` named."""
-        assert self._asked is not None
-        self._turns.pop(0)
-        self._logs.setdefault(self._asked, []).append(math.log(seconds))
-        self._asked = None
-        if not self._turns:
-            self._begin_round()
-
-    def hurry(self) -> None:
-        """End the current rung because its time is over.
-
-        An incomplete round does not count, except the first one, which eliminates the candidates
-        that had no turn. Without a complete round, the results of the previous rung stand.
-        """
-        if self._ended:
-            return
-        whole = min(len(self._logs.get(candidate, ())) for candidate in self._alive)
-        if whole:
-            self._logs = {c: logs[:whole] for c, logs in self._logs.items()}
-        elif self._number == 0:
-            self._alive = [c for c in self._alive if c in self._logs or c == self._default]
+    order = random.Random(seed)
+    alive = list(range(rungs[0].candidates))
+    earlier: _Logs = {}
+    ends_s = clock()
+    for number, rung in enumerate(rungs):
+        if len(alive) < 2:
+            break
+        ends_s += rung.seconds
+        logs: _Logs = {}
+        for candidate in _turns(alive, rung.rounds, default, order):
+            logs.setdefault(candidate, []).append(math.log(measure(number, candidate)))
+            if clock() > ends_s:
+                break
+        complete = min(len(logs.get(candidate, ())) for candidate in alive)
+        if complete:
+            logs = {candidate: each[:complete] for candidate, each in logs.items()}
+        elif earlier:
+            logs = earlier
         else:
-            self._logs = self._earlier
-        self._climb()
+            alive = [candidate for candidate in alive if candidate in logs]
+        alive.sort(key=_scores(logs).__getitem__)
+        for following in rungs[number + 1 : number + 2]:
+            del alive[following.candidates :]
+            if default not in alive:
+                alive[-1] = default
+        earlier = {candidate: logs[candidate] for candidate in alive}
+    return alive
 
-    def _begin(self) -> None:
-        self._logs = {}
-        self._rounds = 0
-        self._begin_round()
 
-    def _begin_round(self) -> None:
-        if self._rounds == self.rung.rounds:
-            self._climb()
-            return
-        self._rounds += 1
-        self._turns = list(self._alive)
-        self._random.shuffle(self._turns)
-        if self._rounds == 1:
-            # Let the defaults go first, so that they are measured in any case.
-            self._turns.remove(self._default)
-            self._turns.insert(0, self._default)
+_Logs = dict[int, list[float]]
+"""Logarithms of the seconds of each candidate, by round."""
 
-    def _climb(self) -> None:
-        """Keep the best and start the next rung, or end the search."""
-        if self._number + 1 == len(self._rungs) or len(self._alive) < 2:
-            self._ended = True
-            return
-        self._earlier = self._logs
-        kept = self.ranking[: self._rungs[self._number + 1].candidates]
-        if self._default not in kept:
-            kept[-1] = self._default
-        self._number += 1
-        self._alive = sorted(kept)
-        self._earlier = {c: logs for c, logs in self._earlier.items() if c in kept}
-        self._begin()
 
-    def _score(self, candidate: int) -> float:
-        """Return the time of a candidate relative to the others, as a logarithm: the median over
-        rounds."""
-        logs = self._logs.get(candidate)
-        if not logs:
-            return math.inf
-        rounds = range(len(logs))
-        means = [
-            fmean(other[number] for other in self._logs.values() if number < len(other))
-            for number in rounds
-        ]
-        return median(logs[number] - means[number] for number in rounds)
+def _turns(alive: Sequence[int], rounds: int, default: int, order: random.Random) -> Iterator[int]:
+    """Yield the candidates in a new order in each round. The defaults go first of all, so that they
+    are measured in any case."""
+    for number in range(rounds):
+        turns = list(alive)
+        order.shuffle(turns)
+        if number == 0:
+            turns.remove(default)
+            turns.insert(0, default)
+        yield from turns
+
+
+def _scores(logs: _Logs) -> dict[int, float]:
+    """Return the time of each candidate relative to the others, as a logarithm: the median over
+    rounds."""
+    means = [fmean(times) for times in zip(*logs.values(), strict=True)]
+    return {
+        candidate: median(mine - mean for mine, mean in zip(times, means, strict=True))
+        for candidate, times in logs.items()
+    }

@@ -8,7 +8,6 @@ anywhere, so they are read as in an import: with size limits, and never outside 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
@@ -21,41 +20,18 @@ from ...storage.operations.conversion.model_source import (
     find_files,
     read_model,
 )
-from .spec import Spec, check_rank, nbytes_of_specs
+from .spec import Listed, Spec
 
-__all__ = ["Indexed", "indexed"]
+__all__ = ["indexed"]
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
 TENSORS_MAX = 1_000_000
 
 
-@dataclass(frozen=True)
-class Indexed:
-    """The tensors of a model, sharded along dimension 0 over the ranks. Rank 0 holds the tensors
-    without dimensions. Tensors without elements are omitted."""
-
-    name: str
-    listed: tuple[Spec, ...]
-
-    @property
-    def world(self) -> None:
-        """Any number of ranks."""
-        return
-
-    def specs(self, rank: int, world: int) -> list[Spec]:
-        """See :class:`.spec.Workload`."""
-        check_rank(rank, world)
-        return [spec for spec in self.listed if spec.sharded or rank == 0]
-
-    def nbytes(self, rank: int, world: int) -> int:
-        """See :class:`.spec.Workload`."""
-        return nbytes_of_specs(self.specs(rank, world), rank, world)
-
-
-def indexed(path: str) -> Indexed:
+def indexed(path: str) -> Listed:
     """Return the workload of the model at ``path``, which may be a URI: a folder, or a file that
-    ends in ``.safetensors.index.json`` or ``.safetensors``.
+    ends in ``.safetensors.index.json`` or ``.safetensors``. Tensors without elements are omitted.
 
     Raises NotFoundError, DamagedError for an invalid index or header, UnsupportedFormatError, and
     UsageError if there is no tensor with elements.
@@ -65,7 +41,7 @@ def indexed(path: str) -> Indexed:
     listed = tuple(spec for spec in map(_spec, model.tensors) if spec.nbytes)
     if not listed:
         raise UsageError(f"--index {path}: no tensor there has an element")
-    return Indexed(f"index {place.redacted}", listed)
+    return Listed(f"index {place.redacted}", lambda: listed)
 
 
 async def _read(place: Uri) -> Model:

@@ -7,14 +7,13 @@ Tensors are sharded along dimension 0, as by FSDP2.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ...core.forks.cached import cached_property
 from ...errors import UsageError
-from .llama_dimensions import HUGGING_FACE, LLAMA3, Llama, Parameter
-from .spec import Spec, check_rank, nbytes_of_specs
+from .llama_dimensions import LLAMA3, Llama
+from .spec import Listed, Spec
 
-__all__ = ["OPTIMIZERS", "Llama3", "llama3"]
+__all__ = ["llama3", "training_specs"]
 
 OPTIMIZERS = {
     "none": (),
@@ -25,57 +24,7 @@ OPTIMIZERS = {
 (10), or these and the master copy (14)."""
 
 
-@dataclass(frozen=True)
-class Llama3:
-    """A Llama 3. ``title`` names the model, and ``model`` has its dimensions."""
-
-    title: str
-    model: Llama
-    optimizer: str = "none"
-
-    @property
-    def name(self) -> str:
-        """Name, such as ``llama3-8b, 2 of 32 layers, adam``."""
-        text = self.title
-        whole = LLAMA3.get(self.title, self.model)
-        if self.model != whole:
-            text += f", {self.model.layers} of {whole.layers} layers"
-        if self.optimizer != "none":
-            text += f", {self.optimizer}"
-        return text
-
-    @property
-    def world(self) -> None:
-        """Any number of ranks."""
-        return
-
-    @cached_property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """Names and shapes of all weights."""
-        return tuple(self.model.stage(0, 1, HUGGING_FACE))
-
-    @cached_property
-    def _specs(self) -> tuple[Spec, ...]:
-        return tuple(self._listed())
-
-    def _listed(self) -> Iterator[Spec]:
-        for name, shape in self.parameters:
-            yield Spec(name, shape, "bfloat16", sharded=True)
-        for name, shape in self.parameters:
-            for kind in OPTIMIZERS[self.optimizer]:
-                yield Spec(f"optim.{name}.{kind}", shape, "float32", sharded=True)
-
-    def specs(self, rank: int, world: int) -> list[Spec]:
-        """See :class:`.spec.Workload`."""
-        check_rank(rank, world)
-        return list(self._specs)
-
-    def nbytes(self, rank: int, world: int) -> int:
-        """See :class:`.spec.Workload`."""
-        return nbytes_of_specs(self.specs(rank, world), rank, world)
-
-
-def llama3(name: str, optimizer: str = "none", layers: int | None = None) -> Llama3:
+def llama3(name: str, optimizer: str = "none", layers: int | None = None) -> Listed:
     """Return the workload of that name, or its first ``layers`` layers between embedding and
     output. Raises UsageError for unknown names, and for more layers than the model has."""
     model = LLAMA3.get(name)
@@ -88,11 +37,26 @@ def llama3(name: str, optimizer: str = "none", layers: int | None = None) -> Lla
             f"--optimizer {optimizer!r} is not known",
             advice=f"Give one of {', '.join(OPTIMIZERS)}.",
         )
+    title = name
     if layers is not None:
         if not 1 <= layers <= model.layers:
             raise UsageError(
                 f"--layers {layers}, and {name} has {model.layers}",
                 advice=f"Give a number from 1 to {model.layers}.",
             )
+        if layers < model.layers:
+            title += f", {layers} of {model.layers} layers"
         model = replace(model, layers=layers)
-    return Llama3(name, model, optimizer)
+    if optimizer != "none":
+        title += f", {optimizer}"
+    return Listed(title, lambda: training_specs(model, optimizer))
+
+
+def training_specs(model: Llama, optimizer: str) -> Iterator[Spec]:
+    """Yield the weights of a model, and the tensors of its optimizer."""
+    parameters = list(model.stage(0, 1))
+    for name, shape in parameters:
+        yield Spec(name, shape, "bfloat16", sharded=True)
+    for name, shape in parameters:
+        for kind in OPTIMIZERS[optimizer]:
+            yield Spec(f"optim.{name}.{kind}", shape, "float32", sharded=True)

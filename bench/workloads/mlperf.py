@@ -1,24 +1,33 @@
-"""The checkpoints of MLPerf Storage: models, parallelism, and the tensors that each process writes.
+"""The checkpoints of MLPerf Storage: models, parallelism, the tensors that each process writes, and
+the rules for runs.
 
 Sizes are those that DLIO computes, the program that runs MLPerf Storage
 (github.com/argonne-lcf/dlio_benchmark, ``base_checkpointing.py``): fp16 weights, three fp32
 optimizer arrays, and flat arrays throughout. Published results state its totals; the table in the
-rules rounds them, and gives 18 TB for a checkpoint of 15,427 GiB. Scope: pure, and without torch.
-:mod:`.mlperf_rules` has the rules for runs.
+rules rounds them, and gives 18 TB for a checkpoint of 15,427 GiB. The rules belong to MLCommons
+(github.com/mlcommons/storage, ``Submission_guidelines.md``, 2.0 and later). A run that departs from
+them is measured all the same, and reports how. Scope: pure, and without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...core.forks.cached import cached_property
 from ...errors import UsageError
 from .llama_dimensions import LLAMA3, Llama
-from .spec import Spec, check_rank, nbytes_of_specs
+from .spec import Spec, Workload, check_rank
 
-__all__ = ["MLPERF", "Mlperf", "mlperf"]
+__all__ = ["MLPERF", "REST_S", "ROUNDS", "Mlperf", "deviations", "mlperf", "subset_note"]
 
+ROUNDS = 10
+"""Checkpoints that the rules want written, and then read."""
+REST_S = 5.0
+"""Seconds that they want between two checkpoints."""
+HOST_PROCESSES_MIN = 4
+_SUBSET = ("llama3-8b", 8)
+"""The only checkpoint and number of processes that may run without the accelerators of the full
+job."""
 _WEIGHT = "float16"
 _OPTIMIZER = "float32"
 _OPTIMIZER_ARRAYS = 3
@@ -27,7 +36,7 @@ _EXTRA_HIDDEN = 5
 
 
 @dataclass(frozen=True)
-class Mlperf:
+class Mlperf(Workload):
     """One checkpoint of MLPerf Storage, saved by ``tp`` × ``pp`` × ``dp`` processes.
 
     ``zero`` is the ZeRO stage. In stage 1 only data-parallel rank 0 writes the model. In stage 3
@@ -47,15 +56,6 @@ class Mlperf:
         """Number of processes that save a whole checkpoint."""
         return self.tp * self.pp * self.dp
 
-    @cached_property
-    def total_nbytes(self) -> int:
-        """Bytes of a checkpoint over all processes."""
-        return sum(self.nbytes(rank, self.world) for rank in range(self.world))
-
-    def is_whole(self, world: int) -> bool:
-        """Return whether ``world`` processes write a whole checkpoint; fewer write a subset."""
-        return world == self.world
-
     def specs(self, rank: int, world: int) -> list[Spec]:
         """See :class:`.spec.Workload`. The ranks of a smaller job hold the same as the first ranks
         of the full one. Raises UsageError for more processes than the full job has."""
@@ -66,10 +66,6 @@ class Mlperf:
                 advice=f"Run it with {self.world:,}, or with fewer, as a subset.",
             )
         return [*self.model_specs(rank), *self.optimizer_specs(rank)]
-
-    def nbytes(self, rank: int, world: int) -> int:
-        """See :class:`.spec.Workload`."""
-        return nbytes_of_specs(self.specs(rank, world), rank, world)
 
     def model_specs(self, rank: int) -> list[Spec]:
         """Return the part of the model that ``rank`` of the full job writes."""
@@ -148,3 +144,45 @@ def mlperf(name: str) -> Mlperf:
         raise UsageError(
             f"--workload {name!r} is not known", advice=f"Give one of {', '.join(MLPERF)}."
         ) from None
+
+
+def deviations(
+    definition: Mlperf, host_processes: Sequence[int], rounds: int, rest_s: float
+) -> list[str]:
+    """Return a sentence for each departure from the rules, of a run with so many processes on each
+    host.
+
+    The rules that always hold here are omitted: saves are durable on return, all writes precede the
+    first read, and reads of a local file system follow a drop of its cached pages.
+    """
+    return list(_deviations(definition, host_processes, rounds, rest_s))
+
+
+def _deviations(
+    definition: Mlperf, host_processes: Sequence[int], rounds: int, rest_s: float
+) -> Iterator[str]:
+    subset = subset_note(definition, sum(host_processes))
+    if subset is not None:
+        yield subset
+    fewest = min(host_processes)
+    if fewest < HOST_PROCESSES_MIN:
+        yield (
+            f"only {fewest} on a host, of {HOST_PROCESSES_MIN} processes that the rules want at "
+            f"least"
+        )
+    if len(set(host_processes)) > 1:
+        yield "hosts have different numbers of processes"
+    if rounds != ROUNDS:
+        yield f"{rounds} checkpoints are written and read, not {ROUNDS}"
+    if rest_s < REST_S:
+        yield f"{rest_s:g} s pass between checkpoints, not {REST_S:g} s"
+
+
+def subset_note(definition: Mlperf, world: int) -> str | None:
+    """Return why a job of this many processes is not comparable, or None if it is."""
+    if world == definition.world or (definition.name, world) == _SUBSET:
+        return None
+    return (
+        f"{world:,} of {definition.world:,} processes save a part of {definition.name}: not "
+        f"comparable with results of MLPerf Storage"
+    )

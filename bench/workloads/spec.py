@@ -1,4 +1,5 @@
-"""The interface of workloads: the tensors that each rank of a job holds, without their data.
+"""The interface of workloads: the tensors that each rank of a job holds, without their data, and
+the randomness of their bytes.
 
 Scope: pure, and without torch. :mod:`.materialised` makes tensors.
 """
@@ -6,14 +7,29 @@ Scope: pure, and without torch. :mod:`.materialised` makes tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from ...core.forks.cached import cached_property
 from ...core.safetensors import BITS, DTYPES
 from ...core.units import ceil_div
+from ...errors import UsageError
 
-__all__ = ["Spec", "Workload", "check_rank", "itemsize_of", "nbytes_of_specs"]
+__all__ = [
+    "NORMAL",
+    "PAGE_NBYTES",
+    "Content",
+    "Listed",
+    "Spec",
+    "Workload",
+    "check_rank",
+    "itemsize_of",
+    "parse_content",
+]
+
+PAGE_NBYTES = 4096
 
 _ITEMSIZES = {dtype: BITS[code] // 8 for dtype, code in DTYPES.items()} | {"complex64": 8}
 
@@ -82,32 +98,108 @@ class Spec:
         return math.prod(self.local_shape(rank, world)) * itemsize_of(self.dtype)
 
 
-class Workload(Protocol):
-    """The state of a job. Implementations are immutable, and do no I/O once made."""
+class Workload:
+    """The state of a job. Implementations are immutable, and do no I/O once made.
 
-    @property
-    def name(self) -> str:
-        """Name for people and for comparing results. Equal workloads have equal names."""
+    ``name`` is for people and for comparing results: equal workloads have equal names.
+    """
+
+    name: str
 
     @property
     def world(self) -> int | None:
         """Required number of ranks; None for any number."""
+        return None
 
     def specs(self, rank: int, world: int) -> list[Spec]:
         """Return the tensors of ``rank`` in a job of ``world`` ranks, in state order. Raises
         UsageError if the workload is not defined for that many ranks, and ValueError if there is no
         such rank."""
+        raise NotImplementedError
 
     def nbytes(self, rank: int, world: int) -> int:
         """Return the bytes that ``rank`` holds. Raises as ``specs``."""
+        return sum(spec.local_nbytes(rank, world) for spec in self.specs(rank, world))
 
 
-def nbytes_of_specs(specs: Iterable[Spec], rank: int, world: int) -> int:
-    """Return the bytes that ``rank`` holds of these tensors."""
-    return sum(spec.local_nbytes(rank, world) for spec in specs)
+@dataclass(frozen=True)
+class Listed(Workload):
+    """The tensors that ``make`` yields, sharded along dimension 0 over any number of ranks. Rank 0
+    holds those that cannot be sharded. ``wanted_nbytes`` is the requested size, if there is
+    one."""
+
+    name: str
+    make: Callable[[], Iterable[Spec]]
+    wanted_nbytes: int | None = None
+
+    @cached_property
+    def _specs(self) -> tuple[Spec, ...]:
+        return tuple(self.make())
+
+    @cached_property
+    def _kinds(self) -> Counter[Spec]:
+        """Numbers of tensors that differ in their names alone."""
+        return Counter(replace(spec, name="") for spec in self._specs)
+
+    def specs(self, rank: int, world: int) -> list[Spec]:
+        """See :class:`Workload`."""
+        check_rank(rank, world)
+        return [spec for spec in self._specs if spec.sharded or rank == 0]
+
+    def nbytes(self, rank: int, world: int) -> int:
+        """See :class:`Workload`."""
+        check_rank(rank, world)
+        return sum(
+            count * spec.local_nbytes(rank, world)
+            for spec, count in self._kinds.items()
+            if spec.sharded or rank == 0
+        )
 
 
 def check_rank(rank: int, world: int) -> None:
     """Raise ValueError if there is no such rank."""
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} of {world}")
+
+
+@dataclass(frozen=True)
+class Content:
+    """Content of tensors.
+
+    Constant bytes would compress ten thousandfold and deduplicate, so a measurement with them shows
+    nothing. ``normal`` fills floating-point tensors with random normals, like weights, and others
+    with random bits. ``uniform`` fills all with random bits, which do not compress.
+    ``random_share`` is the random part of each 4,096 bytes of a tensor; the rest is zero.
+    """
+
+    kind: Literal["normal", "uniform"] = "normal"
+    random_share: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The name that :func:`parse_content` accepts."""
+        if self.random_share < 1:
+            return f"{self.random_share:g}"
+        return self.kind
+
+
+NORMAL = Content()
+
+
+def parse_content(text: str) -> Content:
+    """Parse ``normal``, ``uniform``, or the share of random bits among zeros: ``0.25`` or ``25%``.
+    Raises UsageError."""
+    if text == "normal":
+        return NORMAL
+    if text == "uniform":
+        return Content("uniform")
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 1 / PAGE_NBYTES <= share <= 1:
+        raise UsageError(
+            f"--entropy {text!r} is not a kind of content",
+            advice="Give normal, uniform, or the share of bytes that are random, such as 25%.",
+        )
+    return Content("uniform", share)

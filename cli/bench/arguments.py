@@ -1,16 +1,143 @@
 """The arguments of ``holdfast bench``.
 
-Scope: loaded at every start of the command, so it imports nothing slow.
+Scope: loaded at every start of the command, so it imports nothing slow. Names of models, peers and
+workloads are checked on use.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from .simulation import add_simulation_arguments
-from .workload import DEFAULT_SIZE, add_workload_arguments
+__all__ = ["DEFAULT_HOST_RANKS", "DEFAULT_SIZE", "add_arguments"]
 
-__all__ = ["add_arguments"]
+DEFAULT_SIZE = "1GiB"
+DEFAULT_HOST_RANKS = 8
+
+_Argument = tuple[str, str | type | None, str]
+"""A name; the name of its value, ``int`` for a number, or None for a flag; and its help."""
+_WORKLOAD: tuple[_Argument, ...] = (
+    ("--size", "SIZE", f"approximate size of the state (default: {DEFAULT_SIZE})"),
+    ("--tensors", int, "with --size: this many equal tensors"),
+    (
+        "--workload",
+        "NAME",
+        "a checkpoint of MLPerf Storage: llama3-8b, llama3-70b, llama3-405b or llama3-1t; or the "
+        "driver without checkpoints: raw, one object over a grid of part size × concurrency, or "
+        "meta, many small objects",
+    ),
+    (
+        "--model",
+        "NAME",
+        "the real tensors of a model: llama3-8b, llama3-70b or llama3-405b",
+    ),
+    (
+        "--optimizer",
+        "KIND",
+        "with --model: optimizer state: none, adam or adam+master (default: none)",
+    ),
+    ("--layers", int, "with --model: its first N layers only"),
+    ("--index", "PATH", "the tensors of safetensors files: a folder, its index, or a file"),
+    (
+        "--entropy",
+        "WHAT",
+        "content of tensors: normal, uniform, or the random share among zeros, such as 25%% "
+        "(default: %(default)s)",
+    ),
+)
+_COURSE: tuple[_Argument, ...] = (
+    ("--runs", int, "rounds (default: 5; for checkpoints of MLPerf Storage: 10)"),
+    ("--warm-ups", int, "warm-up rounds, which do not count (default: %(default)s)"),
+    (
+        "--time-limit",
+        "TIME",
+        "start no new round after this time, such as 90s or 10min; with --tune: approximate total "
+        "time (default: 60s)",
+    ),
+    (
+        "--ranks",
+        int,
+        "number of processes on this host (default: 1); under torchrun or mpirun, the ranks of the "
+        "job measure. With --simulate: ranks of the job (default: those of the --workload)",
+    ),
+    ("--compression", "CODEC", "compression of saves: lz4 (default: none)"),
+)
+_BESIDE: tuple[_Argument, ...] = (
+    (
+        "--peer",
+        "NAMES",
+        "also measure these, separated by commas: dcp, dcp4, torchsave, safetensors, "
+        "torchsnapshot, tensorizer, runai, fastsafetensors, s3torchconnector, fio; all: every "
+        "one that is installed and supports the storage",
+    ),
+    (
+        "--driver-alone",
+        None,
+        "also measure Holdfast's driver without the engine, to tell their costs apart",
+    ),
+)
+_OUTPUT: tuple[_Argument, ...] = (
+    (
+        "--prices",
+        "USD",
+        "prices per request, such as put=5e-6,get=4e-7, to show what requests cost",
+    ),
+    ("--slower", "PART", "for compare: how much slower B may be (default: %(default)s)"),
+    ("--csv", "FILE", "write a CSV line for each round of each phase"),
+    ("--html", "FILE", "also write the result as an HTML page"),
+)
+_DRIVER: tuple[_Argument, ...] = (
+    (
+        "--part-sizes",
+        "SIZE,…",
+        "for raw, such as 4MiB,16MiB (default: around the driver's preference)",
+    ),
+    (
+        "--concurrencies",
+        "N,…",
+        "for raw, such as 1,8,32 (default: around the driver's preference)",
+    ),
+    ("--objects", int, "number of objects for meta (default: %(default)s)"),
+)
+_TUNING: tuple[_Argument, ...] = (
+    (
+        "--tune",
+        None,
+        "find the options with which saves and loads are fastest, and keep them as a profile in "
+        "your configuration if they are faster than the defaults",
+    ),
+    ("--only-show", None, "with --tune: print the result, and keep no profile"),
+    ("--forget", None, "remove the profile that --tune has kept"),
+)
+_SIMULATION: tuple[_Argument, ...] = (
+    (
+        "--simulate",
+        None,
+        "plan a save and a load of all ranks of a job in this process, without data",
+    ),
+    ("--dry-run", None, "print what would be measured, and measure nothing"),
+    ("--ranks-per-host", int, f"for --simulate (default: {DEFAULT_HOST_RANKS})"),
+    ("--rate", "RATE", "throughput of one rank, such as 2GB/s"),
+    ("--host-rate", "RATE", "limit of all ranks of a host together"),
+    ("--total-rate", "RATE", "limit of the storage"),
+    ("--rates-from", "FILE", "take rates from a result of holdfast bench --json"),
+)
+_GROUPS = {
+    "workload": _WORKLOAD,
+    "measurement": _COURSE,
+    "comparison": _BESIDE,
+    "output": _OUTPUT,
+    "driver alone": _DRIVER,
+    "tuning": _TUNING,
+    "simulation": _SIMULATION,
+}
+_DEFAULTS = {
+    "--entropy": "normal",
+    "--warm-ups": 0,
+    "--peer": "",
+    "--slower": "5%",
+    "--objects": 1000,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,120 +149,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder or bucket to measure in; all data written there is deleted. Or: "
         "compare A.json B.json",
     )
-    _add_workload(parser.add_argument_group("workload"))
-    _add_course(parser.add_argument_group("measurement"))
-    _add_beside(parser.add_argument_group("comparison"))
-    _add_output(parser.add_argument_group("output"))
-    add_driver_arguments(parser.add_argument_group("driver alone"))
-    add_tuning_arguments(parser.add_argument_group("tuning"))
-    add_simulation_arguments(parser.add_argument_group("simulation"))
-
-
-def _add_workload(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--size", help=f"approximate size of the state (default: {DEFAULT_SIZE})")
-    add_workload_arguments(group)
-
-
-def _add_course(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--runs",
-        type=int,
-        metavar="N",
-        help="rounds (default: 5; for checkpoints of MLPerf Storage: 10)",
-    )
-    group.add_argument(
-        "--warm-ups",
-        type=int,
-        default=0,
-        metavar="N",
-        help="warm-up rounds, which do not count (default: %(default)s)",
-    )
-    group.add_argument(
-        "--time-limit",
-        metavar="TIME",
-        help="start no new round after this time, such as 90s or 10min; with --tune: approximate "
-        "total time (default: 60s)",
-    )
-    group.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="number of processes on this host (default: 1); under torchrun or mpirun, the ranks "
-        "of the job measure. With --simulate: ranks of the job (default: those of the --workload)",
-    )
-    group.add_argument(
-        "--compression", choices=("lz4",), help="compression of saves (default: none)"
-    )
-
-
-def _add_beside(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--peer",
-        default="",
-        metavar="NAMES",
-        help="also measure these, separated by commas: dcp, dcp4, torchsave, safetensors, "
-        "torchsnapshot, tensorizer, runai, fastsafetensors, s3torchconnector, fio; all: every "
-        "one that is installed and supports the storage",
-    )
-    group.add_argument(
-        "--driver-alone",
-        action="store_true",
-        help="also measure Holdfast's driver without the engine, to tell their costs apart",
-    )
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--prices",
-        metavar="USD",
-        help="prices per request, such as put=5e-6,get=4e-7, to show what requests cost",
-    )
-    group.add_argument(
-        "--slower",
-        default="5%",
-        metavar="PART",
-        help="for compare: how much slower B may be (default: %(default)s)",
-    )
-    group.add_argument(
-        "--csv", metavar="FILE", help="write a CSV line for each round of each phase"
-    )
-    group.add_argument("--html", metavar="FILE", help="also write the result as an HTML page")
-
-
-def add_driver_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the arguments that apply to a driver alone, without checkpoints."""
-    group.add_argument(
-        "--part-sizes",
-        metavar="SIZE,…",
-        help="for raw, such as 4MiB,16MiB (default: around the driver's preference)",
-    )
-    group.add_argument(
-        "--concurrencies",
-        metavar="N,…",
-        help="for raw, such as 1,8,32 (default: around the driver's preference)",
-    )
-    group.add_argument(
-        "--objects",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="number of objects for meta (default: %(default)s)",
-    )
-
-
-def add_tuning_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the arguments of the search for the best options."""
-    group.add_argument(
-        "--tune",
-        action="store_true",
-        help="find the options with which saves and loads are fastest, and keep them as a profile "
-        "in your configuration if they are faster than the defaults",
-    )
-    group.add_argument(
-        "--only-show",
-        action="store_true",
-        help="with --tune: print the result, and keep no profile",
-    )
-    group.add_argument(
-        "--forget", action="store_true", help="remove the profile that --tune has kept"
-    )
+    for title, arguments in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name, value, said in arguments:
+            how: dict[str, Any] = {"help": said}
+            if value is None:
+                how["action"] = "store_true"
+            elif value is int:
+                how |= {"type": int, "metavar": "N", "default": _DEFAULTS.get(name)}
+            else:
+                how |= {"metavar": value, "default": _DEFAULTS.get(name)}
+            if name == "--compression":
+                how["choices"] = ("lz4",)
+            group.add_argument(name, **how)

@@ -1,21 +1,46 @@
-"""Runs ``holdfast bench``: picks the task that the arguments select."""
+"""``holdfast bench``: picks the task that the arguments select, and measures checkpoints or a
+driver alone.
+
+``asked`` maps the names of arguments to their parsed values, None for those not given. Invalid
+values and combinations are refused before any I/O, and before torch is imported, which takes
+seconds.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...errors import UsageError
-from .compared import COMPARE, run_comparison
-from .driver_command import DRIVER_WORKLOADS, Output, run_driver_workload
-from .measuring import run_measurement
+from ...errors import HoldfastError, UsageError
+from ..commands import complain, write_text
+from ..progress import last_line
+from .arguments import DEFAULT_SIZE
+from .choices import (
+    Output,
+    chosen_workload,
+    list_of,
+    number_of,
+    plan_of,
+    read_measurement,
+    runs_of,
+    size_of,
+)
 from .simulation import check_alone, run_dry, run_simulation
-from .tuning_command import run_tuning
-from .workload import chosen_workload
+from .tuning import run_tuning
+
+if TYPE_CHECKING:
+    from ...bench.measured.plan import Plan
+    from ...bench.measured.result import Measurement
 
 __all__ = ["run"]
+
+COMPARE = "compare"
+DRIVER_WORKLOADS = ("raw", "meta")
+OBJECT_NBYTES = 4096
+"""Size of the objects of ``meta``."""
+_RANK = "holdfast.cli.bench.rank"
 
 
 def run(
@@ -35,7 +60,7 @@ def run(
 
 def _run(targets: Sequence[str], asked: Mapping[str, Any], slower: str, output: Output) -> int:
     if targets[0] == COMPARE:
-        return run_comparison(targets[1:], slower, json_output=output.json)
+        return _compare(targets[1:], slower, json_output=output.json)
     if len(targets) > 1:
         raise UsageError(
             f"only one storage can be measured at a time, not {len(targets)}",
@@ -43,21 +68,23 @@ def _run(targets: Sequence[str], asked: Mapping[str, Any], slower: str, output: 
             "holdfast bench compare A.json B.json.",
         )
     uri = targets[0]
-    if asked["ranks"] is not None and _is_for_one(asked):
+    tuning = asked["tune"] or asked["forget"]
+    if asked["ranks"] is not None and (tuning or asked["workload"] in DRIVER_WORKLOADS):
         raise UsageError(
             "--tune, --forget and the workloads of a driver use one process",
             advice="Leave --ranks out.",
         )
-    if asked["tune"] or asked["forget"]:
+    if tuning:
         return run_tuning(uri, asked, output)
     check_alone(asked)
     if asked["workload"] in DRIVER_WORKLOADS:
-        return run_driver_workload(asked["workload"], uri, asked, output)
+        return _deliver(_driver_alone(asked["workload"], uri, asked), output)
     if asked["simulate"]:
         return run_simulation(uri, chosen_workload(asked), asked, json_output=output.json)
     if asked["dry_run"]:
         return run_dry(uri, asked, json_output=output.json)
-    return run_measurement(uri, asked, output)
+    found = _checkpoints(uri, asked)
+    return 0 if found is None else _deliver(found, output)
 
 
 @contextlib.contextmanager
@@ -79,5 +106,138 @@ def _interrupted_by_signals() -> Iterator[None]:
             signal.signal(signum, signal.SIG_DFL)
 
 
-def _is_for_one(asked: Mapping[str, Any]) -> bool:
-    return bool(asked["tune"] or asked["forget"] or asked["workload"] in DRIVER_WORKLOADS)
+def _deliver(found: Measurement, output: Output) -> int:
+    """Write and print the requested forms of a result, and return the exit status: 1 if it is
+    INVALID. With JSON on stdout, stderr says why; the tables say so themselves."""
+    from ...bench.measured.result import encoded
+    from .page import measurement_page
+    from .tables import csv_text, invalid_lines, print_measurement
+
+    if output.csv is not None:
+        write_text(output.csv, csv_text(found))
+    if output.html is not None:
+        write_text(output.html, measurement_page(found))
+    if output.json:
+        print(encoded(found))
+        for line in invalid_lines(found):
+            complain(line)
+    else:
+        print_measurement(found)
+    return int(bool(found.invalid))
+
+
+def _checkpoints(uri: str, asked: Mapping[str, Any]) -> Measurement | None:
+    """Measure with this process, several of this host, or the job that a launcher has started.
+    Return None on ranks other than 0."""
+    from ...bench.measured.plan import check
+    from ...bench.measured.ranks import job_of
+
+    _, world = job_of()
+    ranks = 1 if asked["ranks"] is None else asked["ranks"]
+    if world > 1 and asked["ranks"] is not None:
+        raise UsageError(
+            f"--ranks {ranks} in a job that has {world} ranks", advice="Leave --ranks out."
+        )
+    if world > 1:
+        return _by_a_job(plan_of(uri, asked, world))
+    if ranks < 1:
+        raise UsageError(f"{ranks} ranks cannot measure", advice="Give 1 or more.")
+    plan = plan_of(uri, asked, ranks)
+    check(plan, ranks)
+    with last_line() as say:
+        if ranks > 1:
+            from ...bench.measured.launch import launched
+
+            order = {"uri": uri, "asked": dict(asked)}
+            return launched(_RANK, order, plan.new_place(), ranks, say)
+
+        from ...bench.measured.run import measured
+
+        return measured(plan, say)
+
+
+def _by_a_job(plan: Plan) -> Measurement | None:
+    from ...bench.measured.plan import check
+    from ...bench.measured.ranks import joined
+    from ...bench.measured.run import measured
+    from ...drivers.uri import parse
+
+    with joined() as ranks, last_line() as say:
+        place = parse(ranks.agree(str(plan.new_place())))
+        error = None
+        try:
+            if ranks.rank == 0:
+                check(plan, ranks.world, len(ranks.host_ranks))
+        except HoldfastError as caught:
+            error = caught
+        ranks.all_or_none(error)
+        found = measured(plan, say, ranks, place)
+    return None if ranks.rank else found
+
+
+def _driver_alone(workload: str, uri: str, asked: Mapping[str, Any]) -> Measurement:
+    from ...bench.alone.plan import MetaPlan, RawPlan, check_meta, check_raw
+
+    if workload == "meta":
+        meta = MetaPlan(uri, OBJECT_NBYTES, runs_of(asked), objects=asked["objects"])
+        check_meta(meta)
+    else:
+        raw = RawPlan(
+            uri,
+            size_of("--size", asked["size"] or DEFAULT_SIZE),
+            runs_of(asked),
+            part_sizes=list_of("--part-sizes", asked["part_sizes"], size_of),
+            concurrencies=list_of("--concurrencies", asked["concurrencies"], number_of),
+        )
+        points = check_raw(raw)
+
+    from ...bench.alone.run import measured_meta, measured_raw
+
+    with last_line() as say:
+        if workload == "meta":
+            return measured_meta(meta, say)
+        return measured_raw(raw, points, say)
+
+
+def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
+    """Compare two results and print the comparison. Return 1 if the second is slower by more than
+    ``slower``."""
+    from ...bench.measured.result import compare
+    from .tables import print_comparison
+
+    if len(files) != 2:
+        raise UsageError(
+            f"{COMPARE} takes two results, not {len(files)}",
+            advice=f"holdfast bench {COMPARE} A.json B.json",
+        )
+    part = _part(slower)
+    a, b = map(read_measurement, files)
+    of_a, of_b = map(_measured_what, (a, b))
+    if of_a != of_b:
+        raise UsageError(
+            f"{files[0]} measures {of_a}, {files[1]} measures {of_b}",
+            advice="Only results of the same workload can be compared.",
+        )
+    found = compare(a, b)
+    for path, measurement in zip(files, (a, b), strict=True):
+        if measurement.invalid:
+            complain(f"{path} is marked as invalid: do not rely on its figures")
+    if a.config_hash != b.config_hash:
+        complain("the two results differ in storage or settings")
+    print_comparison(found, part, json_output=json_output)
+    return int(any(each.is_slower(part) for each in found))
+
+
+def _measured_what(found: Measurement) -> str:
+    workload = found.config.get("workload")
+    return workload if workload in DRIVER_WORKLOADS else "checkpoints"
+
+
+def _part(text: str) -> float:
+    try:
+        part = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        part = -1.0
+    if not 0 <= part < 1:
+        raise UsageError(f"--slower {text!r} is not a share", advice="Give one such as 5%.")
+    return part

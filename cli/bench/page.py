@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 
 from ...bench.measured.result import BY_ONE_RANK, DELETING, Measurement, Phase, limit_of_phase
 from ...core.units import size_text
-from ..page.charts import bars, curve
-from ..page.elements import Element, element, page, table
-from ..page.spread import by_rank, histogram_bars
+from ..page.charts import Cell, bars, curve, heat_map
+from ..page.elements import Element, element, facts, listed, page, section, shown_table
+from ..page.spread import by_rank, histogram_bars, seconds_text
 from ..text import time_text
-from .tables import COST_TITLES, PHASE_TITLES, cost_rows, invalid_lines, phase_rows
+from .tables import costs_table, grids, invalid_lines, phases_table, rate_text
 
 __all__ = ["measurement_page"]
 
 
 def measurement_page(found: Measurement) -> str:
     """Return the page as HTML."""
-    return page(
-        f"Checkpoints on {found.uri}",
-        element("h1", found.uri),
-        element("p", "Measured with checkpoints on this storage.", class_="soft"),
-        *_facts(found),
-        *_invalid(found),
-        *_rates(found),
-        element("h2", "Phases"),
-        table(PHASE_TITLES, list(phase_rows(found)), ("phase",)),
-        element("h2", "Costs"),
-        table(COST_TITLES, list(cost_rows(found)), ("phase",)),
-        *_rounds(found),
-        *_latencies(found),
-        *_ranks(found),
-    )
-
-
-def _facts(found: Measurement) -> Iterator[Element]:
-    facts = {
+    known = {
         "measured": time_text(found.created_s),
         "saved": str(found.config.get("workload", "unknown")),
         "size": size_text(found.config["nbytes"]),
@@ -44,43 +26,74 @@ def _facts(found: Measurement) -> Iterator[Element]:
         **found.machine,
         **found.limits,
     }
-    pairs = [element("div", element("dt", n), element("dd", fact)) for n, fact in facts.items()]
-    yield element("dl", *pairs)
+    return page(
+        f"Checkpoints on {found.uri}",
+        element("h1", found.uri),
+        element("p", "Measured on this storage.", class_="soft"),
+        facts(known),
+        *listed(invalid_lines(found), found.notes),
+        *_grids(found),
+        *_rates(found),
+        *shown_table(phases_table(found)),
+        *shown_table(costs_table(found)),
+        *_rounds(found),
+        *_charts(
+            found,
+            "Latency of operations",
+            "Writes of parts and reads of ranges over all ranks and rounds, by the upper bound of "
+            "their latency.",
+            _histogram,
+        ),
+        *_charts(found, "Ranks", "Time until each rank was done, median of the rounds.", _by_rank),
+    )
 
 
-def _invalid(found: Measurement) -> Iterator[Element]:
-    lines = [element("li", line, class_="alarm") for line in invalid_lines(found)]
-    lines += [element("li", note) for note in found.notes]
-    if lines:
-        yield element("ul", *lines)
+def _grids(found: Measurement) -> Iterator[Element]:
+    for operation, (columns, rows) in grids(found).items():
+        fastest = max(phase.rate for _, row in rows for phase in row)
+        cells = [
+            (name, [_cell(phase, phase.rate / fastest) for phase in row]) for name, row in rows
+        ]
+        yield from section(
+            f"{operation.capitalize()}: GB/s by part size and concurrency",
+            heat_map(columns, cells, names_nchars=max(map(len, columns))),
+            note="Darker is faster. Columns: concurrency.",
+        )
+
+
+def _cell(phase: Phase, heat: float) -> Cell:
+    tip = f"{phase.name}: {phase.rate / 1e9:.3f} GB/s"
+    if phase.data_operations is not None:
+        latency = phase.data_operations.quantiles_s
+        tip += f"; a part took {seconds_text(latency['p50'])} (p50), "
+        tip += f"{seconds_text(latency['p99'])} (p99)"
+    return Cell(heat, f"{phase.rate / 1e9:.3g}", tip)
 
 
 def _rates(found: Measurement) -> Iterator[Element]:
-    yield element("h2", "Rates")
-    yield element(
-        "p",
-        "Bytes per second over all rounds. The limit is measured with a bare client; alone is our "
-        "driver without checkpoints.",
-        class_="soft",
-    )
+    if found.config.get("points") or found.config.get("objects"):
+        return
     values = []
     for phase in found.phases:
         if phase.name in DELETING:
             continue
         share = found.share(phase.name)
-        tip = f"{phase.name}: {phase.rate / 1e9:.3f} GB/s"
+        tip = f"{phase.name}: {rate_text(found, phase)}"
         if share is not None:
             tip += f", {share:.0%} of the {limit_of_phase(phase.name)}"
         values.append((phase.name, phase.rate / 1e9, tip))
-    yield bars(values, "GB/s", colour="storage")
+    yield from section(
+        "Rates",
+        bars(values, "GB/s", colour="storage"),
+        note="Bytes per second over all rounds. The limit is measured with a bare client; alone is "
+        "our driver without checkpoints.",
+    )
 
 
 def _rounds(found: Measurement) -> Iterator[Element]:
-    yield from _charts(
-        "Rounds",
-        "GB/s of all ranks together, by round.",
-        [(phase.name, _rates_over_time(phase)) for phase in found.phases],
-    )
+    if found.config.get("objects") is None:
+        note = "GB/s of all ranks together, by round."
+        yield from _charts(found, "Rounds", note, _rates_over_time)
 
 
 def _rates_over_time(phase: Phase) -> Element | None:
@@ -91,28 +104,11 @@ def _rates_over_time(phase: Phase) -> Element | None:
     return curve(points, "GB/s")
 
 
-def _latencies(found: Measurement) -> Iterator[Element]:
-    yield from _charts(
-        "Latency of parts and ranges",
-        "Writes of parts and reads of ranges over all ranks and rounds, by the upper bound of "
-        "their latency.",
-        [(phase.name, _histogram(phase)) for phase in found.phases],
-    )
-
-
 def _histogram(phase: Phase) -> Element | None:
     operations = phase.data_operations
     if operations is None:
         return None
     return histogram_bars(operations.histogram, "operations", width=560, colour="storage")
-
-
-def _ranks(found: Measurement) -> Iterator[Element]:
-    yield from _charts(
-        "Ranks",
-        "Time until each rank was done, median of the rounds.",
-        [(phase.name, _by_rank(phase)) for phase in found.phases],
-    )
 
 
 def _by_rank(phase: Phase) -> Element | None:
@@ -123,14 +119,13 @@ def _by_rank(phase: Phase) -> Element | None:
 
 
 def _charts(
-    title: str, note: str, drawn: Iterable[tuple[str, Element | None]]
+    found: Measurement, title: str, note: str, drawn: Callable[[Phase], Element | None]
 ) -> Iterator[Element]:
+    charts = {phase.name: drawn(phase) for phase in found.phases}
     figures = [
         element("figure", element("figcaption", name), chart)
-        for name, chart in drawn
+        for name, chart in charts.items()
         if chart is not None
     ]
     if figures:
-        yield element("h2", title)
-        yield element("p", note, class_="soft")
-        yield element("div", *figures, class_="charts")
+        yield from section(title, element("div", *figures, class_="charts"), note=note)

@@ -19,7 +19,7 @@ def main() -> int:
     from ...bench.measured.ranks import joined
     from ...bench.measured.result import encoded
     from ...bench.measured.run import measured
-    from .measuring import plan_of
+    from .choices import plan_of
 
     # Shells start background commands with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,51 +1,23 @@
-"""``holdfast bench --simulate`` and ``--dry-run``: arguments and output."""
+"""``holdfast bench --simulate`` and ``--dry-run``: forecasts, and what they print."""
 
 from __future__ import annotations
 
-from argparse import _ArgumentGroup
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...core.units import size_text
 from ...errors import UsageError
-from ..tables import print_table
+from ..commands import print_json
+from ..tables import NONE, Table
 from ..text import one_of, paint, printable
-from .workload import prices_of
+from .arguments import DEFAULT_HOST_RANKS
+from .choices import plan_of, prices_of, read_measurement
 
 if TYPE_CHECKING:
-    from ...bench.simulated.dry_run import DryRun
-    from ...bench.simulated.forecast import Forecast, Spread
-    from ...bench.simulated.rates import Rates
+    from ...bench.simulated.forecast import Forecast, Rates
     from ...bench.workloads.spec import Workload
 
-__all__ = ["add_simulation_arguments", "check_alone", "run_dry", "run_simulation"]
-
-DEFAULT_HOST_RANKS = 8
-_NONE = "-"
-
-
-def add_simulation_arguments(group: _ArgumentGroup) -> None:
-    """Add the arguments."""
-    group.add_argument(
-        "--simulate",
-        action="store_true",
-        help="plan a save and a load of all ranks of a job in this process, without data",
-    )
-    group.add_argument(
-        "--dry-run", action="store_true", help="print what would be measured, and measure nothing"
-    )
-    group.add_argument(
-        "--ranks-per-host",
-        type=int,
-        metavar="N",
-        help=f"for --simulate (default: {DEFAULT_HOST_RANKS})",
-    )
-    group.add_argument("--rate", metavar="RATE", help="throughput of one rank, such as 2GB/s")
-    group.add_argument("--host-rate", metavar="RATE", help="limit of all ranks of a host together")
-    group.add_argument("--total-rate", metavar="RATE", help="limit of the storage")
-    group.add_argument(
-        "--rates-from", metavar="FILE", help="take rates from a result of holdfast bench --json"
-    )
+__all__ = ["check_alone", "run_dry", "run_simulation"]
 
 
 def check_alone(asked: Mapping[str, Any]) -> None:
@@ -97,33 +69,28 @@ def run_simulation(
 
 def run_dry(uri: str, asked: Mapping[str, Any], *, json_output: bool) -> int:
     """Print what a measurement would do. Return 1 if this host would refuse it."""
-    from ...bench.simulated.dry_run import dry_run, encoded
-    from .measuring import plan_of
+    from ...bench.simulated.dry_run import dry_run
 
     if asked["ranks"] is not None:
         raise UsageError("--dry-run plans for one process", advice="Leave --ranks out.")
-    plan = plan_of(uri, asked, 1)
-    found = dry_run(plan, _rates(asked), prices_of(asked))
+    found = dry_run(plan_of(uri, asked, 1), _rates(asked))
     if json_output:
-        print(encoded(found))
+        print_json(found)
     else:
         _print_dry_run(found)
-    return int(found.refusal is not None)
+    return int(found["refusal"] is not None)
 
 
 def _rates(asked: Mapping[str, Any]) -> Rates:
-    from ...bench.simulated.rates import Limits, Rates, measured_rates, parse_rate
-    from .results import read_measurement
+    from ...bench.simulated.forecast import Limits, Rates, measured_rates, parse_rate
 
-    given = {
-        name: parse_rate(f"--{name.replace('_', '-')}", asked[name])
+    rank, host, total = (
+        None if asked[name] is None else parse_rate(f"--{name.replace('_', '-')}", asked[name])
         for name in ("rate", "host_rate", "total_rate")
-        if asked[name] is not None
-    }
-    host, total = given.get("host_rate"), given.get("total_rate")
+    )
     path = asked["rates_from"]
     if path is None:
-        return Rates.alike(Limits(given.get("rate"), host, total))
+        return Rates(Limits(rank, host, total), Limits(rank, host, total))
     measured = measured_rates(read_measurement(path), path)
     return Rates(Limits(measured.save.rank, host, total), Limits(measured.load.rank, host, total))
 
@@ -134,83 +101,68 @@ def _print_forecast(found: Forecast) -> None:
     print(paint(f"{one_of(found.host_ranks, 'rank')} on each host", "dim"))
     print()
     titles = ("bytes", "least", "median", "most", "all ranks", "exact")
-    rows = [_spread("state", found.state_nbytes), _spread("written", found.image_nbytes)]
-    print_table("per rank", titles, rows, ("bytes",))
-    print_table("the job", ("figure", "value"), list(_figures(found)), ("figure",))
-    print_table(
-        "requests",
-        ("", "writes", "reads", "time", "cost"),
-        [
-            _move("save", found.save_requests, found.save_s, found.save_usd),
-            _move("load", found.load_requests, found.load_s, found.load_usd),
-        ],
-        ("",),
-    )
+    sizes = [
+        (
+            name,
+            *map(size_text, (of.least, round(of.median), of.most, of.total)),
+            f"{of.total:,} B",
+        )
+        for name, of in (("state", found.state_nbytes), ("written", found.image_nbytes))
+    ]
+    Table("per rank", titles, sizes, ("bytes",)).print()
+    figures = [
+        ("largest rank, relative to the mean", f"{found.balance:.3f}"),
+        ("tensors", f"{found.tensors:,}"),
+        ("shards", f"{found.shards:,}"),
+        ("chunks", f"{found.chunks:,}"),
+        ("manifest", size_text(found.manifest_nbytes)),
+        ("host memory of a rank, save", size_text(found.save_memory_nbytes)),
+        ("host memory of a rank, async_save", size_text(found.capture_memory_nbytes)),
+    ]
+    Table("the job", ("figure", "value"), figures, ("figure",)).print()
+    moves = [
+        (name, f"{requests.puts:,}", f"{requests.gets:,}", _seconds(seconds), _usd(usd))
+        for name, requests, seconds, usd in (
+            ("save", found.save_requests, found.save_s, found.save_usd),
+            ("load", found.load_requests, found.load_s, found.load_usd),
+        )
+    ]
+    Table("requests", ("", "writes", "reads", "time", "cost"), moves, ("",)).print()
     for note in found.notes:
         print(f"NOTE: {printable(note)}")
 
 
-def _spread(name: str, of: Spread) -> tuple[str, ...]:
-    sizes = map(size_text, (of.least, round(of.median), of.most, of.total))
-    return (name, *sizes, f"{of.total:,} B")
-
-
-def _figures(found: Forecast) -> Iterator[tuple[str, str]]:
-    yield "largest rank, relative to the mean", f"{found.balance:.3f}"
-    yield "tensors", f"{found.tensors:,}"
-    yield "shards", f"{found.shards:,}"
-    yield "chunks", f"{found.chunks:,}"
-    yield "manifest", size_text(found.manifest_nbytes)
-    yield "host memory of a rank, save", size_text(found.save_memory_nbytes)
-    yield "host memory of a rank, async_save", size_text(found.capture_memory_nbytes)
-
-
-def _move(name: str, requests: Any, seconds: float | None, usd: float | None) -> tuple[str, ...]:
-    return name, f"{requests.puts:,}", f"{requests.gets:,}", _seconds(seconds), _usd(usd)
-
-
 def _seconds(seconds: float | None) -> str:
-    return _NONE if seconds is None else f"{seconds:.2f} s"
+    return NONE if seconds is None else f"{seconds:.2f} s"
 
 
 def _usd(usd: float | None) -> str:
-    return _NONE if usd is None else f"{usd:.4f} USD"
+    return NONE if usd is None else f"{usd:.4f} USD"
 
 
-def _print_dry_run(found: DryRun) -> None:
-    print(f"{printable(found.uri)}: {printable(found.workload)}, {found.content}: dry run")
+def _print_dry_run(found: Mapping[str, Any]) -> None:
+    print(f"{printable(found['uri'])}: {printable(found['workload'])}, {found['content']}: dry run")
     print(
-        f"{size_text(found.state_nbytes)} in {one_of(found.tensors, 'tensor')}; host memory "
-        f"{size_text(found.memory_nbytes)}, room in storage {size_text(found.stored_nbytes)}"
+        f"{size_text(found['state_nbytes'])} in {one_of(found['tensors'], 'tensor')}; host memory "
+        f"{size_text(found['memory_nbytes'])}, room in storage {size_text(found['stored_nbytes'])}"
     )
     print()
     titles = ("phase", "times", "written", "read", "write requests", "read requests", "time")
+    totals = {**found, "name": "total, with rests", "times": ""}
     rows = [
         (
-            phase.name,
-            str(phase.times),
-            size_text(phase.written_nbytes),
-            size_text(phase.read_nbytes),
-            f"{phase.requests.puts:,}",
-            f"{phase.requests.gets:,}",
-            _seconds(phase.seconds),
+            phase["name"],
+            str(phase["times"]),
+            size_text(phase["written_nbytes"]),
+            size_text(phase["read_nbytes"]),
+            f"{phase['requests']['puts']:,}",
+            f"{phase['requests']['gets']:,}",
+            _seconds(phase["seconds"]),
         )
-        for phase in found.phases
+        for phase in [*found["phases"], totals]
     ]
-    print_table("phases", titles, [*rows, _totals(found)], ("phase",))
-    if found.cost_usd is not None:
-        print(f"requests cost {_usd(found.cost_usd)}")
-    if found.refusal is not None:
-        print(paint(f"this host would refuse to measure it: {printable(found.refusal)}", "red"))
-
-
-def _totals(found: DryRun) -> tuple[str, ...]:
-    return (
-        "total, with rests",
-        "",
-        size_text(found.written_nbytes),
-        size_text(found.read_nbytes),
-        f"{found.requests.puts:,}",
-        f"{found.requests.gets:,}",
-        _seconds(found.seconds),
-    )
+    Table("phases", titles, rows, ("phase",)).print()
+    if found["cost_usd"] is not None:
+        print(f"requests cost {_usd(found['cost_usd'])}")
+    if found["refusal"] is not None:
+        print(paint(f"this host would refuse to measure it: {printable(found['refusal'])}", "red"))

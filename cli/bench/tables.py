@@ -4,41 +4,37 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from ...bench.measured.comparison import Compared
-from ...bench.measured.result import DELETING, LIMITS, PERCENTS, Measurement, Phase
-from ...core.units import size_text
+from ...bench.measured.result import (
+    DELETING,
+    LIMITS,
+    NOTHING,
+    QUANTILES,
+    Compared,
+    Measurement,
+    Phase,
+)
+from ...core.units import exact_size_text, size_text
 from ..commands import print_json
 from ..page.spread import seconds_text
-from ..tables import print_table
+from ..tables import NONE, Table
 from ..text import paint, printable
 
 __all__ = [
-    "COST_TITLES",
-    "PHASE_TITLES",
-    "cost_rows",
+    "costs_table",
     "csv_text",
+    "grids",
     "invalid_lines",
-    "phase_rows",
+    "phases_table",
     "print_comparison",
-    "print_comparison_json",
     "print_measurement",
+    "rate_text",
 ]
 
-_NONE = "-"
-PHASE_TITLES = ("phase", "median", "from", "to", "first rank", "rate", "of the limit")
-COST_TITLES = (
-    "phase",
-    "stall",
-    "CPU/GiB",
-    "memory",
-    "requests",
-    "retries",
-    *(f"p{percent}" for percent in PERCENTS),
-    "USD",
-)
+_LINES = 12
+"""Number of reasons for invalid figures to print at most."""
 
 
 def print_measurement(found: Measurement) -> None:
@@ -49,24 +45,56 @@ def print_measurement(found: Measurement) -> None:
     for name, client in found.limits.items():
         print(paint(f"{name}: {client}", "dim"))
     print()
-    print_table("phases", PHASE_TITLES, list(phase_rows(found)), ("phase",))
-    print_table("costs", COST_TITLES, list(cost_rows(found)), ("phase",))
+    for operation, (columns, rows) in grids(found).items():
+        title = f"{operation}, GB/s by part size and concurrency"
+        figures = [[name, *(f"{phase.rate / 1e9:.3g}" for phase in row)] for name, row in rows]
+        Table(title, ("part", *columns), figures, ("part",)).print()
+    phases_table(found).print()
+    costs_table(found).print()
     for line in invalid_lines(found):
-        print(paint(line, "red"))
+        print(paint(printable(line), "red"))
     for note in found.notes:
         print(f"NOTE: {printable(note)}")
 
 
 def _what(found: Measurement) -> str:
     size = size_text(found.config["nbytes"])
-    ranks = found.config["ranks"]
-    if ranks == 1:
-        return size
-    return f"{size} of {ranks} ranks"
+    objects, ranks = found.config.get("objects"), found.config.get("ranks", 1)
+    if objects is not None:
+        return f"{objects:,} objects of {size}"
+    return size if ranks == 1 else f"{size} of {ranks} ranks"
 
 
-def phase_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each phase: its times and its rate."""
+_Grid = tuple[Sequence[str], Sequence[tuple[str, Sequence[Phase]]]]
+"""Columns, and rows with their names."""
+
+
+def grids(found: Measurement) -> dict[str, _Grid]:
+    """Return, for each operation of a driver alone, its phases by part size and concurrency."""
+    points: Mapping[str, Mapping[str, int | str]] = found.config.get("points", {})
+    operations: dict[str, _Grid] = {}
+    for operation in dict.fromkeys(point["operation"] for point in points.values()):
+        cells = {
+            (int(point["part_nbytes"]), int(point["concurrency"])): found.by_name[name]
+            for name, point in points.items()
+            if point["operation"] == operation
+        }
+        widths = sorted({width for _, width in cells})
+        rows = [
+            (exact_size_text(nbytes), [cells[nbytes, width] for width in widths])
+            for nbytes in sorted({nbytes for nbytes, _ in cells})
+        ]
+        operations[str(operation)] = (list(map(str, widths)), rows)
+    return operations
+
+
+def phases_table(found: Measurement) -> Table:
+    """Return a row for each phase: its times, and its rate beside the limit."""
+    titles = ("phase", "median", "from", "to", "first rank", "rate", "of the limit")
+    return Table("phases", titles, list(_phase_rows(found)), ("phase",))
+
+
+def _phase_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
     for phase in found.phases:
         share = found.share(phase.name)
         yield (
@@ -75,59 +103,61 @@ def phase_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
             f"{min(phase.seconds):.3f} s",
             f"{max(phase.seconds):.3f} s",
             f"{phase.first_s:.3f} s",
-            _NONE if phase.name in DELETING else f"{phase.rate / 1e9:.3f} GB/s",
-            _NONE if share is None else f"{share:.0%}",
+            NONE if phase.name in DELETING else rate_text(found, phase),
+            NONE if share is None else f"{share:.0%}",
         )
 
 
-def cost_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each phase: its use of the machine and of the storage. The quantiles are
+def rate_text(found: Measurement, phase: Phase) -> str:
+    """Return a rate as text: bytes per second, or for many small objects objects per second."""
+    objects = found.config.get("objects")
+    if objects is None:
+        return f"{phase.rate / 1e9:.3f} GB/s"
+    unit = "keys/s" if phase.name.startswith("list ") else "/s"
+    return f"{objects * len(phase.seconds) / sum(phase.seconds):,.0f} {unit}"
+
+
+def costs_table(found: Measurement) -> Table:
+    """Return a row for each phase: its use of the machine and of the storage. The quantiles are
     latencies of written parts or read ranges."""
-    for phase in found.phases:
-        yield (
-            phase.name,
-            f"{median(phase.stall_s):.3f} s" if phase.stall_s else _NONE,
-            _cpu(phase),
-            size_text(max(phase.peak_nbytes)) if phase.peak_nbytes else _NONE,
-            _requests(phase),
-            str(phase.retries) if phase.name in LIMITS else _NONE,
-            *_latencies(phase),
-            _cost(found.cost_usd(phase)),
-        )
+    titles = ("phase", "stall", "CPU/GiB", "memory", "requests", "retries", *QUANTILES, "USD")
+    return Table("costs", titles, [_cost_row(found, phase) for phase in found.phases], ("phase",))
 
 
-def _cost(usd: float | None) -> str:
-    return _NONE if usd is None else f"{usd:.2g}"
-
-
-def _requests(phase: Phase) -> str:
-    """Return the requests per round as text."""
-    if not phase.operations:
-        return _NONE
-    count = sum(operations.count for operations in phase.operations.values())
-    return f"{count / len(phase.seconds):.0f}"
-
-
-def _latencies(phase: Phase) -> tuple[str, ...]:
-    operations = phase.data_operations
-    if operations is None:
-        return (_NONE,) * len(PERCENTS)
-    return tuple(seconds_text(operations.quantile_s(percent / 100)) for percent in PERCENTS)
-
-
-def _cpu(phase: Phase) -> str:
-    seconds = phase.cpu_s_per_gib
-    if seconds is None:
-        return _NONE
-    return f"{seconds:.2f} s"
+def _cost_row(found: Measurement, phase: Phase) -> tuple[str, ...]:
+    cpu_s, usd = phase.cpu_s_per_gib, found.cost_usd(phase)
+    requests = sum(operations.count for operations in phase.operations.values())
+    data = phase.data_operations
+    latencies_s = (data or NOTHING).quantiles_s.values()
+    return (
+        phase.name,
+        f"{median(phase.stall_s):.3f} s" if phase.stall_s else NONE,
+        NONE if cpu_s is None else f"{cpu_s:.2f} s",
+        size_text(max(phase.peak_nbytes)) if phase.peak_nbytes else NONE,
+        f"{requests / len(phase.seconds):.0f}" if phase.operations else NONE,
+        str(phase.retries) if phase.name in LIMITS else NONE,
+        *(NONE if data is None else seconds_text(latency_s) for latency_s in latencies_s),
+        NONE if usd is None else f"{usd:.2g}",
+    )
 
 
 def invalid_lines(found: Measurement) -> list[str]:
-    """Return a line for each phase with invalid figures, with the reasons."""
-    return [
-        f"INVALID: {name or 'all of it'}: {'; '.join(reasons)}"
-        for name, reasons in found.invalid.items()
-    ]
+    """Return a line for each reason why figures are invalid. Several phases may share a reason."""
+    names: dict[str, list[str]] = {}
+    for name, reasons in found.invalid.items():
+        for reason in reasons:
+            names.setdefault(reason, []).append(name or "all of it")
+    lines = [f"INVALID: {_some(shared)}: {reason}" for reason, shared in names.items()]
+    if len(lines) > _LINES:
+        left_out = len(lines) - _LINES
+        lines[_LINES:] = [f"INVALID: {left_out} more reasons, which --json lists"]
+    return lines
+
+
+def _some(names: Sequence[str]) -> str:
+    if len(names) < 4:
+        return ", ".join(names)
+    return f"{names[0]} and {len(names) - 1} others"
 
 
 def csv_text(found: Measurement) -> str:
@@ -143,9 +173,24 @@ def csv_text(found: Measurement) -> str:
     return text.getvalue()
 
 
-def print_comparison(found: Sequence[Compared], part: float) -> None:
-    """Print a row for each phase that both results have."""
-    titles = ("phase", "A", "B", "B is", "from", "to", "verdict")
+def print_comparison(found: Sequence[Compared], part: float, *, json_output: bool) -> None:
+    """Print each phase that both results have, as a table or as one JSON document."""
+    slower = [each.name for each in found if each.is_slower(part)]
+    if json_output:
+        phases = [
+            {
+                "name": each.name,
+                "a_median_s": each.a.median_s,
+                "b_median_s": each.b.median_s,
+                "ratio": each.ratio,
+                "low": each.low,
+                "high": each.high,
+                "verdict": each.verdict,
+            }
+            for each in found
+        ]
+        print_json({"slower": slower, "phases": phases})
+        return
     rows = [
         (
             each.name,
@@ -158,30 +203,8 @@ def print_comparison(found: Sequence[Compared], part: float) -> None:
         )
         for each in found
     ]
-    print_table(
-        "Speed of B relative to A, with 95 % confidence", titles, rows, ("phase", "verdict")
-    )
-    for each in found:
-        if each.is_slower(part):
-            print(paint(f"{each.name}: B is slower by more than {part:.0%}", "red"))
-
-
-def print_comparison_json(found: Sequence[Compared], part: float) -> None:
-    """Print the comparison as one JSON document."""
-    print_json(
-        {
-            "slower": [each.name for each in found if each.is_slower(part)],
-            "phases": [
-                {
-                    "name": each.name,
-                    "a_median_s": each.a.median_s,
-                    "b_median_s": each.b.median_s,
-                    "ratio": each.ratio,
-                    "low": each.low,
-                    "high": each.high,
-                    "verdict": each.verdict,
-                }
-                for each in found
-            ],
-        }
-    )
+    titles = ("phase", "A", "B", "B is", "from", "to", "verdict")
+    title = "Speed of B relative to A, with 95 % confidence"
+    Table(title, titles, rows, ("phase", "verdict")).print()
+    for name in slower:
+        print(paint(f"{name}: B is slower by more than {part:.0%}", "red"))

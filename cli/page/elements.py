@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from xml.etree import ElementTree
 
+from ..tables import Table
 from ..text import printable
 from .style import CSS
 
-__all__ = ["Element", "element", "page", "table"]
+__all__ = ["Element", "element", "facts", "listed", "page", "section", "shown_table"]
 
 Element = ElementTree.Element
 
@@ -39,17 +40,42 @@ def _text(value: str | float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> Element:
-    """Return a table. The columns in ``left`` are aligned to the left, the others to the right."""
-    sides = ["left" if title in left else "right" for title in titles]
-    columns = zip(titles, sides, strict=True)
+def facts(known: Mapping[str, str]) -> Element:
+    """Return the main facts of a page, by name."""
+    pairs = [element("div", element("dt", n), element("dd", fact)) for n, fact in known.items()]
+    return element("dl", *pairs)
+
+
+def listed(alarms: Sequence[str], notes: Sequence[str] = ()) -> Iterator[Element]:
+    """Yield a list of warnings and notes, if there are any."""
+    lines = [element("li", line, class_="alarm") for line in alarms]
+    lines += [element("li", note) for note in notes]
+    if lines:
+        yield element("ul", *lines)
+
+
+def section(title: str, *content: Element, note: str = "") -> Iterator[Element]:
+    """Yield a title, a note below it, and the content."""
+    yield element("h2", title)
+    if note:
+        yield element("p", note, class_="soft")
+    yield from content
+
+
+def shown_table(shown: Table) -> Iterator[Element]:
+    """Yield a table below its title, if it has rows."""
+    if not shown.rows:
+        return
+    sides = ["left" if title in shown.left else "right" for title in shown.titles]
+    columns = zip(shown.titles, sides, strict=True)
     head = element("tr", *[element("th", title, class_=side) for title, side in columns])
     body = [
         element("tr", *[element("td", cell, class_=s) for cell, s in zip(row, sides, strict=True)])
-        for row in rows
+        for row in shown.rows
     ]
     made = element("table", element("thead", head), element("tbody", *body))
-    return element("div", made, class_="wide")
+    title = shown.title[:1].upper() + shown.title[1:]
+    yield from section(title, element("div", made, class_="wide"))
 
 
 def page(title: str, *content: Element) -> str:

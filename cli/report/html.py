@@ -12,11 +12,10 @@ from ...storage.format.save_telemetry import SaveTelemetry
 from ...storage.operations.reporting.findings import Straggler, retries_of, stragglers
 from ...storage.operations.reporting.report_saves import RecordedSave
 from ..page.charts import curve, legend
-from ..page.elements import Element, element, page, table
-from .against import Against, all_facts
+from ..page.elements import Element, element, facts, listed, page, section, shown_table
 from .pictures import COLOURS, bytes_by_rank, heat, ranks_over_time, write_latencies
-from .rows import Table, history_table, operations_table, ranks_table, stages_table
-from .words import facts, nbytes_of, recurring, words
+from .rows import history_table, operations_table, ranks_table, stages_table
+from .words import Against, all_facts, nbytes_of, recurring, words
 
 __all__ = ["report_page"]
 
@@ -26,7 +25,6 @@ _OF_BARS = (
     "A bar is pale where a stage was idle between its operations, and where a rank waited in a "
     "round."
 )
-_OF_LATENCIES = "Writes of all ranks, by the upper bound of their latency."
 
 
 def report_page(
@@ -50,11 +48,10 @@ def report_page(
 def _of_run(saves: Sequence[RecordedSave], against: Against | None) -> Iterator[Element]:
     found = [stragglers(save.telemetry) if save.telemetry else [] for save in saves]
     known = [save.telemetry for save in saves if save.telemetry is not None]
-    yield _said(recurring(found, len(known)), nobody="No rank stands out in any save.")
+    yield from _said(recurring(found, len(known)), nobody="No rank stands out in any save.")
     if len(known) > 1:
-        yield element("h2", "Over time")
-        yield element("div", *_curves(known), class_="charts")
-    yield from _table(history_table(saves, found, against))
+        yield from section("Over time", element("div", *_curves(known), class_="charts"))
+    yield from shown_table(history_table(saves, found, against))
 
 
 def _curves(known: Sequence[SaveTelemetry]) -> Iterator[Element]:
@@ -96,7 +93,7 @@ def _one_by_one(known: Sequence[SaveTelemetry], against: Against | None) -> Iter
         title += f": the newest {len(newest)} of {len(known)}"
     yield element("h2", title)
     for number, save in enumerate(newest):
-        said = facts(save)
+        said = all_facts(save, None)
         summary = element("summary", f"step {said['step']}, {said['saved']}: {said['took']}")
         details = element("details", summary, *_of_save(save, against))
         if number == 0:
@@ -106,56 +103,37 @@ def _one_by_one(known: Sequence[SaveTelemetry], against: Against | None) -> Iter
 
 def _of_save(save: SaveTelemetry, against: Against | None) -> Iterator[Element]:
     found = stragglers(save)
-    yield element(
-        "dl",
-        *[
-            element("div", element("dt", name), element("dd", fact))
-            for name, fact in all_facts(save, against).items()
-        ],
-    )
+    yield facts(all_facts(save, against))
     if len(save.ranks) > 1:
-        yield _said([words(slow) for slow in found], nobody="No rank stands out.")
+        yield from _said([words(slow) for slow in found], nobody="No rank stands out.")
     yield from _pictures(save, found)
     for each in (stages_table(save), ranks_table(save), operations_table(save)):
-        yield from _table(each)
+        yield from shown_table(each)
 
 
 def _pictures(save: SaveTelemetry, found: Sequence[Straggler]) -> Iterator[Element]:
     over_time, left_out = ranks_over_time(save, found)
-    yield element("h2", "Ranks over time")
     note = _OF_BARS
     if left_out:
         note += f" {left_out} ranks are not shown: only outliers and a sample of the others are."
-    yield element("p", note, class_="soft")
-    yield legend(COLOURS)
-    yield over_time
-    yield element("h2", "Busy time of each rank in each stage")
-    yield element(
-        "p", "Darker is longer; waiting has no colour. Outliers are framed.", class_="soft"
+    yield from section("Ranks over time", legend(COLOURS), over_time, note=note)
+    yield from section(
+        "Busy time of each rank in each stage",
+        heat(save, found),
+        note="Darker is longer; waiting has no colour. Outliers are framed.",
     )
-    yield heat(save, found)
     images = [record.nbytes for record in save.ranks.values()]
     if len(images) > 1 and any(images):
-        yield element("h2", "Bytes by rank")
         balance = f"From {size_text(min(images))} to {size_text(max(images))}."
-        yield element("p", balance, class_="soft")
-        yield bytes_by_rank(save)
+        yield from section("Bytes by rank", bytes_by_rank(save), note=balance)
     latencies = write_latencies(save)
     if latencies is not None:
-        yield element("h2", "Latency of writes")
-        yield element("p", _OF_LATENCIES, class_="soft")
-        yield latencies
+        note = "Writes of all ranks, by the upper bound of their latency."
+        yield from section("Latency of writes", latencies, note=note)
 
 
-def _said(lines: Sequence[str], *, nobody: str) -> Element:
-    """Return the warnings as a list, or the text ``nobody`` if it is empty."""
+def _said(lines: Sequence[str], *, nobody: str) -> Iterator[Element]:
+    """Yield the warnings as a list, or the text ``nobody`` if it is empty."""
     if not lines:
-        return element("p", nobody)
-    return element("ul", *[element("li", line, class_="alarm") for line in lines])
-
-
-def _table(shown: Table) -> Iterator[Element]:
-    if shown.rows:
-        title = shown.title[:1].upper() + shown.title[1:]
-        yield element("h2", title)
-        yield table(shown.titles, shown.rows, shown.left)
+        yield element("p", nobody)
+    yield from listed(lines)

@@ -5,40 +5,26 @@ Scope: pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from ...core.spans import StageReport
 from ...core.units import size_text
 from ...storage.format.save_telemetry import RankTelemetry, SaveTelemetry
 from ...storage.operations.reporting.findings import Straggler, retries_of, typical
 from ...storage.operations.reporting.report_saves import RecordedSave
+from ..tables import NONE, Table
 from ..text import time_text
-from .against import Against
-from .words import NONE, nbytes_of, rate_text
+from .words import Against, nbytes_of, rate_text
 
 __all__ = [
-    "Table",
     "history_table",
     "operations_table",
     "ranks_table",
     "stage_names",
     "stages_table",
-    "written_s",
 ]
 
 _RANKS_SHOWN = 16
 _OPERATIONS_SHOWN = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows below titles. The columns in ``left`` are aligned to the left."""
-
-    title: str
-    titles: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: Sequence[str] = ()
 
 
 def stage_names(save: SaveTelemetry) -> list[str]:
@@ -53,27 +39,14 @@ def stage_names(save: SaveTelemetry) -> list[str]:
 def stages_table(save: SaveTelemetry) -> Table:
     """Return a row for each stage: the typical rank and the slowest one."""
     titles = (
-        "stage",
-        "ranks",
-        "typical",
-        "slowest",
-        "rank",
-        "bytes",
-        "rate",
-        "retries",
-        "throttled",
-    )
-    rows = [_stage_row(name, _by_rank(save, name)) for name in stage_names(save)]
+        "stage", "ranks", "typical", "slowest", "rank", "bytes", "rate", "retries", "throttled",
+    )  # fmt: skip
+    rows = [_stage_row(name, save) for name in stage_names(save)]
     return Table("stages, by busy time", titles, rows, ("stage",))
 
 
-def _by_rank(save: SaveTelemetry, name: str) -> Mapping[int, StageReport]:
-    return {
-        rank: record.stages[name] for rank, record in save.ranks.items() if name in record.stages
-    }
-
-
-def _stage_row(name: str, by_rank: Mapping[int, StageReport]) -> tuple[str, ...]:
+def _stage_row(name: str, save: SaveTelemetry) -> tuple[str, ...]:
+    by_rank = {r: record.stages[name] for r, record in save.ranks.items() if name in record.stages}
     stages = by_rank.values()
     slowest = max(by_rank, key=lambda rank: by_rank[rank].busy_s)
     nbytes = sum(stage.nbytes for stage in stages)
@@ -94,7 +67,7 @@ def _stage_row(name: str, by_rank: Mapping[int, StageReport]) -> tuple[str, ...]
 def ranks_table(save: SaveTelemetry) -> Table:
     """Return a row for each rank, or for the last ones to finish if there are many."""
     titles = ("rank", "called", "wrote", "rate", "written after", "retries", "cpu", "memory")
-    last = sorted(save.ranks.values(), key=lambda record: -written_s(save, record))
+    last = sorted(save.ranks.values(), key=lambda record: -_written_s(save, record))
     shown = sorted(last[:_RANKS_SHOWN], key=lambda record: record.rank)
     return Table(_ranks_title(save), titles, [_rank_row(save, record) for record in shown])
 
@@ -117,14 +90,14 @@ def _rank_row(save: SaveTelemetry, record: RankTelemetry) -> tuple[str, ...]:
         f"+{save.called_s[record.rank]:.2f} s",
         size_text(record.nbytes),
         NONE if write is None else rate_text(write.nbytes, write.busy_s),
-        f"{written_s(save, record):.2f} s",
+        f"{_written_s(save, record):.2f} s",
         str(retries_of(record)),
         f"{record.cpu_s:.2f} s",
         size_text(record.peak_nbytes),
     )
 
 
-def written_s(save: SaveTelemetry, record: RankTelemetry) -> float:
+def _written_s(save: SaveTelemetry, record: RankTelemetry) -> float:
     """Return when all bytes of a rank were durable, in seconds since the first rank's call."""
     written = record.stages.get("upload_commit")
     if written is None:
@@ -135,13 +108,8 @@ def written_s(save: SaveTelemetry, record: RankTelemetry) -> float:
 def operations_table(save: SaveTelemetry) -> Table:
     """Return a row for each of the slowest operations."""
     titles = ("rank", "stage", "took", "after", "bytes", "offset", "key")
-    rows = list(_operation_rows(save))
-    return Table("slowest operations", titles, rows, ("stage", "key"))
-
-
-def _operation_rows(save: SaveTelemetry) -> Iterator[tuple[str, ...]]:
-    for slow in save.slowest[:_OPERATIONS_SHOWN]:
-        yield (
+    rows = [
+        (
             str(slow.rank),
             slow.stage,
             f"{slow.seconds:.3f} s",
@@ -150,6 +118,9 @@ def _operation_rows(save: SaveTelemetry) -> Iterator[tuple[str, ...]]:
             f"{slow.offset:,}",
             slow.key,
         )
+        for slow in save.slowest[:_OPERATIONS_SHOWN]
+    ]
+    return Table("slowest operations", titles, rows, ("stage", "key"))
 
 
 def history_table(
@@ -165,13 +136,12 @@ def history_table(
     rows = [_history_row(save, slow) for save, slow in zip(saves, found, strict=True)]
     if against is not None:
         titles = ("of bench", *titles)
-        rows = [(_share(save, against), *row) for save, row in zip(saves, rows, strict=True)]
+        shares = [save.telemetry and against.share(save.telemetry) for save in saves]
+        rows = [
+            (NONE if share is None else f"{share:.0%}", *row)
+            for share, row in zip(shares, rows, strict=True)
+        ]
     return Table("saves", titles, rows, ("saved", "slowest"))
-
-
-def _share(save: RecordedSave, against: Against) -> str:
-    share = None if save.telemetry is None else against.share(save.telemetry)
-    return NONE if share is None else f"{share:.0%}"
 
 
 def _history_row(save: RecordedSave, found: Sequence[Straggler]) -> tuple[str, ...]:

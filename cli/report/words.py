@@ -1,4 +1,5 @@
-"""The sentences and figures of a report, for terminals and pages.
+"""The sentences and figures of a report, for terminals and pages, also beside a result of
+``holdfast bench``.
 
 Scope: pure.
 """
@@ -6,17 +7,48 @@ Scope: pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from ...bench.measured.result import WRITE_LIMIT, Measurement
 from ...core.units import size_text
 from ...storage.format.save_telemetry import SaveTelemetry
 from ...storage.operations.reporting.findings import Cause, Straggler, retries_of
+from ..tables import NONE
 from ..text import one_of, time_text
 
-__all__ = ["NONE", "facts", "nbytes_of", "rate_text", "recurring", "words"]
+__all__ = ["Against", "all_facts", "nbytes_of", "rate_text", "recurring", "words"]
 
-NONE = "-"
-"""Placeholder for a missing figure."""
+SAVE = "save"
 _RECURRING_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Against:
+    """A baseline. ``measured`` has a phase "save"; results without one are refused on reading."""
+
+    measured: Measurement
+
+    def share(self, save: SaveTelemetry, name: str = SAVE) -> float | None:
+        """Return the rate of ``save`` as a share of that of a measured phase; None if that was not
+        measured."""
+        phase = self.measured.by_name.get(name)
+        if phase is None or save.seconds <= 0:
+            return None
+        return nbytes_of(save) / save.seconds / phase.rate
+
+    def words(self, save: SaveTelemetry) -> str:
+        """Return both shares in words, with anything that limits the comparison."""
+        said = [
+            f"{share:.0%} of the {self.measured.by_name[name].rate / 1e9:.2f} GB/s of {name}"
+            for name in (SAVE, WRITE_LIMIT)
+            if (share := self.share(save, name)) is not None
+        ]
+        ranks = self.measured.config.get("ranks", 1)
+        if ranks != save.world:
+            said.append(f"measured with {one_of(ranks, 'rank')}")
+        if self.measured.invalid:
+            said.append("the measurement is marked as INVALID")
+        return "; ".join(said)
 
 
 def words(slow: Straggler) -> str:
@@ -48,19 +80,23 @@ def recurring(found: Sequence[Sequence[Straggler]], saves: int) -> list[str]:
     ]
 
 
-def facts(save: SaveTelemetry) -> dict[str, str]:
-    """Return the main facts about a save, by name."""
+def all_facts(save: SaveTelemetry, against: Against | None) -> dict[str, str]:
+    """Return the main facts about a save, by name, with its comparison to the baseline if there is
+    one."""
     nbytes = nbytes_of(save)
     ranks = f"{save.world}"
     if len(save.ranks) != save.world:
         ranks += f", of which {len(save.ranks)} recorded"
-    return {
+    said = {
         "step": NONE if save.step is None else str(save.step),
         "saved": time_text(save.created_s),
         "ranks": ranks,
         "took": f"{save.seconds:.2f} s, {size_text(nbytes)}, {rate_text(nbytes, save.seconds)}",
         "retries": str(sum(map(retries_of, save.ranks.values()))),
     }
+    if against is not None:
+        said["bench"] = against.words(save)
+    return said
 
 
 def nbytes_of(save: SaveTelemetry) -> int:

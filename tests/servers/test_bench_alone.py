@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.bench_job import keys_at
 
-from holdfast.bench.alone.result import decoded
+from holdfast.bench.measured.result import decoded
 from holdfast.cli import app
 from holdfast.drivers.registry import resolved_options
 from holdfast.drivers.uri import parse
@@ -24,19 +24,14 @@ def test_a_server_is_measured_without_checkpoints(
     raw = ["--workload", "raw", "--size", "24MiB", "--part-sizes", "8MiB", "--concurrencies", "1,3"]
     assert app.run(["bench", uri, *raw, "--runs", "1", "--json"]) == 1
     found = decoded(capsys.readouterr().out, "x")
-    assert [point.operation for point in found.points.values()] == [
-        "write",
-        "write",
-        "read",
-        "read",
-        "random read",
-        "random read",
-    ]
-    assert all(point.latency.count == 3 for point in found.points.values())
+    points = found.config["points"]
+    operations = [points[phase.name]["operation"] for phase in found.phases]
+    assert operations == [each for each in ("write", "read", "random read") for _ in range(2)]
+    assert {of.count for phase in found.phases for of in phase.operations.values()} == {3}
     meta = ["--workload", "meta", "--objects", "8", "--runs", "1", "--json"]
     assert app.run(["bench", uri, *meta]) == 1
     found = decoded(capsys.readouterr().out, "x")
-    assert len(found.points) == 12
+    assert len(found.phases) == 12
     assert keys_at(uri) == []
 
 

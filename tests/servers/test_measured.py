@@ -11,10 +11,9 @@ from support.servers.proxy import FaultProxy
 from support.servers.radosgw import Radosgw
 
 import holdfast
-from holdfast.bench.simulated.forecast import forecast
-from holdfast.bench.simulated.rates import Limits, Rates
+from holdfast.bench.simulated.forecast import Rates, forecast
 from holdfast.bench.workloads.materialised import materialise
-from holdfast.bench.workloads.sized import Sized
+from holdfast.bench.workloads.sized import sized
 from holdfast.cli import app
 from holdfast.drivers.uri import parse
 
@@ -74,11 +73,11 @@ def test_a_peer_saves_to_a_server_and_is_checked(
 def test_requests_are_as_many_as_forecast(mib: int, radosgw: Radosgw) -> None:
     """Of image and manifest: one put, or one that begins, parts, and one that ends; then looks at
     what is stored, and the reads of a load."""
-    workload = Sized(mib << 20)
+    workload = sized(mib << 20)
     state = materialise(workload.specs(0, 1), 0, 1)
     with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:
         uri = f"s3://holdfast/forecast-{mib}?endpoint={proxy.endpoint}"
-        found = forecast(workload, parse(uri), 1, 1, Rates.alike(Limits()), None)
+        found = forecast(workload, parse(uri), 1, 1, Rates(), None)
         holdfast.save(uri, state)
         of_files = [asked for asked in proxy.asked if "0.safetensors" in asked]
         puts = [asked for asked in of_files if asked.startswith(("PUT", "POST"))]

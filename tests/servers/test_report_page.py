@@ -13,8 +13,7 @@ from matplotlib.image import imread
 from support.browser import Browser, browsing, contrast, find_chromium
 from support.recorded import NBYTES, listed, save_of, stage
 
-from holdfast.bench.measured.observed import Operations
-from holdfast.bench.measured.result import PHASES, Measurement, Phase
+from holdfast.bench.measured.result import PHASES, Measurement, Operations, Phase
 from holdfast.cli.bench.page import measurement_page
 from holdfast.cli.report.html import report_page
 from holdfast.core.histogram import BUCKETS

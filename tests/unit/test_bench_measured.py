@@ -1,5 +1,4 @@
-"""``holdfast bench``: what figures mean, when they are not to be believed, and how two results are
-held against each other."""
+"""``holdfast bench``: the meaning of figures, when they are invalid, and comparisons of results."""
 
 from __future__ import annotations
 
@@ -20,22 +19,26 @@ from support.bench_job import assert_interrupted_cleanly
 from support.given import Serve
 
 import holdfast
+from holdfast.bench.contest import Contestant
 from holdfast.bench.measured import plan as plan_module
-from holdfast.bench.measured.comparability import mlperf_notes
-from holdfast.bench.measured.comparison import compare
 from holdfast.bench.measured.course import Course
-from holdfast.bench.measured.observed import Operations
-from holdfast.bench.measured.phases import Phases
 from holdfast.bench.measured.plan import Plan, check
 from holdfast.bench.measured.ranks import Ranks, job_of
-from holdfast.bench.measured.result import Measurement, Phase, decoded, encoded
-from holdfast.bench.measured.run import measured
-from holdfast.bench.measured.validity import reasons_against
+from holdfast.bench.measured.result import (
+    Measurement,
+    Operations,
+    Phase,
+    compare,
+    decoded,
+    encoded,
+    reasons_against,
+    timed_operations,
+)
+from holdfast.bench.measured.run import Phases, mlperf_notes
 from holdfast.bench.workloads.mlperf import mlperf
 from holdfast.cli import app
-from holdfast.cli.bench.driver_command import Output, status_of
 from holdfast.cli.bench.page import measurement_page
-from holdfast.cli.bench.tables import csv_text, print_measurement
+from holdfast.cli.bench.tables import csv_text, invalid_lines, print_measurement
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.uri import parse
 from holdfast.errors import HoldfastError, StorageDownError, UsageError
@@ -47,22 +50,25 @@ SAVE = Phase("save", GB, (2.0, 4.0, 2.0, 2.0, 2.0), (1.0,) * 5, (1 << 20,) * 5, 
 
 
 def measurement(*phases: Phase) -> Measurement:
-    """A result of these phases."""
+    """Return a result of these phases."""
     config = {"nbytes": GB, "runs": 5, "settle_s": 1.0, "ranks": 1}
     return Measurement("file:///x", 1.9e9, config, {"cpu": "2 × x"}, phases or (LIMIT, SAVE))
 
 
 def test_rates_are_of_all_rounds_together() -> None:
-    """Total bytes by total time, which no fast round can raise as it raises a mean of rates."""
+    """A rate is total bytes by total time, which no fast round raises as it raises a mean of rates.
+    A round of several ranks ends with the last one."""
     phase = Phase("save", GB, (1.0, 3.0))
     assert phase.rate == GB / 2
     assert phase.mean_rate == pytest.approx(GB * (1 + 1 / 3) / 2)
     assert Phase("save", 1 << 30, (1.0,), (3.0,)).cpu_s_per_gib == 3.0
+    job = Phase("save", GB, (3.0, 2.5), ranks_s=((1.0, 3.0), (2.0, 2.5)))
+    assert (job.first_s, job.rate) == (1.5, 2 * GB / 5.5)
+    assert Phase("verify", GB, (3.0,), ranks_s=((3.0, 0.0),)).first_s == 3.0
 
 
-def test_a_phase_is_held_against_its_limit_round_by_round() -> None:
-    """A slow round of both says nothing against either; a limit has none, nor has a phase whose
-    limit was not measured."""
+def test_a_phase_has_a_share_of_its_limit_by_rounds() -> None:
+    """A slow round of both does not change it. A limit has none, nor has a phase without one."""
     found = measurement()
     assert found.share("save") == 0.5
     assert found.share("write limit") is None
@@ -70,7 +76,7 @@ def test_a_phase_is_held_against_its_limit_round_by_round() -> None:
 
 
 def test_json_comes_back() -> None:
-    """And names what was asked for, so that like is compared with like."""
+    """The hash of a result depends on its settings, so that like is compared with like."""
     limits = {"write limit": "O_DIRECT, 8 threads"}
     found = replace(measurement(), limits=limits, invalid={"save": ("too short",)})
     text = encoded(found)
@@ -87,7 +93,7 @@ def test_json_comes_back() -> None:
     ids=["empty", "list", "object", "version", "no time"],
 )
 def test_other_files_are_refused_by_name(text: str) -> None:
-    """Not with a traceback."""
+    """The error names the file."""
     with pytest.raises(UsageError, match=r"^here\.json is not a result"):
         decoded(text, "here.json")
 
@@ -103,8 +109,8 @@ def test_other_files_are_refused_by_name(text: str) -> None:
         ((1.4, 1.35, 1.2, 1.05, 1.0), "times drift"),
     ],
 )
-def test_what_speaks_against_a_phase(seconds: tuple[float, ...], said: str | None) -> None:
-    """Each reason is said, and nothing is said against a steady one."""
+def test_reasons_against_a_phase(seconds: tuple[float, ...], said: str | None) -> None:
+    """Each reason is named; there is none against a steady phase."""
     found = reasons_against([Phase("save", GB, seconds)], busy_before=0.0, cold_shares={})
     if said is None:
         assert found == {}
@@ -112,8 +118,8 @@ def test_what_speaks_against_a_phase(seconds: tuple[float, ...], said: str | Non
         assert said in "; ".join(found["save"])
 
 
-def test_reads_from_a_cache_and_a_busy_machine_are_said() -> None:
-    """The latter against all of it."""
+def test_reads_from_a_cache_and_a_busy_machine_are_invalid() -> None:
+    """A busy machine invalidates the whole result."""
     load = Phase("load", GB, (1.0,) * 5)
     shares: Mapping[str, float] = {"load": 0.25}
     found = reasons_against([load], busy_before=0.5, cold_shares=shares)
@@ -125,13 +131,13 @@ def test_reads_from_a_cache_and_a_busy_machine_are_said() -> None:
 
 
 def slower(found: Measurement, times: float) -> Measurement:
-    """The same, with every round of every phase that much longer."""
+    """Return the result with every round that many times as long."""
     phases = [replace(p, seconds=tuple(s * times for s in p.seconds)) for p in found.phases]
     return replace(found, phases=tuple(phases))
 
 
-def test_two_results_are_compared_with_their_confidence() -> None:
-    """Half as fast is shown; what rounds of the same phase differ by is not."""
+def test_results_are_compared_with_confidence() -> None:
+    """Half the speed is significant; the noise between rounds is not."""
     steady = measurement(Phase("save", GB, (1.0, 1.02, 0.98, 1.01, 0.99)))
     noisy = measurement(Phase("save", GB, (1.0, 1.5, 0.7, 1.3, 0.8)))
     (half,) = compare(steady, slower(steady, 2))
@@ -147,10 +153,10 @@ def test_two_results_are_compared_with_their_confidence() -> None:
 
 
 @pytest.mark.parametrize(("times", "status"), [(1.0, 0), (2.0, 1)])
-def test_compare_ends_with_its_verdict(
+def test_compare_exits_with_its_verdict(
     times: float, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """1 where B is slower: for a gate of CI."""
+    """The status is 1 if B is slower, as a gate of CI needs."""
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     found = measurement(Phase("save", GB, (1.0, 1.02, 0.98, 1.01, 0.99)))
     a.write_text(encoded(found))
@@ -162,92 +168,139 @@ def test_compare_ends_with_its_verdict(
     assert ("slower by more than 5%" in capsys.readouterr().out) == bool(status)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["compare", "a.json"], "two results"),
-        (["compare", "none.json", "none.json"], "cannot be read"),
-        (["one", "two"], "at a time"),
-        (["x", "--size", "much"], "not a size"),
-        (["x", "--size", "1KiB"], "too little"),
-        (["x", "--runs", "0"], "measure nothing"),
-        (["x", "--size", "900TiB"], "host memory"),
-        (["x", "--ranks", "0"], "0 ranks"),
-        (["x", "--warm-ups", "-1"], "not a number of warm-up rounds"),
-        (["x", "--time-limit", "90"], "not a duration"),
-        (["compare", "a", "b", "--slower", "120%"], "not a share"),
-    ],
-)
-def test_what_cannot_be_is_said_before_anything_is_written(
-    arguments: list[str],
+REFUSED = [
+    ("compare a.json", "two results"),
+    ("compare none.json none.json", "cannot be read"),
+    ("compare a b --slower 120%", "not a share"),
+    ("one two", "at a time"),
+    ("x --size much", "not a size"),
+    ("x --size 1KiB", "too little"),
+    ("x --runs 0", "measure nothing"),
+    ("x --size 900TiB", "host memory"),
+    ("x --ranks 0", "0 ranks"),
+    ("x --warm-ups -1", "not a number of warm-up rounds"),
+    ("x --time-limit 90", "not a duration"),
+    ("x --peer nobody", "no peer is called"),
+    ("x --workload raw --size 1KiB", "too little"),
+    ("x --workload raw --part-sizes much", "not a size"),
+    ("x --workload raw --part-sizes 0", "below 1"),
+    ("x --workload raw --part-sizes 2GiB", "larger than the object"),
+    ("x --workload raw --concurrencies 1,two", "not a number"),
+    ("x --workload raw --concurrencies 1000", "beyond this storage's limits"),
+    ("x --workload raw --size 900TiB", "would be stored"),
+    ("x --workload raw --size 1TiB --part-sizes 8GiB", "of host memory"),
+    ("x --workload raw --ranks 8", "use one process"),
+    ("x --workload meta --objects 0", "cannot be measured"),
+    ("x --workload meta --runs 0", "measure nothing"),
+    ("x --tune --forget", "exclude each other"),
+    ("x --tune --html x.html", "go with none of"),
+    ("x --tune --workload raw", "go with none of"),
+    ("x --tune --time-limit soon", "not a duration"),
+    ("x --tune --time-limit 0.1", "too short for tuning"),
+    ("x --tune --size 1KiB", "too little"),
+    ("x --tune --size 900TiB", "host memory"),
+    ("x --tune --ranks 8", "use one process"),
+    ("x --workload llama3-8b --model llama3-8b", "exclude each other"),
+    ("x --index x --size 1GiB", "exclude each other"),
+    ("x --workload gpt-2", "not known"),
+    ("x --model gpt-2", "not known"),
+    ("x --model llama3-8b --optimizer sgd", "not known"),
+    ("x --model llama3-8b --layers 33", "has 32"),
+    ("x --optimizer adam", "needs --model"),
+    ("x --workload llama3-8b --layers 1", "needs --model"),
+    ("x --model llama3-8b --tensors 9", "goes with --size"),
+    ("x --size 1KiB --tensors 1000", "do not fit in"),
+    ("x --tensors 0", "out of range"),
+    ("x --entropy much", "not a kind of content"),
+    ("x --entropy 0", "not a kind of content"),
+    ("x --model llama3-405b", "host memory"),
+    ("x --simulate --dry-run", "exclude each other"),
+    ("x --ranks 8 --dry-run", "plans for one process"),
+    ("x --dry-run --host-rate 1GB/s", "goes with --simulate"),
+    ("x --rate 1GB/s", "--simulate or --dry-run"),
+    ("x --simulate", "Give --ranks 8"),
+    ("x --simulate --ranks 0", "0 ranks"),
+    ("x --simulate --ranks 9 --workload llama3-8b", "has 8 processes, not 9"),
+    ("x --simulate --ranks 8 --rate fast", "not a rate"),
+    ("x --simulate --ranks 8 --rate 1GB/s --rates-from x", "exclude each other"),
+    ("x --simulate --ranks 8 --rates-from none.json", "cannot be read"),
+    ("x --simulate --ranks 8 --prices put", "not a price"),
+    ("x --simulate --ranks 100000 --model llama3-8b", "shards"),
+    ("x --simulate --ranks 8 --size 900TiB", "too many to name"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED)
+def test_bad_arguments_are_refused_before_any_io(
+    arguments: str,
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With status 2."""
+    """The status is 2, and neither data nor a profile is written."""
     monkeypatch.chdir(tmp_path)
-    assert app.run(["bench", *arguments]) == 2
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("HOLDFAST_CONFIG")
+    assert app.run(["bench", *arguments.split()]) == 2
     assert said in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_disk_is_not_filled(tmp_path: Path) -> None:
-    """What would not fit is refused, with what is free."""
+    """A plan that exceeds the free space is refused, and so is a folder that cannot be written."""
     with pytest.raises(UsageError, match="would be stored in"):
         check(Plan(f"file://{tmp_path}", 1 << 20, 1), free=lambda folder: 3 << 20)
     check(Plan(f"file://{tmp_path}", 1 << 20, 1), free=lambda folder: 6 << 20)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_where_nothing_can_be_written_is_said_at_once(tmp_path: Path) -> None:
-    """By the storage's own error."""
     (tmp_path / "file").write_text("")
     with pytest.raises(HoldfastError):
         check(Plan(f"file://{tmp_path}/file/below", 1 << 20, 1))
 
 
 def test_a_storage_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All phases, in a document, as lines and as a page; nothing is left. So few bytes in one round
-    are not to be believed, which the status says."""
+    """The result has all phases, those of peers and of our driver alone among them, as a document,
+    as lines and as a page, and nothing is left. Rounds this short are invalid."""
     page, lines = tmp_path / "page.html", tmp_path / "lines.csv"
-    arguments = ["bench", str(tmp_path / "s"), "--size", "4MiB", "--runs", "1"]
+    arguments = ["bench", str(tmp_path / "s"), "--size", "4MiB", "--runs", "1", "--tensors", "64"]
+    arguments += ["--entropy", "50%", "--peer", "dcp,torchsave", "--driver-alone"]
     assert app.run([*arguments, "--json", "--html", str(page), "--csv", str(lines)]) == 1
     captured = capsys.readouterr()
     assert "round 1: save: " in captured.err
+    assert "INVALID: " in captured.err
+    document = json.loads(captured.out)
     found = decoded(captured.out, "x")
     assert [phase.name for phase in found.phases] == [
-        "write limit",
-        "save",
-        "async save",
-        "overwrite",
-        "read limit",
-        "load",
-        "verify",
-        "prune",
-        "delete",
+        *("write limit", "write alone", "save", "async save", "overwrite"),
+        *("save: DCP", "save: torch.save"),
+        *("read limit", "read alone", "load", "verify", "load: DCP", "load: torch.save"),
+        *("prune", "delete"),
     ]
+    without = {phase["name"] for phase in document["phases"] if phase["share"] is None}
+    assert without == {"write limit", "read limit", "prune", "delete"}
+    assert set(found.limits) == {"write limit", "read limit"}
+    config = found.config
+    assert (config["nbytes"], config["peers"]) == (4 << 20, "dcp,torchsave")
+    assert (config["workload"], config["content"]) == ("64 tensors of 64.0 KiB", "0.5")
     save, load = found.by_name["save"], found.by_name["load"]
     assert save.operations["write"].nbytes >= save.nbytes
-    assert 0 < save.operations["write"].quantile_s(0.5) <= save.operations["write"].quantile_s(0.99)
+    latency = save.operations["write"].quantiles_s
+    assert 0 < latency["p50"] <= latency["p99"]
     assert load.read_amplification == pytest.approx(1, rel=0.05)
     assert 0 < found.by_name["async save"].stall_s[0] < found.by_name["async save"].seconds[0]
     assert all(found.invalid[name] for name in ("save", "load"))
-    assert (tmp_path / "s").exists()
     assert list((tmp_path / "s").iterdir()) == []
     assert "INVALID" in page.read_text()
     rows = list(csv.DictReader(lines.read_text().splitlines()))
     assert [row["phase"] for row in rows] == [phase.name for phase in found.phases]
-    assert float(rows[1]["seconds"]) == found.by_name["save"].seconds[0]
+    assert float(rows[2]["seconds"]) == save.seconds[0]
 
 
 @pytest.mark.clocked
 @pytest.mark.parametrize("storage", ["s3://bucket/x?endpoint=http://{}", "hdfs://{}/x"])
-def test_a_storage_that_does_not_answer_is_told_soon(
-    monkeypatch: pytest.MonkeyPatch, storage: str
-) -> None:
-    """A server that takes connections and says nothing: neither the request, nor its end, nor the
-    driver's is waited for any longer."""
+def test_a_silent_storage_fails_soon(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+    """A server accepts connections and never answers: no step waits for longer than its limit."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setattr(plan_module, "ANSWER_S", 0.2)
@@ -259,24 +312,35 @@ def test_a_storage_that_does_not_answer_is_told_soon(
     assert time.monotonic() - began_s < 15
 
 
-def test_timeouts_may_be_whole_numbers_to_a_driver() -> None:
-    """As to those of fsspec, which would refuse a fraction before it asks the server."""
+def test_timeouts_are_whole_numbers() -> None:
+    """Drivers of fsspec refuse a fraction before they ask the server."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(StorageDownError):
         check(Plan(f"fsspec+ftp://127.0.0.1:{port}/x", 1 << 20, 1))
 
 
-def test_programs_are_told_why_a_result_is_invalid(capsys: pytest.CaptureFixture[str]) -> None:
-    """On stderr: stdout has the document."""
-    assert status_of({}, Output(None, None, True)) == 0
-    assert status_of({"save": ("it drifts", "too short")}, Output(None, None, True)) == 1
-    assert capsys.readouterr().err == "holdfast: INVALID: save: it drifts; too short\n"
+def test_phases_with_the_same_reason_share_a_line() -> None:
+    """The rest of many reasons is counted."""
+    invalid = dict.fromkeys(["a", "b", "c", "d"], ("it drifts",)) | {"": ("busy",)}
+    lines = invalid_lines(replace(measurement(), invalid=invalid))
+    assert lines == ["INVALID: a and 3 others: it drifts", "INVALID: all of it: busy"]
+    many = {str(number): (f"reason {number}",) for number in range(20)}
+    lines = invalid_lines(replace(measurement(), invalid=many))
+    assert lines[12:] == ["INVALID: 8 more reasons, which --json lists"]
+
+
+def test_percentiles_are_times_of_operations() -> None:
+    """Exact where each operation was timed; else the end of a bucket."""
+    found = timed_operations([number / 1000 for number in range(1, 101)], GB)
+    assert found.quantiles_s == {"p50": 0.05, "p90": 0.09, "p99": 0.099, "longest": 0.1}
+    assert (found.count, sum(found.histogram)) == (100, 100)
+    assert replace(found, exact_s=()).quantiles_s["longest"] == 2.0**-3
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
 def test_a_scheduler_or_a_closed_terminal_interrupts(serve: Serve, how: signal.Signals) -> None:
-    """Like a Ctrl-C, after which all that was written is deleted."""
+    """Both signals act like a Ctrl-C, after which all written data is deleted."""
 
     class Ending(MemoryDriver):
         async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -295,20 +359,19 @@ def test_a_scheduler_or_a_closed_terminal_interrupts(serve: Serve, how: signal.S
 
 
 class _Interrupted(list[float]):
-    """Is interrupted by a Ctrl-C wherever something is noted."""
+    """A list that is interrupted by a Ctrl-C on append."""
 
     def append(self, _: float) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
 def test_a_save_in_the_background_ends_before_an_interrupted_measurement() -> None:
-    """Nothing is deleted under it, of which it would complain after the last word."""
+    """Nothing is deleted under a running save, which would report an error at exit."""
     uri = f"memory://{uuid.uuid4().hex}?faults=delay:1,delay_s:0.02"
     plan = Plan(uri, 1 << 20, 1)
-    ranks = Ranks()
-    course = Course(plan, ranks, lambda line: None)
+    course = Course(plan, Ranks(), lambda line: None)
     course.note("async save").stall_s = _Interrupted()
-    phases = Phases(parse(uri), {"x": torch.ones(3)}, 12, plan, ranks, course)
+    phases = Phases(parse(uri), {"x": torch.ones(3)}, plan, course)
     background = next(each for each in phases.writing() if each.name == "async save")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -321,12 +384,12 @@ def test_a_save_in_the_background_ends_before_an_interrupted_measurement() -> No
 
 @pytest.mark.drill  # two ranks that are interrupted are in every run
 def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
-    """Ctrl-C in the middle of a round."""
+    """A Ctrl-C in the middle of a round deletes everything."""
     assert_interrupted_cleanly(tmp_path)
 
 
 def test_lines_and_page_of_a_result() -> None:
-    """A line a round; the page says what speaks against it."""
+    """CSV has a line for each round; the page has the reasons why figures are invalid."""
     found = replace(measurement(), invalid={"save": ("it drifts",), "": ("busy",)})
     rows = list(csv.reader(io.StringIO(csv_text(found))))
     assert len(rows) == 1 + 10
@@ -335,15 +398,6 @@ def test_lines_and_page_of_a_result() -> None:
     assert "INVALID: save: it drifts" in page
     assert "INVALID: all of it: busy" in page
     assert "<script" not in page
-
-
-def test_ranks_of_a_phase_are_one_job() -> None:
-    """It has ended when the last rank has; the first one is named beside it."""
-    ranks_s = ((1.0, 3.0), (2.0, 2.5))
-    phase = Phase("save", GB, (3.0, 2.5), ranks_s=ranks_s)
-    assert phase.first_s == 1.5
-    assert phase.rate == 2 * GB / 5.5
-    assert Phase("verify", GB, (3.0,), ranks_s=((3.0, 0.0),)).first_s == 3.0
 
 
 @pytest.mark.parametrize(
@@ -356,8 +410,8 @@ def test_ranks_of_a_phase_are_one_job() -> None:
         ({"PMI_RANK": "1", "PMI_SIZE": "2", **ADDRESS}, (1, 2)),
     ],
 )
-def test_launchers_say_who_a_process_is(variables: Mapping[str, str], job: tuple[int, int]) -> None:
-    """torchrun, Open MPI and what follows MPICH, each by variables of its own."""
+def test_launchers_define_the_rank(variables: Mapping[str, str], job: tuple[int, int]) -> None:
+    """torchrun, Open MPI and descendants of MPICH set different variables."""
     assert job_of(variables) == job
 
 
@@ -370,30 +424,30 @@ def test_launchers_say_who_a_process_is(variables: Mapping[str, str], job: tuple
     ],
 )
 def test_a_job_that_cannot_meet_is_refused(variables: Mapping[str, str], said: str) -> None:
-    """Before any rank waits for another."""
+    """The error comes before any rank waits for another."""
     with pytest.raises(UsageError, match=said):
         job_of(variables)
 
 
-def test_rounds_that_warm_up_do_not_count_and_time_has_a_limit(tmp_path: Path) -> None:
-    """A round that has begun is finished; no other one is begun."""
+def test_warm_ups_do_not_count_and_time_has_a_limit() -> None:
+    """A round that has begun is finished; no other begins."""
     said: list[str] = []
-    plan = Plan(f"file://{tmp_path}", 1 << 20, runs=50, warm_ups=1, limit_s=1e-6)
-    found = measured(plan, said.append)
-    assert all(len(phase.seconds) == 1 for phase in found.phases)
-    assert sum(line.startswith("round 1: save") for line in said) == 2
-    assert sum(line.startswith("round 2") for line in said) == 0
+    plan = Plan("file:///x", 1 << 20, runs=50, warm_ups=1, limit_s=1e-6)
+    course = Course(plan, Ranks(), said.append)
+    (phase,) = course.run([Contestant("save", lambda: None)], lambda name: GB)
+    assert (len(phase.seconds), phase.nbytes) == (1, GB)
+    assert [line.partition(": ")[0] for line in said] == ["round 1", "round 1"]
 
 
-def test_a_run_of_mlperfs_checkpoint_says_where_it_departs_from_the_rules(
+def test_departures_from_the_rules_of_mlperf_are_notes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Alone it always does; as notes, which a result keeps and shows. Other workloads have none."""
+    """One process always departs. A result keeps and shows the notes; other workloads have none."""
     plan = Plan("file:///x", 13 << 30, 5, mlperf("llama3-8b"))
     notes = mlperf_notes(plan)
     assert "1 of 8 processes save a part of llama3-8b: not comparable" in notes[0]
     assert "only 1 on a host, of 4 processes" in notes[1]
-    assert "5 checkpoints are written, not 10" in notes[2]
+    assert "5 checkpoints are written and read, not 10" in notes[2]
     assert mlperf_notes(replace(plan, runs=10), (8,)) == ()
     assert mlperf_notes(Plan("file:///x", 1 << 30, 5)) == ()
     found = replace(measurement(), notes=notes)
@@ -404,7 +458,7 @@ def test_a_run_of_mlperfs_checkpoint_says_where_it_departs_from_the_rules(
 
 
 def test_requests_cost_what_the_store_charges() -> None:
-    """By round; nothing is said without prices, or where nothing was counted."""
+    """The cost is by round, and unknown without prices or counts."""
     none = (0,) * 32
     operations = {
         "create": Operations(2, 0, none),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 
-from holdfast.bench.workloads.content import NORMAL, Content, parse_content
 from holdfast.bench.workloads.index import indexed
 from holdfast.bench.workloads.llama3 import llama3
 from holdfast.bench.workloads.llama_dimensions import LLAMA3
 from holdfast.bench.workloads.materialised import materialise
-from holdfast.bench.workloads.mlperf import MLPERF, mlperf
-from holdfast.bench.workloads.mlperf_rules import Checkpoints, Conduct, deviations
-from holdfast.bench.workloads.sized import Sized, equal_tensors
-from holdfast.bench.workloads.spec import Spec, Workload, nbytes_of_specs
+from holdfast.bench.workloads.mlperf import MLPERF, deviations, mlperf
+from holdfast.bench.workloads.sized import equal_tensors, sized
+from holdfast.bench.workloads.spec import NORMAL, Content, Spec, Workload, parse_content
 from holdfast.cli import app
 from holdfast.errors import HoldfastError, UsageError
 
@@ -44,7 +41,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_models_have_their_parameters_to_the_byte(name: str) -> None:
-    """Weights in bf16, and beside them nothing, the moments, or those and the masters."""
+    """Optimizers add nothing, the moments, or these and the masters to bf16 weights."""
     tensors, parameters, moments_nbytes = REAL[name]
     assert LLAMA3[name].parameters == parameters
     weights = llama3(name)
@@ -57,7 +54,7 @@ def test_real_models_have_their_parameters_to_the_byte(name: str) -> None:
 
 
 def test_names_are_those_of_hugging_face() -> None:
-    """And a model of its first layers has its ends too."""
+    """A model of the first layers has both ends."""
     workload = llama3("llama3-8b", layers=1)
     assert workload.name == "llama3-8b, 1 of 32 layers"
     specs = {spec.name: spec.shape for spec in workload.specs(0, 1)}
@@ -68,13 +65,13 @@ def test_names_are_those_of_hugging_face() -> None:
     assert specs["model.embed_tokens.weight"] == specs["lm_head.weight"] == (128256, 4096)
 
 
-@pytest.mark.parametrize("workload", [Sized(1 << 22), equal_tensors(1 << 20, 7)])
+@pytest.mark.parametrize("workload", [sized(1 << 22), equal_tensors(1 << 20, 7)])
 @pytest.mark.parametrize("world", [1, 3, 64])
 def test_ranks_share_all_of_a_state(workload: Workload, world: int) -> None:
-    """Each row once, however uneven; and sizes that are computed are those of the tensors."""
+    """Each row has one rank, however uneven; computed sizes are those of the tensors."""
     held = [workload.nbytes(rank, world) for rank in range(world)]
     specs = workload.specs(0, world)
-    assert held == [nbytes_of_specs(specs, rank, world) for rank in range(world)]
+    assert held == [sum(spec.local_nbytes(rank, world) for spec in specs) for rank in range(world)]
     assert sum(held) == sum(spec.nbytes for spec in specs)
     for spec in specs:
         shares = [spec.rows(rank, world) for rank in range(world)]
@@ -83,23 +80,24 @@ def test_ranks_share_all_of_a_state(workload: Workload, world: int) -> None:
 
 
 def test_shares_are_those_of_torch_chunk() -> None:
-    """Which cuts 5 rows for 4 ranks into 2, 2, 1 and none."""
+    """5 rows for 4 ranks are cut into 2, 2, 1 and none."""
     spec = Spec("w", (5, 3), "float16", sharded=True)
     assert [spec.local_shape(rank, 4) for rank in range(4)] == [(2, 3), (2, 3), (1, 3), (0, 3)]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_checkpoints_of_mlperf_have_their_published_sizes(name: str) -> None:
-    """To the byte, of the model and of the optimizer."""
+    """The bytes of model and optimizer are exact."""
     world, model_nbytes, total_nbytes = PUBLISHED[name]
     workload = mlperf(name)
     assert workload.world == world
     model = sum(spec.nbytes for rank in range(world) for spec in workload.model_specs(rank))
-    assert (model, workload.total_nbytes) == (model_nbytes, total_nbytes)
+    total = sum(workload.nbytes(rank, world) for rank in range(world))
+    assert (model, total) == (model_nbytes, total_nbytes)
 
 
 def test_only_the_first_replica_writes_the_model_in_zero_1() -> None:
-    """Whose ranks have three or four layers, and some an end of the model."""
+    """Ranks have three or four layers, and some an end of the model."""
     workload = mlperf("llama3-405b")
     sizes = [sum(spec.nbytes for spec in workload.model_specs(rank)) for rank in range(512)]
     assert all(sizes[:256])
@@ -111,7 +109,7 @@ def test_only_the_first_replica_writes_the_model_in_zero_1() -> None:
 
 
 def test_a_subset_holds_what_its_ranks_hold_in_the_whole_job() -> None:
-    """And names no tensor twice."""
+    """No tensor has two names."""
     workload = mlperf("llama3-70b")
     for rank in range(8):
         assert workload.specs(rank, 8) == workload.specs(rank, 64)
@@ -123,43 +121,22 @@ def test_a_subset_holds_what_its_ranks_hold_in_the_whole_job() -> None:
         workload.specs(8, 8)
 
 
-AS_RULED = Conduct(
-    host_processes=(4, 4),
-    writes=10,
-    reads=10,
-    writes_come_first=True,
-    rest_s=5.0,
-    is_synced=True,
-    written_nbytes=(3 * GIB, 3 * GIB),
-    memory_nbytes=(GIB, GIB),
-    cache_is_cleared=False,
-    results_are_apart=True,
-)
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("host_processes", "rounds", "rest_s", "said"),
     [
-        ({}, None),
-        ({"results_are_apart": None}, None),
-        ({"host_processes": (4, 2)}, "different numbers of processes"),
-        ({"host_processes": (2, 2)}, "not comparable"),
-        ({"host_processes": (2,) * 4}, "only 2 on a host, of 4 processes"),
-        ({"writes": 9}, "9 checkpoints are written, not 10"),
-        ({"reads": 5}, "5 checkpoints are read, not 10"),
-        ({"writes_come_first": False}, "before all of them"),
-        ({"rest_s": 1.0}, "1 s pass between checkpoints, not 5 s"),
-        ({"is_synced": False}, "fsync"),
-        ({"written_nbytes": (3 * GIB, 2 * GIB)}, "its cache is not cleared"),
-        ({"written_nbytes": (0, 0), "cache_is_cleared": True}, None),
-        ({"results_are_apart": False}, "one file system"),
+        ((4, 4), 10, 5.0, None),
+        ((4, 2), 10, 5.0, "different numbers of processes"),
+        ((2, 2), 10, 5.0, "not comparable"),
+        ((2,) * 4, 10, 5.0, "only 2 on a host, of 4 processes"),
+        ((8,), 9, 5.0, "9 checkpoints are written and read, not 10"),
+        ((8,), 10, 1.0, "1 s pass between checkpoints, not 5 s"),
     ],
 )
 def test_where_a_run_departs_from_the_rules_is_said(
-    change: dict[str, object], said: str | None
+    host_processes: tuple[int, ...], rounds: int, rest_s: float, said: str | None
 ) -> None:
-    """In a sentence each; nothing where it does not."""
-    found = deviations(mlperf("llama3-8b"), replace(AS_RULED, **change))
+    """Each departure is a sentence."""
+    found = deviations(mlperf("llama3-8b"), host_processes, rounds, rest_s)
     if said is None:
         assert found == []
     else:
@@ -169,19 +146,11 @@ def test_where_a_run_departs_from_the_rules_is_said(
 @pytest.mark.parametrize("name", [name for name in MLPERF if name != "llama3-8b"])
 def test_other_subsets_are_not_comparable(name: str) -> None:
     """Only the smallest checkpoint may be run by eight processes."""
-    assert "not comparable" in deviations(mlperf(name), AS_RULED)[0]
-
-
-def test_the_mean_of_rates_is_named_so() -> None:
-    """The slowest rank makes a checkpoint's duration; the mean of rates is more than the rate."""
-    found = Checkpoints(12, [(1.0, 2.0), (6.0, 3.0)])
-    assert found.durations_s == [2.0, 6.0]
-    assert found.throughputs == [6.0, 2.0]
-    assert (found.mean_duration_s, found.arithmetic_mean_rate, found.rate) == (4.0, 4.0, 3.0)
+    assert "not comparable" in deviations(mlperf(name), (4, 4), 10, 5.0)[0]
 
 
 def mesh_of(rank: int, world: int) -> DeviceMesh:
-    """A mesh as ``rank`` sees it, over which nothing is sent."""
+    """Return a mesh as ``rank`` sees it, which sends nothing."""
     return DeviceMesh("cpu", torch.arange(world), _init_backend=False, _rank=rank)
 
 
@@ -194,7 +163,7 @@ SPECS = [
 
 @pytest.mark.parametrize("content", [NORMAL, Content("uniform")], ids=["normal", "uniform"])
 def test_a_state_is_the_same_for_any_number_of_ranks(content: Content) -> None:
-    """Shards have the rows of the whole tensor, bit for bit, and another seed other bits."""
+    """Shards are rows of the whole tensor, bit for bit. Another seed gives other bits."""
     whole = materialise(SPECS, 0, 1, content=content)
     for rank in range(3):
         state = materialise(SPECS, rank, 3, content=content, mesh=mesh_of(rank, 3))
@@ -209,31 +178,26 @@ def test_a_state_is_the_same_for_any_number_of_ranks(content: Content) -> None:
 
 
 def test_floating_point_tensors_are_normal() -> None:
-    """Of whatever width."""
+    """This holds for any width."""
     state = materialise(SPECS[:2], 0, 1)
     for spec in SPECS[:2]:
         assert state[spec.name].float().std().item() == pytest.approx(1, 0.02)
 
 
-@pytest.mark.parametrize(("entropy", "ratio"), [("uniform", 1.0), ("25%", 4.0), ("0.5", 2.0)])
-def test_content_compresses_as_much_as_was_asked_for(entropy: str, ratio: float) -> None:
-    """And no page of it is another's."""
-    spec = Spec("w", (1 << 20,), "bfloat16", sharded=True)
+@pytest.mark.parametrize(
+    ("entropy", "ratio"), [("normal", 1.25), ("uniform", 1.0), ("25%", 4.0), ("0.5", 2.0)]
+)
+def test_content_compresses_as_requested(entropy: str, ratio: float) -> None:
+    """No page equals another."""
+    spec = Spec("w", (1 << 19,), "bfloat16", sharded=True)
     state = materialise([spec], 0, 1, content=parse_content(entropy))
     data = state["w"].view(torch.uint8).numpy().tobytes()
     assert len(data) / len(zlib.compress(data, 1)) == pytest.approx(ratio, rel=0.1)
-    assert len({data[start : start + 4096] for start in range(0, len(data), 4096)}) == 512
-
-
-def test_the_default_content_hardly_compresses() -> None:
-    """Constants would compress ten thousandfold."""
-    state = materialise([Spec("w", (1 << 18,), "bfloat16", sharded=True)], 0, 1)
-    data = state["w"].view(torch.uint8).numpy().tobytes()
-    assert len(data) / len(zlib.compress(data, 1)) < 1.4
+    assert len({data[start : start + 4096] for start in range(0, len(data), 4096)}) == 256
 
 
 def model_folder(folder: Path) -> Path:
-    """A model of two files with an index."""
+    """Make a model of two files with an index."""
     folder.mkdir()
     weight_map = {}
     for number, name in enumerate(("a", "b"), 1):
@@ -256,7 +220,7 @@ def model_folder(folder: Path) -> Path:
 def test_a_model_of_safetensors_files_is_a_workload(
     name: str, tensors: int, tmp_path: Path
 ) -> None:
-    """A folder, its index, or one file. Scalars are the first rank's."""
+    """It is a folder, its index, or one file. Rank 0 holds scalars."""
     workload = indexed(str(model_folder(tmp_path / "model") / name))
     specs = workload.specs(0, 4)
     assert len(specs) == tensors
@@ -267,36 +231,21 @@ def test_a_model_of_safetensors_files_is_a_workload(
     assert sum(tensor.nbytes for tensor in state.values()) == workload.nbytes(0, 1)
 
 
-def header_of(text: str, data_nbytes: int = 0) -> bytes:
-    """A safetensors file."""
-    return len(text).to_bytes(8, "little") + text.encode() + bytes(data_nbytes)
-
-
 @pytest.mark.parametrize(
     ("file", "content"),
     [
         ("model.safetensors.index.json", b'{"weight_map": {"w": "../../etc/x.safetensors"}}'),
-        ("model.safetensors.index.json", b'{"weight_map": {"w": "/etc/x.safetensors"}}'),
-        ("model.safetensors.index.json", b'{"weight_map": {"w": "/etc/passwd"}}'),
         ("model.safetensors.index.json", b'{"weight_map": {}}'),
-        ("model.safetensors.index.json", b"[" * 100_000),
         ("model.safetensors.index.json", b'{"weight_map": {"w": "gone.safetensors"}}'),
         ("model.safetensors", b"\xff" * 8),
-        ("model.safetensors", header_of("[" * 100_000)),
-        ("model.safetensors", header_of('{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}')),
-        ("model.safetensors", header_of('{"w":{"dtype":"F32","shape":[-1],"data_offsets":[0,0]}}')),
-        (
-            "model.safetensors",
-            header_of('{"w":{"dtype":"F32","shape":[0,4611686018427387903],"data_offsets":[0,0]}}'),
-        ),
-        ("model.safetensors", header_of("{}")),
+        ("model.safetensors", b"\2" + bytes(7) + b"{}"),
         ("weights.bin", b"nothing of ours"),
     ],
 )
 def test_hostile_files_are_refused(
     file: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a message and status 2, before anything is written."""
+    """The command has status 2 and writes nothing. Imports refuse the same files, and more."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / file).write_bytes(content)
@@ -306,43 +255,3 @@ def test_hostile_files_are_refused(
     assert app.run(["bench", str(target), "--index", str(folder)]) == 2
     assert "Traceback" not in capsys.readouterr().err
     assert not target.exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--workload", "llama3-8b", "--model", "llama3-8b"], "exclude each other"),
-        (["--index", "x", "--size", "1GiB"], "exclude each other"),
-        (["--workload", "gpt-2"], "not known"),
-        (["--model", "gpt-2"], "not known"),
-        (["--model", "llama3-8b", "--optimizer", "sgd"], "not known"),
-        (["--model", "llama3-8b", "--layers", "33"], "has 32"),
-        (["--optimizer", "adam"], "needs --model"),
-        (["--workload", "llama3-8b", "--layers", "1"], "needs --model"),
-        (["--model", "llama3-8b", "--tensors", "9"], "goes with --size"),
-        (["--size", "1KiB", "--tensors", "1000"], "do not fit in"),
-        (["--tensors", "0"], "out of range"),
-        (["--entropy", "much"], "not a kind of content"),
-        (["--entropy", "0"], "not a kind of content"),
-        (["--model", "llama3-405b"], "host memory"),
-    ],
-)
-def test_bad_combinations_are_refused_before_any_io(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With status 2 and a sentence."""
-    target = tmp_path / "target"
-    assert app.run(["bench", str(target), *arguments]) == 2
-    assert said in capsys.readouterr().err
-    assert not target.exists()
-
-
-def test_many_small_tensors_are_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The document names what was saved."""
-    arguments = ["--size", "1MiB", "--tensors", "64", "--entropy", "50%", "--runs", "1", "--json"]
-    assert app.run(["bench", str(tmp_path), *arguments]) == 1
-    config = json.loads(capsys.readouterr().out)["config"]
-    assert config["nbytes"] == 1 << 20
-    assert (config["workload"], config["content"]) == ("64 tensors of 16.0 KiB", "0.5")

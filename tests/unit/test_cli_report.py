@@ -1,29 +1,36 @@
-"""``holdfast report``: what it prints of one save, of several, and of none."""
+"""``holdfast report``: text, JSON, trace and page of one save, several, and none. A browser shows the
+page in the tests of servers."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.recorded import NBYTES, listed, record, save_of, slow_write, stage
 
 import holdfast
 from holdfast.bench.measured.result import Measurement, Phase, encoded
 from holdfast.cli import app
+from holdfast.cli.report.html import report_page
 from holdfast.storage.format.save_telemetry import (
     SaveTelemetry,
     encode_head,
     encode_record,
 )
+from holdfast.storage.operations.reporting.report_saves import RecordedSave
 
 STATE: dict[str, Any] = {"w": torch.arange(99.0)}
 
 
 def document(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
-    """What ``report --json`` prints."""
+    """Return the output of ``report --json``."""
     assert app.run(["report", "--json", *arguments]) == status
     return json.loads(capsys.readouterr().out)
 
@@ -50,8 +57,8 @@ def with_slow_rank(uri: Path, key: str = "data/x") -> SaveTelemetry:
 def test_one_save_is_shown_with_its_stragglers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who was slow comes first, then stages, ranks and operations; nothing in a key reaches the
-    terminal as a control sequence."""
+    """Stragglers come first, then stages, ranks and operations. No key reaches the terminal as a
+    control sequence."""
     holdfast.save(tmp_path, STATE, step=5)
     with_slow_rank(tmp_path, key="\x1b[31mred")
     assert app.run(["report", str(tmp_path)]) == 0
@@ -65,7 +72,7 @@ def test_one_save_is_shown_with_its_stragglers(
 
 
 def test_json_has_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is stored, and what it shows."""
+    """The document has the stored figures, and the findings."""
     holdfast.save(tmp_path, STATE, step=5)
     telemetry = with_slow_rank(tmp_path)
     (save,) = document(capsys, str(tmp_path))["saves"]
@@ -80,7 +87,7 @@ def test_json_has_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_run_is_shown_save_by_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One without telemetry and one whose telemetry is damaged say so, and hide no other."""
+    """Missing and damaged telemetry is reported, and hides no other save."""
     for step in (1, 2, 3, 4):
         telemetry: Any = "off" if step == 2 else "on"
         holdfast.save(tmp_path / str(step), STATE, step=step, telemetry=telemetry)
@@ -103,41 +110,42 @@ def test_a_run_is_shown_save_by_save(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_where_nothing_is_known_the_answer_is_no(
+def test_without_telemetry_the_answer_is_no(
     tmp_path: Path, damaged: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where what is stored is damaged: the message says which it is."""
-    holdfast.save(tmp_path, STATE, telemetry="on" if damaged else "off")
+    """The message says whether it is missing or damaged; no page is written."""
+    holdfast.save(tmp_path / "c", STATE, telemetry="on" if damaged else "off")
     for path in tmp_path.rglob("telemetry*"):
         path.write_bytes(b"foreign")
-    assert app.run(["report", str(tmp_path)]) == 1
+    assert app.run(["report", str(tmp_path / "c"), "--html", str(tmp_path / "page")]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert ("cannot be read" if damaged else "recorded no telemetry") in captured.err
-
-
-def test_where_there_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As for ``ls``."""
-    assert app.run(["report", str(tmp_path)]) == 1
+    assert not (tmp_path / "page").exists()
+    assert app.run(["report", str(tmp_path / "none")]) == 1
     assert "no checkpoint at or below" in capsys.readouterr().err
 
 
-def test_a_trace_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside what is printed; a file that cannot be written is an error."""
-    holdfast.save(tmp_path / "c", STATE)
-    trace = tmp_path / "trace.json"
-    assert app.run(["report", str(tmp_path / "c"), "--trace", str(trace)]) == 0
+def test_a_trace_and_a_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report is printed as well. A file that cannot be written is an error."""
+    uri = str(tmp_path / "c")
+    holdfast.save(uri, STATE, step=7)
+    trace, page = tmp_path / "trace.json", tmp_path / "report.html"
+    assert app.run(["report", uri, "--trace", str(trace), "--html", str(page)]) == 0
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"process_name", "write", "manifest"} <= names
-    assert app.run(["report", str(tmp_path / "c"), "--trace", str(tmp_path / "no/t")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "step     7" in capsys.readouterr().out
+    assert "upload_commit" in read(page.read_text(encoding="utf-8")).text
+    for option in ("--trace", "--html"):
+        assert app.run(["report", uri, option, str(tmp_path / "no/t")]) == 2
+        assert "cannot be written" in capsys.readouterr().err
 
 
-def test_rates_are_held_against_what_was_measured(
+def test_rates_are_compared_with_a_measurement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a part of the rate of saves in ``holdfast bench``, and of its limit; what makes the two
-    hard to compare is said."""
+    """Shares of the rate of saves in ``holdfast bench`` and of its limit are given, with anything
+    that limits the comparison."""
     uri = tmp_path / "run"
     for step in (1, 2):
         holdfast.save(uri / str(step), STATE, step=step)
@@ -167,3 +175,122 @@ def test_rates_are_held_against_what_was_measured(
     assert "of bench" in capsys.readouterr().out
     assert app.run(["report", first, "--bench", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+URI = "s3://bucket/run"
+
+
+class _Reader(HTMLParser):
+    """Reads the text and the attributes of a page, and checks that each element is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.words)
+
+
+def read(page: str) -> _Reader:
+    """Read a page to its end."""
+    reader = _Reader()
+    reader.feed(page)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def shown(*saves: SaveTelemetry) -> _Reader:
+    """Read the page of these saves."""
+    return read(report_page(URI, [RecordedSave(listed(save.step), save) for save in saves]))
+
+
+def lanes(reader: _Reader) -> Sequence[str]:
+    """Return the names of lanes and rows: each drawn rank has two."""
+    return re.findall(r"^rank \d+$", reader.text, re.MULTILINE)
+
+
+def test_the_page_of_one_save_names_its_stragglers() -> None:
+    """The words are those of the terminal; the pictures and tables are there."""
+    reader = shown(save_of({1: {"write": stage(8.0, NBYTES)}}, world=3))
+    assert "rank 1: slow device or network: write took 8.00 s, 4.0 times the typical" in reader.text
+    for title in ("Ranks over time", "Bytes by rank", "Latency of writes", "Stages, by busy time"):
+        assert title in reader.text
+    assert reader.tags.count("svg") == 5
+    assert lanes(reader) == ["rank 0", "rank 1", "rank 2"] * 2
+
+
+def test_a_save_of_one_rank_is_compared_with_nobody() -> None:
+    """Neither a line nor a picture compares it."""
+    reader = shown(save_of({}, world=1))
+    assert "stands out" not in reader.text.replace("What stands out is framed.", "")
+    assert "Bytes by rank" not in reader.text
+
+
+def test_outliers_of_many_ranks_are_drawn() -> None:
+    """A sample stands for the others, and the page says how many are omitted. In the heat map
+    several ranks share a row."""
+    reader = shown(save_of({777: {"write": stage(9.0, NBYTES)}}, world=1000))
+    assert "rank 777" in lanes(reader)
+    assert "976 ranks are not shown" in reader.text
+    assert "ranks 0–15" in reader.text
+    assert "ranks 768–783" in reader.text
+    assert "ranks 992–999" in reader.text
+
+
+def test_the_page_of_a_run_shows_its_saves_over_time() -> None:
+    """The newest is open. The table has a save without telemetry, with the reason."""
+    saves = [replace(save_of({}), step=step) for step in (100, 200, 300)]
+    known = [RecordedSave(listed(save.step), save) for save in saves]
+    reader = read(report_page(URI, [*known, RecordedSave(listed(400), None, "it is damaged")]))
+    assert "Duration of a save, by step" in reader.text
+    assert "it is damaged" in reader.text
+    assert reader.tags.count("details") == 3
+    assert reader.attributes.count(("open", "open")) == 1
+
+
+def test_names_from_files_are_text() -> None:
+    """Tags and control characters in names of stages, keys and URIs are shown, and do nothing."""
+    slow = replace(record(0), slowest=(slow_write(0, "\x1b[31m<b>"),))
+    hostile = replace(slow, stages={"<script>alert(1)</script>": stage(1.0)})
+    save = replace(save_of({}), ranks={0: hostile})
+    page = report_page('"><img src=x>', [RecordedSave(listed(1), save)])
+    reader = read(page)
+    assert not {"script", "img", "b"} & set(reader.tags)
+    assert "<script>alert(1)</script>" in reader.text
+    assert "\\x1b[31m<b>" in reader.text
+    assert "\x1b" not in page
+
+
+def test_the_page_asks_for_nothing() -> None:
+    """Its policy allows its own style only, and no attribute names an address."""
+    reader = shown(save_of({}))
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in reader.attributes
+    names = {name for name, _ in reader.attributes}
+    assert not {"src", "href", "style", "srcset", "action"} & names
+    assert not [name for name in names if name.startswith("on")]
+
+
+def test_figures_of_nothing_are_drawn() -> None:
+    """A save may take no time, have no bytes and count nothing."""
+    stages = {"plan": stage(0.0, count=0, first_s=0.0, last_s=0.0, histogram=())}
+    ranks = {rank: replace(record(rank), nbytes=0, stages=stages) for rank in range(2)}
+    reader = shown(replace(save_of({}), seconds=0.0, ranks=ranks))
+    assert "nan" not in reader.text
+    assert "Latency of writes" not in reader.text

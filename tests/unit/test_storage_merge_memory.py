@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.bench.llama import TINY, Job
 from holdfast.bench.planning_ranks import fragments_by_twins
-from holdfast.bench.simulated.fragments import by_host
+from holdfast.bench.simulated.fleet import by_host
 from holdfast.storage.format.fragment import StateLayout, decode_fragment
 from holdfast.storage.format.merge import merge
 

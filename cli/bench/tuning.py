@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.units import parse_duration, size_text
+from ...core.units import size_text
 from ...errors import UsageError
 from ..commands import print_json
+from ..progress import last_line
 from ..text import one_of, paint, printable
-from .driver_command import Output, runs_of, say, size_of
-from .workload import DEFAULT_SIZE
+from .arguments import DEFAULT_SIZE
+from .choices import Output, duration_of, runs_of, size_of
 
 if TYPE_CHECKING:
-    from ...bench.tuned.gain import Gain
-    from ...bench.tuned.tuning import Tuning
+    from ...bench.tuned.tuning import Gain, Tuning
 
 __all__ = ["run_tuning", "verdict_lines"]
 
@@ -49,14 +49,17 @@ def _tune(uri: str, given: Mapping[str, Any], output: Output) -> int:
         uri,
         size_of("--size", given["size"] or DEFAULT_SIZE),
         runs_of(given),
-        time_limit_s=_duration(given["time_limit"] or DEFAULT_LIMIT),
+        time_limit_s=duration_of(
+            "--time-limit", given["time_limit"] or DEFAULT_LIMIT, needs_unit=False
+        ),
     )
     file = None if given["only_show"] else check_keeping(os.environ)
     space = check_tuning(plan)  # before importing torch, which takes seconds
 
     from ...bench.tuned.tuning import tuned
 
-    found = tuned(plan, space, say)
+    with last_line() as say:
+        found = tuned(plan, space, say)
     kept = file is not None and found.is_worth_keeping
     if file is not None and kept:
         keep_profile(file, found.profile())
@@ -80,15 +83,6 @@ def _forget(uri: str, output: Output) -> int:
     else:
         print(f"{printable(place.uri)}: {one_of(count, 'profile')} removed")
     return 0
-
-
-def _duration(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise UsageError(
-            f"--time-limit {text!r} is not a duration: {error}", advice="Give one such as 60s."
-        ) from error
 
 
 def _print(found: Tuning, kept: Path | None) -> None:

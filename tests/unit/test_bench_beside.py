@@ -1,0 +1,343 @@
+"""The baselines of ``holdfast bench``: the limit of a storage, peers, and fio."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.bench.contest import Contestant, blamed, contest
+from holdfast.bench.limit.fio import Fio, fio_seconds
+from holdfast.bench.limit.of import limit_of
+from holdfast.bench.limit.raw_file import RawFile
+from holdfast.bench.limit.sweep import fastest_reader, fastest_writer
+from holdfast.bench.measured.beside import NOT_EQUAL, PeerContest
+from holdfast.bench.measured.result import Measurement, Phase
+from holdfast.bench.peers.choice import PEERS, asks_for_fio, chosen
+from holdfast.bench.peers.peer import Peer
+from holdfast.bench.states import State, build, flat_tensors
+from holdfast.cli import app
+from holdfast.drivers.uri import Uri, join, parse
+from holdfast.errors import FullError, StorageError, UsageError
+
+MIB = 1 << 20
+FILE = parse("file:///x")
+TINY_GIB = 1 / 256
+needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+
+
+def no_word(line: str) -> None:
+    """Ignore a line of progress."""
+
+
+@pytest.mark.parametrize(
+    ("root", "said"),
+    [
+        ("file://", ("O_DIRECT, ", "page cache, ")),
+        ("fsspec+file://", ("fsspec's file, ",)),
+        ("memory://bench", ("our driver of memory:// alone",)),
+    ],
+)
+def test_a_foreign_client_sets_the_limit(root: str, said: tuple[str, ...], tmp_path: Path) -> None:
+    """Only where there is none our driver does, and the name says so. Nothing is left."""
+    tried: list[str] = []
+    limit = limit_of(join(parse(f"{root}{tmp_path}"), "place"), 5 * MIB + 1, say=tried.append)
+    assert bool(tried) == (not root.startswith("memory"))
+    limit.writing.write()
+    limit.reading.write()
+    limit.reading.read()
+    if "file" in root:
+        stored = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+        assert stored >= 5 * MIB + 1
+    for client in (limit.writing, limit.reading) * 2:
+        assert client.name.startswith(said)
+        assert client.nbytes >= 5 * MIB + 1
+        client.remove()
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
+
+
+def test_a_file_that_is_too_short_is_no_limit(tmp_path: Path) -> None:
+    """A read of missing bytes must not look fast."""
+    raw = RawFile(tmp_path / "raw", 3 * MIB)
+    raw.write()
+    assert raw.path.stat().st_size == 3 * MIB
+    with pytest.raises(OSError, match="at once"):
+        replace(raw, nbytes=4 * MIB).read()
+
+
+@dataclass(frozen=True)
+class Sleeper:
+    """A client that takes a given time, and records its calls."""
+
+    name: str
+    takes_s: float
+    nbytes: int = 1 << 40
+    stored: object = None
+    done: list[str] = field(default_factory=list)
+
+    def at_size(self, nbytes: int) -> Sleeper:
+        """Return the client with another size, and the same record."""
+        return replace(self, nbytes=nbytes)
+
+    def write(self) -> None:
+        """Record the size."""
+        self.done.append(f"write {self.nbytes // MIB}")
+        time.sleep(self.takes_s)
+
+    def read(self) -> None:
+        """Record the call."""
+        self.done.append("read")
+        time.sleep(self.takes_s)
+
+    def remove(self) -> None:
+        """Record the call."""
+        self.done.append("remove")
+
+
+def test_the_fastest_setting_is_taken_at_full_size() -> None:
+    """It is tried at a reduced size; writers leave nothing."""
+    settings = [Sleeper("a", 0.03), Sleeper("b", 0.001), Sleeper("c", 0.03)]
+    best = fastest_writer(settings, say=no_word)
+    assert (best.name, best.nbytes) == ("b", 1 << 40)
+    assert settings[0].done == ["write 16", "remove", "write 256", "remove"]
+    assert settings[1].done == ["write 256", "remove"]
+
+
+def test_readers_read_cold() -> None:
+    """Settings with the same stored form share one write."""
+    seen: list[str] = []
+    settings = [
+        Sleeper("a", 0.03, stored=4, done=seen),
+        Sleeper("b", 0.001, stored=4, done=seen),
+        Sleeper("c", 0.03, stored=8, done=seen),
+    ]
+    assert fastest_reader(settings, make_cold=lambda: seen.append("cold"), say=no_word).name == "b"
+    assert seen[2:-3] == [
+        *("write 256", "cold", "read"),
+        *("cold", "read"),
+        *("write 256", "cold", "read"),
+    ]
+
+
+def test_a_sweep_of_a_slow_storage_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer bytes are tried, and no more settings once the time is over."""
+    monkeypatch.setattr("holdfast.bench.limit.sweep.SWEEP_S", 0.05)
+    settings = [Sleeper("a", 0.03), Sleeper("b", 0.03), Sleeper("c", 0.0)]
+    assert fastest_writer(settings, say=no_word).name in ("a", "b")
+    assert settings[0].done == ["write 16", "remove", "write 16", "remove"]
+    assert settings[2].done == []
+
+
+@pytest.mark.parametrize(
+    ("names", "uri", "said", "advice"),
+    [
+        ("nobody", "file:///x", "no peer is called 'nobody'", "dcp"),
+        ("torchsave", "s3://b/x", "torchsave cannot be measured on s3://", "dcp"),
+        ("all", "hdfs://h/x", "no peer can be measured on hdfs://", "Leave --peer out"),
+        ("dcp", "hdfs://h/x", "dcp cannot be measured on hdfs://", "Leave --peer out"),
+    ],
+)
+def test_impossible_peers_are_refused(names: str, uri: str, said: str, advice: str) -> None:
+    """The advice names the possible ones."""
+    with pytest.raises(UsageError, match=said) as caught:
+        chosen(names, parse(uri))
+    assert advice in str(caught.value)
+
+
+def test_absent_programs_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The error says how to install them; "all" omits them."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name: None if name == "safetensors" else find_spec(name),
+    )
+    with pytest.raises(UsageError, match=r"(?s)safetensors is not .*pip install safetensors"):
+        chosen("safetensors", FILE)
+    assert not {"safetensors", "runai"} & {peer.key for peer in chosen("all", FILE)}
+    with pytest.raises(UsageError, match="fio cannot be measured on s3://"):
+        asks_for_fio("dcp,fio", parse("s3://b/x"))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert not asks_for_fio("all", FILE)
+    with pytest.raises(UsageError, match=r"(?s)fio is not installed.*apt install fio"):
+        asks_for_fio("torchsave, fio", FILE)
+
+
+def test_peers_are_chosen_once_and_by_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name stands for different peers on different storages; fio is not among them."""
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/fio")
+    assert chosen("", FILE) == []
+    names = [peer.name for peer in chosen("dcp, torchsave,fio,dcp", FILE)]
+    assert names == ["DCP", "torch.save"]
+    assert [peer.name for peer in chosen("dcp", parse("fsspec+memory://x"))] == ["DCP, fsspec"]
+    served = [(peer.key, scheme) for peer in PEERS for scheme in peer.schemes]
+    assert len(set(served)) == len(served)
+    asked = [asks_for_fio(text, FILE) for text in ("torchsave, fio", "all", "torchsave")]
+    assert asked == [True, True, False]
+
+
+@pytest.mark.parametrize("peer", chosen("all", FILE), ids=lambda peer: peer.key)
+def test_each_installed_peer_returns_the_saved_state(peer: Peer, tmp_path: Path) -> None:
+    """The tensors of the state are equal bit for bit."""
+    found = PeerContest([peer], parse(tmp_path), build(TINY_GIB), no_word)
+    contest(found.saving(), 1, 0.0, no_word)
+    found.prepare()
+    contest(found.loading(), 1, 0.0, no_word)
+    assert found.invalid == {}
+
+
+def test_a_peer_that_returns_other_bytes_is_invalid(tmp_path: Path) -> None:
+    """One element of one tensor is enough. Its times are kept, and those of other peers."""
+    (good,) = chosen("torchsave", FILE)
+
+    def one_bit_off(uri: Uri, state: State) -> None:
+        good.load(uri, state)
+        tensor = max(flat_tensors(state).values(), key=lambda each: each.numel())
+        tensor.view(-1)[-1] += 1
+
+    broken = replace(good, key="broken", name="broken", load=one_bit_off)
+    found = PeerContest([good, broken], parse(tmp_path), build(TINY_GIB), no_word)
+    found.prepare()
+    series = contest(found.loading(), 2, 0.0, no_word)
+    assert [len(each.seconds) for each in series] == [2, 2]
+    assert found.invalid == {"save: broken": (NOT_EQUAL,), "load: broken": (NOT_EQUAL,)}
+
+
+def test_a_peer_that_fails_is_left_out(tmp_path: Path) -> None:
+    """The reason is printed at once, and is in the result; nothing of the peer stays."""
+    (good,) = chosen("torchsave", FILE)
+
+    def fail(uri: Uri, state: State) -> None:
+        raise RuntimeError(f"cannot load {len(state)} things")
+
+    broken = replace(good, name="broken", load=fail, saves=False)
+    said: list[str] = []
+    found = PeerContest([broken], parse(tmp_path), build(TINY_GIB), said.append)
+    assert said == ["broken is not measured: cannot load 3 things"]
+    reason = "not measured, because it failed: cannot load 3 things"
+    assert found.invalid == {"load: broken": (reason,)}
+    assert (found.saving(), found.loading()) == ([], [])
+    assert list(tmp_path.iterdir()) == []
+
+
+REPORT = """fio: this platform does not support something
+{"fio version": "fio-3.33", "jobs": [{"jobname": "write", "error": 0,
+ "read": {"io_bytes": 0, "bw_bytes": 0, "runtime": 0},
+ "write": {"io_bytes": 8388608, "bw_bytes": 33554432, "runtime": 250}}]}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes", "said"),
+    [
+        (REPORT, 9 * MIB, "fio moved 8,388,608 bytes of 9,437,184"),
+        (REPORT.replace('"error": 0', '"error": 5'), 8 * MIB, "fio moved"),
+        (REPORT.replace("runtime", "run"), 8 * MIB, "cannot be read"),
+        (REPORT.replace("[{", "[{},{"), 8 * MIB, "cannot be read"),
+        (REPORT[:-1], 8 * MIB, "cannot be read"),
+        ("", 8 * MIB, "cannot be read"),
+    ],
+)
+def test_other_reports_of_fio_are_refused(text: str, nbytes: int, said: str) -> None:
+    """Warnings may precede a good one."""
+    assert fio_seconds(REPORT, "write", 8 * MIB) == 0.25
+    with pytest.raises(OSError, match=said):
+        fio_seconds(text, "write", nbytes)
+
+
+@pytest.mark.parametrize("threads", [1, 4, 16])
+@pytest.mark.parametrize("nbytes", [4096, MIB + 1, 128 * MIB, 128 * MIB + 1, 1000 * MIB + 4097])
+def test_fio_moves_as_much_as_the_limit(nbytes: int, threads: int) -> None:
+    """It moves some pages more, in blocks of at most 16 MiB, so shares are by the bytes of each."""
+    fio = Fio(RawFile(Path("f"), nbytes, threads))
+    blocks = -(-fio.nbytes // (16 * MIB))
+    assert 0 <= fio.nbytes - nbytes < 4096 * threads * max(blocks, 1)
+    phases = (Phase("write limit", 100, (1.0,)), Phase("fio write", 110, (2.0,)))
+    assert Measurement("file:///x", 0.0, {}, {}, phases).share("fio write") == pytest.approx(0.55)
+
+
+@needs_fio
+@pytest.mark.parametrize("preallocate", [False, True])
+def test_fio_writes_and_reads_a_file(tmp_path: Path, preallocate: bool) -> None:
+    """The folder's name may have a colon, which fio takes for a separator."""
+    folder = tmp_path / "a:b"
+    folder.mkdir()
+    fio = Fio(RawFile(folder / "file", 3 * MIB + 5, 4, preallocate))
+    assert 0 < fio.write() < 60
+    assert [path.stat().st_size for path in folder.iterdir()] == [fio.nbytes]
+    assert 0 < fio.read() < 60
+    fio.remove()
+    assert list(folder.iterdir()) == []
+    with pytest.raises(OSError, match="error=No such file or directory"):
+        Fio(RawFile(Path("/proc/self/file"), MIB, 4)).try_out()
+
+
+FAKE_FIO = """#!{python} -IS
+import json, pathlib, sys
+given = dict(each.lstrip("-").partition("=")[::2] for each in sys.argv[1:])
+calls = pathlib.Path({calls!r})
+calls.write_text(calls.read_text() + "x" if calls.exists() else "x")
+if len(calls.read_text()) > 4:
+    sys.exit("fio: io error on the device")
+pathlib.Path(given["filename"]).touch()
+moved = int(given["size"]) * int(given["numjobs"])
+job = {{"error": 0, given["rw"]: {{"io_bytes": moved, "runtime": 1}}}}
+print(json.dumps({{"jobs": [job]}}))
+"""
+
+
+def test_fio_fails_in_mid_contest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command names it and its last words, without a traceback, and deletes its folder."""
+    program, folder = tmp_path / "bin" / "fio", tmp_path / "scratch"
+    program.parent.mkdir()
+    calls = str(tmp_path / "calls")
+    program.write_text(FAKE_FIO.format(python=sys.executable, calls=calls))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    arguments = ["bench", str(folder), "--size", "1MiB", "--runs", "1", "--peer", "fio"]
+    assert app.run(arguments) == 2
+    said = capsys.readouterr().err
+    assert "fio write failed: fio ended with 1: fio: io error on the device" in said
+    assert list(folder.iterdir()) == []
+
+
+def failing(error: BaseException) -> Callable[[], None]:
+    """Return a function that raises the error."""
+
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("step", ["before", "run", "after"])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "save: torch failed: .*No space left on device"),
+        (RuntimeError("first\nlast"), "save: torch failed: last"),
+        (KeyError(), "save: torch failed: KeyError"),
+    ],
+)
+def test_errors_of_other_programs_name_them(step: str, error: Exception, said: str) -> None:
+    """This holds for any error, in each step."""
+    contestant = Contestant("save: torch", **{"run": lambda: None, step: failing(error)})
+    with pytest.raises(StorageError, match=said) as caught:
+        getattr(blamed(contestant, parse("memory://x")), step)()
+    assert caught.value.__cause__ is error
+    assert caught.value.uri == "memory://x"
+
+
+@pytest.mark.parametrize("error", [FullError("no space"), KeyboardInterrupt()])
+def test_our_own_errors_are_unchanged(error: BaseException) -> None:
+    """They say everything already."""
+    with pytest.raises(type(error)) as caught:
+        blamed(Contestant("write alone", failing(error)), parse("memory://x")).run()
+    assert caught.value is error
