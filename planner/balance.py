@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .columns import Ints
 
-__all__ = ["SHARE_UNIT", "Group", "balance"]
+__all__ = ["SHARE_UNIT", "Group", "balance", "water_fill"]
 
 Group = tuple[int, ...]
 """Ranks, ascending, that hold the same bytes."""
@@ -73,13 +73,12 @@ def balance(held: Mapping[Group, int], world: int) -> dict[Group, tuple[int, ...
 
 
 def _pour(pools: Sequence[_Pool], load: Loads, least: float) -> None:
-    """Update the members' bytes, and ``load``, until the maximum load is ``least`` or nothing
-    changes."""
+    """Update shares and ``load`` until the maximum is ``least`` or nothing changes."""
     for _ in range(min(ROUNDS_MAX, 2 + POURED_MAX // max(len(pools), 1))):
         before = load.copy()
         for pool in pools:
             others = load[pool.members] - pool.written
-            pool.written = _poured(others, pool.nbytes)
+            pool.written = water_fill(others, pool.nbytes)
             load[pool.members] = others + pool.written
         if (
             load.max() <= least * (1 + WORTH / 10)
@@ -88,16 +87,12 @@ def _pour(pools: Sequence[_Pool], load: Loads, least: float) -> None:
             return
 
 
-def _poured(others: Loads, nbytes: float) -> Loads:
-    """Return the bytes each member writes if the least loaded are filled up to one level, (n,).
-
-    They add up to ``nbytes``.
-    """
-    steps = np.sort(others)
-    levels = (np.cumsum(steps) + nbytes) / np.arange(1, len(steps) + 1)
-    filled = int(np.flatnonzero(steps < levels)[-1])  # steps below their level come first
-    written: Loads = np.maximum(levels[filled] - others, 0.0)
-    return written
+def water_fill(loads: Loads | Ints, nbytes: float) -> Loads:
+    """Return the part of ``nbytes`` that each must get to make the loads as even as possible."""
+    # The first entry is the level if the lowest load got all of it, the second if two shared it.
+    levels = (np.cumsum(np.sort(loads)) + nbytes) / np.arange(1, len(loads) + 1)
+    parts: Loads = np.maximum(levels.min() - loads, 0.0)
+    return parts
 
 
 def _cuts(pool: _Pool) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..core.units import ceil_div
 
-__all__ = ["Box", "contiguous_range", "flat_to_boxes", "intersect", "row_strides"]
+__all__ = ["Box", "flat_to_boxes", "intersect", "row_strides"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +85,6 @@ def row_strides(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def contiguous_range(box: Box, lengths: Sequence[int]) -> tuple[int, int] | None:
-    """Return ``(start, stop)`` of ``box`` in an array of shape ``lengths``, in row-major order.
-
-    None if the box is not one run there. An empty box is an empty run. The box must lie within the
-    array.
-    """
-    start = sum(
-        offset * stride for offset, stride in zip(box.offsets, row_strides(lengths), strict=True)
-    )
-    volume = box.volume
-    outermost = next((dim for dim, length in enumerate(box.lengths) if length != 1), box.ndim)
-    if volume and box.lengths[outermost + 1 :] != tuple(lengths[outermost + 1 :]):
-        return None
-    return start, start + volume
-
-
 def flat_to_boxes(lengths: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return elements [start, stop) of an array in row-major order, as disjoint boxes in that
     order.
@@ -119,10 +103,7 @@ def flat_to_boxes(lengths: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def _boxes(prefix: tuple[int, ...], lengths: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Return the boxes of a non-empty range [start, stop) of an array of shape ``lengths``.
-
-    ``prefix`` is the array's index in the enclosing one.
-    """
+    """Return the boxes of a non-empty range of the array at index ``prefix`` of the whole one."""
     row = math.prod(lengths[1:])
     # The rows from head to tail are whole.
     head = ceil_div(start, row)

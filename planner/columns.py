@@ -115,8 +115,7 @@ def flat_boxes(shape: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, 
 def _slabs(
     shape: Ints, step: Ints, dim: int, first: Ints, end: Ints
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return the boxes of whole indices of ``dim`` from element ``first`` to ``end``, where not
-    empty."""
+    """Return the non-empty boxes of whole indices of ``dim`` from element ``first`` to ``end``."""
     row = np.flatnonzero(end > first)
     first = first[row]
     offsets = first[:, None] // step[row] % shape[row]

@@ -54,8 +54,7 @@ def flawed(shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> Bools:
 
 
 def _in_bounds(within: Ints, offsets: Ints, lengths: Ints) -> Bools:
-    """Return which boxes have elements, all inside an array of lengths ``within``: (n, D) ->
-    (n,)."""
+    """Return which boxes have elements, all inside arrays of lengths ``within``: -> (n,)."""
     # Subtract instead of adding: offset + length of a hostile table could wrap around.
     fits = np.ones(len(offsets), dtype=np.bool_)
     for dim in range(offsets.shape[1]):
@@ -67,8 +66,7 @@ def _in_bounds(within: Ints, offsets: Ints, lengths: Ints) -> Bools:
 
 
 def _where(mask: Bools) -> Ints | slice:
-    """Return the true rows of a mask as an index; a slice, which copies nothing, if all are
-    true."""
+    """Return the true rows of a mask; as a slice, which copies nothing, if all are true."""
     if mask.all():
         return slice(None)
     return np.flatnonzero(mask)
@@ -157,10 +155,7 @@ def _flag_cut(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: I
 
 
 def _cut(flags: Bools, groups: _Groups, dim: int) -> _Groups:
-    """Split every group along ``dim`` at the planes that none of its boxes crosses.
-
-    Flags tensors with a gap at a plane.
-    """
+    """Split groups along ``dim`` at planes that no box crosses. Flags tensors with a gap there."""
     if not len(groups.tensor):
         return groups
     groups = groups.take(np.lexsort((groups.low[:, dim], groups.group)))

@@ -19,7 +19,6 @@ import numpy as np
 
 from ..core import safetensors
 from ..core.units import ceil_div, round_up
-from .box import Box
 from .columns import Ints, volumes
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "ImageLayout",
     "blocks_of",
     "lay_out",
-    "shard_name",
     "shard_names",
 ]
 
@@ -86,18 +84,13 @@ def blocks_of(nbytes: int, block_nbytes: int) -> int:
     return ceil_div(nbytes, block_nbytes)
 
 
-def shard_name(fqn: str, shape: Sequence[int], box: Box) -> str:
-    """Return the name of a shard in its image.
-
-    That is the tensor's name if the shard is whole, otherwise like ``wq[0:128,0:4096]``.
-    """
-    return fqn if box.lengths == tuple(shape) else f"{fqn}{box}"
-
-
 def shard_names(
     fqns: Sequence[str], shape: Ints, ndim: Ints, offsets: Ints, lengths: Ints
 ) -> list[str]:
-    """Return ``shard_name`` of n shards: columns (n,) and, padded, (n, D)."""
+    """Return the names of n shards in their images, from columns (n,) and, padded, (n, D).
+
+    That is the tensor's name for a whole tensor, otherwise a text like ``wq[0:128,0:4096]``.
+    """
     names = list(fqns)
     for row in np.flatnonzero((lengths != shape).any(axis=1)).tolist():
         dims = slice(int(ndim[row]))

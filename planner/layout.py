@@ -3,8 +3,7 @@
 Whatever shards a tensor (a device mesh, a flat buffer, a framework's own scheme) is described to
 the planner by this protocol alone: as boxes, or as a flat range.
 
-Scope: one rank and one tensor. :mod:`.placement` derives layouts from meshes; :mod:`.regions` turns
-many layouts into columns.
+:mod:`.placement` derives layouts from meshes; :func:`regions_of` turns many into columns.
 """
 
 from __future__ import annotations
@@ -13,9 +12,12 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from .box import Box, flat_to_boxes, row_strides
+from .columns import Ints, flat_boxes, padded
 
 __all__ = [
     "BoxLayout",
@@ -24,7 +26,9 @@ __all__ = [
     "LocalLayout",
     "MeshLayout",
     "Piece",
+    "Regions",
     "local_layout",
+    "regions_of",
 ]
 
 
@@ -69,7 +73,7 @@ class Layout(Protocol):
         """The non-empty boxes that this rank holds, disjoint, in the row-major order of its local
         tensor.
 
-        For flat ranges, :mod:`.regions` computes all boxes at once, which is faster.
+        For flat ranges, :func:`regions_of` computes all boxes at once, which is faster.
         """
 
     @property
@@ -104,17 +108,14 @@ class _Boxes:
 
     @property
     def flat_range(self) -> None:
-        """Always None: the layout consists of boxes."""
         return
 
     @property
     def is_empty(self) -> bool:
-        """True if there is no box."""
         return not self.pieces
 
     @property
     def region(self) -> str:
-        """The boxes as text."""
         return "".join(str(piece.box) for piece in self.pieces)
 
 
@@ -132,16 +133,14 @@ class LocalLayout(_Boxes):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor itself."""
         return self.shape
 
     @property
     def holders(self) -> None:
-        """Always None: not known."""
+        """Not known."""
 
     @property
     def ranks(self) -> int:
-        """Always 1."""
         return 1
 
 
@@ -179,12 +178,10 @@ class _Alone:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Always empty: no other rank is known."""
         return ()
 
     @property
     def ranks(self) -> int:
-        """Always 1."""
         return 1
 
 
@@ -197,7 +194,6 @@ class BoxLayout(_Alone, _Boxes):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the box."""
         return self.box.lengths
 
     @property
@@ -216,12 +212,10 @@ class FlatLayout(_Alone):
 
     @property
     def local_shape(self) -> tuple[int]:
-        """Number of elements in the range."""
         return (self.stop - self.start,)
 
     @property
     def flat_range(self) -> tuple[int, int]:
-        """The range."""
         return self.start, self.stop
 
     @property
@@ -235,10 +229,74 @@ class FlatLayout(_Alone):
 
     @property
     def is_empty(self) -> bool:
-        """True if the range is empty."""
         return self.start == self.stop
 
     @property
     def region(self) -> str:
         """A text such as ``[flat 10:25]``."""
         return f"[flat {self.start}:{self.stop}]"
+
+
+class Regions(NamedTuple):
+    """Boxes. Dimensions beyond a tensor's own are padded: offset 0, length 1.
+
+    ``row``            (n,) index of the layout; ascending
+    ``offsets``        (n, D) first element of the box in the global tensor
+    ``lengths``        (n, D)
+    ``local_start``    (n,) element of the local tensor at which it begins, in row-major order
+    ``local_shape``    (n, D) shape of the array whose row-major strides it has there, see
+                       :class:`Piece`
+    """
+
+    row: Ints
+    offsets: Ints
+    lengths: Ints
+    local_start: Ints
+    local_shape: Ints
+
+
+def regions_of(layouts: Sequence[Layout], ndim: int) -> Regions:
+    """Return the boxes of ``layouts``, for tensors of at most ``ndim`` dimensions.
+
+    They are ordered by row, and within a row by position in the local tensor.
+    """
+    flat = [row for row, layout in enumerate(layouts) if layout.flat_range is not None]
+    if not flat:
+        return _of_pieces(layouts, ndim)
+    ranges = _of_ranges(layouts, flat, ndim)
+    pieces = _of_pieces(layouts, ndim)
+    both = [np.concatenate(pair) for pair in zip(pieces, ranges, strict=True)]
+    order = np.argsort(both[0], kind="stable")
+    return Regions(*(column[order] for column in both))
+
+
+def _of_pieces(layouts: Sequence[Layout], ndim: int) -> Regions:
+    """Return the boxes of the layouts that consist of boxes."""
+    held = [
+        (row, piece)
+        for row, layout in enumerate(layouts)
+        if layout.flat_range is None
+        for piece in layout.pieces
+    ]
+    return Regions(
+        row=np.array([row for row, _ in held], np.int64),
+        offsets=padded([piece.box.offsets for _, piece in held], ndim, 0),
+        lengths=padded([piece.box.lengths for _, piece in held], ndim, 1),
+        local_start=np.array([piece.local_start for _, piece in held], np.int64),
+        local_shape=padded([piece.local_shape for _, piece in held], ndim, 1),
+    )
+
+
+def _of_ranges(layouts: Sequence[Layout], rows: Sequence[int], ndim: int) -> Regions:
+    """Return the boxes of the flat ranges in ``rows``."""
+    shape = padded([layouts[row].shape for row in rows], ndim, 1)
+    found = [layouts[row].flat_range for row in rows]
+    start, stop = np.array(found, np.int64).T
+    at, offsets, lengths, begin = flat_boxes(shape, start, stop)
+    return Regions(
+        row=np.array(rows, np.int64)[at],
+        offsets=offsets,
+        lengths=lengths,
+        local_start=begin - start[at],
+        local_shape=lengths,
+    )

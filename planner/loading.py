@@ -19,7 +19,7 @@ from .columns import Ints, contiguous, cut, flat_starts, ranges, strides, union,
 from .image import BLOCK_NBYTES, CHUNK_NBYTES
 from .table import ShardTable, TensorTable
 
-__all__ = ["LoadPlan", "StridedCopy", "Targets", "plan_load", "strided_copies", "strided_parts"]
+__all__ = ["LoadPlan", "StridedCopy", "Targets", "plan_load", "strided_copies"]
 
 # Pairs of a target and a shard of its tensor examined at once; limits the memory of planning.
 PAIRS_PER_BATCH = 1 << 22
@@ -94,11 +94,6 @@ class LoadPlan:
     lengths: Ints
     bytes_wanted: int
 
-    @property
-    def bytes_planned(self) -> int:
-        """Total bytes of all reads."""
-        return int((self.stop - self.start).sum())
-
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
@@ -151,17 +146,6 @@ def plan_load(
     return _plan(pairs, base, start, stop, pair, read)
 
 
-def strided_parts(stored: Box, wanted: Box, e0: int, e1: int) -> list[Box]:
-    """Return the intersection of ``wanted`` with elements [e0, e1) of ``stored``, as disjoint
-    boxes.
-
-    The elements are in the row-major order of ``stored``. All boxes are in elements of the global
-    tensor.
-    """
-    flat = (box.shifted(stored.offsets) for box in flat_to_boxes(stored.lengths, e0, e1))
-    return [part for box in flat if (part := intersect(box, wanted)) is not None]
-
-
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
     """A ``box`` in elements of the global tensor, at byte ``start`` of the image's file.
@@ -189,7 +173,10 @@ def strided_copies(
     first = (int(plan.src[copy]) - start) // itemsize
     last = first + int(plan.nbytes[copy]) // itemsize
     strides = row_strides(stored.lengths)
-    for part in strided_parts(stored, wanted, first, last):
+    for box in flat_to_boxes(stored.lengths, first, last):
+        part = intersect(box.shifted(stored.offsets), wanted)
+        if part is None:
+            continue
         steps = zip(part.offsets, stored.offsets, strides, strict=True)
         at = sum((a - b) * stride for a, b, stride in steps)
         yield StridedCopy(part, start + at * itemsize, strides)
@@ -255,10 +242,7 @@ def _with_common_elements(
 def _pairs(
     tensors: TensorTable, shards: ShardTable, targets: Targets, base: Ints, hashed_end: Ints
 ) -> _Pairs:
-    """Return the intersections of shards and targets, and their positions on both sides.
-
-    Images begin at ``base`` on the line.
-    """
+    """Return the intersections of shards and targets; images begin at ``base`` on the line."""
     shard, target = _meeting(shards, targets, len(tensors))
     stored_offsets = shards.offsets[shard]
     stored = shards.lengths[shard]
@@ -334,8 +318,7 @@ def _runs(pairs: _Pairs, block_nbytes: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _collapsed(pairs: _Pairs, block_nbytes: int) -> tuple[Ints, Ints]:
-    """Return the repetitions of each pair's runs per dimension (n, D), and the elements of one run
-    (n,)."""
+    """Return each pair's repeated runs per dimension (n, D), and the elements of a run (n,)."""
     steps = strides(pairs.stored)
     counts = pairs.lengths.copy()
     nelems = np.ones(len(counts), dtype=np.int64)

@@ -143,10 +143,6 @@ class StripeRepair:
         """The blocks that other members have to supply."""
         return (*self.data, *self.parity)
 
-    @property
-    def pulled_nbytes(self) -> int:
-        return sum(block.nbytes for block in self.pulled)
-
 
 @dataclass(frozen=True, slots=True)
 class Lane:
@@ -225,15 +221,6 @@ class Lane:
     def to_pull(self, lost: Collection[int], want: int) -> list[DataBlock | ParityBlock]:
         """Return all blocks that :meth:`repairs` needs, in its order."""
         return [block for repair in self.repairs(lost, want) for block in repair.pulled]
-
-    def recoverable(self, lost: Collection[int]) -> bool:
-        """Return whether the images of all ``lost`` members can be rebuilt."""
-        try:
-            for member in lost:
-                self.repairs(lost, member)
-        except ValueError:
-            return False
-        return True
 
     def _repair(self, wanted: DataBlock, lost: Collection[int]) -> StripeRepair:
         stripe = self.stripe_of(wanted)

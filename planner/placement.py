@@ -136,10 +136,7 @@ def _local_starts(intervals: Intervals) -> list[int]:
 
 
 def _chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Return chunk ``index`` of ``parts`` chunks of [start, stop), cut like torch.chunk.
-
-    Empty chunks come last.
-    """
+    """Return one chunk of [start, stop), cut like torch.chunk: empty chunks come last."""
     step = ceil_div(stop - start, parts)
     return min(start + step * index, stop), min(start + step * (index + 1), stop)
 

@@ -123,8 +123,7 @@ def _position(group: tuple[int, ...], rank: int) -> int:
 def _parts(
     shared: Holdings, members: Ints, position: Ints, shares: Mapping[Group, tuple[int, ...]]
 ) -> tuple[Ints, Ints]:
-    """Return the range of elements, in row-major order, that this rank writes of each shared
-    box."""
+    """Return the elements [begin, end), row-major, that this rank writes of each shared box."""
     begin = np.empty(len(shared), dtype=np.int64)
     end = np.empty(len(shared), dtype=np.int64)
     order = _line_up(shared)
@@ -158,10 +157,7 @@ def _line_up(shared: Holdings) -> Ints:
 
 
 def _granules(boxes: Holdings, nbytes_max: Ints) -> Ints:
-    """Return the number of elements to cut at, per box (n,).
-
-    That is the largest suffix of its dimensions with at most ``nbytes_max`` bytes, or 1.
-    """
+    """Return the largest suffix of each box's dimensions of at most ``nbytes_max``, or 1: (n,)."""
     granule = np.ones(len(boxes), dtype=np.int64)
     suffix = np.ones(len(boxes), dtype=np.int64)
     for dim in range(boxes.lengths.shape[1] - 1, -1, -1):

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from .balance import water_fill
 from .columns import Ints, cut, union
 from .loading import LoadPlan
 
@@ -192,18 +192,8 @@ def _readers(first: Ints, member: Ints, nbytes: Ints, members: int) -> Ints:
     for group, units in sorted(groups.items(), key=lambda item: len(item[0])):
         among = np.array(group)
         sizes = nbytes[units]
-        ends = np.cumsum(_shares(loads[among], int(sizes.sum())))
+        ends = np.cumsum(water_fill(loads[among], float(sizes.sum())))
         chosen = among[np.searchsorted(ends[:-1], np.cumsum(sizes) - sizes / 2, side="right")]
         reader[units] = chosen
         np.add.at(loads, chosen, sizes)
     return reader
-
-
-def _shares(loads: Ints, nbytes: int) -> npt.NDArray[np.floating]:
-    """Return the part of ``nbytes`` that each must get to make the loads as even as possible."""
-    ascending = np.sort(loads)
-    levels = (np.cumsum(ascending) + nbytes) / np.arange(
-        1, len(loads) + 1
-    )  # if the first 1, 2, ... got all of it
-    shares: npt.NDArray[np.floating] = np.maximum(levels.min() - loads, 0)
-    return shares

@@ -13,7 +13,7 @@ from ...core.lru import LruCache
 from ...planner.balance import Group
 from ...planner.columns import padded
 from ...planner.image import ImageLayout, lay_out, shard_names
-from ...planner.regions import regions_of
+from ...planner.layout import regions_of
 from ...planner.saving import Holdings, divide
 from ...planner.table import ShardTable, TensorTable
 from ..format.fragment import StateLayout, layout_of

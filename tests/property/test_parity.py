@@ -79,7 +79,6 @@ def test_any_loss_that_may_be_is_rebuilt(scheme: tuple[int, int, int], data: st.
     for lane in lanes(sizes, parity, width):
         images = [random.integers(0, 256, nbytes, dtype=np.uint8) for nbytes in lane.image_nbytes]
         stored = guarded(lane, images)
-        assert lane.recoverable(lost)
         for want in lost:
             assert np.array_equal(rebuilt(lane, lost, want, images, stored), images[want])
 
@@ -87,8 +86,7 @@ def test_any_loss_that_may_be_is_rebuilt(scheme: tuple[int, int, int], data: st.
 @examples(150)
 @given(schemes(), st.data())
 def test_every_byte_is_guarded_by_others(scheme: tuple[int, int, int], data: st.DataObject) -> None:
-    """The blocks of an image are all of it, each once; no parity lies with a member that gives data
-    to it; and no member holds more parity than the longest image has in so many blocks."""
+    """An image's blocks cover it; others hold its parity, and no more than their part."""
     members, parity, width = scheme
     sizes = data.draw(st.lists(IMAGE_NBYTES, min_size=members, max_size=members))
     lane = Lane(tuple(sizes), parity, width)
@@ -107,8 +105,7 @@ def test_every_byte_is_guarded_by_others(scheme: tuple[int, int, int], data: st.
 @examples(150)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(2, 8), st.integers(1, 2))
 def test_groups_survive_the_loss_of_any_domain(domains: list[int], size: int, parity: int) -> None:
-    """Or they are refused; and they never are where every host is a domain of its own, and there
-    are enough of them."""
+    """Groups survive the loss of a domain, unless hosts or domains are too few."""
     hosts = [HostDomain(f"h{number}", f"d{domain}") for number, domain in enumerate(domains)]
     domain_of = {one.host: one.domain for one in hosts}
     try:

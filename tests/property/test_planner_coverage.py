@@ -81,8 +81,7 @@ def tilings(draw: st.DrawFn) -> tuple[Shape, list[Box]]:
 
 @st.composite
 def nearly_tilings(draw: st.DrawFn) -> Case:
-    """A shape and boxes, some of which were left out, doubled, moved, grown or swapped for
-    anything."""
+    """Draw a shape and boxes, some left out, doubled, moved, grown or swapped."""
     shape, tiling = draw(tilings())
     boxes: list[Sides] = [(box.offsets, box.lengths) for box in tiling]
     for _ in range(draw(st.integers(0, 3)) if boxes else 0):
@@ -186,8 +185,7 @@ def test_flaws_are_those_counted(case: Case) -> None:
 @examples(250)
 @given(st.lists(nearly_tilings(), min_size=1, max_size=5))
 def test_tables_are_judged_tensor_by_tensor(cases: list[Case]) -> None:
-    """In a table of many tensors exactly the flawed ones are named, each with the kinds that
-    counting finds."""
+    """Exactly the flawed tensors of a table are named, with the kinds that counting finds."""
     tensors, shards = tables(cases)
     flags = flawed(tensors.shape, shards.tensor, shards.offsets, shards.lengths)
     assert flags.tolist() == [bool(kinds_in(*case)) for case in cases]

@@ -73,8 +73,7 @@ def laid_out(
 @examples(120)
 @given(st.lists(SHARDS, max_size=12), st.integers(0, 1000))
 def test_safetensors_reads_the_image(shards: list[Shard], seed: int) -> None:
-    """Header, data at ``start`` and digests are a valid safetensors file with every shard's dtype,
-    shape and bytes."""
+    """An image is a valid safetensors file with every shard's dtype, shape and bytes."""
     layout, dtypes, itemsize, nbytes = laid_out(shards)
     rng = np.random.default_rng(seed)
     file = bytearray(layout.nbytes)
@@ -101,8 +100,7 @@ def test_safetensors_reads_the_image(shards: list[Shard], seed: int) -> None:
 @examples(120)
 @given(st.lists(SHARDS, max_size=12))
 def test_shards_are_aligned_and_leave_no_holes(shards: list[Shard]) -> None:
-    """Every shard starts at a multiple of its itemsize, shards of whole pages at pages, one right
-    after the other."""
+    """Shards are adjacent and aligned to their elements; those of whole pages to pages."""
     layout, _, itemsize, nbytes = laid_out(shards)
     assert (layout.start % itemsize == 0).all()
     assert (layout.start[nbytes % PAGE_NBYTES == 0] % PAGE_NBYTES == 0).all()
@@ -121,8 +119,7 @@ def test_shards_are_aligned_and_leave_no_holes(shards: list[Shard]) -> None:
 def test_chunks_and_blocks_cover_what_is_hashed(
     shards: list[Shard], block_nbytes: int, blocks: int
 ) -> None:
-    """Chunks follow on each other from 0 to the end of what is hashed, all whole but the last, each
-    of whole blocks; there is a digest for each block; and a manifest counts as the layout does."""
+    """Whole chunks of whole blocks cover the hashed part; each block has a digest."""
     chunk_nbytes = block_nbytes * blocks
     layout, *_ = laid_out(shards, chunk_nbytes, block_nbytes)
     ranges = [layout.chunk_range(index) for index in range(layout.chunks)]

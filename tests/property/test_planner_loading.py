@@ -65,8 +65,7 @@ def placements(draw: st.DrawFn, ndim: int, mesh: Shape) -> list[Placement]:
 
 @st.composite
 def layouts(draw: st.DrawFn, shapes: Sequence[Shape]) -> list[list[Held]]:
-    """Per rank, what it holds of tensors of these shapes: by placements on a mesh, or in flat
-    ranges."""
+    """Draw the holdings of each rank: by placements on a mesh, or as flat ranges."""
     mesh = draw(st.sampled_from([(1,), (2,), (3,), (5,), (2, 2), (3, 2), (2, 1, 2)]))
     ranks = np.arange(math.prod(mesh)).reshape(mesh)
     layout: list[list[Held]] = [[] for _ in range(ranks.size)]
@@ -106,8 +105,7 @@ def layouts(draw: st.DrawFn, shapes: Sequence[Shape]) -> list[list[Held]]:
 
 @st.composite
 def windows(draw: st.DrawFn, shapes: Sequence[Shape]) -> list[list[Held]]:
-    """One rank that wants any boxes of the tensors, some more than once, some empty, each into a
-    buffer of its own."""
+    """Draw one rank that wants any boxes, some repeated or empty, each in its own buffer."""
     held: list[Held] = []
     for tensor in draw(st.lists(st.integers(0, len(shapes) - 1), max_size=5)):
         ends = [sorted(draw(st.integers(0, length)) for _ in "ab") for length in shapes[tensor]]
@@ -211,8 +209,7 @@ def carry_out(
     images: Sequence[Bytes],
     buffers: Mapping[int, Array],
 ) -> int:
-    """Perform the reads and copies of a plan on buffers, using nothing but the bytes that were
-    read; how many were copied."""
+    """Perform a plan with nothing but the bytes it reads; return the number copied."""
     copied = 0
     for read, image in enumerate(plan.image.tolist()):
         start, stop = int(plan.start[read]), int(plan.stop[read])
@@ -238,8 +235,7 @@ def carry_out(
 def scatter(
     part: StridedCopy, targets: Targets, target: int, content: Bytes, src: int, buffer: Array
 ) -> int:
-    """A part of a copy that is strided on one side or both; its bytes. ``content`` begins at byte
-    ``src`` of the image."""
+    """Copy a strided part; ``content`` begins at byte ``src`` of the image."""
     strides = [stride * buffer.itemsize for stride in part.strides]
     source = np.ndarray(part.box.lengths, buffer.dtype, content, part.start - src, strides)
     at = wide([part.box.offsets], 0)[0] - targets.offsets[target]
@@ -300,8 +296,7 @@ def reshardings(draw: st.DrawFn) -> Resharding:
 @examples(150)
 @given(reshardings())
 def test_any_layout_loads_into_any_other(case: Resharding) -> None:
-    """What was saved in one layout comes back bit for bit in another, or in any windows, on every
-    rank; each block is read once, and each wanted byte copied once."""
+    """Any layout is filled bit for bit; each block is read and each byte copied once."""
     tensors, arrays, saved, loaded, gap = case
     images, shards, ends = save(tensors, arrays, saved)
     assert coverage_errors(tensors, shards) == []
@@ -338,8 +333,7 @@ def assert_reads_are_proper(plan: LoadPlan | Sharing, ends: Ints) -> None:
 @examples(150)
 @given(reshardings())
 def test_little_is_read_that_is_not_wanted(case: Resharding) -> None:
-    """Without gaps to bridge, every block that is read holds something wanted: at most two blocks
-    more per run."""
+    """Without gaps to bridge, every block that is read holds a wanted byte."""
     tensors, arrays, saved, loaded, _ = case
     _, shards, ends = save(tensors, arrays, saved)
     for held in loaded:
@@ -376,8 +370,7 @@ def blocks_wanted(
 
 @st.composite
 def circles(draw: st.DrawFn) -> tuple[Resharding, list[list[Held]]]:
-    """A checkpoint, and ranks that load it together: into one layout or several, some of them
-    replicas of others."""
+    """Draw a checkpoint, and ranks that load it together, some of them replicas."""
     case = draw(reshardings())
     shapes = [array.shape for array in case[1]]
     ranks = case[3] * draw(st.integers(1, 3)) + draw(
@@ -391,9 +384,7 @@ def circles(draw: st.DrawFn) -> tuple[Resharding, list[list[Held]]]:
 def test_ranks_that_share_read_each_wanted_byte_once(
     case: tuple[Resharding, list[list[Held]]],
 ) -> None:
-    """Whatever mix of layouts they want, every byte that any of them would read alone is read by
-    exactly one of those who want it, and with what is read for it every rank is filled, bit for
-    bit."""
+    """Each wanted byte is read by exactly one rank that wants it, and every rank is filled."""
     (tensors, arrays, saved, _, gap), ranks = case
     images, shards, ends = save(tensors, arrays, saved)
     targets = [targets_of(held) for held in ranks]
@@ -425,8 +416,7 @@ def bytes_of(reads: LoadPlan | Sharing) -> set[tuple[int, int]]:
 def assert_units_are_right(
     sharing: Sharing, member: int, plan: LoadPlan, wide_plan: LoadPlan, units: list[int]
 ) -> None:
-    """A member takes part in the units that it wants something of, and no more is handed to it than
-    lies between that."""
+    """Check that a member takes part in the units it wants, and receives only their hull."""
     mine = [
         u
         for u in range(len(sharing.image))

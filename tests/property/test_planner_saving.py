@@ -23,8 +23,7 @@ Tensor = tuple[Group, list[int], int, list[int]]
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """A tensor that some ranks hold: which, its shape, its itemsize, and the box of it that they
-    have."""
+    """Draw a tensor: the ranks that hold it, its shape and itemsize, and the offsets of its box."""
     group = tuple(sorted(draw(st.sets(st.integers(0, 5), min_size=1, max_size=6))))
     shape = draw(st.lists(st.integers(0, 12), min_size=NDIM, max_size=NDIM))
     shape[draw(st.integers(0, NDIM - 1))] *= draw(st.sampled_from([1, 1, 10, 40]))
@@ -37,8 +36,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 def holdings_of(rank: int, cases: Sequence[Tensor], seed: int) -> Holdings:
-    """What a rank holds of all the tensors, in an order of its own; tensor index = row in
-    ``cases``."""
+    """Return a rank's holdings in an order of its own; tensor index = row in ``cases``."""
     mine = [row for row, (group, *_) in enumerate(cases) if rank in group]
     np.random.default_rng(seed).shuffle(mine)
     groups = tuple(dict.fromkeys(cases[row][0] for row in mine))
@@ -64,9 +62,7 @@ def held_by(cases: Sequence[Tensor]) -> Counter[Group]:
 
 
 def least(held: Mapping[Group, int]) -> float:
-    """The highest load of the best division there is, of whole bytes or not: no set of ranks can
-    give away what nobody else holds, and by the theorem of maximal flow that is all that stands in
-    the way."""
+    """Return the highest load of the best division, by the theorem of maximal flow."""
     sets = (
         set(ranks) for n in range(1, WORLD + 1) for ranks in itertools.combinations(range(WORLD), n)
     )
@@ -79,8 +75,7 @@ def least(held: Mapping[Group, int]) -> float:
 @examples(150)
 @given(st.lists(tensors(), max_size=8), st.integers(0, 1000), st.booleans())
 def test_holders_write_everything_once(cases: list[Tensor], seed: int, balanced: bool) -> None:
-    """Every element of every tensor is written by exactly one of its holders, from where that
-    holder has it."""
+    """Exactly one holder writes each element, from its place in that holder's memory."""
     shares = balance(held_by(cases), WORLD) if balanced else None
     times = [np.zeros(shape, dtype=int) for _, shape, _, _ in cases]
     for rank in range(WORLD):
@@ -114,8 +109,7 @@ def test_holders_write_evenly(cases: list[Tensor], seed: int) -> None:
 @examples(150)
 @given(st.lists(tensors(), min_size=1, max_size=8), st.integers(0, 1000))
 def test_the_whole_job_is_balanced(cases: list[Tensor], seed: int) -> None:
-    """However groups overlap, no rank writes more than the best division has it write at most,
-    within 2% and a cut of each tensor."""
+    """However groups overlap, the highest load is that of the best division, within 2% and cuts."""
     held = held_by(cases)
     shares = balance(held, WORLD)
     loads = [
@@ -139,8 +133,7 @@ def test_the_whole_job_is_balanced(cases: list[Tensor], seed: int) -> None:
     )
 )
 def test_shares_are_as_even_as_holders_allow(held: dict[Group, int]) -> None:
-    """For any groups and bytes the highest load is the least possible one, within 1.5%; cuts ascend
-    from nothing to all."""
+    """The highest load is the least possible, within 1.5%; cuts ascend from nothing to all."""
     shares = balance(held, WORLD)
     loads = np.zeros(WORLD)
     for group, nbytes in held.items():

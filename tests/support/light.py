@@ -22,7 +22,6 @@ __all__ = ["FILES", "TESTS", "ban", "running"]
 FILES = frozenset(
     {
         "property/test_parity.py",
-        "property/test_planner_box.py",
         "property/test_planner_coverage.py",
         "property/test_planner_loading.py",
         "property/test_planner_saving.py",
@@ -58,10 +57,7 @@ FILES = frozenset(
         "unit/test_objects_upload.py",
         "unit/test_parity.py",
         "unit/test_periods.py",
-        "unit/test_planner_balance.py",
-        "unit/test_planner_box.py",
-        "unit/test_planner_columns.py",
-        "unit/test_planner_flat.py",
+        "unit/test_planner_boxes.py",
         "unit/test_planner_image.py",
         "unit/test_planner_loading.py",
         "unit/test_planner_saving.py",

@@ -20,8 +20,7 @@ def test_young_where_saves_are_short() -> None:
 
 @pytest.mark.parametrize("cost_s", [0.1, 30.0, 600.0])
 def test_no_other_period_loses_much_less(cost_s: float) -> None:
-    """Daly's series is within a thousandth of the best that there is, also where a save is not short
-    beside the time between failures. The best is found by trying."""
+    """Daly's period loses at most a thousandth more than the best one, found by trying."""
     rate = 1 / HOUR_S
 
     def lost_part(every_s: float) -> float:

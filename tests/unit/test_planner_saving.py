@@ -55,14 +55,6 @@ def test_a_lone_holder_writes_everything() -> None:
     assert divide(held, 3) is held
 
 
-def test_a_large_tensor_is_cut_along_its_rows() -> None:
-    """Two holders of one tensor write half of its rows each; the second finds its part further
-    down."""
-    held = holdings([((100, 0), (1000, 8))], ((2, 5),))
-    assert written(held, 2) == [(0, [100, 0], [500, 8], [0, 0])]
-    assert written(held, 5) == [(0, [600, 0], [500, 8], [500, 0])]
-
-
 def test_cuts_fall_on_rows() -> None:
     """Where a share ends inside a row, the row goes to the next holder."""
     held = holdings([((0, 0), (1000, 8))], ((0, 1, 2),))
@@ -83,65 +75,13 @@ def test_rows_are_cut_when_larger_than_a_hundredth_of_a_share() -> None:
     ]
 
 
-def test_small_tensors_are_dealt_whole() -> None:
-    """Tensors of at most 1% of a share are not cut: each goes to the rank in whose part it ends."""
-    held = holdings([((0, 0), (4, 1))] * 600, ((0, 1, 2),))
-    parts = [written(held, rank) for rank in range(3)]
-    assert [len(part) for part in parts] == [200, 200, 200]
-    assert [row[0] for part in parts for row in part] == list(range(600))
-
-
-def test_few_huge_rows_are_cut_inside() -> None:
-    """A tensor of fewer rows than holders is cut inside rows, into as many boxes as it takes."""
-    held = holdings([((0, 0), (2, 3000))], ((0, 1, 2),))
-    assert written(held, 0) == [(0, [0, 0], [1, 2000], [0, 0])]
-    assert written(held, 1) == [
-        (0, [0, 2000], [1, 1000], [0, 2000]),
-        (0, [1, 0], [1, 1000], [1, 0]),
-    ]
-    assert written(held, 2) == [(0, [1, 1000], [1, 2000], [1, 1000])]
-
-
-def test_order_decides_not_position() -> None:
-    """Holders that list their boxes differently still divide them alike, by ``order``."""
-    boxes = [((0, 0), (1000, 1)), ((0, 0), (3000, 1))]
-    one = holdings(boxes, ((0, 1),), order=[7, 9])
-    other = holdings(boxes[::-1], ((0, 1),), order=[9, 7])
-    assert written(one, 0) == [(0, [0, 0], [1000, 1], [0, 0]), (1, [0, 0], [1000, 1], [0, 0])]
-    assert written(other, 1) == [(0, [1000, 0], [2000, 1], [1000, 0])]
-
-
 def test_boxes_that_share_an_order_go_by_offset() -> None:
-    """Several boxes of one tensor have one ``order``; holders agree on them whatever their
-    sequence."""
+    """Holders list boxes with one ``order`` by offset, whatever their sequence."""
     boxes = [((4000, 0), (1000, 1)), ((0, 0), (1000, 1))]
     assert written(holdings(boxes, ((0, 1),), order=[1, 1]), 0) == [(1, [0, 0], [1000, 1], [0, 0])]
     assert written(holdings(boxes[::-1], ((0, 1),), order=[1, 1]), 1) == [
         (1, [4000, 0], [1000, 1], [0, 0])
     ]
-
-
-def test_each_group_is_divided_by_itself() -> None:
-    """What different sets of ranks hold is divided within each set; the order of rows is kept."""
-    held = holdings([((0, 0), (1000, 1))] * 3, ((0, 1), (1,), (1, 2)), group=[0, 1, 2])
-    assert written(held, 1) == [
-        (0, [500, 0], [500, 1], [500, 0]),
-        (1, [0, 0], [1000, 1], [0, 0]),
-        (2, [0, 0], [500, 1], [0, 0]),
-    ]
-
-
-def test_empty_boxes_are_dropped() -> None:
-    """A box without elements is written by nobody."""
-    held = holdings([((0, 0), (0, 5)), ((0, 0), (2, 5))], ((0,), (0, 1)), group=[1, 0])
-    assert written(held, 0) == [(1, [0, 0], [2, 5], [0, 0])]
-    assert written(holdings([((0, 0), (0, 5))], ((0,),)), 0) == []
-
-
-def test_nothing_held_is_nothing_written() -> None:
-    """A rank that holds nothing writes nothing."""
-    empty = holdings([((0, 0), (1, 1))], ((0, 1),)).take(np.zeros(1, dtype=np.bool_))
-    assert len(divide(empty, 0)) == 0
 
 
 def test_a_rank_outside_the_group_is_refused() -> None:

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 from support.bits import difference, fresh_uri, from_bytes, random_bits, raw
+from support.layouts import Halves
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
 from holdfast.planner.box import Box
+from holdfast.storage.state.adapters import tensors
 from holdfast.storage.state.flattening.flatten import flatten
+from holdfast.storage.state.plan import plan_image
 
 
 def dtypes() -> list[torch.dtype]:
@@ -264,3 +267,12 @@ def test_a_mesh_may_name_its_coordinate_in_either_way(
     )
     (layout,) = flatten({"w": tensor}).layouts
     assert layout.pieces[0].box == Box((0, 3), (2, 3))
+
+
+def test_a_new_type_of_tensor_needs_only_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of an unknown type is saved box by box, once its adapter is registered."""
+    monkeypatch.setitem(tensors.ADAPTERS, Halves, Halves.Adapter)
+    flat = flatten({"w": Halves(torch.arange(6.0).reshape(2, 3), rows=4, at=2)})
+    assert flat.shapes == [(4, 3)]
+    plan = plan_image(flat, 0, None)
+    assert (plan.held.offsets.tolist(), plan.held.lengths.tolist()) == ([[2, 0]], [[2, 3]])

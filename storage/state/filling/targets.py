@@ -11,9 +11,8 @@ import numpy.typing as npt
 import torch
 
 from ....planner.columns import padded, widen
-from ....planner.layout import Layout
+from ....planner.layout import Layout, regions_of
 from ....planner.loading import Targets
-from ....planner.regions import regions_of
 from ....planner.table import TensorTable
 from ...format.manifest import Manifest
 from ...format.tree import Key, Tree, Value, dotted, format_path

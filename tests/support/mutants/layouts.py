@@ -72,10 +72,10 @@ MUTANTS = [
     ),
     Mutant(
         says="the second box of a flat range is put over the first",
-        file="planner/regions.py",
+        file="planner/layout.py",
         old="    return Regions(row=np.array(rows, np.int64)[at], offsets=offsets, lengths=lengths, local_start=begin - start[at], local_shape=lengths)\n",
         new="    return Regions(row=np.array(rows, np.int64)[at], offsets=offsets, lengths=lengths, local_start=np.zeros_like(begin), local_shape=lengths)\n",
-        tests="tests/unit/test_planner_flat.py",
+        tests="tests/unit/test_planner_boxes.py::test_columns_of_ranges_hold_the_boxes_of_each",
     ),
     Mutant(
         says="elements of a range that lie apart are taken to lie together",

@@ -12,7 +12,7 @@ MUTANTS = [
         file="planner/image.py",
         old="    order = np.argsort(np.where(nbytes % PAGE_NBYTES == 0, np.iinfo(np.int64).min, -itemsize), kind='stable')\n",
         new="    order = np.argsort(np.where(nbytes % PAGE_NBYTES == 0, np.iinfo(np.int64).min, -nbytes), kind='stable')\n",
-        tests="tests/unit/test_planner_image.py::test_pages_first_then_by_itemsize",
+        tests="tests/property/test_planner_image.py::test_shards_are_aligned_and_leave_no_holes",
     ),
     Mutant(
         says="images on the line touch each other",
@@ -26,7 +26,7 @@ MUTANTS = [
         file="planner/loading.py",
         old="    stop = np.minimum(round_up(run_stop, block_nbytes), pairs.end[run_pair])\n",
         new="    stop = round_up(run_stop, block_nbytes)\n",
-        tests="tests/unit/test_planner_loading.py::test_the_last_read_ends_with_the_hashed_part",
+        tests="tests/property/test_planner_loading.py::test_any_layout_loads_into_any_other",
     ),
     Mutant(
         says="ties of order are not settled by offsets: holders line up boxes differently",
@@ -59,9 +59,9 @@ MUTANTS = [
     Mutant(
         says="balance: poured into the least loaded only",
         file="planner/balance.py",
-        old="    filled = int(np.flatnonzero(steps < levels)[-1])\n",
-        new="    filled = int(np.flatnonzero(steps < levels)[0])\n",
-        tests="tests/unit/test_planner_balance.py::test_who_has_more_alone_writes_less_of_what_is_shared",
+        old="    parts: Loads = np.maximum(levels.min() - loads, 0.0)\n",
+        new="    parts: Loads = np.maximum(levels[0] - loads, 0.0)\n",
+        tests="tests/property/test_planner_saving.py::test_shares_are_as_even_as_holders_allow",
     ),
     Mutant(
         says="flat coverage: overlaps pass",

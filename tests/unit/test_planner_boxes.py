@@ -1,0 +1,200 @@
+"""Boxes, flat ranges, and both as columns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.planner.box import Box, flat_to_boxes, intersect, row_strides
+from holdfast.planner.columns import (
+    contiguous,
+    flat_boxes,
+    flat_starts,
+    padded,
+    ranges,
+    strides,
+    volumes,
+    widen,
+)
+from holdfast.planner.layout import (
+    BoxLayout,
+    FlatLayout,
+    Layout,
+    MeshLayout,
+    Piece,
+    local_layout,
+    regions_of,
+)
+from holdfast.planner.windows import windows
+
+SHAPES = [(), (1,), (7,), (3, 5), (1, 4), (4, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 2), (0, 3)]
+SMALL = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=4)
+
+
+def elements(box: Box) -> set[tuple[int, ...]]:
+    """Return the indices in a box."""
+    return set(itertools.product(*map(range, box.offsets, box.stops)))
+
+
+def all_ranges(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yield every flat range of a tensor."""
+    return itertools.combinations_with_replacement(range(int(np.prod(shape, dtype=int)) + 1), 2)
+
+
+@given(SMALL, SMALL)
+def test_intersection_has_the_common_elements(
+    a: list[tuple[int, int]], b: list[tuple[int, int]]
+) -> None:
+    """The intersection of two boxes contains exactly the elements of both."""
+    n = min(len(a), len(b))
+    one, two = (
+        Box(tuple(o for o, _ in x[:n]), tuple(length for _, length in x[:n])) for x in (a, b)
+    )
+    common = intersect(one, two)
+    assert (elements(common) if common else set()) == elements(one) & elements(two)
+
+
+@pytest.mark.parametrize(("offsets", "lengths"), [((0,), (1, 2)), ((0, 0), (1, -1))])
+def test_impossible_boxes_are_refused(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    """Offsets and lengths that do not match, and negative lengths, raise ValueError."""
+    with pytest.raises(ValueError, match="box"):
+        Box(offsets, lengths)
+
+
+def test_box_text_and_shift() -> None:
+    """A box reads like a slice; shifting moves it and keeps its lengths."""
+    assert str(Box((1, 2), (3, 4)).shifted((10, -2))) == "[11:14,0:4]"
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 21)])
+def test_ranges_outside_the_array_are_refused(start: int, stop: int) -> None:
+    """A flat range that does not lie within the array raises ValueError."""
+    with pytest.raises(ValueError, match="not a range"):
+        flat_to_boxes((4, 5), start, stop)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_range_is_few_boxes_that_cover_it(shape: tuple[int, ...]) -> None:
+    """At most 2 * ndim - 1 boxes cover a range: disjoint, not empty, in order."""
+    element = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    for start, stop in all_ranges(shape):
+        pieces = FlatLayout(shape, start, stop).pieces
+        assert len(pieces) <= max(1, 2 * len(shape) - 1)
+        held = [element[tuple(map(slice, p.box.offsets, p.box.stops))].ravel() for p in pieces]
+        assert all(map(len, held))
+        assert [n for part in held for n in part.tolist()] == list(range(start, stop))
+        assert [p.local_start for p in pieces] == [part[0] - start for part in held]
+
+
+def test_columns_of_ranges_hold_the_boxes_of_each() -> None:
+    """Many flat ranges as columns have the boxes that each layout has, in the same order."""
+    layouts = [FlatLayout(shape, *ends) for shape in SHAPES for ends in all_ranges(shape)]
+    regions = regions_of(layouts, 4)
+    columns = (regions.row, regions.offsets, regions.lengths, regions.local_start)
+    found = list(zip(*(column.tolist() for column in columns), strict=True))
+    assert found == [
+        (row, four(piece.box.offsets, 0), four(piece.box.lengths, 1), piece.local_start)
+        for row, layout in enumerate(layouts)
+        for piece in layout.pieces
+    ]
+    assert np.array_equal(regions.local_shape, regions.lengths)
+
+
+def four(values: Sequence[int], fill: int) -> list[int]:
+    """Pad to four values."""
+    return [*values, *[fill] * (4 - len(values))]
+
+
+def test_boxes_and_ranges_keep_their_order() -> None:
+    """The rows of layouts of both kinds ascend; empty layouts have none."""
+    layouts: list[Layout] = [
+        FlatLayout((3, 3), 2, 7),
+        local_layout((3, 3)),
+        BoxLayout((3, 3), Box((2, 0), (1, 3))),
+        FlatLayout((3, 3), 4, 4),
+        BoxLayout((3, 3), Box((3, 0), (0, 3))),
+        FlatLayout((3, 3), 8, 9),
+    ]
+    regions = regions_of(layouts, 2)
+    assert [layout.is_empty for layout in layouts] == [False, False, False, True, True, False]
+    assert regions.row.tolist() == [0, 0, 0, 1, 2, 5]
+    assert regions.local_start.tolist() == [0, 1, 4, 0, 0, 0]
+    assert regions.local_shape.tolist() == [[1, 1], [1, 3], [1, 1], [3, 3], [1, 3], [1, 1]]
+
+
+def test_layouts_tell_their_holders_and_region() -> None:
+    """A part knows no other rank and names its region; layouts of different tensors differ."""
+    flat = FlatLayout((4, 3), 2, 7)
+    box = BoxLayout((4, 3), Box((1, 0), (2, 3)))
+    assert (flat.holders, box.holders, local_layout((4, 3)).holders) == ((), (), None)
+    assert (flat.region, box.region) == ("[flat 2:7]", "[1:3,0:3]")
+    assert len({flat, FlatLayout((3, 4), 2, 7), FlatLayout((4, 3), 2, 8)}) == 3
+    piece = Piece(Box((0,), (2,)), 0, (2,))
+    small, large = (MeshLayout(shape, (piece,), (2,), (0,), 2) for shape in ((2,), (4,)))
+    assert small != large
+
+
+def test_whole_rows_are_one_box() -> None:
+    """A range of whole rows is one box, and so one run of memory."""
+    row, offsets, lengths, first = flat_boxes(
+        np.array([[100, 8], [100, 8]]), np.array([16, 0]), np.array([80, 800])
+    )
+    assert (row.tolist(), offsets.tolist(), first.tolist()) == ([0, 1], [[2, 0], [0, 0]], [16, 0])
+    assert lengths.tolist() == [[8, 8], [100, 8]]
+
+
+def test_columns_agree_with_arrays() -> None:
+    """Volumes, strides, positions and contiguity of rows are those of numpy's arrays."""
+    shape = (3, 1, 4)
+    sides = [[(a, b - a) for a in range(n) for b in range(a + 1, n + 1)] for n in shape]
+    boxes = np.array(list(itertools.product(*sides)))
+    offsets, lengths = boxes[..., 0], boxes[..., 1]
+    within = np.broadcast_to(np.array(shape), offsets.shape)
+    views = [np.empty(shape)[tuple(slice(a, a + n) for a, n in box.tolist())] for box in boxes]
+    assert volumes(lengths).tolist() == [view.size for view in views]
+    assert strides(lengths).tolist() == [list(row_strides(view.shape)) for view in views]
+    assert contiguous(lengths, within).tolist() == [view.flags.c_contiguous for view in views]
+    assert flat_starts(offsets, within).tolist() == np.ravel_multi_index(offsets.T, shape).tolist()
+    scalars = np.empty((3, 0), dtype=np.int64)
+    assert volumes(scalars).tolist() == [1, 1, 1]
+    assert contiguous(scalars, scalars).all()
+
+
+def test_rows_of_columns() -> None:
+    """Ranges are concatenated with their rows; padding fills on the right, and never cuts."""
+    rows, values = ranges(np.array([5, 0, 7]), np.array([2, 0, 3]))
+    assert (rows.tolist(), values.tolist()) == ([0, 0, 2, 2, 2], [5, 6, 7, 8, 9])
+    columns = np.array([[1, 2], [3, 4]])
+    assert widen(columns, 3, 9).tolist() == [[1, 2, 9], [3, 4, 9]]
+    assert widen(columns, 2, 9) is columns
+    assert padded([(1, 2), (), (3,)], 2, 9).tolist() == [[1, 2], [9, 9], [3, 9]]
+    assert padded([], 2, 0).shape == (0, 2)
+    with pytest.raises(ValueError, match="more than 1"):
+        widen(columns, 1, 9)
+    with pytest.raises(ValueError, match="longer than 1"):
+        padded([(1, 2), ()], 1, 0)
+
+
+@given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 64), st.integers(0, 5))
+def test_every_byte_is_in_one_window(sizes: list[int], window_nbytes: int, first: int) -> None:
+    """Windows hold all items in order, and all but the last end at multiples of their size."""
+    begin = first * window_nbytes // 2
+    found = list(windows(sizes, window_nbytes, begin))
+    seen = [
+        (part.item, byte)
+        for w in found
+        for part in w.slices
+        for byte in range(part.start, part.stop)
+    ]
+    assert seen == [(item, byte) for item, nbytes in enumerate(sizes) for byte in range(nbytes)]
+    assert [w.start for w in found] == [begin, *(w.stop for w in found)][: len(found)]
+    assert all(w.nbytes <= window_nbytes for w in found)
+    assert all(w.stop % window_nbytes == 0 for w in found[:-1])
+    for w in found:
+        ends = [0, *itertools.accumulate(part.nbytes for part in w.slices)]
+        assert [*(part.at for part in w.slices), w.nbytes] == ends
