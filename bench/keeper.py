@@ -31,7 +31,7 @@ import holdfast
 
 from ..core.decoded_json import int_in, object_in
 from ..drivers.uri import parse
-from ..storage.arenas.control import status_of, stop
+from ..storage.arenas.client import status_of, stop
 from ..storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder, keeper_folders
 from ..storage.arenas.messages import Flush
 from ..storage.runtime.buffers import HostBuffer

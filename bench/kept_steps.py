@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import holdfast
 
 from ..core.decoded_json import int_in, object_in
-from ..storage.arenas.control import status_of
+from ..storage.arenas.client import status_of
 from ..storage.arenas.folder import keeper_folders
 from .keeper import own_keepers
 from .meshes import split_evenly

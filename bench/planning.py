@@ -23,9 +23,8 @@ import numpy as np
 
 from ..planner.loading import plan_load
 from ..storage.format.fragment import StateLayout, decode_fragment
-from ..storage.format.manifest import Manifest, check_complete
+from ..storage.format.manifest import Manifest, VerifiedManifest, check_complete
 from ..storage.format.merge import merge
-from ..storage.format.verified import VerifiedManifest
 from ..storage.runtime.engine import start
 from ..storage.state.filling.targets import match
 from ..storage.state.flattening.flatten import flatten

@@ -20,12 +20,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..core.units import round_up
+from ..core.units import ceil_div, round_up
 from ..drivers.options import option_values
 from ..drivers.peer.driver import PeerDriver
 from ..drivers.uri import parse as parse_uri
 from ..errors import NotFoundError
-from ..planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES, blocks_of
+from ..planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
 from ..planner.parity import Lane, ParityBlock
 from ..storage.arenas.hosts import GuardedGroup
 from ..storage.arenas.label import GenerationId, Label
@@ -94,7 +94,7 @@ class _Shelf:
 async def _image(rank: int, nbytes: int) -> tuple[Memory, Label]:
     """Return a sealed image of random bytes."""
     hashed_end = round_up(nbytes, PAGE_NBYTES)
-    memory = reserved_memory(hashed_end + DIGEST_NBYTES * blocks_of(hashed_end, BLOCK_NBYTES))
+    memory = reserved_memory(hashed_end + DIGEST_NBYTES * ceil_div(hashed_end, BLOCK_NBYTES))
     random = np.random.default_rng(rank)
     for start in range(0, nbytes, CHUNK_NBYTES):
         part = memory.view[start : min(start + CHUNK_NBYTES, nbytes)]

@@ -35,7 +35,6 @@ class Box:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return len(self.lengths)
 
     @property

@@ -9,7 +9,7 @@ counted cell by cell.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -111,15 +111,11 @@ class _Groups:
     size_before: Ints  # per box: boxes in its group before this round of cuts
 
     def take(self, rows: Ints | Bools) -> _Groups:
-        tensor = self.tensor[rows]
-        low = self.low[rows]
-        high = self.high[rows]
-        group = self.group[rows]
-        return _Groups(tensor, low, high, group, self.lows, self.highs, self.size_before[rows])
+        names = ("tensor", "low", "high", "group", "size_before")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     @property
     def sizes(self) -> Ints:
-        """Number of boxes in the group of each box."""
         return np.bincount(self.group, minlength=1)[self.group]
 
 
@@ -193,17 +189,13 @@ def _running_maximum(values: Ints, group: Ints) -> Ints:
 def _flag_stuck(flags: Bools, groups: _Groups) -> None:
     """Flag the tensors of groups that no plane separates, unless they tile their region."""
     order = np.argsort(groups.group, kind="stable")
-    firsts = (
-        np.flatnonzero(np.append(True, np.diff(groups.group[order]) != 0)) if len(order) else order
-    )
-    for rows in np.split(order, firsts[1:]):
-        if len(rows) and not flags[groups.tensor[rows[0]]]:
+    firsts = np.flatnonzero(np.diff(groups.group[order], prepend=-1))
+    for rows in np.split(order, firsts)[1:]:
+        tensor = groups.tensor[rows[0]]
+        if not flags[tensor]:
             region = groups.group[rows[0]]
-            low = groups.low[rows]
-            high = groups.high[rows]
-            flags[groups.tensor[rows[0]]] = not _tiles(
-                groups.lows[region], groups.highs[region], low, high
-            )
+            low, high = groups.low[rows], groups.high[rows]
+            flags[tensor] = not _tiles(groups.lows[region], groups.highs[region], low, high)
 
 
 def _tiles(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> bool:
@@ -276,10 +268,7 @@ def _looks_flawed(part: tuple[Ints, Ints, Ints, Ints]) -> bool:
 
 
 def flaws(
-    shape: tuple[int, ...],
-    offsets: Ints,
-    lengths: Ints,
-    cells_after_first: int = CELLS_AFTER_FIRST,
+    shape: tuple[int, ...], offsets: Ints, lengths: Ints, cells_after_first: int = CELLS_AFTER_FIRST
 ) -> list[Flaw]:
     """Return one example of each kind of flaw in the boxes (n, ndim) of one tensor.
 
@@ -289,7 +278,11 @@ def flaws(
     inside = _in_bounds(
         np.broadcast_to(np.array(shape, dtype=np.int64), offsets.shape), offsets, lengths
     )
-    found = [_out_of_bounds(offsets[row], lengths[row]) for row in np.flatnonzero(~inside)[:1]]
+    found: list[Flaw] = []
+    for row in np.flatnonzero(~inside)[:1]:
+        # A box cannot have a negative length; report an empty one.
+        box = Box(tuple(offsets[row].tolist()), tuple(np.maximum(lengths[row], 0).tolist()))
+        found.append(Flaw("out of bounds", box))
     low = offsets[inside]
     high = (offsets + lengths)[inside]
     wanted = {0: "missing", 2: "stored twice"}
@@ -308,8 +301,3 @@ def flaws(
         if not wanted or not left:
             break
     return found
-
-
-def _out_of_bounds(offset: Ints, length: Ints) -> Flaw:
-    # A box cannot have a negative length; report an empty one.
-    return Flaw("out of bounds", Box(tuple(offset.tolist()), tuple(np.maximum(length, 0).tolist())))

@@ -28,7 +28,6 @@ __all__ = [
     "DIGEST_NBYTES",
     "PAGE_NBYTES",
     "ImageLayout",
-    "blocks_of",
     "lay_out",
     "shard_names",
 ]
@@ -65,23 +64,18 @@ class ImageLayout:
     @property
     def chunks(self) -> int:
         """Number of chunks; the last may be short."""
-        return blocks_of(self.hashed_end, self.chunk_nbytes)
+        return ceil_div(self.hashed_end, self.chunk_nbytes)
 
     @property
     def blocks(self) -> int:
         """Number of blocks, and so of digests; the last may be short."""
-        return blocks_of(self.hashed_end, self.block_nbytes)
+        return ceil_div(self.hashed_end, self.block_nbytes)
 
     def chunk_range(self, index: int) -> tuple[int, int]:
         """Return ``(start, stop)`` of a chunk. Raises ValueError if there is no such chunk."""
         if not 0 <= index < self.chunks:
             raise ValueError(f"chunk {index} of an image of {self.chunks}")
         return index * self.chunk_nbytes, min((index + 1) * self.chunk_nbytes, self.hashed_end)
-
-
-def blocks_of(nbytes: int, block_nbytes: int) -> int:
-    """Return the number of blocks that cover ``nbytes`` bytes."""
-    return ceil_div(nbytes, block_nbytes)
 
 
 def shard_names(
@@ -144,7 +138,7 @@ def lay_out(
         header = _header(whole, data_nbytes, block_nbytes)
     data_end = len(header) + data_nbytes
     hashed_end = round_up(data_end, PAGE_NBYTES)
-    size = hashed_end + DIGEST_NBYTES * blocks_of(hashed_end, block_nbytes)
+    size = hashed_end + DIGEST_NBYTES * ceil_div(hashed_end, block_nbytes)
     return ImageLayout(
         header, start + len(header), order, data_end, hashed_end, size, chunk_nbytes, block_nbytes
     )
@@ -176,7 +170,6 @@ def _entries(
     start: Ints,
     stop: Ints,
 ) -> list[str]:
-    """Return the JSON text of each shard's entry."""
     kinds = list(
         zip(dtypes, ndim.tolist(), itemsize.tolist(), map(tuple, lengths.tolist()), strict=True)
     )
@@ -201,7 +194,7 @@ def _header(entries: Sequence[str], data_nbytes: int, block_nbytes: int) -> byte
         # The header's size determines the number of blocks, which is part of the header: grow until
         # both agree.
         hashed_end = round_up(size + data_nbytes, PAGE_NBYTES)
-        end = hashed_end - size + DIGEST_NBYTES * blocks_of(hashed_end, block_nbytes)
+        end = hashed_end - size + DIGEST_NBYTES * ceil_div(hashed_end, block_nbytes)
         digests = safetensors.entry("U8", (end - data_nbytes,), data_nbytes, end)
         tail = f',"{BLOCKS_NAME}":{digests}}}'
         needed = safetensors.framed_nbytes(len(text) + len(tail), PAGE_NBYTES)

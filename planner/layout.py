@@ -220,7 +220,6 @@ class FlatLayout(_Alone):
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The boxes that make up the range, in order."""
         boxes = flat_to_boxes(self.shape, self.start, self.stop)
         starts = itertools.accumulate((box.volume for box in boxes), initial=0)
         return tuple(
@@ -271,7 +270,6 @@ def regions_of(layouts: Sequence[Layout], ndim: int) -> Regions:
 
 
 def _of_pieces(layouts: Sequence[Layout], ndim: int) -> Regions:
-    """Return the boxes of the layouts that consist of boxes."""
     held = [
         (row, piece)
         for row, layout in enumerate(layouts)
@@ -288,7 +286,6 @@ def _of_pieces(layouts: Sequence[Layout], ndim: int) -> Regions:
 
 
 def _of_ranges(layouts: Sequence[Layout], rows: Sequence[int], ndim: int) -> Regions:
-    """Return the boxes of the flat ranges in ``rows``."""
     shape = padded([layouts[row].shape for row in rows], ndim, 1)
     found = [layouts[row].flat_range for row in rows]
     start, stop = np.array(found, np.int64).T

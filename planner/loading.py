@@ -228,7 +228,6 @@ def _candidates(pointers: Ints, tensor: Ints) -> Iterator[tuple[Ints, Ints]]:
 def _with_common_elements(
     shards: ShardTable, targets: Targets, shard: Ints, target: Ints
 ) -> tuple[Ints, Ints]:
-    """Return the pairs whose boxes intersect."""
     meets = np.ones(len(shard), dtype=np.bool_)
     for dim in range(shards.offsets.shape[1]):
         stored = shards.offsets[shard, dim]
@@ -275,7 +274,6 @@ def _pairs(
 def _check(
     tensors: TensorTable, shards: ShardTable, targets: Targets, pairs: _Pairs, block_nbytes: int
 ) -> None:
-    """Raise ValueError if the tables cannot be right."""
     sums = np.append(0, np.cumsum(volumes(pairs.lengths)))
     first = np.searchsorted(pairs.target, np.arange(len(targets) + 1))
     stored = sums[first[1:]] - sums[first[:-1]]

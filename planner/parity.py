@@ -264,11 +264,7 @@ def lanes(images: Sequence[Sequence[int]], parity: int, width: int) -> tuple[Lan
     """
     count = max(map(len, images), default=0)
     return tuple(
-        Lane(
-            tuple(sizes[number] if number < len(sizes) else 0 for sizes in images),
-            parity,
-            width,
-        )
+        Lane(tuple(sizes[number] if number < len(sizes) else 0 for sizes in images), parity, width)
         for number in range(count)
     )
 

@@ -5,8 +5,8 @@ This takes no message. Shares are even, or those that ``balance.py`` computed fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -56,31 +56,22 @@ class Holdings:
         return volumes(self.lengths) * self.itemsize
 
     def take(self, rows: Ints | Bools) -> Holdings:
-        """Return some of the boxes, by index or mask."""
-        return self._map(lambda column: column[rows])
+        columns = {name: column[rows] for name, column in self._columns().items()}
+        return replace(self, **columns)  # type: ignore[arg-type]
 
     def extended(self, other: Holdings) -> Holdings:
         """Return these boxes followed by those of ``other``, which must have the same groups."""
-        columns = iter(other._columns())
-        return self._map(lambda column: np.concatenate((column, next(columns))))
+        theirs = other._columns()
+        pairs = {name: (column, theirs[name]) for name, column in self._columns().items()}
+        columns = {name: np.concatenate(pair) for name, pair in pairs.items()}
+        return replace(self, **columns)  # type: ignore[arg-type]
 
-    def _columns(self) -> tuple[Ints, ...]:
-        return (
-            self.tensor,
-            self.offsets,
-            self.lengths,
-            self.local_start,
-            self.local_shape,
-            self.itemsize,
-            self.group,
-            self.order,
-        )
-
-    def _map(self, function: Callable[[Ints], Ints]) -> Holdings:
-        tensor, offsets, lengths, start, shape, itemsize, group, order = map(
-            function, self._columns()
-        )
-        return Holdings(tensor, offsets, lengths, start, shape, itemsize, group, self.groups, order)
+    def _columns(self) -> dict[str, Ints]:
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name != "groups"
+        }
 
 
 def divide(
@@ -181,17 +172,6 @@ def _pieces(holdings: Holdings, cut: Ints, begin: Ints, end: Ints) -> tuple[Hold
     shift = np.array([box.offsets for _, box in found], dtype=np.int64).reshape(-1, ndim)
     lengths = np.array([box.lengths for _, box in found], dtype=np.int64).reshape(-1, ndim)
     parent = holdings.take(source)
-    offsets = parent.offsets + shift
     local_start = parent.local_start + flat_starts(shift, parent.local_shape)
-    pieces = Holdings(
-        parent.tensor,
-        offsets,
-        lengths,
-        local_start,
-        parent.local_shape,
-        parent.itemsize,
-        parent.group,
-        parent.groups,
-        parent.order,
-    )
-    return pieces, source
+    offsets = parent.offsets + shift
+    return replace(parent, offsets=offsets, lengths=lengths, local_start=local_start), source

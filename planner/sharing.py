@@ -141,7 +141,6 @@ def share(wanted: Sequence[WantedRanges], unit_nbytes: int) -> Sharing:
 
 
 def _concatenated(parts: Sequence[tuple[Ints, ...]], columns: int) -> list[Ints]:
-    """Return each of the columns of all ``parts``, concatenated."""
     none = np.empty(0, np.int64)
     return [np.concatenate([none, *(part[column] for part in parts)]) for column in range(columns)]
 

@@ -153,15 +153,6 @@ class ShardTable:
             np.concatenate([table.start for table in tables])[order],
         )
 
-    def sorted_by_tensor(self) -> ShardTable:
-        """Return the same rows sorted by tensor, stably; the table itself if it is sorted
-        already."""
-        if np.all(self.tensor[1:] >= self.tensor[:-1]):
-            return self
-        order = np.argsort(self.tensor, kind="stable")
-        columns = (self.tensor, self.offsets, self.lengths, self.image, self.start)
-        return ShardTable(*(column[order] for column in columns))
-
     def nbytes(self, tensors: TensorTable) -> Ints:
         """Return the bytes of each shard, (S,)."""
         return volumes(self.lengths) * tensors.itemsize[self.tensor]

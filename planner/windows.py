@@ -20,7 +20,6 @@ class Slice:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.stop - self.start
 
 
@@ -37,7 +36,6 @@ class Window:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.stop - self.start
 
 

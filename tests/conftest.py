@@ -71,7 +71,7 @@ def rng(seed: int) -> np.random.Generator:
 def no_write_history() -> Iterator[None]:
     """What lazy saves have learned of tensors in other tests is forgotten."""
     import holdfast
-    from holdfast.storage.state.capture.write_history import write_history
+    from holdfast.storage.state.capture.write_watch import write_history
 
     write_history.forget()
     yield

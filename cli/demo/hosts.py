@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ...errors import CoordinationError, DeadlineError, UsageError
-from ...storage.arenas.control import status_of, stop
+from ...storage.arenas.client import status_of, stop
 from ...storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder, keeper_folders
 
 __all__ = ["HOSTS", "LINGER", "Hosts", "address_of", "folder_of"]

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 
-from ...storage.arenas.control import status_of
+from ...storage.arenas.client import status_of
 from ...storage.arenas.folder import KEEPER_DIR_VARIABLE, keeper_folders
 from .hosts import HOSTS, LINGER, address_of, folder_of
 from .journal import Journal

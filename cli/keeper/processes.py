@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.units import size_text
 from ...errors import UsageError
-from ...storage.arenas import control
+from ...storage.arenas import client
 from ...storage.arenas.folder import KeeperFolder, keeper_folders
 from ...storage.keeper.descriptor_store import DescriptorStore
 from ...storage.keeper.process import RunningError, keep
@@ -76,7 +76,7 @@ def _folders(uri: str | None) -> list[KeeperFolder]:
 
 
 def _statuses(uri: str | None) -> list[dict[str, Any]]:
-    statuses = [control.status_of(folder) for folder in _folders(uri)]
+    statuses = [client.status_of(folder) for folder in _folders(uri)]
     return [status for status in statuses if status is not None]
 
 
@@ -128,7 +128,7 @@ def _cells(status: dict[str, Any]) -> tuple[str, ...]:
 
 def stop(uri: str | None) -> int:
     """Stop the keeper of one run, or all. Returns 1 if there was none."""
-    stopped = sum(control.stop(folder) for folder in _folders(uri))
+    stopped = sum(client.stop(folder) for folder in _folders(uri))
     if not stopped:
         complain("no keeper is running on this host")
     return int(not stopped)

@@ -360,7 +360,6 @@ class Arena:
             return None
 
     def _told(self, event: Event, fds: Sequence[int]) -> None:
-        """Dispatch an event of the keeper."""
         if isinstance(event, Sealed) and len(fds) == 1 and event.slot in self._slots:
             self._sealed[event.slot] = (event.generation, fds[0])
         else:
@@ -373,11 +372,10 @@ class Arena:
             listener = self._listeners.get(generation)
             if listener is not None and not listener(event):
                 del self._listeners[generation]
-        if _is_end(event):
+        if isinstance(event, Durable | Voided) or (isinstance(event, FlushFailed) and event.final):
             self._wishes.pop(event.generation, None)
 
     def _lost(self) -> None:
-        """Handle the loss of the connection."""
         self.problem = "the keeper is gone"
         if self._client is not None:
             self._give_up(self._client)
@@ -484,10 +482,3 @@ class Arena:
         for memory in self._slots.values():
             memory.close()
         self._slots.clear()
-
-
-def _is_end(event: Event) -> bool:
-    """Return whether this event ends a flush."""
-    if isinstance(event, FlushFailed):
-        return event.final
-    return isinstance(event, Durable | Voided)

@@ -59,7 +59,6 @@ class KeeperFolder:
 
     @property
     def lock(self) -> Path:
-        """Path of the lock file."""
         return self.path / "lock"
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...planner.parity import Lane, Mode, Protection, lanes
+from ...planner.parity import Lane, lanes, parity_of
 
 __all__ = ["GuardedGroup", "KeeperHost"]
 
@@ -43,17 +43,8 @@ class GuardedGroup:
     def lanes(self, nbytes: dict[int, int]) -> tuple[Lane, ...]:
         """Return how the images are cut into blocks. ``nbytes``: image size of each rank, 0 without
         an image. An image belongs to the lane given by its index among its keeper's ranks."""
-        parity = Protection(_mode(self.mode)).parity
+        parity = parity_of(self.mode)
+        if not parity:
+            raise ValueError(f"{self.mode!r} is not a mode of protection")
         width = 1 if self.mode == "copy" else len(self.names) - parity
         return lanes([[nbytes[rank] for rank in ranks] for ranks in self.ranks], parity, width)
-
-
-def _mode(text: str) -> Mode:
-    """Return the mode. Raises ValueError for an unknown one."""
-    if text == "copy":
-        return "copy"
-    if text == "xor":
-        return "xor"
-    if text == "pq":
-        return "pq"
-    raise ValueError(f"{text!r} is not a mode of protection")

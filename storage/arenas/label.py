@@ -72,7 +72,6 @@ class Label:
         return image_key(self.generation.attempt, self.rank)
 
     def encode(self) -> bytes:
-        """Return the encoded label."""
         body = codec(Label).encode(self)
         return body + digest(body)
 

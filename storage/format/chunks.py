@@ -8,11 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...planner.image import DIGEST_NBYTES, blocks_of
-from .digest import damaged_blocks, digest
+import numpy as np
+
+from ...core.units import ceil_div
+from ...errors import DamagedError
+from ...planner.image import DIGEST_NBYTES
+from .digest import digest
 from .manifest import Manifest
 
-__all__ = ["Chunk", "chunk_at", "chunks_of", "damaged_ranges", "page_range"]
+__all__ = [
+    "Chunk",
+    "chunk_at",
+    "chunks_of",
+    "damaged",
+    "damaged_ranges",
+    "page_range",
+    "tensors_at",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +61,8 @@ def chunks_of(m: Manifest, image: int) -> list[Chunk]:
 def page_range(m: Manifest, chunk: Chunk) -> tuple[int, int]:
     """Return ``(start, stop)`` of the chunk's page within its image. Pages follow the data."""
     first_page = int(m.images.hashed_nbytes[chunk.image])
-    start = first_page + DIGEST_NBYTES * blocks_of(chunk.start, m.block_nbytes)
-    stop = first_page + DIGEST_NBYTES * blocks_of(chunk.stop, m.block_nbytes)
+    start = first_page + DIGEST_NBYTES * ceil_div(chunk.start, m.block_nbytes)
+    stop = first_page + DIGEST_NBYTES * ceil_div(chunk.stop, m.block_nbytes)
     return start, stop
 
 
@@ -72,6 +84,40 @@ def damaged_ranges(
     if stored_page is None:
         return [(start, stop)]
     first = (start - chunk.start) // block_nbytes * DIGEST_NBYTES
-    bad = damaged_blocks(page, stored_page[first : first + len(page)])
-    begins = [start + index * block_nbytes for index in bad]
-    return [(begin, min(begin + block_nbytes, stop)) for begin in begins]
+    found = np.frombuffer(page, np.uint8).reshape(-1, DIGEST_NBYTES)
+    stored = np.frombuffer(stored_page, np.uint8, len(page), first).reshape(-1, DIGEST_NBYTES)
+    bad = np.flatnonzero((found != stored).any(axis=1)) * block_nbytes + start
+    return [(begin, min(begin + block_nbytes, stop)) for begin in bad.tolist()]
+
+
+_NAMES_MAX = 5
+
+
+def tensors_at(manifest: Manifest, image: int, start: int, stop: int) -> list[str]:
+    """Return the names of tensors that have bytes in [start, stop) of an image's file."""
+    s = manifest.shards
+    end = s.start + s.nbytes(manifest.tensors)
+    rows = np.flatnonzero((s.image == image) & (s.start < stop) & (end > start))
+    return [manifest.tensors.names[row] for row in np.unique(s.tensor[rows]).tolist()]
+
+
+def damaged(
+    manifest: Manifest, uri: str, image: int, start: int, stop: int, what: str
+) -> DamagedError:
+    """Build an error that names file, bytes and tensors; ``what`` completes "bytes a to b …"."""
+    names = tensors_at(manifest, image, start, stop)
+    return DamagedError(
+        f"bytes {start:,} to {stop:,} {what}. {_belong_to(names)}",
+        uri=uri,
+        key=manifest.image_key(image),
+        advice="Load another checkpoint; `holdfast verify` lists all damage of this one",
+    )
+
+
+def _belong_to(names: list[str]) -> str:
+    if not names:
+        return "They belong to no tensor."
+    shown = ", ".join(map(repr, names[:_NAMES_MAX]))
+    if len(names) > _NAMES_MAX:
+        shown += f" and {len(names) - _NAMES_MAX} more"
+    return f"They belong to tensor {shown}."

@@ -127,7 +127,6 @@ def parse_columns(data: bytes | memoryview, what: str) -> tuple[dict[str, Column
 
 
 def _header_length(data: bytes | memoryview, what: str) -> int:
-    """Return the length of the JSON header. Raises DamagedError."""
     try:
         length = safetensors.length_in(data)
     except ValueError:

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import xxhash
 
-from ...planner.image import DIGEST_NBYTES
-
-__all__ = ["damaged_blocks", "digest", "page_of"]
+__all__ = ["digest", "page_of"]
 
 
 def digest(data: bytes | memoryview) -> bytes:
@@ -36,14 +33,3 @@ def page_of(data: memoryview, block_nbytes: int) -> bytes:
     xxh3 = xxhash.xxh3_128_digest
     cuts = [*range(0, len(data), block_nbytes), len(data)]
     return b"".join([xxh3(data[begin:end]) for begin, end in pairwise(cuts)])
-
-
-def damaged_blocks(page: bytes, expected: bytes) -> list[int]:
-    """Return the indices of blocks whose digests differ between two pages of equal length."""
-    if page == expected:
-        return []
-    n = len(expected) // DIGEST_NBYTES
-    found = np.frombuffer(page, np.uint8, n * DIGEST_NBYTES).reshape(n, DIGEST_NBYTES)
-    stored = np.frombuffer(expected, np.uint8, n * DIGEST_NBYTES).reshape(n, DIGEST_NBYTES)
-    indices: list[int] = np.flatnonzero((found != stored).any(axis=1)).tolist()
-    return indices

@@ -30,6 +30,7 @@ from .tables import (
     image_table,
     ints_of,
     shard_columns,
+    shard_table,
     tensor_columns,
     tensor_table,
 )
@@ -214,13 +215,7 @@ def _known_layout(blob: bytes, what: str, known: MutableMapping[bytes, StateLayo
 
 def _group(layout: StateLayout, blob: bytes, what: str) -> Group:
     columns, metadata = decode_columns(blob, what)
-    shards = ShardTable(
-        tensor=ints_of(columns, "shard.tensor"),
-        offsets=ints_of(columns, "shard.offsets"),
-        lengths=ints_of(columns, "shard.lengths"),
-        image=ints_of(columns, "shard.image"),
-        start=ints_of(columns, "shard.start"),
-    )
+    shards = shard_table(columns, ints_of(columns, "shard.tensor"))
     images = image_table(columns, compressed="image.stored_nbytes" in columns)
     values: list[ByRank] = [
         [(ranks, encoded) for ranks, encoded in by_rank]

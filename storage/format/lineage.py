@@ -75,7 +75,6 @@ class Lineage:
         return Lineage(new, {**self.parents, new: (parent, step)})
 
     def encode(self) -> bytes:
-        """Return the content of ``lineage.json``."""
         branches = {
             name: {"from": parent, "step": step} for name, (parent, step) in self.parents.items()
         }

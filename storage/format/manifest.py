@@ -12,17 +12,17 @@ import math
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ...core.decoded_json import Json, number_in, object_in, str_in
 from ...core.forks.cached import cached_property
 from ...errors import DamagedError, UnsupportedFormatError
-from ...planner.columns import Ints, volumes
+from ...planner.columns import Ints, ranges, volumes
 from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
 from ...planner.table import ShardTable, TensorTable
-from .columns import Columns, decode_columns, encode_columns, narrowed, parse_header
+from .columns import Columns, decode_columns, encode_columns, narrowed, parse_columns, parse_header
 from .lineage import ROOT, is_branch
 from .packed import COMPRESSIONS, Compression, index_nbytes
 from .tables import (
@@ -33,6 +33,7 @@ from .tables import (
     ints_of,
     json_integer,
     shard_columns,
+    shard_table,
     tensor_columns,
     tensor_table,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "ATTEMPT_PATTERN",
     "MANIFEST_KEY",
     "Manifest",
+    "VerifiedManifest",
     "attempt_in",
     "check",
     "check_complete",
@@ -217,13 +219,7 @@ def _from_columns(columns: Columns, head: Mapping[str, Json]) -> Manifest:
     # No count exceeds the expected sum, so the sum cannot have wrapped.
     if counts.shape != tensors.dtype.shape or counts.max(initial=0) > rows or counts.sum() != rows:
         raise ValueError("numbers of shards disagree")
-    shards = ShardTable(
-        tensor=np.repeat(np.arange(len(counts)), counts),
-        offsets=ints_of(columns, "shard.offsets"),
-        lengths=ints_of(columns, "shard.lengths"),
-        image=ints_of(columns, "shard.image"),
-        start=ints_of(columns, "shard.start"),
-    )
+    shards = shard_table(columns, np.repeat(np.arange(len(counts)), counts))
     compression = _compression(head)
     images = image_table(columns, compressed=compression is not None)
     return Manifest(
@@ -307,7 +303,9 @@ def _tensor_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
     width = t.shape.shape[1]
     yield bool((t.dtype < len(t.dtypes)).all()), "dtypes"
     yield all(0 < size <= 64 for _, size in t.dtypes), "dtypes"
-    yield bool((t.ndim <= width).all()) and _product_fits(t), "shapes of tensors"
+    # By logarithms, which cannot wrap: strides and sizes in bytes fit in 63 bits.
+    fits = bool((np.log2(np.maximum(t.shape, 1)).sum(axis=1) + 6 < 62).all())
+    yield bool((t.ndim <= width).all()) and fits, "shapes of tensors"
     is_padding = np.arange(width) >= t.ndim[:, None]
     yield bool((t.shape[is_padding] == 1).all()), "padding of shapes"
     yield bool(((t.alias < n) & (t.owner < m.world)).all()), "aliases"
@@ -389,12 +387,6 @@ def _check_disjoint(m: Manifest, what: str) -> None:
         )
 
 
-def _product_fits(t: TensorTable) -> bool:
-    """Return whether every tensor's strides and byte size fit in 63 bits, using logarithms,
-    which cannot wrap."""
-    return bool((np.log2(np.maximum(t.shape, 1)).sum(axis=1) + 6 < 62).all())
-
-
 def _files_fit(m: Manifest) -> bool:
     """Return whether every compressed image has a possible size.
 
@@ -421,3 +413,38 @@ def _names_have_prefixes(m: Manifest) -> bool:
         if kinds[c] != "dict" and _INDEX.fullmatch(name, len(prefix)) is None:
             return False
     return True
+
+
+_SHARD_COLUMNS = ("offsets", "lengths", "image", "start")
+
+
+@dataclass(frozen=True, eq=False)
+class VerifiedManifest:
+    """A manifest without shards; :meth:`with_shards_of` adds the wanted ones.
+
+    For a manifest in shared memory that another rank of the host has checked: nothing is checked
+    again. A job has millions of shards, so only those of the wanted tensors are decoded.
+    """
+
+    manifest: Manifest
+    columns: Columns
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> VerifiedManifest:
+        """Decode the manifest in ``data``, which is not copied and must not change."""
+        columns, metadata = parse_columns(data, "the manifest")
+        empty = {name: column[:0] for name, column in columns.items() if name.startswith("shard.")}
+        empty["tensor.shards"] = np.zeros_like(columns["tensor.shards"])
+        return cls(Manifest.of_columns(columns | empty, metadata, "the manifest"), columns)
+
+    def with_shards_of(self, tensors: Ints) -> Manifest:
+        """Return the manifest with the shards of these tensors only; ``tensors`` are rows, in
+        any order."""
+        rows = np.unique(tensors)
+        counts = ints_of(self.columns, "tensor.shards")
+        first = np.cumsum(counts) - counts
+        row, at = ranges(first[rows], counts[rows])
+        found = {
+            name: self.columns[f"shard.{name}"][at].astype(np.int64) for name in _SHARD_COLUMNS
+        }
+        return replace(self.manifest, shards=ShardTable(rows[row], **found))

@@ -150,7 +150,6 @@ class _Merged:
             )
 
     def table(self) -> TensorTable:
-        """Return the filled table."""
         return TensorTable(
             self._names,
             self._dtype,

@@ -29,7 +29,7 @@ from ...core.forks.cached import cached_property
 from ...core.units import ceil_div, round_up
 from ...errors import UsageError
 from ...planner.columns import Ints
-from ...planner.image import DIGEST_NBYTES, PAGE_NBYTES, blocks_of
+from ...planner.image import DIGEST_NBYTES, PAGE_NBYTES
 from .digest import digest
 
 __all__ = [
@@ -68,8 +68,7 @@ def _codec() -> ModuleType:
         import lz4.block
     except ImportError as error:
         raise UsageError(
-            "compressed checkpoints need lz4, which is not installed",
-            advice="pip install lz4",
+            "compressed checkpoints need lz4, which is not installed", advice="pip install lz4"
         ) from error
     return lz4.block  # type: ignore[no-any-return]
 
@@ -186,7 +185,7 @@ class Index:
     def sizes_of(self, start: int, stop: int) -> list[int]:
         """Return the stored sizes of the blocks that hold [start, stop) of the image."""
         first = start // self.block_nbytes
-        last = blocks_of(stop, self.block_nbytes)
+        last = ceil_div(stop, self.block_nbytes)
         sizes: list[int] = self.sizes[first:last].tolist()
         return sizes
 
@@ -198,7 +197,6 @@ class Index:
         return int(self.chunk_start[chunk]) + sum(before)
 
     def encode(self) -> bytes:
-        """Return the stored form of the index."""
         body = self.sizes.astype(_SIZE).tobytes() + self.digests.tobytes()
         return body + digest(body)
 
@@ -213,7 +211,7 @@ class Index:
         body = memoryview(data)[:-DIGEST_NBYTES]
         if digest(body) != data[-DIGEST_NBYTES:]:
             raise ValueError("it does not match its own checksum")
-        blocks = blocks_of(hashed_nbytes, block_nbytes)
+        blocks = ceil_div(hashed_nbytes, block_nbytes)
         sizes = np.frombuffer(body, _SIZE, blocks).astype(np.int64)
         digests = np.frombuffer(body, np.uint8, offset=blocks * _SIZE.itemsize)
         digests = digests.reshape(-1, DIGEST_NBYTES)

@@ -20,7 +20,9 @@ class Part:
         """Parse ``only``; decimal components of a dotted name become int keys. Raises
         UsageError."""
         if isinstance(only, str):
-            keys: tuple[Key, ...] = tuple(_key(text) for text in only.split("."))
+            keys: tuple[Key, ...] = tuple(
+                int(text) if text.isdecimal() else text for text in only.split(".")
+            )
         else:
             keys = tuple(only)
         if not keys or "" in keys:
@@ -48,9 +50,3 @@ class Part:
             assert isinstance(state, dict)
             state = state[key]
         return state
-
-
-def _key(text: str) -> Key:
-    if text.isdecimal():
-        return int(text)
-    return text

@@ -105,16 +105,11 @@ class SaveTelemetry:
         All ranks learn the verdict of a round at about the same time, so a rank that saw it sooner
         after its call was called later. A rank without such a round counts as earliest.
         """
-        ended = {rank: _first_verdict_s(record) for rank, record in self.ranks.items()}
-        latest = max((at_s for at_s in ended.values() if at_s is not None), default=0.0)
-        return {rank: 0.0 if at_s is None else latest - at_s for rank, at_s in ended.items()}
-
-
-def _first_verdict_s(record: RankTelemetry) -> float | None:
-    stage = record.stages.get("round agree")
-    if stage is None:
-        return None
-    return stage.last_s
+        rounds = {rank: record.stages.get("round agree") for rank, record in self.ranks.items()}
+        latest = max((stage.last_s for stage in rounds.values() if stage is not None), default=0.0)
+        return {
+            rank: 0.0 if stage is None else latest - stage.last_s for rank, stage in rounds.items()
+        }
 
 
 def telemetry_key(attempt: str) -> str:
@@ -163,7 +158,8 @@ def encode_head(telemetry: SaveTelemetry) -> bytes:
 def decode_telemetry(data: bytes) -> SaveTelemetry:
     """Decode a head and the records after it. Raises TelemetryError for anything else."""
     try:
-        head, *records = [_object(line) for line in _unpacked(data).splitlines()]
+        lines = b"".join(_members(data)).splitlines()
+        head, *records = [object_in(json.loads(line), "a line") for line in lines]
         ranks = [_record(record) for record in records]
         return _telemetry(head, sorted(ranks, key=lambda record: record.rank))
     except (ValueError, KeyError, IndexError, TypeError, RecursionError, zlib.error) as error:
@@ -224,12 +220,8 @@ def _slow_row(slow: SlowOperation) -> list[object]:
     return [slow.stage, slow.key, slow.offset, slow.nbytes, *times_s]
 
 
-def _unpacked(data: bytes) -> bytes:
-    """Decompress all members of the gzip file, up to ``TELEMETRY_NBYTES_MAX``."""
-    return b"".join(_members(data))
-
-
 def _members(data: bytes) -> Iterator[bytes]:
+    """Yield the decompressed members of the gzip file, up to ``TELEMETRY_NBYTES_MAX``."""
     view = memoryview(data)
     position = 0
     room = TELEMETRY_NBYTES_MAX
@@ -245,10 +237,6 @@ def _members(data: bytes) -> Iterator[bytes]:
                 raise ValueError("it is too large")
             position += len(piece) - len(unpacker.unused_data)
             yield text
-
-
-def _object(line: bytes) -> dict[str, Json]:
-    return object_in(json.loads(line), "a line")
 
 
 def _time_in(value: Json, what: str) -> float:

@@ -31,6 +31,7 @@ __all__ = [
     "ints_of",
     "json_integer",
     "shard_columns",
+    "shard_table",
     "tensor_columns",
     "tensor_table",
 ]
@@ -53,7 +54,6 @@ class ImageTable:
         return len(self.rank)
 
     def chunks(self, chunk_nbytes: int) -> Ints:
-        """Return the number of chunks per image."""
         return ceil_div(self.hashed_nbytes, chunk_nbytes)
 
     def nbytes(self, block_nbytes: int) -> Ints:
@@ -147,6 +147,14 @@ def shard_columns(shards: ShardTable, images: ImageTable) -> dict[str, Column]:
     if images.stored_nbytes is not None:
         columns["image.stored_nbytes"] = images.stored_nbytes
     return columns
+
+
+def shard_table(columns: Columns, tensor: Ints) -> ShardTable:
+    """Build the shard table from :func:`shard_columns`. Raises KeyError and ValueError."""
+    offsets, lengths, image, start = (
+        ints_of(columns, f"shard.{name}") for name in ("offsets", "lengths", "image", "start")
+    )
+    return ShardTable(tensor, offsets, lengths, image, start)
 
 
 def image_table(columns: Columns, *, compressed: bool) -> ImageTable:

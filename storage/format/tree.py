@@ -14,16 +14,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...core.decoded_json import (
-    Json,
-    int_in,
-    ints_in,
-    list_in,
-    object_in,
-    rows_in,
-    str_in,
-    strs_in,
-)
+from ...core.decoded_json import Json, int_in, ints_in, list_in, object_in, rows_in, str_in, strs_in
 from ...errors import DamagedError, SaveError
 from .values import decode_value, encode_text
 
@@ -190,12 +181,22 @@ def _from_json(record: Mapping[str, Json]) -> Tree:
         ]
     )
     tree.values = [
-        Value(int_in(container, "container"), key_in(key), _by_rank_in(entries))
+        Value(
+            int_in(container, "container"),
+            key_in(key),
+            [
+                (ints_in(ranks, "ranks"), encoded)
+                for ranks, encoded in rows_in(entries, 2, "values")
+            ],
+        )
         for container, key, entries in rows_in(record["values"], 3, "values")
     ]
     tree.arrays = {_text_in(name) for name in list_in(record["arrays"], "arrays")}
     for container, runs in rows_in(record["orders"], 2, "orders"):
-        tree.orders[int_in(container, "container")] = _runs_in(runs)
+        tree.orders[int_in(container, "container")] = [
+            (str_in(kind, "kind"), int_in(count, "count"))
+            for kind, count in rows_in(runs, 2, "runs")
+        ]
     for container, text, key in rows_in(record["tensor_keys"], 3, "tensor_keys"):
         by_text = tree.tensor_keys.setdefault(int_in(container, "container"), {})
         by_text[str_in(text, "text")] = key_in(key)
@@ -203,15 +204,6 @@ def _from_json(record: Mapping[str, Json]) -> Tree:
         tree.kinds[int_in(container, "container")] = str_in(kind, "kind")
     tree.placements = _placements_from_json(record.get("placements", []))
     return tree
-
-
-def _by_rank_in(value: Json) -> ByRank:
-    return [(ints_in(ranks, "ranks"), encoded) for ranks, encoded in rows_in(value, 2, "entries")]
-
-
-def _runs_in(value: Json) -> list[tuple[str, int]]:
-    runs = rows_in(value, 2, "runs")
-    return [(str_in(kind, "kind"), int_in(count, "count")) for kind, count in runs]
 
 
 def key_in(encoded: Json) -> Key:

@@ -29,9 +29,9 @@ def encode_value(value: object, path: str) -> object:
     if value is None or type(value) is bool:
         return value
     if type(value) is int:
-        return _encode_int(value)
+        return value if value.bit_length() <= _DECIMAL_BITS_MAX else {"$int": hex(value)}
     if type(value) is float:
-        return _encode_float(value)
+        return value if math.isfinite(value) else {"$float": repr(value)}
     if type(value) is str:
         return encode_text(value)
     if type(value) is bytes:
@@ -76,18 +76,6 @@ def decode_value(encoded: object) -> object:
         raise DamagedError(
             f"a stored value has an unknown form: {reprlib.repr(encoded)}"
         ) from error
-
-
-def _encode_int(value: int) -> object:
-    if value.bit_length() <= _DECIMAL_BITS_MAX:
-        return value
-    return {"$int": hex(value)}
-
-
-def _encode_float(value: float) -> object:
-    if math.isfinite(value):
-        return value
-    return {"$float": repr(value)}
 
 
 def encode_text(value: str) -> object:

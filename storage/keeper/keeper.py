@@ -22,10 +22,9 @@ from typing import Any
 
 from ...core.units import size_text
 from ...errors import CoordinationError, DamagedError, HoldfastError
-from ..arenas.free_memory import available_nbytes
 from ..arenas.hosts import KeeperHost
 from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label, check_sizes
-from ..arenas.memory import Memory, read_sealed, sealed_bytes
+from ..arenas.memory import Memory, available_nbytes, read_sealed, sealed_bytes
 from ..arenas.messages import (
     VERSION,
     Adopt,

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from ...errors import DamagedError
-from ..arenas.free_memory import available_nbytes
 from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label
-from ..arenas.memory import Memory, read_sealed, reserved_memory, sealed_bytes
+from ..arenas.memory import (
+    Memory,
+    available_nbytes,
+    read_sealed,
+    reserved_memory,
+    sealed_bytes,
+)
 from ..runtime.engine import offload
 from .decisions.generations import Generations
 from .decisions.slots import Refusal

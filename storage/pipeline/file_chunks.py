@@ -50,10 +50,6 @@ class Enclosed:
     skip: int
     find: Callable[[memoryview], int] = field(compare=False)
 
-    def begin_in(self, content: memoryview) -> int:
-        """Return the position of the bytes in ``content``."""
-        return self.find(content) + self.skip
-
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -77,7 +73,7 @@ class _Part:
         """Copy the part from the content read for it into the chunk."""
         begin = 0
         if self.enclosed is not None:
-            begin = self.skip + self.enclosed.begin_in(content)
+            begin = self.skip + self.enclosed.find(content) + self.enclosed.skip
         source = np.frombuffer(content, np.uint8)
         # Unlike an assignment to a memoryview, this releases the GIL.
         np.frombuffer(into, np.uint8)[self.at : self.at + self.nbytes] = source[
@@ -94,12 +90,10 @@ class _Run:
 
     @property
     def key(self) -> str:
-        """Key of the file."""
         return self.parts[0].key
 
     @property
     def start(self) -> int:
-        """Offset in the file."""
         return self.parts[0].start
 
     @property

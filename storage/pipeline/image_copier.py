@@ -18,8 +18,7 @@ from ...core.aio import at_most
 from ...core.units import ceil_div
 from ...drivers.contract import Driver, Upload
 from ...errors import DamagedError, NotFoundError
-from ..format.chunks import Chunk, chunks_of, damaged_ranges
-from ..format.damage import damaged
+from ..format.chunks import Chunk, chunks_of, damaged, damaged_ranges
 from ..format.digest import page_of
 from ..format.manifest import Manifest
 from ..format.packed import page_of_packed
@@ -111,7 +110,6 @@ class ImageCopier:
         return max(1, min(traits.concurrency, self.budget_nbytes // self._job_nbytes))
 
     def budget(self, pipelines: int) -> Budget:
-        """Return the budget of each pipeline."""
         source = self.source.driver.traits
         destination = self.destination.traits
         writes = ceil_div(destination.concurrency, pipelines)

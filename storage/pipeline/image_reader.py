@@ -12,12 +12,11 @@ import numpy as np
 from ...core.aio import at_most
 from ...core.spans import Where, counting, span
 from ...drivers.contract import Driver
-from ...errors import DamagedError, NotFoundError
+from ...errors import DamagedError, NotFoundError, StorageError
 from ...planner.coverage import flawed
 from ...planner.image import DIGEST_NBYTES
 from ...planner.loading import LoadPlan, Targets, plan_load
-from ..format.chunks import Chunk, chunk_at, damaged_ranges, page_range
-from ..format.damage import damaged
+from ..format.chunks import Chunk, chunk_at, damaged, damaged_ranges, page_range
 from ..format.digest import digest, page_of
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.buffers import HostBuffer
@@ -25,10 +24,17 @@ from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.read_buffers import ReadBuffers
 from ..runtime.scheduler import Budget
-from .piece_reads import PieceDelivery, are_pieces, connected_reads
 from .unpacking import Stored, Unpacked
 
-__all__ = ["Deliver", "Forward", "ImageReader", "plan_reads"]
+__all__ = [
+    "Deliver",
+    "Forward",
+    "ImageReader",
+    "PieceDelivery",
+    "are_pieces",
+    "connected_reads",
+    "plan_reads",
+]
 
 Deliver = Callable[[int, HostBuffer], None]
 """Called on a worker thread with a read's number and a buffer that begins with its verified
@@ -181,11 +187,7 @@ class ImageReader:
             jobs = self.jobs(self.driver.traits.concurrency)
         forwarding = [] if forward is None else [Stage("forward", "others", forward_delivered)]
         pipeline = Pipeline(
-            [
-                Stage("read", "io", read),
-                Stage("deliver", "cpu", deliver_verified),
-                *forwarding,
-            ],
+            [Stage("read", "io", read), Stage("deliver", "cpu", deliver_verified), *forwarding],
             _budget(jobs),
             release=buffers.release,
             where=where,
@@ -367,3 +369,79 @@ class ImageReader:
 
 def _budget(jobs: int) -> Budget:
     return Budget(jobs, {"io": max(1, jobs - CPU_THREADS), "cpu": CPU_THREADS, "others": jobs})
+
+
+def are_pieces(plan: LoadPlan, piece_nbytes: int) -> bool:
+    """Return whether each read of ``plan`` lies within one piece of the driver."""
+    if not piece_nbytes:
+        return False
+    return bool((plan.start // piece_nbytes == (plan.stop - 1) // piece_nbytes).all())
+
+
+def connected_reads(plan: LoadPlan, chunk_nbytes: int) -> Iterator[range]:
+    """Yield runs of reads in one chunk that are adjacent to each other."""
+    images = plan.image.tolist()
+    starts = plan.start.tolist()
+    stops = plan.stop.tolist()
+    first = 0
+    for number in range(1, len(starts) + 1):
+        is_connected = (
+            number < len(starts)
+            and images[number] == images[first]
+            and starts[number] == stops[number - 1]
+            and starts[number] % chunk_nbytes != 0
+        )
+        if not is_connected:
+            yield range(first, number)
+            first = number
+
+
+class PieceDelivery:
+    """Calls ``deliver`` with each read's number and its piece, in order.
+
+    ``numbers`` are the expected reads; ``sizes`` the bytes of each read of the plan.
+    """
+
+    def __init__(
+        self, numbers: range, sizes: Sequence[int], deliver: Callable[[int, memoryview], None]
+    ) -> None:
+        self._numbers = numbers
+        self._sizes = sizes
+        self._deliver = deliver
+        self._taken = 0
+        self._error: Exception | None = None
+
+    def take(self, piece: memoryview) -> None:
+        """Deliver a piece; see :data:`TakePiece`. Does nothing after an error."""
+        if self._error is not None:
+            return
+        try:
+            self._deliver(self._next(len(piece)), piece)
+        except Exception as error:
+            self._error = error
+
+    def finish(self) -> None:
+        """Raise the error of ``deliver``, if any; StorageError if the driver's pieces violate
+        its traits."""
+        if self._error is not None:
+            raise self._error
+        if self._taken < len(self._numbers):
+            raise _wrong_piece(self._taken, 0, self._sizes[self._numbers[self._taken]])
+
+    def _next(self, nbytes: int) -> int:
+        """Return the read that a piece of ``nbytes`` fulfils. A wrong piece would look like a
+        damaged file."""
+        due_nbytes = 0
+        if self._taken < len(self._numbers):
+            due_nbytes = self._sizes[self._numbers[self._taken]]
+        if nbytes != due_nbytes:
+            raise _wrong_piece(self._taken, nbytes, due_nbytes)
+        self._taken += 1
+        return self._numbers[self._taken - 1]
+
+
+def _wrong_piece(position: int, nbytes: int, due_nbytes: int) -> StorageError:
+    return StorageError(
+        f"piece {position} of a read has {nbytes:,} bytes instead of {due_nbytes:,}",
+        advice="The driver breaks its contract; its conformance kit shows how.",
+    )

@@ -16,16 +16,22 @@ from ...drivers.contract import AtMost, Driver, Traits, Upload, UploadLostError
 from ...errors import StorageError
 from ...planner.image import DIGEST_NBYTES, ImageLayout
 from ..format.digest import digest, page_of
-from ..format.packed import Compression
+from ..format.packed import Compression, Index, PackedChunk, index_nbytes, pack
 from ..runtime.buffers import HostBuffer
 from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.scheduler import Budget
 from .chunks import ChunkSource, chunks_to_write
-from .packing import Packing
 from .upload import Opening, write_pages, writing_order
 
-__all__ = ["Callbacks", "ImageWriter", "WrittenImage", "check_image_size", "chunks_nbytes"]
+__all__ = [
+    "Callbacks",
+    "ImageWriter",
+    "Packing",
+    "WrittenImage",
+    "check_image_size",
+    "chunks_nbytes",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +144,6 @@ class ImageWriter:
             return await self._driver.create(self._key, nbytes)
 
     def _order(self) -> list[int]:
-        """Return the order in which to write the chunks."""
         if self._packing:  # a packed chunk's position depends on all earlier ones
             return list(range(len(self._pages)))
         layout = self._layout
@@ -176,7 +181,6 @@ class ImageWriter:
         return Budget(memory_nbytes, {"cpu": CPU_THREADS, "io": writes, "source": max(1, reads)})
 
     def _memory_nbytes(self, count: int) -> int:
-        """Return the memory for ``count`` chunks."""
         traits = self._driver.traits
         reads = self._chunks.reads or 0
         return chunks_nbytes(count, self._layout.chunk_nbytes, traits, self._budget_nbytes, reads)
@@ -284,7 +288,47 @@ def chunks_nbytes(
 
 
 def _writes(traits: Traits) -> int:
-    """Return the number of writes in flight."""
     if traits.part_order == "serial":
         return 1
     return traits.concurrency
+
+
+class Packing:
+    """One image being packed.
+
+    ``nbytes_max``: upper bound for its file; ``end``: end of the chunks placed so far. Chunks are
+    packed in any order, on worker threads. A chunk's position is known once all earlier chunks are
+    packed.
+    """
+
+    def __init__(self, layout: ImageLayout) -> None:
+        self._layout = layout
+        self._chunks: dict[int, PackedChunk] = {}
+        index = index_nbytes(layout.hashed_end, layout.chunk_nbytes, layout.block_nbytes)
+        self.nbytes_max = layout.nbytes + int(index)
+        self.end = 0
+
+    def pack(self, chunk: int, data: memoryview) -> None:
+        """Pack the bytes of a chunk in place. Thread-safe for distinct chunks."""
+        self._chunks[chunk] = pack(data, self._layout.block_nbytes)
+
+    def place(self, chunk: int) -> tuple[int, int]:
+        """Return the file offset and size of a packed chunk. Call in order of chunks."""
+        start = self.end
+        nbytes = self._chunks[chunk].nbytes
+        self.end += nbytes
+        return start, nbytes
+
+    def index(self) -> bytes:
+        """Return the trailing index of the file, once all chunks are placed."""
+        layout = self._layout
+        chunks = [self._chunks[number] for number in sorted(self._chunks)]
+        sizes = np.array([size for chunk in chunks for size in chunk.sizes], np.int64)
+        digests = np.frombuffer(b"".join(chunk.digest for chunk in chunks), np.uint8)
+        return Index(
+            layout.hashed_end,
+            layout.chunk_nbytes,
+            layout.block_nbytes,
+            sizes,
+            digests.reshape(-1, DIGEST_NBYTES),
+        ).encode()

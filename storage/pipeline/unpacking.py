@@ -9,11 +9,11 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from ...core.units import round_up
+from ...core.units import ceil_div, round_up
 from ...drivers.contract import Buffer, Driver, TakePiece, Traits
 from ...drivers.layers.layer import Layer
 from ...errors import DamagedError
-from ...planner.image import DIGEST_NBYTES, blocks_of
+from ...planner.image import DIGEST_NBYTES
 from ..format.digest import digest
 from ..format.manifest import Manifest
 from ..format.packed import Index, checked_compression, index_nbytes, unpack
@@ -80,7 +80,6 @@ class Unpacked(Layer):
         return _CopyingTraits(**values | {"hands_over": False})
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        """Read unpacked bytes; see :meth:`Driver.read`."""
         image = self._image[key]
         position = start
         for stop in self._piece_ends(image, start, start + len(into)):
@@ -88,11 +87,9 @@ class Unpacked(Layer):
             position = stop
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
-        """Fetch unpacked bytes; see :meth:`Driver.fetch`."""
         return await Driver.fetch(self, key, start, nbytes)
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
-        """Read unpacked bytes in pieces; see :meth:`Driver.read_pieces`."""
         await Driver.read_pieces(self, key, start, nbytes, take)
 
     async def read_stored(self, image: int, start: int, stop: int, into: Buffer) -> Stored:
@@ -146,7 +143,6 @@ class Unpacked(Layer):
             into[:] = whole[start - first : stop - first]
 
     async def _read_blocks(self, image: int, start: int, into: Buffer) -> None:
-        """Read and unpack whole blocks of one chunk."""
         stop = start + len(into)
         sizes = await self._receive_blocks(image, start, stop, into)
         try:
@@ -194,7 +190,7 @@ class Unpacked(Layer):
     def _pages_start(self, image: int) -> int:
         """Return the file offset of the pages, which are stored uncompressed."""
         hashed_nbytes = int(self._m.images.hashed_nbytes[image])
-        pages_nbytes = DIGEST_NBYTES * blocks_of(hashed_nbytes, self._m.block_nbytes)
+        pages_nbytes = DIGEST_NBYTES * ceil_div(hashed_nbytes, self._m.block_nbytes)
         return self._file_nbytes(image) - self._index_nbytes(image) - pages_nbytes
 
     async def _read_file(self, image: int, start: int, into: Buffer) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ...core.units import ceil_div
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotFoundError
-from ..format.chunks import Chunk, chunks_of, damaged_ranges, page_range
-from ..format.damage import tensors_at
+from ...planner.image import DIGEST_NBYTES
+from ..format.chunks import Chunk, chunks_of, damaged_ranges, page_range, tensors_at
 from ..format.digest import digest, page_of
 from ..format.manifest import Manifest
 from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.read_buffers import ReadBuffers
 from ..runtime.scheduler import Budget
-from .stored_pages import StoredPages
 
-__all__ = ["Damage", "VerifyReport", "verify_images"]
+__all__ = ["PAGES_NBYTES", "Damage", "StoredPages", "VerifyReport", "verify_images"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +173,62 @@ class _Verifier:
     def _add(self, image: int, start: int, stop: int, what: str) -> None:
         tensors = tuple(tensors_at(self._m, image, start, stop))
         self.report.damages.append(Damage(self._m.image_key(image), start, stop, what, tensors))
+
+
+PAGES_NBYTES = 256 << 10
+"""Bytes of stored digests read at a time: those of a gigabyte of data."""
+
+
+class StoredPages:
+    """Caches stored pages until the last of their chunks has fetched its page."""
+
+    def __init__(self, driver: Driver, m: Manifest, present_nbytes: Mapping[int, int]) -> None:
+        """Take the number of existing bytes of each image, ``present_nbytes``."""
+        self._driver = driver
+        self._m = m
+        self._present_nbytes = present_nbytes
+        self._page_nbytes = m.chunk_nbytes // m.block_nbytes * DIGEST_NBYTES
+        self._chunks = max(1, PAGES_NBYTES // self._page_nbytes)
+        self._locks: dict[tuple[int, int], asyncio.Lock] = {}
+        self._read: dict[tuple[int, int], bytes] = {}
+        self._asked: dict[tuple[int, int], int] = {}
+
+    @property
+    def held_nbytes(self) -> int:
+        return sum(map(len, self._read.values()))
+
+    async def of(self, chunk: Chunk) -> bytes:
+        """Return the page of a chunk; shorter or empty if the file ends early. Call once per
+        chunk."""
+        number = chunk.start // self._m.chunk_nbytes
+        index, position = divmod(number, self._chunks)
+        group = (chunk.image, index)
+        async with self._locks.setdefault(group, asyncio.Lock()):
+            if group not in self._read:
+                self._read[group] = await self._fetch(*group)
+        first = position * self._page_nbytes
+        page = self._read[group][first : first + self._page_nbytes]
+        self._asked[group] = self._asked.get(group, 0) + 1
+        if self._asked[group] == min(self._chunks, self._count(chunk.image) - index * self._chunks):
+            del self._locks[group]
+            del self._read[group]
+            del self._asked[group]
+        return page
+
+    def _count(self, image: int) -> int:
+        return ceil_div(int(self._m.images.hashed_nbytes[image]), self._m.chunk_nbytes)
+
+    async def _fetch(self, image: int, index: int) -> bytes:
+        m = self._m
+        group_nbytes = self._chunks * self._page_nbytes
+        pages_start = int(m.images.hashed_nbytes[image])
+        pages_stop = pages_start + ceil_div(pages_start, m.block_nbytes) * DIGEST_NBYTES
+        if self._present_nbytes[image] < pages_stop:
+            return b""
+        start = pages_start + index * group_nbytes
+        into = bytearray(min(group_nbytes, pages_stop - start))
+        try:
+            await self._driver.read(m.image_key(image), start, memoryview(into))
+        except DamagedError:
+            return b""  # truncated after its size was checked
+        return bytes(into)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...errors import StateError, UnsupportedFormatError, UsageError
 
-__all__ = ["dtype_name", "dtype_of", "empty", "is_plain_array", "numpy_to_torch", "refusal"]
+__all__ = [
+    "FLOATS",
+    "convert",
+    "dtype_name",
+    "dtype_of",
+    "empty",
+    "is_convertible",
+    "is_plain_array",
+    "numpy_to_torch",
+    "refusal",
+]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -102,3 +114,36 @@ def numpy_to_torch(array: np.ndarray, path: str) -> torch.Tensor:
         raise StateError(
             f"{path} is an array of dtype {array.dtype}, which torch does not have"
         ) from error
+
+
+Bytes = npt.NDArray[np.uint8]
+
+FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Target dtypes: torch's names, and bytes per element."""
+
+
+@functools.cache
+def is_convertible(source: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether this torch copies elements of one dtype to another, by trying it."""
+    ours = torch.zeros(source.itemsize, dtype=torch.uint8).view(source)
+    try:
+        torch.empty(1, dtype=wanted).copy_(ours)
+    except RuntimeError:  # NotImplementedError is a subclass
+        return False
+    return True
+
+
+def convert(source: Bytes, kind: tuple[str, int], into: Bytes, dtype: str, name: str) -> None:
+    """Convert elements of dtype ``kind`` (name, itemsize) to ``dtype``, one of ``FLOATS``.
+
+    Raises UsageError, naming the tensor, if a finite number would become infinite.
+    """
+    ours = torch.from_numpy(source).view(dtype_of(*kind))
+    theirs = torch.from_numpy(into).view(dtype_of(dtype, FLOATS[dtype]))
+    theirs.copy_(ours)
+    infinite = theirs.isinf()
+    if infinite.any() and not ours.to(torch.float64)[infinite].isinf().all():
+        raise UsageError(
+            f"tensor {name!r} has numbers that are too large for {dtype}",
+            advice="Choose another dtype.",
+        )

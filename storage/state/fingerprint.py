@@ -48,14 +48,11 @@ def fingerprints(
     """
     roots = {row: flat.alias[row] if flat.alias[row] >= 0 else row for row in rows}
     digests = {root: fingerprint(flat, root, lazy) for root in dict.fromkeys(roots.values())}
-    return {
-        row: digests[root] if root == row else _tied(digests[root], flat.names[root])
-        for row, root in roots.items()
-    }
-
-
-def _tied(fingerprint: bytes, name: str) -> bytes:
-    return xxhash.xxh3_128_digest(fingerprint + name.encode("utf-8", "surrogatepass"))
+    for row, root in roots.items():
+        if root != row:
+            name = flat.names[root].encode("utf-8", "surrogatepass")
+            digests[row] = xxhash.xxh3_128_digest(digests[root] + name)
+    return {row: digests[row] for row in rows}
 
 
 def label(flat: FlatState, row: int) -> str:
@@ -98,7 +95,7 @@ def _update_carefully(hasher: xxhash.xxh3_128, lazy: LazyCapture, row: int, nbyt
     buffer = np.empty(min(nbytes, _PIECE_NBYTES), np.uint8)
     for start in range(0, nbytes, len(buffer)):
         piece = buffer[: nbytes - start]
-        lazy.peek(row, start, start + len(piece), piece.ctypes.data)
+        lazy.read(row, start, start + len(piece), piece.ctypes.data, disarm=False)
         hasher.update(piece.data)
 
 

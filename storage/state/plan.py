@@ -65,7 +65,6 @@ class SavePlan(ImagePlan):
 
 
 def _tensor_table(flat: FlatState, alias: Ints, owner: Ints) -> TensorTable:
-    """Return the tensors of a flat state as columns."""
     kinds = list(dict.fromkeys(flat.dtypes))
     code = {dtype: i for i, dtype in enumerate(kinds)}
     ndim = np.fromiter(map(len, flat.shapes), np.int64, len(flat.shapes))
@@ -162,9 +161,8 @@ def _laid_out(
     names = shard_names(fqns, tensors.shape[held.tensor], ndim, held.offsets, held.lengths)
     layout = lay_out(names, dtypes, held.lengths, ndim, held.itemsize)
     image = np.full(len(held.tensor), number, np.int64)
-    shards = ShardTable(
-        held.tensor, held.offsets, held.lengths, image, layout.start
-    ).sorted_by_tensor()
+    unsorted = ShardTable(held.tensor, held.offsets, held.lengths, image, layout.start)
+    shards = ShardTable.concat([unsorted])
     return ImagePlan(tensors, shards, layout, held, reported)
 
 
@@ -187,6 +185,9 @@ def _holdings(
     ]
     regions = regions_of(layouts, width)
     of_row = rows[regions.row]
+    sort_keys: Sequence[str] = flat.names  # all ranks order their holdings alike
+    if len(set(flat.names)) < len(flat.names):  # several parts of one name
+        sort_keys = [label(flat, row) for row in range(len(flat.names))]
     return Holdings(
         tensor=of_row,
         offsets=regions.offsets,
@@ -196,7 +197,7 @@ def _holdings(
         itemsize=tensors.itemsize[of_row],
         group=np.array(group, np.int64)[regions.row],
         groups=tuple(groups.numbers),
-        order=_order(_sort_keys(flat), of_row, len(groups.numbers)),
+        order=_order(sort_keys, of_row, len(groups.numbers)),
     )
 
 
@@ -216,16 +217,6 @@ class _Groups:
         if number is None:
             number = self._by_id[id(ranks)] = self.numbers.setdefault(ranks, len(self.numbers))
         return number
-
-
-def _sort_keys(flat: FlatState) -> Sequence[str]:
-    """Return one sort key per row, so that all ranks order their holdings alike.
-
-    That is the name; or name and region, if a rank holds several parts of one name.
-    """
-    if len(set(flat.names)) == len(flat.names):
-        return flat.names
-    return [label(flat, row) for row in range(len(flat.names))]
 
 
 def _order(names: Sequence[str], row: Ints, groups: int) -> Ints:

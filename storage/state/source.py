@@ -13,12 +13,11 @@ from ...planner.columns import contiguous
 from ...planner.image import ImageLayout
 from ...planner.saving import Holdings
 from ..runtime.buffers import HostBuffer
-from .bits import address_of, copy_memory, pack, typed
+from .bits import Place, address_of, copy_memory, pack, typed
 from .capture.device_snapshot import Doubt
 from .capture.lazy import LazyCapture
 from .capture.process_memory import GoneError, gather, gather_segments
 from .device import allocate_pinned, beside, devices_of, pack_windows
-from .windows import Place
 
 __all__ = ["ImageSource"]
 
@@ -71,9 +70,9 @@ class ImageSource:
         self._is_lazy = [lazy is not None and row in lazy for row in self._rows]
         self._tracked_from = [self._tracked_from_of(i) for i in range(len(self._tensors))]
         self._address = [self._address_of(i) for i in range(len(self._tensors))]
-        self._plain = np.array(
-            [self._plain_address(i) for i in range(len(self._tensors))], np.int64
-        )
+        addresses = zip(self._address, self._is_lazy, strict=True)
+        self._plain = np.array([0 if lazily else at or 0 for at, lazily in addresses], np.int64)
+        """Addresses of the parts that need nothing but a plain copy; else 0."""
         is_tracked = np.array([start is not None for start in self._tracked_from], bool)
         is_gathered = (self._plain > 0) & (self._stop - self._start <= GATHERED_NBYTES_MAX)
         self._is_gathered = is_gathered | is_tracked
@@ -85,13 +84,6 @@ class ImageSource:
         if address is None or first is None:
             return None
         return address + first * self._itemsize[i]
-
-    def _plain_address(self, i: int) -> int:
-        """Return the address of part ``i`` if nothing but a plain copy is needed; else 0."""
-        address = self._address[i]
-        if address is None or self._is_lazy[i]:
-            return 0
-        return address
 
     def _tracked_from_of(self, i: int) -> int | None:
         """Return the part's first byte in its tensor, if the part is one run of tracked memory."""
@@ -137,7 +129,7 @@ class ImageSource:
                 copy_memory(base + low, address + begin, end - begin)
             elif tracked_from is not None:
                 assert self._capture is not None
-                self._capture.copy_tracked(
+                self._capture.read(
                     self._rows[i], tracked_from + begin, tracked_from + end, base + low
                 )
             else:
@@ -255,5 +247,4 @@ class ImageSource:
         return flat_to_boxes(lengths, begin // itemsize, end // itemsize)
 
     def _place(self, i: int) -> Place:
-        """Return the place of part ``i`` in its tensor."""
         return Place(self._local_start[i], tuple(self._local_shape[i, : self._ndim[i]].tolist()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.storage.arenas.control import stop
+from holdfast.storage.arenas.client import stop
 from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE, keeper_folders
 from holdfast.storage.arenas.memory import reserved_memory
 from holdfast.storage.state.pinned import pin

@@ -1,4 +1,4 @@
-"""Whatever writes to a state while a lazy save copies it."""
+"""Whatever writes during a lazy save, it stores the state of the call or fails by name."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SEEDS = 400
 @examples(80)
 @given(st.integers(0, 2**32))
 def test_a_lazy_save_stores_the_state_of_the_call_or_fails(seed: int) -> None:
-    """Writers come before, between and after the reads of any tensor."""
+    """Writers of any kind come before, between and after reads; some free or replace memory."""
     assert complaint(np.random.default_rng(seed)) is None
 
 
 @examples(40)
 @given(st.integers(0, 2**32))
 def test_sums_alone_find_every_writer_too(seed: int) -> None:
-    """As on an accelerator, where nobody tracks pages."""
+    """Sums find every writer without the kernel's help, as on an accelerator."""
     with pytest.MonkeyPatch.context() as patch:
         _tracking_off(patch)
         assert complaint(np.random.default_rng(seed), lazy="prove", first_share=0) is None

@@ -1,4 +1,4 @@
-"""Values, columns and trees come back from their encoding as they went in."""
+"""Values, columns and trees survive encoding; a flipped byte is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.bits import difference
 import holdfast
 from holdfast.errors import SaveError
 from holdfast.storage.format.columns import decode_columns, encode_columns, narrowed
-from holdfast.storage.format.tree import Container, Tree, Value, format_path, merge_trees
+from holdfast.storage.format.tree import Tree, Value, format_path, merge_trees
 from holdfast.storage.format.values import decode_value, encode_value
 
 texts = st.text(st.characters(codec=None) | st.characters(categories=["Cs"]), max_size=8)
@@ -187,7 +187,7 @@ def test_values_that_are_equal_but_of_another_type_are_kept_apart(ranks: list[An
 
 
 def test_ranks_that_saved_no_value_get_one_of_those_that_did() -> None:
-    """Ranks 1, 2 and 4 saved one, and are dealt out in turn."""
+    """Ranks without a value get those of the others in turn."""
     value = Value(0, "x", [([1, 4], "a"), ([2], "b")])
     assert [value.of(rank) for rank in range(7)] == ["a", "a", "b", "a", "a", "a", "a"]
 
@@ -215,8 +215,3 @@ def test_a_path_reads_as_python_would_have_it() -> None:
     """So that it can be pasted."""
     assert format_path(["a.b", 0, 1.5, None, True, "0"]) == 'state["a.b"][0][1.5][None][True]["0"]'
     assert format_path([]) == "state"
-
-
-def test_the_root_is_a_container() -> None:
-    """A new tree has one, and nothing in it."""
-    assert Tree().containers == [Container(-1, None, "dict")]

@@ -1,4 +1,4 @@
-"""The executor keeps the scheduler's rules on an event loop."""
+"""The executor keeps the scheduler's rules, whatever fails or is cancelled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.storage.runtime.scheduler import Budget, StageSpec
 
 @dataclass(frozen=True)
 class Step:
-    """One stage of one job."""
+    """One stage of one job: its duration, failure, and behaviour when cancelled."""
 
     takes_s: int
     fails: bool
@@ -105,7 +105,7 @@ class Workshop:
 
 @st.composite
 def workshops(draw: st.DrawFn, fragile: bool) -> Workshop:
-    """Stages with writes at the end, in each order that storage may ask for."""
+    """Draw stages that end with writes, and jobs, some larger than the whole budget."""
     order = draw(st.sampled_from(["any", "ascending", "serial"]))
     kinds = [*draw(st.lists(st.sampled_from(["cpu", "io"]), max_size=2)), "write"]
     stages = [
@@ -138,7 +138,7 @@ def pending() -> set[asyncio.Task[object]]:
 @examples(150)
 @given(workshops(fragile=True))
 def test_everything_runs_or_the_first_failure_is_raised(shop: Workshop) -> None:
-    """Each stage of each job once, in order; nothing is begun after a failure."""
+    """Stages run once, in order, without idling; buffers are released after their last use."""
 
     async def run() -> tuple[BaseException | None, float]:
         error = None
@@ -169,7 +169,7 @@ def test_everything_runs_or_the_first_failure_is_raised(shop: Workshop) -> None:
 def test_cancelled_it_begins_nothing_and_waits_for_what_runs(
     shop: Workshop, cancels_s: list[int], late: bool
 ) -> None:
-    """Whenever it is cancelled, and however often."""
+    """A cancellation at any moment, and repeated ones, wait for running stages."""
 
     async def run() -> None:
         task = asyncio.ensure_future(shop.run())

@@ -1,4 +1,4 @@
-"""What ranks agree on is what a look at all of their states together tells, whatever they remember."""
+"""Ranks agree on what all of their states together tell, whatever they remember."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ states = st.dictionaries(names, values, max_size=4)
 
 
 def flat_of(state: State, rank: int) -> FlatState:
-    """As a rank flattens it."""
+    """Flatten a rank's state; states with the same names count as laid out alike."""
     flat = flatten({name: torch.full((2,), float(value)) for name, value in state.items()})
     mesh = next(mesh for mesh in MESHES if rank in mesh)
     for row, name in enumerate(flat.names):
@@ -54,7 +54,7 @@ def flat_of(state: State, rank: int) -> FlatState:
 def agree_all(
     flats: Sequence[FlatState], memory: Sequence[GlobalPlans]
 ) -> tuple[list[Agreed], int, list[int]]:
-    """What each rank of a job agrees on, how many rounds that takes."""
+    """Return each rank's agreement, the number of rounds, and the rows each digested."""
     store, prefix = dist.HashStore(), f"plan {next(_numbers)}"
     teams = [StoreTeam(store, rank, WORLD, prefix, 20.0) for rank in range(WORLD)]
     digested = [0] * WORLD
@@ -109,7 +109,7 @@ def on_one_mesh(job: Sequence[State]) -> bool:
 def look(
     flats: Sequence[FlatState], agreed: Sequence[Agreed], job: Sequence[State]
 ) -> list[dict[str, tuple[int, ...]]]:
-    """By name, who holds the same, as the ranks agreed."""
+    """Return the agreed holders by name; those that a mesh tells alone are not discussed."""
     found = []
     for rank, (flat, told) in enumerate(zip(flats, agreed, strict=True)):
         mesh = next(mesh for mesh in MESHES if rank in mesh)
@@ -125,7 +125,7 @@ def look(
     )
 )
 def test_ranks_agree_on_what_they_hold_whatever_was_before(history: list[list[State]]) -> None:
-    """Names come and go, values are equal, differ."""
+    """Whatever ranks remember, they agree on what their states tell, or all refuse."""
     memory: list[GlobalPlans] = [LruCache(2) for _ in range(WORLD)]
     for job in history:
         flats = [flat_of(state, rank) for rank, state in enumerate(job)]
@@ -148,7 +148,7 @@ def test_parts_of_one_tensor_that_differ_between_meshes_are_refused() -> None:
 
 
 def test_what_is_as_before_takes_one_round_and_no_more_digests_than_needed() -> None:
-    """What lies on one mesh only is never digested."""
+    """Tensors of one mesh are never digested, those of one rank only once."""
     job = [
         {"a": 1, "b": rank, "p": 5} if rank < 2 else {"a": 1, "b": rank, "c": 7}
         for rank in range(WORLD)
@@ -187,7 +187,7 @@ def test_a_rank_that_remembers_nothing_has_all_say_all() -> None:
 
 
 def test_layouts_that_were_never_together_are_not_taken_for_one_plan() -> None:
-    """Each rank remembers its own."""
+    """Remembered plans of other combinations of layouts are not reused."""
     memory: list[GlobalPlans] = [LruCache(2) for _ in range(WORLD)]
     for name in ("a", "b"):
         agree_all([flat_of({name: 1}, rank) for rank in range(WORLD)], memory)

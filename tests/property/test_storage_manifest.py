@@ -25,10 +25,9 @@ from holdfast.planner.box import flat_to_boxes
 from holdfast.planner.table import ShardTable, TensorTable
 from holdfast.storage.format.columns import decode_columns, encode_columns, narrowed
 from holdfast.storage.format.digest import digest
-from holdfast.storage.format.manifest import Manifest, check_complete
+from holdfast.storage.format.manifest import Manifest, VerifiedManifest, check_complete
 from holdfast.storage.format.tables import ImageTable
 from holdfast.storage.format.tree import Container, Tree, Value
-from holdfast.storage.format.verified import VerifiedManifest
 
 ATTEMPT = "20200101T000000-00000000"
 DTYPES = (("float32", 4), ("uint8", 1), ("complex128", 16), ("bfloat16", 2))
@@ -46,8 +45,7 @@ Columns = dict[str, np.ndarray]
 
 @st.composite
 def tensor_tables(draw: st.DrawFn, world: int) -> tuple[TensorTable, np.ndarray]:
-    """Up to six tensors, of 0 to 3 dimensions, some empty, some tied, some of one rank; and the
-    container of each."""
+    """Draw tensors, some empty, tied or of one rank, and the container of each."""
     rows: list[tuple[str, int, tuple[int, ...], int, int, int]] = []
     for number in range(draw(st.integers(0, 6))):
         container, owner = draw(st.integers(0, 3)), draw(st.integers(-1, world - 1))
@@ -150,8 +148,7 @@ def behind(hashed_nbytes: int, chunk_nbytes: int, block_nbytes: int) -> int:
 @examples(60)
 @given(manifests())
 def test_a_manifest_of_any_form_comes_back(manifest: Manifest) -> None:
-    """Every column and every field, of any number of tensors, dimensions, shards, images and
-    chunks."""
+    """Every column and field survives."""
     assert plain(Manifest.decode(manifest.encode())) == plain(manifest)
     check_complete(manifest, "it")
 
@@ -178,8 +175,7 @@ def test_who_takes_a_manifest_as_checked_sees_of_wanted_tensors_what_is_in_it(
 
 
 def fits(columns: Columns, head: dict[str, Any]) -> bool:
-    """Whether a reader may accept this: the list in docs/reference/format.md, row by row, in whole
-    numbers of any size."""
+    """Return whether a reader may accept this, by the list in docs/reference/format.md."""
     names = [
         "tensor.name_nbytes",
         "tensor.dtype",
@@ -423,8 +419,7 @@ def test_a_spoiled_column_is_refused_exactly_if_it_contradicts_the_rest(
     name: str,
     data: st.DataObject,
 ) -> None:
-    """As damage, and nothing else is raised; what is accepted says something that a writer might
-    have said."""
+    """A reader raises DamagedError exactly for what no writer might have written."""
     columns, head = parts_of(manifest)
     assert fits(columns, head)
     assume(name in columns)
@@ -443,8 +438,7 @@ def test_a_spoiled_column_is_refused_exactly_if_it_contradicts_the_rest(
 def test_a_column_that_is_shorter_longer_or_of_another_type_is_damage(
     name: str, manifest: Manifest, data: st.DataObject
 ) -> None:
-    """Each column; and so is one that is missing, and one whose numbers are signed, floating, NaN
-    or truth values."""
+    """A missing, shorter, longer, signed, floating or boolean column is damage."""
     columns, head = parts_of(manifest)
     assume(name in columns)
     column = columns.pop(name)

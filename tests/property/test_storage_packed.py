@@ -1,5 +1,4 @@
-"""What is packed comes back: any bytes, in blocks and chunks of any size, whatever range of them is
-read."""
+"""Packed images come back, whatever range of them is read."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from holdfast.storage.format.digest import digest, page_of
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.format.packed import Index, pack, page_of_packed, unpack
 from holdfast.storage.format.tables import ImageTable
-from holdfast.storage.pipeline.packing import Packing
+from holdfast.storage.pipeline.image_writer import Packing
 from holdfast.storage.pipeline.unpacking import Unpacked
 
 PAGE = 4096
@@ -47,8 +46,7 @@ def contents(draw: st.DrawFn, pages_max: int = 24) -> bytes:
 @examples(60)
 @given(content=contents(), pages=st.integers(1, 5))
 def test_a_chunk_is_packed_and_unpacked_in_place(content: bytes, pages: int) -> None:
-    """It takes no more than it has, ends in zeros, and keeps blocks that would not lose an eighth;
-    its page can be told while it is packed."""
+    """A packed chunk takes no more room, ends in zeros, and its page can be computed."""
     block_nbytes, chunk = pages * PAGE, memoryview(bytearray(content))
     page = page_of(chunk, block_nbytes)
     packed = pack(chunk, block_nbytes)

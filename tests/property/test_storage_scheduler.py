@@ -114,7 +114,7 @@ SIZES = st.lists(st.integers(0, 12) | st.integers(0, 60), max_size=8)
 
 
 class Pipeline(RuleBasedStateMachine):
-    """Jobs come, and their stages end well or badly, in any order."""
+    """Jobs come, and stages end or fail, in any order; a cancellation fails all that run."""
 
     @initialize(
         lanes=st.lists(st.sampled_from(["cpu", "io"]), max_size=3), order=PART_ORDERS, memory_nbytes=st.sampled_from([1, 20, 60, 200]),
@@ -131,7 +131,7 @@ class Pipeline(RuleBasedStateMachine):
         calm: int | None,
         first: list[int],
     ) -> None:
-        """Stages as savers and copiers have them."""
+        """Draw the stages of savers and copiers; nothing fails before ``calm`` stages ended."""
         write = StageSpec("write", "write" if order == "serial" else "io", in_order=order != "any")
         stages = [
             *(StageSpec(f"s{i}", lane) for i, lane in enumerate(lanes)),
@@ -177,7 +177,7 @@ class Pipeline(RuleBasedStateMachine):
             self.world.check_nothing_waits_in_vain()
 
     def teardown(self) -> None:
-        """In the end everything has run through every stage, unless something failed."""
+        """Check that everything ran unless a stage failed, and was released once."""
         if not hasattr(self, "world"):
             return
         world, s = self.world, self.world.scheduler
@@ -216,7 +216,7 @@ def test_drain_decides_which_stage_goes_first(drain: bool, jobs: int) -> None:
 
 
 def test_a_failure_frees_the_memory_of_jobs_that_wait() -> None:
-    """Those between two stages will not go on, and hold nothing any more."""
+    """Jobs between stages release their memory; a running one keeps it until it ends."""
     scheduler = Scheduler(
         [StageSpec("a", "io"), StageSpec("b", "cpu")], Budget(9, {"io": 3, "cpu": 1})
     )

@@ -1,5 +1,4 @@
-"""Parts of tensors that the caller describes: flat ranges, boxes and whole tensors, saved from one
-and loaded into another, by another number of ranks."""
+"""Flat ranges, boxes and whole tensors are saved and loaded as any other parts."""
 
 from __future__ import annotations
 
@@ -116,8 +115,7 @@ def _held_by(
 @examples(80)
 @given(jobs())
 def test_parts_are_loaded_into_any_other_parts(case: Any) -> None:
-    """Flat ranges, boxes and whole tensors: what ranks hold in one way is stored once, and comes
-    back bit for bit to the ranks of another job that hold it in another way."""
+    """Parts come back bit for bit to ranks that hold other parts."""
     saved, loaded = case
     driver = MemoryDriver(fresh_uri().removeprefix("memory://"))
     save_as_ranks(driver, saved)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
 from holdfast.storage.state.adapters.dtensor import layouts_on
+from holdfast.storage.state.fingerprint import fingerprint
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flattening.flatten import KnownStates, flatten
+from holdfast.storage.state.flattening.signature import SignatureScan
 from holdfast.storage.state.plan import Agreed, plan_save
 
 MESHES = [
@@ -146,8 +149,7 @@ def anew(state: Any) -> Any:
 @examples(100)
 @given(st.data())
 def test_what_is_known_of_one_state_is_not_taken_for_another(data: st.DataObject) -> None:
-    """A state, the same again, and one that differs in a key, its type, the order, a kind, a dtype,
-    a stride, a tie or a placement: each is flattened as if no other had been."""
+    """A state that differs in anything is flattened as if no other had been."""
     first = data.draw(states)
     second = data.draw(changed(first))
     expected = [anew(first), anew(first), anew(second)]
@@ -174,8 +176,7 @@ def test_what_is_planned_once_is_planned_alike(state: Any) -> None:
 
 
 def test_no_two_leaves_are_taken_for_each_other() -> None:
-    """Every kind of leaf at each of two places, beside tensors that it may be tied to, with all
-    others known."""
+    """Every pair of leaves, beside tensors they may be tied to, is told apart."""
     pool = [*TENSORS, BASE[:4], torch.zeros(2, 2), 1, 1.0, [1], (1,), {"a": 1}, Thing({"a": 1})]
     states = [
         {"s": BASE[:4], "t": BASE[:4].reshape(2, 2), "x": x, "y": y} for x in pool for y in pool
@@ -188,8 +189,7 @@ def test_no_two_leaves_are_taken_for_each_other() -> None:
 
 
 def test_placements_are_told_apart_though_they_come_and_go() -> None:
-    """New tensors take the places in memory of others, also their placements do: each is seen as it
-    is."""
+    """New placements at the addresses of old ones are not confused with them."""
     splits = [
         (Shard(0), Replicate(), (2, 4)),
         (Replicate(), Shard(0), (2, 4)),
@@ -209,6 +209,35 @@ def test_placements_are_told_apart_though_they_come_and_go() -> None:
         layouts_on(MESHES[0]).by_tuple.clear() if len(places) % 5 == 0 else None
         del tensor, seen
     assert len(places) < len(order)  # some were at the place of one before
+
+
+class OtherThing(Thing):
+    """An object of another type with the same state."""
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({1: BASE}, {True: BASE}),
+        ({"x": BASE}, {"x": torch._neg_view(BASE)}),
+        ({"x": BASE}, {"x": torch.empty(64, device="meta")}),
+        ({"x": Thing({})}, {"x": OtherThing({})}),
+    ],
+    ids=["types of keys", "lazy negation", "device", "type of an object"],
+)
+def test_a_signature_shows_the_difference(a: Any, b: Any) -> None:
+    """States that differ in this alone are told apart."""
+    first, again, other = (SignatureScan(lambda: []).signature_of(state) for state in (a, a, b))
+    assert first == again
+    assert first != other
+
+
+def test_fingerprints_tell_of_dtype_and_shape() -> None:
+    """Tensors of the same bytes, but another dtype or shape, have other fingerprints."""
+    zeros = torch.zeros(8)
+    tensors = [zeros, zeros.view(2, 4), zeros.view(torch.int32)]
+    digests = {fingerprint(flatten({"x": tensor}), 0) for tensor in tensors}
+    assert len(digests) == len(tensors)
 
 
 def test_a_state_of_a_training_loop_is_walked_once() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import holdfast
 from holdfast.cli.app import run as command
-from holdfast.storage.arenas.control import status_of, stop
+from holdfast.storage.arenas.client import status_of, stop
 from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder, keeper_folders
 
 pytestmark = pytest.mark.timeout(120)

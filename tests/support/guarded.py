@@ -10,15 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from holdfast.core.units import MIB, round_up
+from holdfast.core.units import MIB, ceil_div, round_up
 from holdfast.errors import StorageDownError
-from holdfast.planner.image import (
-    BLOCK_NBYTES,
-    CHUNK_NBYTES,
-    DIGEST_NBYTES,
-    PAGE_NBYTES,
-    blocks_of,
-)
+from holdfast.planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
 from holdfast.planner.parity import ParityBlock
 from holdfast.storage.arenas.hosts import GuardedGroup
 from holdfast.storage.arenas.label import GenerationId, Label
@@ -143,7 +137,7 @@ async def _image(rank: int, nbytes: int, random: np.random.Generator) -> tuple[M
     if nbytes > MIB:
         chunk_nbytes, block_nbytes = CHUNK_NBYTES, BLOCK_NBYTES
     hashed_end = round_up(max(nbytes, 1), PAGE_NBYTES)
-    memory = room(hashed_end + DIGEST_NBYTES * blocks_of(hashed_end, block_nbytes))
+    memory = room(hashed_end + DIGEST_NBYTES * ceil_div(hashed_end, block_nbytes))
     memory.view[:nbytes] = random.bytes(nbytes)
     draft = Label(
         run="run",

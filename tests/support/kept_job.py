@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.storage.arenas.arena import Arena
-from holdfast.storage.arenas.control import status_of
+from holdfast.storage.arenas.client import status_of
 from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder
 from holdfast.storage.arenas.messages import Inventory
 from holdfast.storage.pipeline.capture import TensorChunks

@@ -21,7 +21,7 @@ from typing import Any
 
 import holdfast
 from holdfast.errors import CoordinationError
-from holdfast.storage.arenas.control import status_of, stop
+from holdfast.storage.arenas.client import status_of, stop
 from holdfast.storage.arenas.folder import (
     KEEPER_DIR_VARIABLE,
     RUN_PATTERN,

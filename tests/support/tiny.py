@@ -19,7 +19,7 @@ from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.format.packed import Compression, Index, index_nbytes
 from holdfast.storage.format.tables import ImageTable
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
-from holdfast.storage.pipeline.packing import Packing
+from holdfast.storage.pipeline.image_writer import Packing
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.runtime.engine import start
 

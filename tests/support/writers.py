@@ -15,7 +15,7 @@ import torch
 import holdfast
 from holdfast.storage.state import source
 from holdfast.storage.state.capture import host_snapshot, process_memory
-from holdfast.storage.state.capture.write_history import write_history
+from holdfast.storage.state.capture.write_watch import write_history
 from support.bits import fresh_uri, raw
 
 __all__ = ["WRITERS", "Moments", "complaint", "state_of"]
@@ -203,7 +203,7 @@ def _quietly(act: Callable[[], Any]) -> None:
 def complaint(
     rng: np.random.Generator, *, lazy: bool | str = True, first_share: float = 0.2
 ) -> str | None:
-    """Save a random state while it is written to."""
+    """Save a random state during writes; return what is wrong with the stored one, or None."""
     write_history.forget()
     state = state_of(rng)
     if rng.random() >= first_share:

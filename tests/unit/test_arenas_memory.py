@@ -51,8 +51,7 @@ def test_reserved_memory_has_all_its_pages() -> None:
     ids=["reserved", "slot", "arena", "window"],
 )
 def test_memory_of_no_bytes_is_an_error_of_the_system(mapped: Callable[[], object]) -> None:
-    """As any other that cannot be mapped: whoever does without one of those does without it, too.
-    No descriptor is left."""
+    """Mapping no bytes fails like any mapping that is refused, and leaks no descriptor."""
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="0 bytes cannot be mapped"):
         mapped()

@@ -1,5 +1,4 @@
-"""Devices without room, memory that begins anywhere, and captures: what stands in for them here
-behaves as CUDA does."""
+"""Full devices, misaligned memory and captures, with stand-ins that behave as CUDA does."""
 
 from __future__ import annotations
 
@@ -14,10 +13,8 @@ from support.forked import in_a_fork
 import holdfast
 from holdfast.storage.runtime.buffers import HostBuffer, host_pool
 from holdfast.storage.state.bits import as_bits, pack
-from holdfast.storage.state.capture.block_sums import BlockSums
-from holdfast.storage.state.capture.device_snapshot import DeviceSnapshot
-from holdfast.storage.state.capture.write_history import WriteHistory
-from holdfast.storage.state.capture.write_watch import Watch, Watched
+from holdfast.storage.state.capture.device_snapshot import BlockSums, DeviceSnapshot
+from holdfast.storage.state.capture.write_watch import Watch, Watched, WriteHistory
 from holdfast.storage.state.device import copied_to_host, pack_windows, refuse_capture
 
 

@@ -249,8 +249,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def rich_state(rank: int) -> dict[str, Any]:
-    """Something of everything. ``w`` is larger than a chunk; plain tensors that are equal on all
-    ranks are divided."""
+    """Return a state with something of everything; ``w`` is larger than a chunk."""
     generator = torch.Generator().manual_seed(1)
     w = torch.randn(3000, 1500, generator=generator)
     model = {
@@ -298,8 +297,7 @@ def save_on_ranks(folder: Path, states: Sequence[dict[str, Any]], compression: A
 
 @pytest.mark.parametrize("compression", [None, "lz4"])
 def test_the_reader_reads_what_one_process_saved(compression: Any, tmp_path: Path) -> None:
-    """Every tensor bit for bit, every value equal and of the same type, every container of its
-    kind."""
+    """Tensors, values and containers come back bit for bit and of their types."""
     holdfast.save(tmp_path, rich_state(0), step=11, compression=compression)
     reader = Reader(tmp_path, 0)
     assert (reader.head["step"], reader.head["world"]) == (11, 1)
@@ -312,8 +310,7 @@ def test_the_reader_reads_what_one_process_saved(compression: Any, tmp_path: Pat
 def test_the_reader_reads_what_ranks_saved_together(
     tmp_path: Path, rank: int, compression: Any
 ) -> None:
-    """Each rank sees its own; one that was not there sees that of the rank it falls on, counted
-    round."""
+    """Each rank sees its own values; further ranks those of a rank in turn."""
     save_on_ranks(tmp_path, [rich_state(rank) for rank in range(3)], compression)
     reader = Reader(tmp_path, rank)
     assert len(reader.columns["image.rank"]) == 3

@@ -14,16 +14,16 @@ from support.kept_runs import keepers_below_a_folder
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.arenas.control import status_of, stop
+from holdfast.storage.arenas.client import status_of, stop
 from holdfast.storage.arenas.folder import (
     KEEPER_DIR_VARIABLE,
     KeeperFolder,
     base_folder,
     keeper_folders,
 )
-from holdfast.storage.arenas.free_memory import available_nbytes
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.memory import available_nbytes
 from holdfast.storage.arenas.messages import GenerationEntry, Inventory
 from holdfast.storage.keeper.decisions.choice import Choice, Stock
 from holdfast.storage.keeper.options import cpus_of

@@ -24,7 +24,7 @@ from holdfast.planner.placement import (
 )
 
 Shape = tuple[int, ...]
-MESHES = [(1,), (2,), (3,), (4,), (7,), (2, 2), (2, 3), (4, 2), (3, 4), (2, 2, 2)]
+MESHES = [(1,), (3,), (7,), (2, 3), (4, 2), (2, 2, 2)]
 SHAPES = [(0,), (1,), (5,), (8,), (9,), (27,), (6, 4), (7, 5), (1, 9), (3, 0), (4, 3, 5)]
 
 
@@ -81,15 +81,14 @@ def test_plain_splits_agree_with_torch(mesh_shape: Shape) -> None:
             assert_like_torch(shape, mesh_shape, placements)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
-@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+@pytest.mark.parametrize(("dp", "tp"), [(1, 3), (2, 2), (3, 4), (4, 1)])
 def test_fsdp_over_tensor_parallel_agrees_with_torch(dp: int, tp: int) -> None:
     """The strided shards of FSDP2 over tensor parallelism hold torch's elements in its order."""
     for nrows in [*range(20), 27, 38]:
         assert_like_torch((nrows, 2), (dp, tp), [Split(0, stride=tp), Split(0)])
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2, 2), (2, 3, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2, 3, 2)], ids=str)
 def test_strided_splits_in_any_position_agree_with_torch(mesh_shape: Shape) -> None:
     """Strided splits compose with the placements before and after them."""
     menu: list[Placement] = [

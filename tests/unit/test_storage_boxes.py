@@ -1,5 +1,4 @@
-"""Boxes and bytes of shards that no save writes are damage, each for itself; and ties that not all
-ranks have."""
+"""Boxes and byte ranges of shards that no save writes are damage; partial ties are not."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ def test_a_box_that_sticks_out_of_its_tensor_is_damage() -> None:
 
 
 def test_shards_of_a_wanted_tensor_that_overlap_are_damage() -> None:
-    """Though all are within it, and have as many elements as it has: a row would be left as it was
-    in the target."""
+    """Overlapping shards with the right number of elements would leave a row unfilled."""
     uri = in_two_shards()
     forge(uri, moved(1, -1))
     into = {"w": torch.full((4, 3), -1.0, dtype=torch.float64)}
@@ -98,8 +96,7 @@ def replicated(state: dict[str, torch.Tensor]) -> FlatState:
 
 
 def test_what_is_tied_on_one_rank_and_stored_by_another_is_no_alias() -> None:
-    """The first rank has q as another name of p, and writes it under p alone; the second has two
-    tensors, and it falls to that to write q."""
+    """A tensor tied on one rank only is stored by the rank that has it separately."""
     uri = fresh_uri()
     a = torch.arange(3.0)
     p = torch.full((1,), 7.0)

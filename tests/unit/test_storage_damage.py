@@ -31,14 +31,23 @@ def storage() -> MemoryDriver:
     return made
 
 
-def image_of(storage: MemoryDriver) -> str:
-    """The key of its image."""
-    return next(key for key in run_inline(contents(storage)) if key.endswith("0.safetensors"))
+def test_an_image_that_is_gone_is_damage(storage: MemoryDriver) -> None:
+    """The error names it, and what was in it."""
 
+    async def run() -> None:
+        key = next(key for key in await contents(storage) if key.endswith("0.safetensors"))
+        await storage.delete(key)
+        with pytest.raises(holdfast.DamagedError, match="'w'") as caught:
+            await load(storage)
+        assert caught.value.key == key
+        (damage,) = (await verify(storage)).damages
+        assert (damage.key, damage.what, set(damage.tensors)) == (
+            key,
+            "the file is missing",
+            {"w", "b", "deep.0.t"},
+        )
 
-def flipped(data: bytes, position: int, bit: int) -> bytes:
-    """``data`` with one bit changed."""
-    return data[:position] + bytes([data[position] ^ (1 << bit)]) + data[position + 1 :]
+    run_inline(run())
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +77,8 @@ def changed(path: Path, alter: Callable[[bytearray], None]) -> Callable[[], None
 def test_a_slice_is_verified_on_its_own(
     position: int, large: Path, rng: np.random.Generator
 ) -> None:
-    """A read that touches the damaged block raises and names its bytes."""
+    """A read that touches the damaged block raises and names its bytes; one that does not gives
+    what was saved."""
 
     def damage(data: bytearray) -> None:
         data[position] ^= 0x10
@@ -94,7 +104,8 @@ def test_a_slice_is_verified_on_its_own(
 
 
 def test_damage_to_the_checksums_does_not_pass_for_damage_to_the_data(large: Path) -> None:
-    """Whole chunks are checked against the manifest alone, so a load succeeds."""
+    """Whole chunks are checked against the manifest alone, so a load succeeds; a slice cannot be
+    checked, and is refused; ``verify`` says that it is the checksums."""
 
     def damage(data: bytearray) -> None:
         data[-300] ^= 1
@@ -134,10 +145,12 @@ def test_verify_reports_every_damage_and_progress(large: Path) -> None:
 
 def test_no_flipped_byte_reaches_a_target(storage: MemoryDriver) -> None:
     """A load that raises has not put a damaged byte into the caller's tensors."""
-    key = image_of(storage)
 
     async def run() -> None:
-        await storage.put(key, flipped(await storage.get(key), 4100, 3))
+        key = next(key for key in await contents(storage) if key.endswith("0.safetensors"))
+        data = bytearray(await storage.get(key))
+        data[4100] ^= 8
+        await storage.put(key, bytes(data))
 
     run_inline(run())
     into = {

@@ -20,7 +20,7 @@ CHUNK_NBYTES = 16 * PAGE_NBYTES
 
 
 class Counting(MemoryDriver):
-    """Notes the starts and the sizes of reads."""
+    """Records the starts and sizes of reads."""
 
     def __init__(self, gap_nbytes: int, align_nbytes: int = 1) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def begin_of(content: memoryview) -> int:
 def test_every_byte_is_where_the_image_has_it(
     seed: int, gap_nbytes: int, align_nbytes: int, enclosed: float
 ) -> None:
-    """However tensors lie in however many files."""
+    """Tensors may lie anywhere in any files, at positions known before or after the read."""
     rnd = random.Random(seed)
     sizes = [rnd.choice([1, 7, 300, 5000, 40_000]) for _ in range(rnd.randint(1, 40))]
     contents = [rnd.randbytes(nbytes) for nbytes in sizes]
@@ -125,7 +125,7 @@ def test_small_parts_that_are_close_together_are_one_read() -> None:
 
 
 def test_what_is_copied_is_read_from_a_boundary_on() -> None:
-    """Then the driver needs no copy of its own."""
+    """Reads that are copied begin at a boundary; contiguous parts are read directly."""
     driver = Counting(0, 4096)
     asyncio.run(driver.put("f", bytes(50_000)))
     layout = layout_of([100, 200, 300])

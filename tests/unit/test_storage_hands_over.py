@@ -19,7 +19,6 @@ from support.inside import on_allocation, read_within
 import holdfast
 from holdfast.drivers.contract import Buffer, Upload
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.errors import DamagedError
 
 BUDGET_NBYTES = 128 << 20
 CHUNKS = 7
@@ -31,14 +30,13 @@ class _Handed(np.ndarray[Any, np.dtype[np.uint8]]):
 
 @dataclass
 class Library:
-    """How many bytes reads from ``uri`` take, whenever one begins."""
+    """Counts the bytes that reads hold: a read twice its size, a fetch once. ``offset``: of memory."""
 
     uri: str = ""
     now: int = 0
     seen: list[int] = field(default_factory=list)
     fetched: int = 0
     offset: int = 1
-    flips: int | None = None
 
     def take(self, nbytes: int) -> None:
         self.now += nbytes
@@ -70,8 +68,6 @@ class HandsOver(MemoryDriver):
         received = np.empty(nbytes + library.offset, np.uint8)[library.offset :].view(_Handed)
         weakref.finalize(received, library.give, nbytes)
         await super().read(key, start, received.data)
-        if library.flips is not None:
-            received[library.flips] ^= 1
         return received.data.toreadonly()
 
 
@@ -100,7 +96,7 @@ def _verify(uri: str) -> None:
 
 @pytest.mark.parametrize("use", [_load, _copy, _verify])
 def test_what_it_holds_is_within_the_budget(use: Callable[[str], None], library: Library) -> None:
-    """Loads, copies and verification have as many chunks in memory at once as the budget allows."""
+    """Loads, copies and verification use the whole budget and no more."""
     uri = f"{library.uri}/saved"
     holdfast.save(uri, {"w": torch.zeros(CHUNKS << 24, dtype=torch.uint8)})
     library.seen.clear()
@@ -157,7 +153,7 @@ def test_what_an_upload_holds_is_within_the_budget(
 
 
 def test_a_load_uses_it_as_it_is(library: Library) -> None:
-    """Tensors, slices, transposed and cast ones come back bit for bit from fetched memory."""
+    """Tensors come back from fetched memory at any alignment, and none of it is kept."""
     uri = library.uri
     state = {"bytes": torch.arange(100_001) % 251, "floats": torch.randn(300, 701)}
     state["bytes"] = state["bytes"].to(torch.uint8)
@@ -175,13 +171,3 @@ def test_a_load_uses_it_as_it_is(library: Library) -> None:
             state["floats"][17:200:3, 5:600],
         )
     assert library.now == 0
-
-
-def test_damage_in_it_is_found(library: Library) -> None:
-    """What was handed over is verified before anything of it is used."""
-    holdfast.save(library.uri, {"w": torch.ones(100_000)})
-    library.flips = 70_000
-    into = {"w": torch.zeros(100_000)}
-    with pytest.raises(DamagedError, match="not what was written"):
-        holdfast.load(library.uri, into=into)
-    assert not into["w"].any()

@@ -260,18 +260,6 @@ def test_text_that_is_no_header_is_damage() -> None:
         assert all(isinstance(error, holdfast.DamagedError) for error in raised)
 
 
-def test_a_key_that_is_given_twice_is_damage() -> None:
-    """In the manifest's own header, too: which of the two is meant?"""
-    uri = stored()
-
-    def doubled(columns: Columns, fields: Head) -> None:
-        fields["text"] = json.dumps(fields).replace('"world"', '"world": 7, "world"', 1)
-
-    forge(uri, doubled)
-    with pytest.raises(holdfast.DamagedError, match="JSON"):
-        holdfast.load(uri)
-
-
 def checked(body: bytes) -> bytes:
     """With its checksum."""
     return body + digest(body)

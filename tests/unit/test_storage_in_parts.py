@@ -67,8 +67,7 @@ def empty(boxes: Boxes) -> Cut:
 
 
 def test_parts_go_to_any_other_layout_and_back() -> None:
-    """Several boxes of each rank; one rank that holds none is no obstacle. Every part is filled in
-    place."""
+    """Ranks with several boxes, or none, are loaded in place into any other layout."""
     driver = MemoryDriver(fresh_uri().removeprefix("memory://"))
     save_as_ranks(driver, [{"a": [Cut(LEFT)]}, {"a": [Cut(MIDDLE)]}, {"a": [Cut([])]}])
     with holdfast.open(driver.uri) as checkpoint:
@@ -162,10 +161,3 @@ def test_hooks_that_do_not_fit_together_are_refused_by_path(cut: Cut, said: str)
     for call in (lambda: holdfast.save(uri, {"w": cut}), lambda: holdfast.load(uri, {"w": cut})):
         with pytest.raises(holdfast.StateError, match=rf'state\["w"\].*{said}'):
             call()
-
-
-def test_a_part_that_is_stored_twice_is_an_error() -> None:
-    """As of any parts."""
-    driver = MemoryDriver(fresh_uri().removeprefix("memory://"))
-    with pytest.raises(holdfast.CoverageError, match="stored twice"):
-        save_as_ranks(driver, [{"w": Cut(LEFT + MIDDLE)}, {"w": Cut([((0, 0), (1, 1))])}])

@@ -45,7 +45,7 @@ class _Silent(MemoryDriver):
 def test_every_rank_has_copied_its_state_before_the_storage_answers(
     world: int, alike: bool
 ) -> None:
-    """The ranks agree on who writes what and copy while the storage is still silent."""
+    """Ranks agree and copy their states while the storage is silent."""
     place = f"silent-{next(_numbers)}"
 
     async def run() -> None:
@@ -98,7 +98,7 @@ def rounds_of(save: Callable[[Driver], Coroutine[Any, Any, Any]], place: MemoryD
 def test_requests_that_do_not_depend_on_each_other_are_under_way_at_once(
     bounded: bool, begins: int
 ) -> None:
-    """A save begins with the attempt, then all looks."""
+    """A save waits for as few round trips as its order of requests allows."""
     place = MemoryDriver(f"rounds-{next(_numbers)}")
     place.traits = replace(place.traits, bounded=bounded)
     uploads = 4  # begun, written twice, ended

@@ -1,5 +1,4 @@
-"""Saves of memory that others may write to unseen: an unchanged state saves each time, and a changing
-one is stored as of the call, or fails by name."""
+"""Saves of memory that others may write to unseen."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from support.inside import around_copies
 import holdfast
 from holdfast.storage.state.capture import host_snapshot, lazy, process_memory
 from holdfast.storage.state.capture.host_snapshot import ChangedError, HostSnapshot, Region
-from holdfast.storage.state.capture.mappings import listed_files, mapped_files
-from holdfast.storage.state.capture.write_tracking import write_tracker
+from holdfast.storage.state.capture.write_tracking import listed_files, mapped_files, write_tracker
 
 pytestmark = pytest.mark.usefixtures("no_write_history")
 NUMEL = 40_000
@@ -109,10 +107,10 @@ KINDS: list[Callable[[Path], torch.Tensor]] = [
     across_mappings,
 ]
 LAZY: list[Any] = [True, False, "prove"]
+CASES = [(kind, how) for how in LAZY for kind in (KINDS if how is True else (private, shared))]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", LAZY)
+@pytest.mark.parametrize(("kind", "how"), CASES)
 def test_what_nobody_writes_to_is_saved_each_time(
     kind: Callable[[Path], torch.Tensor], how: Any, tmp_path: Path
 ) -> None:
@@ -139,8 +137,7 @@ def write_before_copy(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None
     return acts
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", LAZY)
+@pytest.mark.parametrize(("kind", "how"), CASES)
 def test_a_write_during_a_save_fails_it_once(
     kind: Callable[[Path], torch.Tensor],
     how: Any,
@@ -222,8 +219,7 @@ def test_without_tracking_a_write_is_found_as_well(
 
 
 def test_where_memory_cannot_be_read_by_a_system_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sandbox refuses process_vm_readv: the file of the process's memory is read instead, and
-    says as well that memory is gone."""
+    """Without process_vm_readv, memory is read from the process's file; gone memory is noticed."""
     monkeypatch.setattr(process_memory, "_process_vm_readv", None)
     source = np.arange(100_000, dtype=np.uint8)
     to = np.zeros_like(source)
@@ -285,23 +281,12 @@ def test_a_mapping_whose_pages_were_all_replaced_is_tracked(tmp_path: Path) -> N
 
 def test_threads_read_what_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one thread does where the interpreter starts no other one."""
-    from holdfast.storage.state.capture import memory_digests
-
     data = torch.arange(10 << 20, dtype=torch.int32)
     memory = [(data.data_ptr(), data.nbytes - 5), (data.data_ptr(), 3)]
-    threaded = memory_digests.digests_of(memory)
-    monkeypatch.setattr(memory_digests, "ALONE", 1 << 30)
-    assert memory_digests.digests_of(memory) == threaded
+    threaded = process_memory.digests_of(memory)
+    monkeypatch.setattr(process_memory, "ALONE", 1 << 30)
+    assert process_memory.digests_of(memory) == threaded
     assert [len(part) for part in threaded] == [40, 1]
-
-
-def test_an_eager_save_makes_no_optimizer_wait() -> None:
-    """Its call returns when all is copied."""
-    state = {"x": torch.ones(NUMEL)}
-    handle = holdfast.async_save(fresh_uri(), state)
-    assert handle.captured.done()
-    state["x"].add_(1)
-    handle.wait(60)
 
 
 @pytest.mark.parametrize("how", LAZY)

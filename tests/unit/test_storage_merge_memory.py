@@ -16,8 +16,7 @@ from holdfast.storage.format.merge import merge
 
 @pytest.mark.parametrize("kind", ["ZeRO-1", "ZeRO-3"])
 def test_a_merge_holds_shards_a_few_times(kind: str) -> None:
-    """What hosts have told takes 1.5 times the columns of all shards, and merging them brings the
-    most that is held to 4.3 times; it was 5.2 while columns were sorted all at once."""
+    """The peak of a merge is 4.3 times the shards' columns."""
     told = [
         fragment.encode() for fragment in by_host(fragments_by_twins(Job(TINY, kind, 2, 2, 64)))
     ]

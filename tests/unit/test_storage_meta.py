@@ -60,9 +60,7 @@ def trained() -> tuple[Net, torch.optim.Optimizer]:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_module_is_given_memory_by_a_load(before: bool) -> None:
-    """Its parameters stay the same objects, with their attributes; so the optimizer may be made
-    before the load, and is loaded in the same call, or after it. Training goes on as it would
-    have."""
+    """Parameters stay the same objects, whether the optimizer is made before or after the load."""
     net, optimizer = trained()
     uri = fresh_uri()
     holdfast.save(uri, {"net": net, "optim": optimizer})

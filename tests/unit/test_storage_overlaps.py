@@ -146,7 +146,7 @@ def test_views_that_contradict_each_other_are_refused_or_the_last_one_is_whole(l
 def test_neighbours_in_one_storage_are_filled_in_place(
     count: int, rng: np.random.Generator
 ) -> None:
-    """Slices of one storage that do not overlap do not conflict."""
+    """Disjoint slices of one storage, also interleaved ones, do not conflict."""
     uri = fresh_uri()
     stored = torch.from_numpy(rng.random((count, 6 * count)))
     for dim in (0, 1):

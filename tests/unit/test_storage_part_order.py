@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,6 @@ import holdfast
 from holdfast.drivers.contract import Buffer, PartOrder, Traits, Upload, segments
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.pipeline.upload import Opening, writing_order
-from holdfast.storage.runtime.executor import Pipeline, Stage
 
 TRAITS = Traits(
     part_nbytes=16,
@@ -31,7 +29,7 @@ TRAITS = Traits(
 
 
 class _Watched(Upload):
-    """Notes where writes begin, and how many overlap."""
+    """Records where writes begin and how many overlap; the first waits for a second one."""
 
     def __init__(
         self,
@@ -77,7 +75,7 @@ class _Watched(Upload):
 def test_parts_arrive_in_the_order_asked_for(
     order: PartOrder, budget_nbytes: int | None, streams: int, serve: Serve
 ) -> None:
-    """``ascending``: one after the other begun, overlapping; ``serial``: never two at once."""
+    """Parts begin in order within each segment, overlapping unless ``serial``."""
     begun: list[int] = []
     overlaps: list[int] = []
 
@@ -111,7 +109,7 @@ def test_parts_arrive_in_the_order_asked_for(
 
 @pytest.mark.parametrize("hops", range(8))
 def test_who_waits_for_an_upload_goes_before_who_comes_later(hops: int) -> None:
-    """Even if the latter comes when the upload has just begun."""
+    """A caller that arrives as the upload opens does not overtake those that wait."""
 
     async def run() -> None:
         go, went = asyncio.Event(), list[int]()
@@ -154,7 +152,7 @@ def test_who_waits_for_an_upload_goes_before_who_comes_later(hops: int) -> None:
 def test_an_upload_is_cut_at_parts(
     nbytes: int, streams: int, expected: list[tuple[int, int]]
 ) -> None:
-    """Segments follow each other, are as long as each other but for the last."""
+    """Segments are adjacent, of equal length except the last, and begin at parts."""
     assert segments(nbytes, replace(TRAITS, streams=streams)) == expected
 
 
@@ -164,7 +162,7 @@ def test_an_upload_is_cut_at_parts(
 def test_chunks_are_written_in_turn_from_each_segment(
     nbytes: int, streams: int, chunk_nbytes: int
 ) -> None:
-    """Every chunk once; ascending within each segment."""
+    """Every chunk is written once, ascending within each segment."""
     traits = replace(TRAITS, streams=streams)
     chunks = -(-nbytes // chunk_nbytes)
     order = writing_order(chunks, chunk_nbytes, nbytes, traits)
@@ -176,44 +174,3 @@ def test_chunks_are_written_in_turn_from_each_segment(
         reached[segment] = start
     if streams == 3 and (nbytes, chunk_nbytes) == (1000, 16):
         assert order[:4] == [0, 21, 42, 1]
-
-
-async def _finished(stage: Stage[int], job: int) -> None:
-    await stage.run(job)
-
-
-def test_writes_that_wait_for_the_upload_are_not_overtaken(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A chunk that is ready when the upload begins waits its turn."""
-    begun: list[int] = []
-    may_begin = asyncio.Event()
-
-    class Slow(MemoryDriver):
-        def __init__(self, location: str = "") -> None:
-            super().__init__(location)
-            self.traits = replace(self.traits, part_order="ascending", concurrency=32)
-
-        async def create(self, key: str, nbytes: int) -> Upload:
-            await may_begin.wait()
-            return _Watched(await super().create(key, nbytes), random.Random(7), begun, [])
-
-    async def run(self: Pipeline[int], jobs: Sequence[int], nbytes: Sequence[int]) -> None:
-        """Writes that are begun one after the other, in every step that the event loop takes around
-        that moment."""
-        *before, write = self.stages
-        for stage in before:
-            for job in jobs:
-                await stage.run(job)
-        writes = []
-        for job in jobs:
-            writes.append(asyncio.ensure_future(_finished(write, job)))
-            await asyncio.sleep(0)
-            if len(writes) == 2:
-                may_begin.set()
-        await asyncio.gather(*writes)
-
-    monkeypatch.setattr(Pipeline, "run", run)
-    holdfast.async_save(serve(Slow), {"w": torch.zeros(40 << 20)}).wait(60)
-    assert len(begun) > 10
-    assert begun == sorted(begun)

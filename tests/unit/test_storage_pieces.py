@@ -1,5 +1,4 @@
-"""Loads from storage that is read in pieces: every byte is verified before it is delivered, and
-nothing is delivered twice."""
+"""Loads from storage that is read in pieces."""
 
 from __future__ import annotations
 
@@ -143,8 +142,7 @@ def test_a_read_that_broke_goes_on_after_what_was_taken() -> None:
 
 
 def test_a_load_whose_reads_break_is_whole(seen: Seen) -> None:
-    """Reads that are cut again and again fill the tensors all the same, and nothing is called
-    damaged."""
+    """Reads that break again and again fill the tensors, and nothing counts as damage."""
     state = _state()
     holdfast.save(f"{seen.uri}/saved", state)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -154,8 +152,7 @@ def test_a_load_whose_reads_break_is_whole(seen: Seen) -> None:
 
 
 def test_pieces_cut_elsewhere_are_the_driver_s_fault(seen: Seen) -> None:
-    """A driver whose pieces are not those of its traits breaks its contract. The error says so, and
-    does not call the checkpoint damaged."""
+    """Pieces that contradict the driver's traits are its fault, not damage."""
     state = _state()
     holdfast.save(f"{seen.uri}/saved", state)
     for shift in (-1, 1):
@@ -189,8 +186,7 @@ def test_hedged_reads_are_whole() -> None:
 @pytest.mark.parametrize("arrived_nbytes", [1, 7, 10, 64, 1000])
 @pytest.mark.parametrize(("start", "nbytes"), [(0, 100), (3, 97), (10, 10), (19, 2), (5, 0)])
 def test_pieces_are_joined_to_multiples(start: int, nbytes: int, arrived_nbytes: int) -> None:
-    """Whatever arrives at a time, pieces end at multiples of their size; after a restart, what was
-    not taken arrives again."""
+    """Pieces end at multiples of their size; a restart repeats only what was not taken."""
     content = bytes(range(128))
     taken: list[bytes] = []
     joiner = PieceJoiner(start, nbytes, 10, lambda piece: taken.append(bytes(piece)), bytearray(10))

@@ -23,8 +23,8 @@ import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.chunks import Chunk
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.pipeline import stored_pages
-from holdfast.storage.pipeline.stored_pages import StoredPages
+from holdfast.storage.pipeline import verifier
+from holdfast.storage.pipeline.verifier import StoredPages
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.runtime.buffers import host_pool
 from holdfast.storage.runtime.engine import run as run_on_engine
@@ -88,7 +88,7 @@ def test_verification_holds_its_budget_and_few_stored_digests_beside_it(
         return page
 
     read_within(monkeypatch, jobs * CHUNK_NBYTES)
-    monkeypatch.setattr(stored_pages, "PAGES_NBYTES", digests_nbytes)
+    monkeypatch.setattr(verifier, "PAGES_NBYTES", digests_nbytes)
     monkeypatch.setattr(StoredPages, "of", watched)
     holdfast.release_memory()
     made.clear()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.bits import difference, fresh_uri
-from support.ranks import load_as_ranks, save_as_ranks
+from support.ranks import save_as_ranks
 
 import holdfast
 from holdfast import Shard
@@ -53,8 +52,7 @@ def test_what_is_no_part_is_refused_where_it_is_made(make: Callable[[], Any], te
 
 
 def test_a_range_stands_anywhere_in_a_state() -> None:
-    """In dicts, lists and tuples, beside tensors and values; a load into whole tensors, and one
-    without a target, give whole tensors."""
+    """Shards may stand anywhere in a state; loads without shards give whole tensors."""
     uri = fresh_uri()
     state = {"a": [flat(0, 60), (1, {"b": flat(0, 60)})], "c": torch.ones(2), "d": 3}
     holdfast.save(uri, state)
@@ -72,8 +70,7 @@ def test_a_range_stands_anywhere_in_a_state() -> None:
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_tensors_need_not_be_contiguous(lazy: bool) -> None:
-    """Ranges whose elements lie apart, and boxes that are turned, are saved and filled as they
-    are."""
+    """Ranges with strides and transposed boxes are saved and filled in place."""
     uri = fresh_uri()
     turned = WHOLE.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     spread = torch.zeros(60, 2)
@@ -89,29 +86,6 @@ def test_tensors_need_not_be_contiguous(lazy: bool) -> None:
     holdfast.load(uri, into=state)
     assert torch.equal(state["spread"].tensor, WHOLE.reshape(-1))
     assert torch.equal(state["turned"].tensor, WHOLE)
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e5m2, torch.bool])
-def test_parts_keep_their_bits(dtype: torch.dtype) -> None:
-    """Also conjugated ones, which are not stored as they lie in memory."""
-    uri = fresh_uri()
-    whole = (WHOLE + 1j * WHOLE).to(dtype) if dtype.is_complex else WHOLE.to(dtype)
-    part = whole.reshape(-1).conj()
-    holdfast.save(uri, {"w": Shard(part, shape=whole.shape, flat=(0, 60))})
-    loaded = holdfast.load(uri)["w"]
-    assert torch.equal(loaded.view(torch.uint8), whole.conj().resolve_conj().view(torch.uint8))
-
-
-def test_scalars_and_empty_parts() -> None:
-    """A tensor without dimensions is a range of one element; an empty range stores nothing."""
-    uri = fresh_uri()
-    none = Shard(torch.zeros(0), shape=(0, 3), flat=(0, 0))
-    holdfast.save(uri, {"s": Shard(torch.tensor([7.0]), shape=(), flat=(0, 1)), "none": none})
-    assert (
-        difference({"s": torch.tensor(7.0), "none": torch.zeros(0, 3)}, holdfast.load(uri)) is None
-    )
-    into = {"s": Shard(torch.zeros(0), shape=(), flat=(1, 1))}
-    holdfast.load(uri, into=into, strict="state")
 
 
 def test_a_part_that_cannot_be_filled_is_named() -> None:
@@ -253,49 +227,3 @@ def test_hardly_more_is_read_than_is_wanted(before: str, after: str) -> None:
         holdfast.load(uri, into=into, on_report=reports.append)
         assert all(map(torch.equal, expected, [shard.tensor for shard in into.values()]))
         assert reports[0].bytes_read <= 1.05 * reports[0].bytes_wanted
-
-
-def moments(shapes: dict[str, tuple[int, ...]], buffer: torch.Tensor, begin: int) -> dict[str, Any]:
-    """Of a buffer that begins at element ``begin`` of all parameters, end to end, the range of
-    each: as docs/how-to/save-flat-shards.md has it."""
-    found = {}
-    first = 0
-    for name, shape in shapes.items():
-        numel = math.prod(shape)
-        low = min(max(begin - first, 0), numel)
-        high = min(max(begin + len(buffer) - first, 0), numel)
-        at = first + low - begin
-        part = buffer[at : at + high - low] if high > low else buffer[:0]
-        found[name] = Shard(part, shape=shape, flat=(low, high))
-        first += numel
-    return found
-
-
-def test_a_flat_optimizer_goes_on_with_other_ranks() -> None:
-    """Each rank keeps an even part of all moments, padded at the end: saved by 3 ranks, loaded by
-    2 and by 4, straight into their buffers."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "w": (5, 7),
-        "none": (0,),
-        "b": (11,),
-        "s": (),
-        "v": (4, 2, 3),
-    }
-    numel = sum(map(math.prod, shapes.values()))
-    whole = torch.arange(float(numel))
-
-    def buffers(world: int, fill: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-        even = -(-numel // world)
-        padded = torch.cat([fill, torch.full((even * world - numel,), -1.0)])
-        return [(padded[even * r : even * (r + 1)].clone(), even * r) for r in range(world)]
-
-    def states(parts: list[tuple[torch.Tensor, int]]) -> list[dict[str, Any]]:
-        return [moments(shapes, buffer[: max(numel - begin, 0)], begin) for buffer, begin in parts]
-
-    driver = job_driver()
-    save_as_ranks(driver, states(buffers(3, whole)))
-    for world in (2, 4):
-        empty = buffers(world, torch.zeros(numel))
-        load_as_ranks(driver, states(empty))
-        for (filled, _), (expected, _) in zip(empty, buffers(world, whole), strict=True):
-            assert torch.equal(filled, expected)

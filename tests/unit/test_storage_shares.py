@@ -46,7 +46,7 @@ def test_whole_tensors_come_in_the_order_of_the_state(budget_nbytes: int) -> Non
 
 @pytest.mark.parametrize("world", [1, 2, 4, 7])
 def test_shares_are_those_of_torch_chunk(world: int) -> None:
-    """By patterns and by a function."""
+    """Shares follow patterns or a function; tensors without a rule are whole on every rank."""
     rules = {"*.q": 0, "*.o": -1, "model.embed": 0}
     with holdfast.open(saved(state())) as c:
         for rank in range(world):

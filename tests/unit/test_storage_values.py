@@ -1,5 +1,4 @@
-"""Names, keys, containers and small values come back equal and of the same type; see
-test_storage_tensors for tensors."""
+"""Names, keys, containers and small values come back equal and of the same type."""
 
 from __future__ import annotations
 
@@ -40,19 +39,16 @@ VALUES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_a_value_comes_back_equal_and_of_its_type(name: str) -> None:
-    """Each kind of small value survives, in a dict, a list and a tuple, and loaded into another
-    value's place."""
-    value = VALUES[name]
-    state = {"a": value, "b": [value, (value,)]}
+def test_values_come_back_equal_and_of_their_types() -> None:
+    """Each kind of small value survives, in a dict, a list and a tuple, and replaces another."""
+    state = {"a": VALUES, "b": [[value, (value,)] for value in VALUES.values()]}
     assert difference(state, saved_and_loaded(state)) is None
+    plain = {name: value for name, value in VALUES.items() if not isinstance(value, dict)}
     uri = fresh_uri()
-    holdfast.save(uri, {"x": value})
-    if not isinstance(value, dict):
-        into = {"x": "something else"}
-        holdfast.load(uri, into=into)
-        assert difference({"x": value}, into) is None
+    holdfast.save(uri, plain)
+    into = dict.fromkeys(plain, "something else")
+    holdfast.load(uri, into=into)
+    assert difference(plain, into) is None
 
 
 ARRAYS = {
@@ -63,10 +59,9 @@ ARRAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ARRAYS)
-def test_an_array_comes_back_as_an_array(name: str) -> None:
-    """numpy arrays are stored like tensors, and are arrays again."""
-    assert difference({"x": ARRAYS[name]}, saved_and_loaded({"x": ARRAYS[name]})) is None
+def test_arrays_come_back_as_arrays() -> None:
+    """Arrays of numpy are stored like tensors, and are arrays again."""
+    assert difference(ARRAYS, saved_and_loaded(ARRAYS)) is None
 
 
 def test_an_array_is_filled_in_place() -> None:
@@ -87,8 +82,7 @@ NAMES = [
 
 
 def test_names_are_kept_whatever_they_are() -> None:
-    """Keys of tensors, values and containers may be any text, also such as mean something to paths
-    and formats."""
+    """Keys may be any text, including text that means something to paths and formats."""
     state = {
         "tensors": {name: torch.full((2,), i) for i, name in enumerate(NAMES)},
         "values": dict(zip(NAMES, range(len(NAMES)), strict=True)),
@@ -97,14 +91,13 @@ def test_names_are_kept_whatever_they_are() -> None:
     assert difference(state, saved_and_loaded(state)) is None
 
 
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_a_tensor_of_any_name_can_be_read_by_it(name: str) -> None:
+def test_a_tensor_of_any_name_can_be_read_by_it() -> None:
     """The name in the state is the name in the checkpoint."""
     uri = fresh_uri()
-    holdfast.save(uri, {name: torch.arange(3)})
+    holdfast.save(uri, {name: torch.tensor([i]) for i, name in enumerate(NAMES)})
     with holdfast.open(uri) as c:
-        assert list(c.tensors) == [name]
-        assert c.read(name).tolist() == [0, 1, 2]
+        assert list(c.tensors) == NAMES
+        assert [c.read(name).item() for name in NAMES] == list(range(len(NAMES)))
 
 
 def test_keys_keep_their_type() -> None:
@@ -122,8 +115,7 @@ def test_keys_keep_their_type() -> None:
 
 
 def test_containers_keep_their_kind() -> None:
-    """Dicts, lists and tuples come back as such, empty ones too, at any place; mappings of unknown
-    types as dicts."""
+    """Dicts, lists and tuples come back as such; mappings of unknown types as dicts."""
     state = {
         "list": [], "tuple": (), "dict": {}, "nested": [[], [()], {"a": ({},)}], "mixed": [torch.tensor(0), 1, [torch.tensor(2)], (3,)],
         "long": [torch.tensor(i) if i % 2 else i for i in range(25)], "ordered": OrderedDict(b=1, a=torch.tensor(1)),
@@ -208,12 +200,10 @@ def test_keys_come_back_in_their_order() -> None:
     assert list(saved_and_loaded(state)) == list(state)
 
 
-@pytest.mark.parametrize(
-    "state", [[torch.tensor(1), 2], (torch.tensor(1), {"a": 2}), {}, [], ()], ids=repr
-)
-def test_the_root_may_be_a_list_or_a_tuple(state: Any) -> None:
+def test_the_root_may_be_a_list_or_a_tuple() -> None:
     """A state need not be a dict, and may be empty."""
-    assert difference(state, saved_and_loaded(state)) is None
+    for state in ([torch.tensor(1), 2], (torch.tensor(1), {"a": 2}), {}, [], ()):
+        assert difference(state, saved_and_loaded(state)) is None
 
 
 def test_deep_nesting_comes_back() -> None:
@@ -233,8 +223,7 @@ def test_a_container_used_twice_comes_back_twice() -> None:
 
 
 def test_many_small_dicts_are_saved_and_loaded_in_seconds() -> None:
-    """Cost grows with the number of values and containers, not with its square: 8,000 dicts of a
-    value and a tensor."""
+    """The cost of 8,000 dicts is not quadratic."""
     state = {f"layer{i}": {"step": i, "w": torch.tensor(float(i))} for i in range(8_000)}
     loaded = saved_and_loaded(state)
     assert loaded["layer777"] == {"step": 777, "w": torch.tensor(777.0)}

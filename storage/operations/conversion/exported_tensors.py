@@ -91,8 +91,7 @@ class ExportedTensors:
         stored_dtype, itemsize = kind
         dtype = stored_dtype
         if self._dtype is not None and "float" in stored_dtype:
-            from ...state.conversion import FLOATS, is_convertible
-            from ...state.dtypes import dtype_of
+            from ...state.dtypes import FLOATS, dtype_of, is_convertible
 
             dtype = self._dtype
             if not is_convertible(dtype_of(*kind), dtype_of(dtype, FLOATS[dtype])):

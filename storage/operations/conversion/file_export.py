@@ -179,7 +179,7 @@ class FileExport:
             await offload(self._convert_now, self._held[window])
 
     def _convert_now(self, held: _Held) -> None:
-        from ...state.conversion import convert
+        from ...state.dtypes import convert
 
         into = held.content
         for part, elements in held.unconverted:

@@ -24,10 +24,9 @@ from ...exchange.broadcast import read_once
 from ...exchange.exchange import Exchange
 from ...exchange.group import ExchangeGroup, ExchangeLimits
 from ...exchange.setup import LEAST_NBYTES, begin_exchange
-from ...format.manifest import Manifest
+from ...format.manifest import Manifest, VerifiedManifest
 from ...format.part import Part
 from ...format.tree import Key, dotted, format_path
-from ...format.verified import VerifiedManifest
 from ...pipeline.image_reader import ImageReader, plan_reads
 from ...pipeline.read_ahead import read_ahead
 from ...pipeline.unpacking import image_driver

@@ -26,8 +26,7 @@ from ...runtime.buffers import memory_for
 from ...runtime.engine import offload
 from ...state.bits import writable
 from ...state.compat import neg_view
-from ...state.filling.memory_table import MemoryTable
-from ...state.filling.targets import Wanted
+from ...state.filling.targets import MemoryTable, Wanted
 from .fill import Report, fill
 
 __all__ = ["Overlaps", "overlapping", "read_overlaps"]

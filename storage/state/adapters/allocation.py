@@ -128,9 +128,7 @@ def empty_for(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
     )
     if plain:
         return torch.empty(
-            entry.shape,
-            dtype=entry.dtype,
-            device=device_for(reference) if entry.shape else "cpu",
+            entry.shape, dtype=entry.dtype, device=device_for(reference) if entry.shape else "cpu"
         )
     return empty_dtensor(reference.device_mesh, device_for(reference), entry)
 

@@ -17,14 +17,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from ....errors import StateError
 from ....planner.layout import MeshLayout
-from ....planner.placement import (
-    Placement,
-    Replicated,
-    Split,
-    holders,
-    local_pieces,
-    local_shape,
-)
+from ....planner.placement import Placement, Replicated, Split, holders, local_pieces, local_shape
 from ...ranks.process_group import acting_name, current_numbers
 from .transparent import seen_through
 

@@ -302,10 +302,7 @@ def optimizer_allocator(
 
 
 def _filled(
-    optimizer: torch.optim.Optimizer,
-    parameter: torch.Tensor | None,
-    present: object,
-    entry: Entry,
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor | None, present: object, entry: Entry
 ) -> torch.Tensor | Shard:
     """Return the tensor to fill with ``entry``: ``present`` if it fits, else a new one."""
     if isinstance(present, Shard):

@@ -27,12 +27,7 @@ from .flat_parts import sharded_state
 from .foreign import refuse_object
 from .fsdp1 import check_at_rest
 from .module_names import Walked, module_state
-from .optimizer import (
-    load_optimizer,
-    optimizer_state,
-    present_layout,
-    refuse_unknown,
-)
+from .optimizer import load_optimizer, optimizer_state, present_layout, refuse_unknown
 from .transparent import forget_derived
 from .zero_optimizer import load_zero_optimizer, zero_optimizer_state
 

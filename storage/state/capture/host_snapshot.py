@@ -8,7 +8,7 @@ If so, the bytes are those of the snapshot. If not, those are lost, and it raise
 
 Memory that others may write to unnoticed is not armed: files, shared memory, device memory, or all
 memory if the kernel does not track writes. Its digests are taken at the snapshot, and later reads
-are compared with them (:mod:`.memory_digests`).
+are compared with them (:mod:`.process_memory`).
 
 Everything copied at the snapshot is read twice. If both reads agree and no armed page was written
 to, all of the state was as stored at one single moment.
@@ -31,8 +31,16 @@ import numpy.typing as npt
 from ....core.units import round_up
 from ...runtime.buffers import HostBuffer, host_pool
 from ..bits import copy_memory
-from .memory_digests import BLOCK_NBYTES, block_of, copy_digest, digests_of
-from .process_memory import GoneError, gather, gather_segments, read
+from .process_memory import (
+    BLOCK_NBYTES,
+    GoneError,
+    block_of,
+    copy_digest,
+    digests_of,
+    gather,
+    gather_segments,
+    read,
+)
 from .write_tracking import PAGE_NBYTES, Range, WriteTracker, merged, touches, without
 
 __all__ = ["SMALL_NBYTES", "ChangedError", "HostSnapshot", "Region"]
@@ -344,7 +352,6 @@ class HostSnapshot:
         }
 
     def _copy_edges(self) -> None:
-        """Copy heads and tails to the arena."""
         addresses, sizes = self._edges
         nbytes = int(sizes.sum())
         if nbytes:
@@ -447,7 +454,6 @@ class HostSnapshot:
 
 @contextlib.contextmanager
 def _changed(row: int) -> Iterator[None]:
-    """Translate GoneError into ChangedError for ``row``."""
     try:
         yield
     except GoneError:

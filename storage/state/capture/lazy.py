@@ -18,7 +18,7 @@ there: streams order those copies.
 A tensor that is written to before it is copied cannot be recovered, so later saves avoid the race.
 On first sight, a tensor is copied at the call and watched until the next fence
 (:mod:`.write_watch`). If it is written to in that time, later saves copy it at the call, too
-(:mod:`.write_history`). The same happens after a save that failed.
+(:mod:`.write_watch`). The same happens after a save that failed.
 """
 
 from __future__ import annotations
@@ -36,17 +36,15 @@ from ....errors import SaveError
 from ...runtime.engine import WAIT_S, check_may_wait
 from ..adapters.composite import memories_of
 from ..adapters.tensors import local_of
-from ..compat import buffers_of, never_compiled
+from ..compat import buffers_of, neg_view, never_compiled
 from ..device import Queued, copied_to_host, devices_of, is_capturing
 from ..flat_state import FlatState
 from .device_snapshot import DeviceSnapshot, Doubt
-from .host_clone import HostClone
 from .host_snapshot import SMALL_NBYTES, ChangedError, HostSnapshot, Region
-from .process_memory import GoneError
+from .process_memory import GoneError, digests_of
 from .switch_interval import switch_interval
-from .write_history import Tensor, write_history
 from .write_tracking import write_tracker
-from .write_watch import Watch, Watched
+from .write_watch import Tensor, Watch, Watched, write_history
 
 __all__ = ["LazyCapture", "fence", "hook_optimizers"]
 
@@ -133,7 +131,8 @@ class LazyCapture:
             Queued.now(devices_of(flat.locals)).wait()  # a device may not have filled them yet
         self._device = DeviceSnapshot({row: flat.locals[row] for row in rows.device})
         full = self._device.without_room
-        at_once = list(dict.fromkeys([*self._to_clone(rows), *full]))
+        early = [row for row in rows.device if row in rows.new or row in rows.soon]
+        at_once = list(dict.fromkeys([*rows.clone, *([] if self.waits else early), *full]))
         rows.new.difference_update(full)
         originals = {row: flat.locals[row] for row in at_once}
         clones = _clone(flat, at_once)
@@ -154,13 +153,6 @@ class LazyCapture:
         """Host memory that the copies of small tensors take, in bytes."""
         return 0 if self._host is None else self._host.arena_nbytes
 
-    def _to_clone(self, rows: _Rows) -> list[int]:
-        """Return the rows to replace by clones, because nothing else can copy them."""
-        at_once = list(rows.clone)
-        if not self.waits:
-            at_once += [row for row in rows.device if row in rows.new or row in rows.soon]
-        return at_once
-
     def _region(self, flat: FlatState, row: int, rows: _Rows) -> Region:
         local = flat.locals[row]
         new = row in rows.new
@@ -178,11 +170,11 @@ class LazyCapture:
             staged, doubt = self._device.staged(row, start, stop)
             to.copy_(staged, non_blocking=True)
             return doubt
-        self._read(row, start, stop, to.data_ptr())
+        self.read(row, start, stop, to.data_ptr())
         return None
 
     def is_tracked_only(self, row: int) -> bool:
-        """Return whether :meth:`segments` and :meth:`copy_tracked` apply to ``row``."""
+        """Return whether :meth:`segments` applies to ``row``."""
         return self._host is not None and row in self._host and not self._host.compares(row)
 
     def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
@@ -205,16 +197,12 @@ class LazyCapture:
         except ChangedError as error:
             raise self._error(error.row) from None
 
-    def copy_tracked(self, row: int, start: int, stop: int, to: int) -> None:
-        """Copy bytes of ``row`` to an address, like :meth:`copy`, leaving no doubt to settle."""
-        self._read(row, start, stop, to)
-
     def staged(self, row: int, start: int, stop: int) -> tuple[torch.Tensor, Doubt | None]:
         """Copy bytes of ``row`` like :meth:`copy`, but to memory on the tensor's own device."""
         if row in self._device:
             return self._device.staged(row, start, stop)
         data = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
-        self._read(row, start, stop, data.data_ptr())
+        self.read(row, start, stop, data.data_ptr())
         return data, None
 
     def settle(self, doubts: Sequence[Doubt]) -> None:
@@ -223,9 +211,16 @@ class LazyCapture:
             if not bool(doubt.same):
                 raise self._error(doubt.row)
 
-    def peek(self, row: int, start: int, stop: int, to: int) -> None:
-        """Copy bytes of a ``row`` in host memory to an address; they will be read again later."""
-        self._read(row, start, stop, to, disarm=False)
+    def read(self, row: int, start: int, stop: int, to: int, *, disarm: bool = True) -> None:
+        """Copy bytes of a ``row`` in host memory to an address, like :meth:`copy`, without doubt.
+
+        ``disarm``: they will not be read again.
+        """
+        assert self._host is not None
+        try:
+            self._host.copy(row, start, stop, to, disarm=disarm)
+        except ChangedError:
+            raise self._error(row) from None
 
     def __contains__(self, row: int) -> bool:
         """Return whether this capture copies ``row``.
@@ -248,18 +243,15 @@ class LazyCapture:
 
     def end(self) -> None:
         """Release everything: the save has ended, whatever its outcome. Called by the engine."""
-        changed = self._flat is not None and self._changed is not None
-        if changed:
-            self._watch_all()
-        self._let_go(watching=changed)
-
-    def _watch_all(self) -> None:
-        assert self._flat is not None
+        if self._flat is None or self._changed is None:
+            self._let_go(watching=False)
+            return
         if self._host is not None:
             self._host.watch_again()
         for row, local in enumerate(self._flat.locals):
             if local.nbytes > SMALL_NBYTES and row not in self._cloned and self._can_watch(row):
                 self._watched[row] = self._watch(row, local)
+        self._let_go(watching=True)
 
     def wait(self) -> None:
         """Block until everything is copied or the save has failed; the save's deadlines bound the
@@ -283,14 +275,6 @@ class LazyCapture:
         early."""
         if self._captured.is_set():
             _end_watch(id(self))
-
-    def _read(self, row: int, start: int, stop: int, to: int, *, disarm: bool = True) -> None:
-        """Copy bytes of a row in host memory."""
-        assert self._host is not None
-        try:
-            self._host.copy(row, start, stop, to, disarm=disarm)
-        except ChangedError:
-            raise self._error(row) from None
 
     def _can_watch(self, row: int) -> bool:
         return row in self._device or (self._host is not None and self._host.sees_writes(row))
@@ -361,7 +345,7 @@ def _sorted_eagerly(flat: FlatState) -> _Rows:
 
 def _sorted(flat: FlatState) -> _Rows:
     rows = _Rows(soon=_buffers_and_arrays(flat))
-    nbytes = _nbytes(flat)
+    nbytes = [local.nbytes for local in flat.locals]
     pins = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     for row, local in enumerate(flat.locals):
         if not nbytes[row]:
@@ -389,27 +373,59 @@ def _sorted(flat: FlatState) -> _Rows:
 
 def _most_at_once(flat: FlatState, rows: _Rows) -> bool:
     """Return whether most of the state has to be copied at the call."""
-    nbytes = _nbytes(flat)
+    nbytes = [local.nbytes for local in flat.locals]
     at_once = sum(nbytes[row] for row in rows.soon | rows.new)
     return at_once > CLONED_NBYTES and 2 * at_once > sum(nbytes)
-
-
-def _nbytes(flat: FlatState) -> list[int]:
-    return [local.nbytes for local in flat.locals]
 
 
 def _known_as(flat: FlatState, row: int) -> Tensor:
     return flat.names[row], flat.locals[row].nbytes
 
 
-def _clone(flat: FlatState, rows: Sequence[int]) -> dict[int, HostClone]:
+class _HostClone:
+    """A contiguous copy, made at the call, of a tensor in host memory that is not contiguous.
+
+    Other threads may write to the tensor or free it during the copy, so its memory is read in a way
+    that survives both. :meth:`is_still` reads it again after everything else is copied: if it has
+    not changed, all clones were valid at one single moment. Raises GoneError.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        elements = 1 + sum((length - 1) * stride for length, stride in steps)
+        dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
+        span = torch.empty(elements, dtype=dtype, device="cpu")
+        self._memory = [(tensor.data_ptr(), span.nbytes)]
+        self._digests = digests_of(self._memory, span.data_ptr())
+        # A copy of bools would turn any byte but 0 into 1.
+        self.copy = _laid_out_like(tensor, span).view(tensor.dtype)
+        """The elements in row-major order, with lazy bits resolved."""
+
+    def is_still(self) -> bool:
+        """Return whether the memory still holds the copied bytes."""
+        try:
+            return digests_of(self._memory) == self._digests
+        except GoneError:
+            return False
+
+
+def _laid_out_like(tensor: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
+    view = span.as_strided(tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        view = view.conj()
+    if tensor.is_neg():
+        view = neg_view(view)
+    return view.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _clone(flat: FlatState, rows: Sequence[int]) -> dict[int, _HostClone]:
     """Replace tensors by clones. Returns the clones that another thread could have raced with."""
     found = {}
     for row in rows:
         local = flat.locals[row]
         if local.is_cpu:
             try:
-                clone = HostClone(local)
+                clone = _HostClone(local)
             except GoneError:
                 raise ChangedError(row) from None
             found[row] = clone

@@ -24,12 +24,21 @@ import mmap
 import os
 import platform
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ....core.forks.renewal import in_child, new_lock
-from .mappings import mapped_files
 
-__all__ = ["PAGE_NBYTES", "Range", "WriteTracker", "merged", "touches", "without", "write_tracker"]
+__all__ = [
+    "PAGE_NBYTES",
+    "Range",
+    "WriteTracker",
+    "listed_files",
+    "mapped_files",
+    "merged",
+    "touches",
+    "without",
+    "write_tracker",
+]
 
 Range = tuple[int, int]
 """First address, and the address after the last."""
@@ -120,7 +129,8 @@ class WriteTracker:
         """
         with self._lock:
             for theirs in self._claims.values():
-                if _overlap(theirs, ranges):
+                together = sorted([*theirs, *ranges])
+                if any(right[0] < left[1] for left, right in itertools.pairwise(together)):
                     return False
             self._claims[id(owner)] = ranges
             return True
@@ -257,11 +267,6 @@ def touches(ranges: Sequence[Range], range_: Range) -> bool:
     return at < len(ranges) and ranges[at][0] < range_[1]
 
 
-def _overlap(a: Iterable[Range], b: Iterable[Range]) -> bool:
-    together = sorted([*a, *b])
-    return any(right[0] < left[1] for left, right in itertools.pairwise(together))
-
-
 _tracker: WriteTracker | None = None
 _asked = False
 _lock = new_lock()
@@ -294,3 +299,74 @@ def _forget_parent() -> None:
 
 
 in_child(_forget_parent)
+
+
+_QUERY = struct.Struct("3Q 64x 16x")
+"""A ``procmap_query``: size, flags, address. The answer begins after the address."""
+_PROCMAP_QUERY = 3 << 30 | _QUERY.size << 16 | ord("f") << 8 | 17
+_NEXT_FILE = 0x10 | 0x20
+"""COVERING_OR_NEXT_VMA and FILE_BACKED_VMA."""
+
+
+def mapped_files(ranges: Sequence[Range]) -> list[Range]:
+    """Return the parts of ``ranges`` (sorted, disjoint) that are mapped from a file.
+
+    To the kernel, all shared memory is a file, and so are huge pages of hugetlbfs. Asks the kernel
+    (Linux 6.11 and newer), or reads its list of mappings.
+    """
+    with open("/proc/self/maps", "rb", buffering=0) as maps:
+        try:
+            return _overlaps(ranges, lambda address: _ask(maps.fileno(), address))
+        except OSError:  # an older kernel
+            return listed_files(ranges, maps.read())
+
+
+def listed_files(ranges: Sequence[Range], maps: bytes) -> list[Range]:
+    """Return the same as :func:`mapped_files`, from the contents of ``/proc/self/maps``."""
+    files = [_range_of(line) for line in maps.splitlines() if _is_file(line)]
+
+    def following(address: int) -> Range | None:
+        at = bisect.bisect_right(files, address, key=lambda file: file[1])
+        return files[at] if at < len(files) else None
+
+    return _overlaps(ranges, following)
+
+
+def _overlaps(ranges: Sequence[Range], following: Callable[[int], Range | None]) -> list[Range]:
+    """Return the overlaps of ``ranges`` with file mappings.
+
+    ``following`` returns the file mapping that contains an address, or the next one above it.
+    """
+    found = []
+    file: Range | None = (0, 0)
+    for start, stop in ranges:
+        at = start
+        while at < stop:
+            if file is not None and file[1] <= at:
+                file = following(at)
+            if file is None or file[0] >= stop:
+                break
+            found.append((max(at, file[0]), min(stop, file[1])))
+            at = file[1]
+    return found
+
+
+def _ask(maps: int, address: int) -> Range | None:
+    asked = bytearray(_QUERY.pack(_QUERY.size, _NEXT_FILE, address))
+    try:
+        fcntl.ioctl(maps, _PROCMAP_QUERY, asked)
+    except FileNotFoundError:
+        return None
+    start, stop = struct.unpack_from("2Q", asked, 24)
+    return start, stop
+
+
+def _is_file(line: bytes) -> bool:
+    """Return whether a line of ``/proc/self/maps`` describes shared memory, or has an inode."""
+    _, permissions, _, _, inode, *_ = line.split(None, 5)
+    return permissions.endswith(b"s") or inode != b"0"
+
+
+def _range_of(line: bytes) -> Range:
+    start, stop = line.split(None, 1)[0].split(b"-")
+    return int(start, 16), int(stop, 16)

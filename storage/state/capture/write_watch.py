@@ -8,17 +8,58 @@ memory may be freed meanwhile.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from ....core.forks.renewal import new_lock
 from ..compat import WeakStorage
-from .block_sums import BlockSums
+from .device_snapshot import BlockSums
 from .host_snapshot import HostSnapshot
-from .write_history import Tensor, WriteHistory
 
-__all__ = ["Watch", "Watched"]
+__all__ = ["Tensor", "Watch", "Watched", "WriteHistory", "write_history"]
+
+Tensor = tuple[str, int]
+"""A tensor's name in the state, and the bytes of it that this rank holds."""
+COUNT_MAX = 1 << 18
+
+
+class WriteHistory:
+    """Remembers, by tensor, whether it was ever written to early. Thread-safe.
+
+    Forgets all tensors once it has more than ``COUNT_MAX``.
+    """
+
+    def __init__(self) -> None:
+        self._early: dict[Tensor, bool] = {}
+        self._lock = new_lock()
+
+    def is_early(self, tensor: Tensor) -> bool | None:
+        """Return whether it was written to early; None if it was never watched."""
+        return self._early.get(tensor)
+
+    def learn(self, tensors: Iterable[Tensor], *, early: bool) -> list[Tensor]:
+        """Record observations of ``tensors``, and return the newly early ones.
+
+        A tensor once seen as early stays early.
+        """
+        with self._lock:
+            news = [tensor for tensor in tensors if early and not self.is_early(tensor)]
+            if len(self._early) > COUNT_MAX:
+                self._early.clear()
+            for tensor in tensors:
+                self._early[tensor] = early or bool(self.is_early(tensor))
+        return news
+
+    def forget(self) -> None:
+        with self._lock:
+            self._early.clear()
+
+
+write_history = WriteHistory()
+"""The history of this process."""
+
 
 _log = logging.getLogger(__name__)
 

@@ -193,9 +193,7 @@ class Built:
         made = self._made.get(root)
         if made is None:
             made = self._made[root] = empty(
-                self._shape(root),
-                self._dtype(root),
-                self._m.tensors.names[root],
+                self._shape(root), self._dtype(root), self._m.tensors.names[root]
             )
             self._wanted.add_whole(root, made)
         return made

@@ -68,10 +68,7 @@ class Source:
 
 
 def build_object_state(
-    subtree: Subtree,
-    modules: Sequence[Walked],
-    source: Source,
-    path: TypedPath,
+    subtree: Subtree, modules: Sequence[Walked], source: Source, path: TypedPath
 ) -> ObjectState:
     """Build the state at ``path`` for the object of ``subtree``.
 
@@ -230,7 +227,8 @@ def _per_rank(source: Source, path: TypedPath) -> ObjectState:
     """
     m = source.manifest
     paths = typed_paths(m.tree)
-    saved = _values_by_path(m, paths).get((*path, ("str", RANKS)))
+    by_path = {(*paths[v.container], (type(v.key).__name__, v.key)): v for v in m.tree.values}
+    saved = by_path.get((*path, ("str", RANKS)))
     if saved is not None and (*path, ("str", OF_RANKS)) in paths:
         if saved.of(source.rank) == source.world:
             own = _own_part(source, path)
@@ -255,18 +253,11 @@ def _own_part(source: Source, path: TypedPath) -> ObjectState | None:
     rank = str(source.rank)
     try:
         state, rows = build(
-            source.manifest,
-            source.rank,
-            source.wanted,
-            (*path, ("str", OF_RANKS), ("str", rank)),
+            source.manifest, source.rank, source.wanted, (*path, ("str", OF_RANKS), ("str", rank))
         )
     except KeyError:
         return None
     return ObjectState({RANKS: source.world, OF_RANKS: {rank: state}}, rows)
-
-
-def _values_by_path(m: Manifest, paths: Sequence[TypedPath]) -> dict[TypedPath, Value]:
-    return {(*paths[v.container], (type(v.key).__name__, v.key)): v for v in m.tree.values}
 
 
 def _dealt(source: Source, path: TypedPath) -> dict[str, str]:

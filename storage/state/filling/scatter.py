@@ -12,10 +12,9 @@ from ....planner.box import Box
 from ....planner.loading import LoadPlan, Targets, strided_copies
 from ....planner.table import ShardTable, TensorTable
 from ...runtime.buffers import HostBuffer
-from ..bits import as_bits, copy_memory, typed_storage, writable
+from ..bits import Place, as_bits, copy_memory, typed_storage, writable
 from ..dtypes import dtype_of
-from ..windows import Place
-from .memory_table import MemoryTable
+from .targets import MemoryTable
 
 __all__ = ["Scatter"]
 

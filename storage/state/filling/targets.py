@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ....planner.columns import padded, widen
+from ....planner.columns import Ints, padded, widen
 from ....planner.layout import Layout, regions_of
 from ....planner.loading import Targets
 from ....planner.table import TensorTable
@@ -20,15 +21,53 @@ from ..adapters.composite import agrees
 from ..adapters.megatron import KeyedShard
 from ..adapters.multipart import InParts, is_in_parts, parts_of
 from ..adapters.tensors import TensorLike, layout_of
-from ..conversion import is_convertible
 from ..device import devices_of, refuse_forked_child
-from ..dtypes import dtype_name, dtype_of
+from ..dtypes import dtype_name, dtype_of, is_convertible
 from ..flat_state import FlatState, Subtree
-from .memory_table import MemoryTable
 
-__all__ = ["Match", "TypedPath", "Wanted", "match"]
+__all__ = ["Match", "MemoryTable", "TypedPath", "Wanted", "match"]
 
-Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryTable:
+    """A row for each tensor. All columns have shape (n,).
+
+    ``address``: of its first element, on its device. ``nbytes``: of its elements. ``dtype_id``:
+    Python's id of its dtype object. ``on_host``, ``is_contiguous``: as reported by torch.
+    ``as_stored``: whether its elements lie in row-major order in this process's memory, bit for
+    bit.
+    """
+
+    address: Ints
+    nbytes: Ints
+    dtype_id: Ints
+    on_host: Flags
+    is_contiguous: Flags
+    as_stored: Flags
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> MemoryTable:
+        def flags(ask: Callable[[torch.Tensor], bool]) -> Flags:
+            return np.fromiter(map(ask, tensors), np.bool_, len(tensors))
+
+        def numbers(ask: Callable[[torch.Tensor], int]) -> Ints:
+            return np.fromiter(map(ask, tensors), np.int64, len(tensors))
+
+        on_host = flags(attrgetter("is_cpu"))
+        is_contiguous = flags(torch.Tensor.is_contiguous)
+        is_lazy = flags(torch.Tensor.is_conj) | flags(torch.Tensor.is_neg)
+        return cls(
+            numbers(torch.Tensor.data_ptr),
+            numbers(attrgetter("nbytes")),
+            np.fromiter(map(id, map(attrgetter("dtype"), tensors)), np.int64, len(tensors)),
+            on_host,
+            is_contiguous,
+            on_host & is_contiguous & ~is_lazy,
+        )
+
+
 TypedPath = tuple[tuple[str, Key], ...]
 
 
@@ -46,7 +85,8 @@ class Wanted:
     """(row of the tensor, number of the buffer)"""
     _parts: list[tuple[int, Layout, int]] = field(default_factory=list)
     """(row of the tensor, the wanted part of it, number of the buffer)"""
-    _names: dict[int, str] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    """Names of the buffers that have one, by number."""
     _memory: MemoryTable | None = None
 
     def add_all_whole(
@@ -58,7 +98,7 @@ class Wanted:
         numbers = range(first, first + len(buffers))
         filled = map(torch.Tensor.numel, buffers)
         self._whole += itertools.compress(zip(tensors.tolist(), numbers, strict=True), filled)
-        self._names.update(zip(numbers, names, strict=True))
+        self.names.update(zip(numbers, names, strict=True))
         self.buffers += buffers
 
     def add_whole(self, tensor: int, buffer: torch.Tensor, name: str | None = None) -> None:
@@ -94,12 +134,7 @@ class Wanted:
 
     def _named(self, name: str | None) -> None:
         if name is not None:
-            self._names[len(self.buffers)] = name
-
-    @property
-    def names(self) -> Mapping[int, str]:
-        """Names of the buffers that have one, by number."""
-        return self._names
+            self.names[len(self.buffers)] = name
 
     def memory(self) -> MemoryTable:
         """Return where the buffers lie; called after all have been added.
@@ -114,7 +149,6 @@ class Wanted:
         return self._memory
 
     def numbers(self) -> Ints:
-        """Return the numbers of all buffers to fill."""
         wanted = [number for _, number in self._whole]
         wanted += [number for _, _, number in self._parts]
         return np.array(wanted, np.int64)
@@ -148,7 +182,7 @@ class Wanted:
             self.buffers,
             [whole for whole in self._whole if whole[1] not in numbers],
             [part for part in self._parts if part[2] not in numbers],
-            self._names,
+            self.names,
             self._memory,
         )
 

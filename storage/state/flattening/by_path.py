@@ -20,9 +20,7 @@ Path = tuple[str | int, ...]
 
 
 def flat_state_of_items(
-    paths: Mapping[str, Path],
-    values: Mapping[str, object],
-    parts: Mapping[str, Sequence[Shard]],
+    paths: Mapping[str, Path], values: Mapping[str, object], parts: Mapping[str, Sequence[Shard]]
 ) -> FlatState:
     """Return the state that has ``values``, and tensors with these ``parts``, each at its path.
 
@@ -42,7 +40,13 @@ def flat_state_at(paths: Mapping[str, Path], items: Mapping[str, object]) -> Fla
     for name, item in items.items():
         put(state, paths[name], item)
     flat = flatten(state)
-    _make_lists(flat.tree, {path for each in paths.values() for path in _lists_in(each)})
+    lists = {
+        path[:depth]
+        for path in paths.values()
+        for depth in range(1, len(path))
+        if isinstance(path[depth], int)
+    }
+    _make_lists(flat.tree, lists)
     flat.layout_id = None  # identifies the state before its lists were made
     return flat
 
@@ -79,11 +83,6 @@ def put(state: dict[str | int, object], path: Path, item: object) -> None:
         assert isinstance(within, dict)
         state = within
     state[key] = item
-
-
-def _lists_in(path: Path) -> Sequence[Path]:
-    """Return the lists that a path leads through, each by its own path."""
-    return [path[:depth] for depth in range(1, len(path)) if isinstance(path[depth], int)]
 
 
 def _make_lists(tree: Tree, lists: set[Path]) -> None:

@@ -6,26 +6,25 @@ Flattening reads no tensor data and does no I/O. It refuses anything that cannot
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ....core.lru import LruCache
 from ....planner.layout import Layout
-from ...format.tree import format_path
+from ...format.tree import ROOT, Tree, Value, format_path
 from ..adapters.foreign import refuse_stale
 from ..adapters.module_names import Walked
 from ..adapters.tensors import TENSOR_TYPES
 from ..filling.memoryless import find_without_memory
-from ..flat_state import CONTAINERS, DEPTH_MAX, MAPPINGS, FlatState
+from ..flat_state import CONTAINERS, DEPTH_MAX, MAPPINGS, FlatState, Subtree
 from .default import Default
-from .known_state import emptied, filled
 from .placeholders import find_placeholders
 from .signature import NoSignatureError, SignatureScan
 from .walk import Walker
 
-__all__ = ["KnownStates", "flatten"]
+__all__ = ["KnownStates", "emptied", "filled", "flatten"]
 
 _LEAVES = (*TENSOR_TYPES, int, float, str, bool, type(None))
 """Types that contain no modules."""
@@ -107,3 +106,56 @@ def _modules(state: object) -> Iterator[torch.nn.Module]:
             seen.add(id(node))
             items = node.values() if isinstance(node, MAPPINGS) else node
             left += [(item, depth + 1) for item in items if type(item) not in _LEAVES][::-1]
+
+
+def emptied(flat: FlatState) -> FlatState:
+    """Return the parts of ``flat`` that its signature determines: no tensors, values or objects."""
+    return FlatState(
+        names=list(flat.names),
+        containers=list(flat.containers),
+        shapes=list(flat.shapes),
+        dtypes=list(flat.dtypes),
+        layouts=list(flat.layouts),
+        alias=list(flat.alias),
+        tree=_with_values(flat.tree, [None] * len(flat.tree.values)),
+        subtrees=[Subtree(s.parent, s.key, None, None) for s in flat.subtrees],
+        placeholders=flat.placeholders,
+        layout_id=flat.layout_id,
+    )
+
+
+def filled(known: FlatState, scan: SignatureScan, modules: list[Walked]) -> FlatState:
+    """Return a state with the signature of ``known`` and the contents found by ``scan``."""
+    opened = zip(known.subtrees, scan.opened, strict=True)
+    return FlatState(
+        names=list(known.names),
+        containers=list(known.containers),
+        shapes=list(known.shapes),
+        dtypes=list(known.dtypes),
+        locals=scan.locals,
+        origins=scan.origins,
+        layouts=list(known.layouts),
+        alias=list(known.alias),
+        tree=_with_values(known.tree, scan.values),
+        nodes=scan.nodes,
+        subtrees=[Subtree(s.parent, s.key, owner, state) for s, (owner, state) in opened],
+        modules=modules,
+        placeholders=known.placeholders,
+        layout_id=known.layout_id,
+    )
+
+
+def _with_values(tree: Tree, values: Sequence[object]) -> Tree:
+    """Return a copy of ``tree`` with other values, encoded, in the same places."""
+    copied = Tree()
+    copied.containers = list(tree.containers)
+    copied.tensor_keys = {c: dict(keys) for c, keys in tree.tensor_keys.items()}
+    copied.arrays = set(tree.arrays)
+    copied.orders = {c: list(runs) for c, runs in tree.orders.items()}
+    copied.kinds = dict(tree.kinds)
+    copied.placements = dict(tree.placements)
+    copied.values = [
+        Value(value.container, value.key, [([ROOT], encoded)])
+        for value, encoded in zip(tree.values, values, strict=True)
+    ]
+    return copied

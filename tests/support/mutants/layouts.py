@@ -79,7 +79,7 @@ MUTANTS = [
     ),
     Mutant(
         says="elements of a range that lie apart are taken to lie together",
-        file="storage/state/windows.py",
+        file="storage/state/bits.py",
         old="            step = local.stride(0)\n",
         new="            step = 1\n",
         tests="tests/unit/test_storage_shards.py",

@@ -47,7 +47,7 @@ MUTANTS = [
         file="planner/coverage.py",
         old="    flags[groups.tensor[last & (reach < groups.highs[group, dim])]] = True\n",
         new="",
-        tests="tests/unit/test_planner_table.py::test_any_box_left_out_is_reported",
+        tests="tests/property/test_planner_coverage.py::test_tables_are_judged_tensor_by_tensor",
     ),
     Mutant(
         says="pinwheels: volume alone decides",
@@ -68,7 +68,7 @@ MUTANTS = [
         file="planner/coverage.py",
         old="    flags[tensor[1:][same & (start[1:] != stop[:-1])]] = True\n",
         new="    flags[tensor[1:][same & (start[1:] > stop[:-1])]] = True\n",
-        tests="tests/unit/test_planner_table.py::test_any_box_stored_again_is_reported",
+        tests="tests/property/test_planner_coverage.py::test_tables_are_judged_tensor_by_tensor",
     ),
     Mutant(
         says="overlaps: one read too early",
