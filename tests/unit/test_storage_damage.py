@@ -31,25 +31,6 @@ def storage() -> MemoryDriver:
     return made
 
 
-def test_an_image_that_is_gone_is_damage(storage: MemoryDriver) -> None:
-    """The error names it, and what was in it."""
-
-    async def run() -> None:
-        key = next(key for key in await contents(storage) if key.endswith("0.safetensors"))
-        await storage.delete(key)
-        with pytest.raises(holdfast.DamagedError, match="'w'") as caught:
-            await load(storage)
-        assert caught.value.key == key
-        (damage,) = (await verify(storage)).damages
-        assert (damage.key, damage.what, set(damage.tensors)) == (
-            key,
-            "the file is missing",
-            {"w", "b", "deep.0.t"},
-        )
-
-    run_inline(run())
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of several chunks: tensors x (40 MB) and y."""
