@@ -12,7 +12,7 @@ From the caller to the storage, with the reasons for this order::
     driver
 
 The retry layer enforces the deadline of an operation. The deadline is paused while throttle or
-limit make the operation wait (:func:`.turn.waiting_for_a_turn`), because that is not the storage's
+limit make the operation wait (:func:`.layer.waiting_for_a_turn`), because that is not the storage's
 fault.
 
 :func:`.stack.stacked` builds this stack and omits layers that would do nothing: ``file://`` without

@@ -2,14 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..contract import Buffer, Driver, ObjectInfo, TakePiece, Traits, Upload
 
-__all__ = ["Layer", "LayeredUpload", "Operation", "bottom", "end", "find", "next_batch"]
+__all__ = [
+    "Layer", "LayeredUpload", "Operation", "bottom", "deadline", "end", "find", "next_batch",
+    "waiting_for_a_turn",
+]  # fmt: skip
+
+_running: ContextVar[asyncio.Timeout | None] = ContextVar("holdfast-deadline", default=None)
+
+
+class deadline:
+    """Async context manager that cancels its body after ``timeout_s`` seconds (None: never), not
+    counting time in :func:`waiting_for_a_turn`. It then raises TimeoutError, and the timeout's
+    ``expired()`` is true."""
+
+    __slots__ = ("_timeout", "_token")
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout = asyncio.timeout(timeout_s)
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        timeout = await self._timeout.__aenter__()
+        self._token = _running.set(timeout)
+        return timeout
+
+    async def __aexit__(self, *raised: Any) -> None:
+        _running.reset(self._token)
+        await self._timeout.__aexit__(*raised)
+
+
+@contextmanager
+def waiting_for_a_turn() -> Iterator[None]:
+    """Pause the deadline of this task, if it has one, during the body."""
+    timeout = _running.get()
+    if timeout is not None:
+        when_s = timeout.when()
+    else:
+        when_s = None
+    if timeout is None or when_s is None or timeout.expired():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    timeout.reschedule(None)
+    try:
+        yield
+    finally:
+        timeout.reschedule(when_s + loop.time() - began_s)
+
 
 LIST_BATCH = 1000
 """Entries of a listing that count as one operation: one request on most storages."""

@@ -27,8 +27,7 @@ from typing import TypeVar, cast
 from ...core.spans import count_retry, count_throttled
 from ...errors import BusyError, ExistsError, HoldfastError, NotFoundError, StorageDownError
 from ..contract import Driver, ObjectInfo
-from .layer import Layer, Operation, end, next_batch
-from .turn import deadline
+from .layer import Layer, Operation, deadline, end, next_batch
 
 __all__ = ["RetryLayer", "RetryPolicy", "pause_s"]
 

@@ -11,8 +11,7 @@ from typing import TypeVar
 from ...core.forks.renewal import in_child, new_lock
 from ...core.spans import count_throttled
 from ..contract import Driver, Traits
-from .layer import Layer, Operation
-from .turn import waiting_for_a_turn
+from .layer import Layer, Operation, waiting_for_a_turn
 
 __all__ = ["BURST_S", "LimitLayer", "ThrottleLayer", "TokenBucket", "shared_bucket"]
 

@@ -29,11 +29,10 @@ from ..ranges import Ranges
 from ..threads import OperationThreads
 from ..uri import Uri
 from .errors import storage_errors
-from .files import CreateFile, NewFile, OpenFiles, create_file
+from .files import CreateFile, NewFile, OpenFiles, create_file, take_room_on
 from .io import ALIGN_NBYTES, read_at
 from .mounts import fs_type, is_shared, may_be_stale
 from .names import is_reserved
-from .room import take_room_on
 from .tree import Tree
 
 __all__ = ["LocalDriver", "LocalUpload"]

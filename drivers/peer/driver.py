@@ -29,8 +29,7 @@ from ..pieces import Rooms, piece_ends
 from ..read_only import ReadOnly
 from ..threads import OperationThreads
 from ..uri import Uri, root_key
-from .connections import Connections, Request
-from .errors import failures, refusal
+from .connections import Connections, Request, failures, refusal
 
 __all__ = ["PeerDriver"]
 
