@@ -13,6 +13,7 @@ import logging
 import os
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
 from urllib.parse import unquote
@@ -255,33 +256,25 @@ class ObjectDriver(Driver):
         path = self._path(key)
         await self._connections.open(Requests.SENDING)
 
-        async def put(data: Any, **how: Any) -> Any:
-            return await self._put(path, data, **how)
-
-        async def stat() -> ObjectInfo:
-            return await self.stat(key)
-
-        async def drop_unfinished(began_within_s: float) -> None:
-            await self._drop_unfinished(
+        def drop_unfinished(began_within_s: float) -> Awaitable[None]:
+            return self._drop_unfinished(
                 path, whole_key=True, quiet_s=0, began_within_s=began_within_s
             )
 
-        s = self._settings
-        place = (*self._container, path)
         target = Target(
             self.uri,
             key,
-            place,
+            (*self._container, path),
             nbytes,
-            s.part_nbytes,
-            s.concurrency,
-            s.limit_s,
-            put,
-            stat,
+            self._settings.part_nbytes,
+            self._settings.concurrency,
+            self._settings.limit_s,
+            partial(self._put, path),
+            partial(self.stat, key),
             drop_unfinished,
         )
         upload: PartsUpload | WholeUpload
-        if nbytes > s.part_nbytes:
+        if nbytes > self._settings.part_nbytes:
             upload = PartsUpload(target)
         else:
             upload = WholeUpload(target)
