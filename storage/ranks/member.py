@@ -305,7 +305,7 @@ class Member:
         finally:
             self._open.remove(participation)
             del self._heartbeat_s[participation.number]
-            self._give_turn(call.name)
+            self._drop_turn(call.name, self._turns[call.name][0])
             if not self._open and self._heartbeat_task is not None:
                 self._heartbeat_task.cancel()
                 await asyncio.wait([self._heartbeat_task])
@@ -322,9 +322,6 @@ class Member:
             except BaseException:
                 self._drop_turn(name, turn)
                 raise
-
-    def _give_turn(self, name: str) -> None:
-        self._drop_turn(name, self._turns[name][0])
 
     def _drop_turn(self, name: str, turn: asyncio.Future[None]) -> None:
         queue = self._turns[name]

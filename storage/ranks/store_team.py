@@ -174,7 +174,8 @@ class StoreTeam(Team):
         with contextlib.suppress(CoordinationError):
             failure = Failure.of(error, self.rank)
             if self._answer is not None:
-                await self._call_store(self._fail_in_session, failure)
+                encoded = codec(Failure).encode(failure)
+                await self._call_store(self._keys.swap, "failed", None, encoded)
             elif self.rank == LEADER:
                 await self._refuse(error)
             else:
@@ -371,9 +372,6 @@ class StoreTeam(Team):
         return _Observed(
             failure, there, self._member.statuses(rank for rank in ranks if rank not in there)
         )
-
-    def _fail_in_session(self, failure: Failure) -> None:
-        self._keys.swap("failed", None, codec(Failure).encode(failure))
 
     def _failed_in_session(self) -> Failure | None:
         data = self._keys.value("failed")

@@ -177,7 +177,7 @@ class MemoryLevel:
         finally:
             run(peers.close())
             # In the background: unmapping takes a tenth of the time of the load.
-            start(offload(_unmap, images))
+            start(offload(images.clear))
 
     def _strike(
         self, choice: Choice, images: Sequence[LocalImage | PeerImage], error: HoldfastError
@@ -237,10 +237,6 @@ class MemoryLevel:
         if self._arena is not None:
             run(self._arena.close())
             self._arena = None
-
-
-def _unmap(images: list[LocalImage | PeerImage]) -> None:
-    images.clear()
 
 
 async def _manifest(images: Sequence[LocalImage | PeerImage]) -> bytes:

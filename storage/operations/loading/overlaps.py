@@ -105,7 +105,7 @@ class _SharedCopy:
     same layout."""
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        spans = [_span(target) for target in targets]
+        spans = [(target.data_ptr(), _stop(target)) for target in targets]
         first = min(start for start, _ in spans) // _ALIGNED * _ALIGNED
         nbytes = round_up(max(stop for _, stop in spans) - first, _ALIGNED)
         if any(
@@ -192,10 +192,6 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
         tensor.is_conj(),
         tensor.is_neg(),
     )
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), _stop(tensor)
 
 
 def _stop(tensor: torch.Tensor) -> int:

@@ -130,22 +130,14 @@ def _slow(telemetry: SaveTelemetry) -> Iterator[Straggler]:
         slow = {
             name: stage
             for name, stage in record.stages.items()
-            if _is_own(name) and _is_slow(telemetry, name, stage)
+            if not name.startswith("round ")  # in a round, a rank waits for others
+            and _stands_out(stage.busy_s, _typical_of(telemetry, name, _busy_s), telemetry)
         }
         for name, stage in slow.items():
             part = slow.get(_PARTS.get(name, ""))
             if part is not None and part.busy_s > stage.busy_s / 2:
                 continue  # the contained stage is the cause
             yield _explained(telemetry, record, name)
-
-
-def _is_own(name: str) -> bool:
-    """Return whether a stage is a rank's own work; in a round it waits for others."""
-    return not name.startswith("round ")
-
-
-def _is_slow(telemetry: SaveTelemetry, name: str, stage: StageReport) -> bool:
-    return _stands_out(stage.busy_s, _typical_of(telemetry, name, _busy_s), telemetry)
 
 
 _busy_s = attrgetter("busy_s")

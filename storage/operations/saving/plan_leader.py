@@ -219,7 +219,8 @@ def _decision(held: Sequence[Held], findings: Sequence[Findings]) -> PlanDecisio
     is_identical = np.ones(len(first), bool)
     is_identical[number[(digests != digests[first][number]).any(axis=1)]] = False
     names = _label_names(labels[first])
-    _refuse_different_parts(findings, _names_where(names, ~is_identical))
+    different = {names[i] for i in np.flatnonzero(~is_identical).tolist()}
+    _refuse_different_parts(findings, different)
 
     groups: dict[Group, int] = {tuple(range(len(held))): ALL_RANKS}
     group_of: dict[str, int | None] = {}
@@ -242,10 +243,6 @@ def _decision(held: Sequence[Held], findings: Sequence[Findings]) -> PlanDecisio
             loads[(int(ranks[row]),)] += nbytes[row]
     shares = tuple((group, tuple(cuts)) for group, cuts in balance(loads, len(held)).items())
     return PlanDecision(tuple(groups)[1:], group_of, divergent, shares)
-
-
-def _names_where(names: Sequence[str], mask: npt.NDArray[np.bool_]) -> set[str]:
-    return {names[i] for i in np.flatnonzero(mask).tolist()}
 
 
 def _rows_by_number(number: Ints) -> Iterable[Ints]:
