@@ -35,7 +35,7 @@ HOLDFAST = [sys.executable, "-c", "import holdfast.cli; holdfast.cli.main()"]
 
 @dataclass
 class Result:
-    """How a command ended, and what it printed."""
+    """Exit status and output of a command."""
 
     exit_code: int
     stdout: str
@@ -43,12 +43,12 @@ class Result:
 
     @property
     def output(self) -> str:
-        """Both, one after the other."""
+        """Return both outputs."""
         return self.stdout + self.stderr
 
 
 def run(*arguments: str) -> Result:
-    """What a command does in this process."""
+    """Run a command in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -60,7 +60,7 @@ def run(*arguments: str) -> Result:
 
 
 def run_json(*arguments: str, status: int = 0) -> Any:
-    """The one document that a command prints with --json."""
+    """Return the document that a command prints with --json."""
     result = run(*arguments, "--json")
     assert result.exit_code == status, result.output
     return json.loads(result.stdout)
@@ -68,13 +68,13 @@ def run_json(*arguments: str, status: int = 0) -> Any:
 
 @pytest.fixture
 def root() -> str:
-    """A place in memory that no other test uses."""
+    """Return an unused place in memory."""
     return f"memory://{uuid.uuid4().hex}"
 
 
 @pytest.fixture
 def uri(root: str) -> str:
-    """A checkpoint."""
+    """Save a checkpoint, and return its URI."""
     w = torch.arange(800.0).reshape(100, 8)
     model = {"w": w, "tied": w, "b": torch.ones(3, dtype=torch.bfloat16), "none": torch.empty(0, 2)}
     holdfast.save(
@@ -85,7 +85,7 @@ def uri(root: str) -> str:
 
 
 def save_on_ranks(uri: str, states: Sequence[dict[str, Any]]) -> None:
-    """A checkpoint of several ranks, who all live in this process."""
+    """Save a checkpoint of several ranks in this process."""
     store = dist.HashStore()
 
     async def save(rank: int) -> None:
@@ -101,7 +101,7 @@ def save_on_ranks(uri: str, states: Sequence[dict[str, Any]]) -> None:
 
 
 def image(uri: str) -> str:
-    """The key of the first image of a checkpoint."""
+    """Return the key of the first image of a checkpoint."""
     with holdfast.open(uri) as checkpoint:
         return f"data/{checkpoint.attempt}/0.safetensors"
 
@@ -119,15 +119,15 @@ def change(uri: str, key: str, at: int) -> None:
     asyncio.run(flip())
 
 
-def test_the_package_runs_as_the_command() -> None:
-    """As where scripts are not on the path."""
+def test_package_runs_as_the_command() -> None:
+    """``python -m holdfast`` serves where scripts are not on the path."""
     command = [sys.executable, "-m", "holdfast", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.startswith("holdfast ")
+    assert done.stdout == f"holdfast {holdfast.__version__}\n"
 
 
 def test_ls_lists_checkpoints_by_step(root: str) -> None:
-    """One line each, the oldest step first, with what it holds."""
+    """Each checkpoint is a line with its figures, lowest step first."""
     for step in (20, 3):
         holdfast.save(f"{root}/run/step-{step}", {"w": torch.ones(256), "step": step})
     lines = run("ls", root).stdout.splitlines()
@@ -141,7 +141,7 @@ def test_ls_lists_checkpoints_by_step(root: str) -> None:
 
 
 def test_ls_of_the_last_reads_no_other(root: str) -> None:
-    """Those that were stored last, whatever their steps, are listed by step."""
+    """--last selects by time of storage, reads only those manifests, and lists by step."""
     for step in (30, 10, 40, 20):
         holdfast.save(f"{root}/step-{step}", {"step": step})
     entries = run_json("ls", "--last", "2", f"{root}?metrics=on")["checkpoints"]
@@ -151,8 +151,8 @@ def test_ls_of_the_last_reads_no_other(root: str) -> None:
     assert run("ls", "--last", "0", root).exit_code == 2
 
 
-def test_ls_tells_programs_the_same(root: str, uri: str) -> None:
-    """The fields of each checkpoint, and their types."""
+def test_ls_prints_json(root: str, uri: str) -> None:
+    """The document has the fields of each checkpoint. At its own URI, a checkpoint's path is a dot."""
     document = run_json("ls", root)
     assert document["uri"] == root
     (entry,) = document["checkpoints"]
@@ -168,15 +168,11 @@ def test_ls_tells_programs_the_same(root: str, uri: str) -> None:
         "problem": None,
     }
     assert entry == {**expected, "abandoned": False, "damage": None}
-
-
-def test_ls_of_a_checkpoint_is_the_checkpoint(uri: str) -> None:
-    """At the URI itself the path is a dot."""
     assert run("ls", uri).stdout.splitlines()[1].endswith("  .")
 
 
 def test_ls_without_a_checkpoint_says_so(root: str) -> None:
-    """Exit status 1, a message on stderr, and for programs an empty list all the same."""
+    """The exit status is 1, with a message on stderr and, as JSON, an empty list."""
     result = run("ls", root)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == f"holdfast: no checkpoint at or below {root}\n"
@@ -184,7 +180,7 @@ def test_ls_without_a_checkpoint_says_so(root: str) -> None:
 
 
 def test_ls_shows_damaged_checkpoints(root: str, uri: str) -> None:
-    """One that cannot be opened is listed with its problem, and hides no other."""
+    """A checkpoint that cannot be opened is listed with its problem, beside the others."""
     holdfast.save(f"{root}/step-8", {"step": 8})
     change(uri, "manifest.safetensors", 100)
     result = run("ls", root)
@@ -199,7 +195,7 @@ def test_ls_shows_damaged_checkpoints(root: str, uri: str) -> None:
 
 
 def test_show_draws_the_state(uri: str) -> None:
-    """Values, tensors with dtype, shape, size and layout, and containers, two spaces a level."""
+    """The tree has values, tensors and containers. Long values are cut without --values."""
     result = run("show", uri)
     header, tree = result.stdout.split("\n\n")
     assert result.exit_code == 0
@@ -218,10 +214,11 @@ def test_show_draws_the_state(uri: str) -> None:
         "    0  1",
         "    1  float32 [2]  8 B  whole, rank 0",
     ]
+    assert "x" * 100 in run("show", uri, "--values").stdout
 
 
 def test_show_sums_up_below_a_depth(uri: str) -> None:
-    """With --depth 1 the containers are there, and what is in them is not."""
+    """--depth 1 shows the containers without their contents."""
     tree = run("show", uri, "--depth", "1").stdout.split("\n\n")[1].splitlines()
     assert tree[-2:] == ["  model  4 tensors, 3.13 KiB", "  layers  1 tensor, 8 B, 1 value"]
     assert (
@@ -230,14 +227,8 @@ def test_show_sums_up_below_a_depth(uri: str) -> None:
     )
 
 
-def test_show_prints_values_whole_when_asked(uri: str) -> None:
-    """Without --values a long one is cut."""
-    assert "x" * 100 in run("show", uri, "--values").stdout
-    assert "x" * 100 not in run("show", uri).stdout
-
-
 def test_show_says_how_ranks_share_tensors(root: str) -> None:
-    """Split over ranks, one per rank, values that differ: each in a few words."""
+    """Split tensors, tensors per rank and values that differ are each described in a few words."""
     shared = torch.arange(4096.0).reshape(1024, 4)
     states = [
         {"w": shared, "own": torch.full((3,), rank), "lr": rank // 2, "odd": {"n": rank}}
@@ -254,8 +245,8 @@ def test_show_says_how_ranks_share_tensors(root: str) -> None:
     )
 
 
-def test_show_tells_programs_everything(root: str) -> None:
-    """Tensors with shards, ranks, owners and ties; values as the format has them, by rank."""
+def test_show_prints_json(root: str) -> None:
+    """The document has shards, ranks, owners and ties of tensors, and encoded values by rank."""
     w = torch.ones(1024, 4)
     save_on_ranks(
         root,
@@ -282,7 +273,7 @@ def test_show_tells_programs_everything(root: str) -> None:
 
 
 def test_show_needs_no_torch_for_values_of_torch(root: str) -> None:
-    """Dtypes, devices, sizes and what JSON lacks are shown as Python writes them."""
+    """Dtypes, devices, sizes, bytes and infinities are shown as Python writes them."""
     special = {
         "a": torch.float32,
         "b": torch.device("cpu"),
@@ -302,7 +293,7 @@ def test_show_needs_no_torch_for_values_of_torch(root: str) -> None:
 
 
 def test_names_cannot_command_the_terminal(root: str) -> None:
-    """Names and values come from files: what a terminal would obey is shown escaped."""
+    """Control characters in names and values are escaped."""
     holdfast.save(
         root, {f"a{ESCAPE}[31m": torch.ones(1), "b": f"{ESCAPE}]0;title\x07", "c\nd": {"e": 1}}
     )
@@ -315,16 +306,16 @@ def test_names_cannot_command_the_terminal(root: str) -> None:
     assert r"c\nd" in run("show", root).stdout
 
 
-def test_a_hundred_thousand_tensors_are_shown_in_seconds(root: str) -> None:
-    """The work is done in columns, and lines are written in batches."""
-    holdfast.save(root, {f"layers.{i}.w": torch.zeros(1) for i in range(100_000)})
+def test_many_tensors_are_shown_in_seconds(root: str) -> None:
+    """The time grows with the number of tensors, not with its square."""
+    holdfast.save(root, {f"layers.{i}.w": torch.zeros(1) for i in range(30_000)})
     began_s = time.monotonic()
-    assert run("show", root).stdout.count("whole, rank 0\n") == 100_000
-    assert time.monotonic() - began_s < 30
+    assert run("show", root).stdout.count("whole, rank 0\n") == 30_000
+    assert time.monotonic() - began_s < 15
 
 
 def test_verify_of_a_whole_checkpoint(uri: str) -> None:
-    """Exit status 0, and what was read at which rate."""
+    """The exit status is 0, and the bytes and the rate are printed."""
     result = run("verify", uri)
     assert result.exit_code == 0
     assert re.fullmatch(r"ok: 2 files, [\d.]+ KiB, [\d.]+ GB/s\n", result.stdout)
@@ -335,7 +326,7 @@ def test_verify_of_a_whole_checkpoint(uri: str) -> None:
 
 
 def test_verify_finds_a_flipped_bit(uri: str) -> None:
-    """Exit status 1, and file, bytes and tensor of the damage."""
+    """The exit status is 1, and the damage is printed with file, bytes and tensor."""
     key = image(uri)
     change(uri, key, 4096)  # the first byte of the first tensor
     result = run("verify", uri)
@@ -351,7 +342,7 @@ def test_verify_finds_a_flipped_bit(uri: str) -> None:
 
 
 def test_verify_joins_neighbours(root: str) -> None:
-    """Damaged blocks that touch each other are one place; others are places of their own."""
+    """Adjacent damaged blocks are joined into one place."""
     holdfast.save(root, {"w": torch.zeros(1 << 18)})
     for at in (70_000, 140_000, 600_000):
         change(root, image(root), at)
@@ -359,44 +350,27 @@ def test_verify_joins_neighbours(root: str) -> None:
     assert [(d["start"], d["stop"]) for d in damages] == [(65536, 196608), (589824, 655360)]
 
 
-def test_verify_finds_a_missing_file(uri: str) -> None:
-    """A lost file is damage, and not a failure to look."""
-
-    async def remove() -> None:
-        driver = open_driver(uri)
-        await driver.delete(image_key)
-        await driver.close()
-
-    image_key = image(uri)
-    asyncio.run(remove())
-    (damage,) = run_json("verify", uri, status=1)["damages"]
-    assert (damage["key"], damage["what"]) == (image_key, "the file is missing")
-    assert set(damage["tensors"]) == {"model.tied", "model.b", "layers.1"}
-
-
 def test_verify_finds_a_damaged_manifest(uri: str) -> None:
-    """The manifest is a file of the checkpoint like any other."""
+    """A damaged manifest is damage, not a failure."""
     change(uri, "manifest.safetensors", 100)
     result = run("verify", uri)
     assert result.exit_code == 1
     assert "manifest.safetensors: the manifest does not match its own checksum" in result.stdout
 
 
-@pytest.mark.parametrize("command", ["show", "verify"])
-def test_what_cannot_be_read_is_a_message_and_not_a_traceback(command: str, root: str) -> None:
-    """Exit status 2; stderr says what, where, and what to do."""
-    result = run(command, root)
+def test_failure_is_a_message_and_not_a_traceback(root: str) -> None:
+    """The exit status is 2, and stderr has the reason, the place and the remedy."""
+    result = run("show", root)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(
         f"holdfast: nothing is committed here (key manifest.safetensors, in {root}). "
     )
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify"])
 @pytest.mark.parametrize("bad", ["nowhere://x", "memory://x?colour=red", "file://elsewhere/x"])
-def test_a_uri_that_nothing_serves_is_refused(command: str, bad: str) -> None:
-    """Exit status 2, for every command."""
-    result = run(command, bad)
+def test_uri_that_nothing_serves_is_refused(bad: str) -> None:
+    """The exit status is 2."""
+    result = run("ls", bad)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("holdfast: ")
 
@@ -404,53 +378,42 @@ def test_a_uri_that_nothing_serves_is_refused(command: str, bad: str) -> None:
 @pytest.mark.parametrize(
     "arguments", [["nothing"], ["show"], ["show", "memory://x", "--depth", "-1"], ["ls", "--no"]]
 )
-def test_a_call_that_is_wrong_ends_with_two(arguments: list[str]) -> None:
-    """Unknown commands and options, missing and impossible arguments."""
+def test_wrong_call_has_status_2(arguments: list[str]) -> None:
+    """Unknown commands and options, and missing and impossible arguments, are wrong calls."""
     assert run(*arguments).exit_code == 2
 
 
-def test_version_is_the_one_of_the_package() -> None:
-    """``holdfast --version`` prints name and version."""
-    assert run("--version").stdout == f"holdfast {holdfast.__version__}\n"
-
-
-def test_the_demo_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without matplotlib or rich: exit status 2, and which extra brings them."""
+def test_demos_name_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit status is 2."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = run("demo")
-    assert result.exit_code == 2
-    assert "pip install matplotlib rich" in result.stderr
+    for command, packages in ((["demo"], "matplotlib rich"), (["keeper", "demo"], "aiohttp rich")):
+        result = run(*command)
+        assert result.exit_code == 2
+        assert f"pip install {packages}" in result.stderr
 
 
-def test_the_demo_refuses_what_cannot_work_before_it_starts(tmp_path: Path) -> None:
-    """Its options reach it: a kill that falls on no save is an error, not a run of a minute."""
+def test_demo_refuses_impossible_settings(tmp_path: Path) -> None:
+    """A kill that falls on no save is an error before anything starts."""
     result = run("demo", "--out", str(tmp_path / "out"), "--every", "7", "--kill-at", "24")
     assert result.exit_code == 2
     assert "no save can be torn at step 24 of 40 with a save every 7" in result.stderr
 
 
 def test_without_a_command_help_is_shown() -> None:
-    """On stderr, with exit status 2: a script that forgot the command must not go on."""
+    """Help goes to stderr, with status 2, because a script that forgot the command must fail."""
     result = run()
     assert (result.exit_code, result.stdout) == (2, "")
     assert "verify" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "demo"])
-def test_every_command_explains_itself(command: str) -> None:
-    """``holdfast COMMAND --help``; and the list of commands names it."""
-    assert run(command, "--help").stdout.startswith(f"usage: holdfast {command} ")
-    assert re.search(rf"^ +{command} +\w", run("--help").stdout, re.MULTILINE)
-
-
 def test_commands_do_without_rich(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it there is no bar, and all the rest."""
+    """Without rich there is no bar, and everything else works."""
     monkeypatch.setitem(sys.modules, "rich", None)
     assert run("verify", uri).exit_code == 0
 
 
-def test_a_fault_of_ours_is_not_taken_for_an_answer() -> None:
-    """An error outside of the tree ends with 3, for 1 would mean damage; its traceback is shown."""
+def test_bug_has_status_3() -> None:
+    """Status 1 would mean damage. The traceback is shown."""
     code = (
         "import sys, holdfast.cli, holdfast.storage.operations.maintenance.listing as listing\n"
         "def broken(uri, **_): raise RuntimeError('broken')\n"
@@ -465,26 +428,25 @@ def test_a_fault_of_ours_is_not_taken_for_an_answer() -> None:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> str:
-    """A checkpoint in a folder, for commands in processes of their own."""
+    """Save a checkpoint in a folder, for commands in other processes."""
     holdfast.save(
         tmp_path / "step-1", {"model": {f"w{i}": torch.ones(4) for i in range(20_000)}, "step": 1}
     )
     return str(tmp_path / "step-1")
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify"])
-def test_a_pipe_gets_plain_text(command: str, stored: str) -> None:
-    """No colours, no bar, nothing on stderr, where nobody looks at a terminal."""
+def test_pipe_gets_plain_text(stored: str) -> None:
+    """Without a terminal there are no colours and no bar."""
     done = subprocess.run(
-        [*HOLDFAST, command, stored], capture_output=True, text=True, check=True, timeout=60
+        [*HOLDFAST, "verify", stored], capture_output=True, text=True, check=True, timeout=60
     )
     assert ESCAPE not in done.stdout
     assert done.stdout
     assert done.stderr == ""
 
 
-def test_a_terminal_gets_guides_and_colours(stored: str) -> None:
-    """The same tree, drawn; and plain again where NO_COLOR is set."""
+def test_terminal_gets_guides_and_colours(stored: str) -> None:
+    """NO_COLOR switches colours off."""
     drawn = on_a_terminal(stored)
     assert "└── " in drawn
     assert ESCAPE in drawn
@@ -492,7 +454,7 @@ def test_a_terminal_gets_guides_and_colours(stored: str) -> None:
 
 
 def on_a_terminal(uri: str, **environment: str) -> str:
-    """What ``holdfast show --depth 1`` prints to a terminal."""
+    """Return what ``holdfast show --depth 1`` prints to a terminal."""
     ours, theirs = os.openpty()
     with open(ours, "rb", buffering=0) as terminal:
         process = subprocess.Popen(
@@ -513,7 +475,7 @@ def on_a_terminal(uri: str, **environment: str) -> str:
     return output.decode()
 
 
-def test_a_reader_that_leaves_is_no_failure(stored: str) -> None:
+def test_closed_pipe_is_no_failure(stored: str) -> None:
     """``holdfast show … | head`` ends quietly, as other commands do."""
     with subprocess.Popen(
         [*HOLDFAST, "show", stored], stdout=subprocess.PIPE, stderr=subprocess.PIPE

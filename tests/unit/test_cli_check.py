@@ -16,10 +16,8 @@ from holdfast.cli.app import run
 from holdfast.drivers.memory import STORES
 
 
-def test_a_folder_that_is_fit_is_status_0(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A line for each thing that was tried, with what it took; the folder is as it was."""
+def test_fit_folder_has_status_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each trial has a line with its time. The folder is left unchanged."""
     assert run(["drivers", "--check", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert f"ok: file://{tmp_path} is fit for checkpoints" in printed
@@ -30,7 +28,7 @@ def test_a_folder_that_is_fit_is_status_0(
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
-    """With every finding."""
+    """The document has every finding."""
     assert run(["drivers", "memory://check-json/run", "--check", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["ok"], printed["may_save"], printed["left"]) == (True, True, None)
@@ -43,21 +41,21 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert STORES["check-json"] == {}
 
 
-def test_a_store_of_its_own_is_tried_with_one_driver(capsys: pytest.CaptureFixture[str]) -> None:
-    """``memory://`` is private to each driver."""
-    assert run(["drivers", "--check", "memory://"]) == 0
-    assert "ok: memory://" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        ("memory://", "ok: memory://"),  # private to each driver
+        ("fsspec+memory://check/run", "exclusive puts are not promised here"),
+    ],
+)
+def test_notes_are_no_problem(uri: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A storage with few promises is fit, and they are explained."""
+    assert run(["drivers", "--check", uri]) == 0
+    assert told in capsys.readouterr().out
 
 
-def test_what_fsspec_does_not_promise_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    """A note, and no problem."""
-    assert run(["drivers", "--check", "fsspec+memory://check/run"]) == 0
-    printed = capsys.readouterr().out
-    assert "exclusive puts are not promised here" in printed
-
-
-def test_a_problem_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With what follows, and advice."""
+def test_problem_has_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its consequence is printed with advice."""
     (tmp_path / "file").write_bytes(b"no folder")
     assert run(["drivers", "--check", str(tmp_path / "file")]) == 1
     printed = capsys.readouterr().out
@@ -70,10 +68,10 @@ def test_a_problem_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("words", "told"), [([], "needs the URI"), (["s3"], "is a scheme"), (["no://x"], "no driver")]
 )
-def test_a_check_without_a_storage_is_a_wrong_call(
+def test_check_without_a_storage_is_a_wrong_call(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Status 2, and nothing on stdout."""
+    """The status is 2, and stdout is empty."""
     assert run(["drivers", "--check", *words]) == 2
     printed = capsys.readouterr()
     assert told in printed.err
@@ -81,8 +79,8 @@ def test_a_check_without_a_storage_is_a_wrong_call(
 
 
 @pytest.mark.heavy
-def test_a_check_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
-    """Ctrl-C in the middle of it: status 130, and the folder is as it was."""
+def test_interrupted_check_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C gives status 130, and the folder is left unchanged."""
     # What starts a process in the background may have it ignore the signal.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     main = f"{heed}; import holdfast.cli; holdfast.cli.main()"

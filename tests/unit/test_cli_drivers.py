@@ -19,7 +19,7 @@ from holdfast.errors import UriError
 
 
 class OtherDriver(MemoryDriver):
-    """A third party's, with a secret among its options."""
+    """A driver of a third party, with a secret among its options."""
 
     OPTIONS = {
         "level": Option(integer(0, 9), 5, "how much"),
@@ -35,7 +35,7 @@ class OtherDriver(MemoryDriver):
 
 @pytest.fixture
 def third_parties(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that works, and one that cannot be imported."""
+    """Register a driver that works, and one that cannot be imported."""
     found = [
         importlib.metadata.EntryPoint("other", f"{__name__}:OtherDriver", GROUP),
         importlib.metadata.EntryPoint("gone", "holdfast_no_such_module:Driver", GROUP),
@@ -44,14 +44,13 @@ def third_parties(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    """The exit status of ``holdfast drivers`` and what it printed as JSON."""
+    """Return the exit status of ``holdfast drivers`` and its JSON."""
     status = run(["drivers", *arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 
 
 def test_every_scheme_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """With what serves it; every scheme of ours can be looked at, in a development environment,
-    without a network."""
+    """Each has its driver, traits and options. Ours have no problem in a development environment."""
     status, printed = document(capsys)
     assert status == 0
     assert {one["scheme"]: one["driver"] for one in printed["drivers"]} == schemes()
@@ -70,8 +69,8 @@ def test_every_scheme_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("third_parties")
-def test_what_cannot_be_imported_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    """The list goes on; asked for alone, it is status 1."""
+def test_driver_that_cannot_be_imported_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The list has the reason. Asked for alone, the status is 1."""
     status, printed = document(capsys)
     found = {one["scheme"]: one for one in printed["drivers"]}
     assert (status, found["other"]["problem"]) == (0, None)
@@ -83,8 +82,8 @@ def test_what_cannot_be_imported_says_why(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.usefixtures("third_parties")
-def test_a_missing_library_is_told_with_what_brings_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """As the driver says it when it is opened; its options are listed all the same."""
+def test_missing_library_is_named_with_its_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """The driver's own advice is shown, and its options are listed."""
     status, printed = document(capsys, "other://x?level=9")
     assert (status, printed["problem"], printed["advice"]) == (
         1,
@@ -97,10 +96,10 @@ def test_a_missing_library_is_told_with_what_brings_it(capsys: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("third_parties")
-def test_each_value_is_shown_with_where_it_comes_from(
+def test_each_value_is_shown_with_its_source(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """For a URI: from it, from the environment, from a file, or by default; a secret is hidden."""
+    """Sources are the URI, the environment, a file and the defaults. Secrets are hidden."""
     file = tmp_path / "holdfast.toml"
     file.write_text("[other]\nmax_concurrency = 3\n")
     monkeypatch.setenv("HOLDFAST_CONFIG", str(file))
@@ -122,10 +121,10 @@ def test_each_value_is_shown_with_where_it_comes_from(
     assert "limit" in text
 
 
-def test_the_file_that_options_come_from_is_shown_and_one_that_is_not_read(
+def test_configuration_file_is_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A file of the working directory is named as not read; a log line says why."""
+    """A file in the working directory is shown as not read."""
     monkeypatch.delenv("HOLDFAST_CONFIG")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
@@ -146,56 +145,35 @@ def test_the_file_that_options_come_from_is_shown_and_one_that_is_not_read(
 
 
 def test_values_are_shown_with_their_units(capsys: pytest.CaptureFixture[str]) -> None:
-    """Sizes and durations, as one would write them; what the URI says, as it says it."""
+    """Sizes and durations are shown as a user would write them."""
     _, printed = document(capsys, "s3://bucket/run?part_size=32MiB&deadline=1.5min")
     told = {o["name"]: (o["value"], o["default"]) for o in printed["options"]}
     assert told["part_size"] == ("32MiB", "16MiB")
     assert told["deadline"] == ("1.5min", "60s")
     assert told["timeout"] == ("90s", "90s")
     assert told["op_timeout_s"] == ("120s", "120s")
+    status, printed = document(capsys, "fsspec+memory://x")
+    assert (status, printed["scheme"], printed["uri"]) == (0, "fsspec", "fsspec+memory://x")
+    assert run(["drivers", "s4"]) == 2
+    assert "Known schemes: " in capsys.readouterr().err
     _, printed = document(capsys, "hdfs://host:8020/run")
     assert ("timeout", "60s") in {(o["name"], o["default"]) for o in printed["options"]}
 
 
-def test_a_path_is_a_file_uri(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """As everywhere; nothing is created there."""
-    status, printed = document(capsys, str(tmp_path / "run"))
-    assert (status, printed["scheme"], printed["remote"], printed["layers"]) == (
-        0,
-        "file",
-        False,
-        [],
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unknown_scheme_is_a_wrong_call(capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 2, and the known ones."""
-    assert run(["drivers", "s4"]) == 2
-    assert "Known schemes: " in capsys.readouterr().err
-
-
-def test_a_configuration_that_is_wrong_is_shown_where_it_counts(
+def test_wrong_configuration_is_shown_at_its_scheme(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A typo in a variable of one scheme is that scheme's problem."""
+    """A typo in a variable of one scheme is the problem of that scheme only."""
     monkeypatch.setenv("HOLDFAST_FILE_THRAEDS", "3")
     _, printed = document(capsys)
     problems = {one["scheme"]: one["problem"] for one in printed["drivers"] if one["problem"]}
     assert problems == {"file": "file:// has no option 'thraeds', which HOLDFAST_FILE_THRAEDS sets"}
 
 
-def test_one_of_fsspecs_file_systems_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each has options of its own; the scheme they share is shown by an example."""
-    status, printed = document(capsys, "fsspec+memory://x")
-    assert (status, printed["scheme"], printed["uri"]) == (0, "fsspec", "fsspec+memory://x")
-    assert "global_store" in {o["name"] for o in printed["options"]}
-
-
-def test_options_are_no_part_of_a_drivers_uri(
+def test_options_of_the_environment_are_not_part_of_the_uri(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks compare where they save to, and what their environments say may differ."""
+    """Ranks compare their URIs, and their environments may differ."""
     for variable in ("FILE_THREADS", "LUSTRE_THREADS", "S3_CONCURRENCY", "GS_CONCURRENCY", "AZ_CONCURRENCY",
                      "HTTP_CONCURRENCY", "HTTPS_CONCURRENCY", "PEER_CONCURRENCY", "HDFS_STREAMS", "FSSPEC_MEMORY_THREADS"):  # fmt: skip
         monkeypatch.setenv(f"HOLDFAST_{variable}", "3")

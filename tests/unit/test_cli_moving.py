@@ -29,7 +29,7 @@ HOLDFAST = [sys.executable, "-c", "import holdfast.cli; holdfast.cli.main()"]
 
 
 def run(*arguments: str, status: int = 0) -> tuple[str, str]:
-    """What a command prints on stdout and stderr, in this process."""
+    """Run a command in this process, and return stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         ended = app.run(arguments)
@@ -39,15 +39,15 @@ def run(*arguments: str, status: int = 0) -> tuple[str, str]:
 
 @pytest.fixture
 def root() -> str:
-    """A folder with three checkpoints, in memory."""
+    """Save three checkpoints in memory."""
     root = fresh_uri()
     for step in (1, 2, 3):
         holdfast.save(f"{root}/step-{step}", {"x": torch.ones(1000), "step": step})
     return root
 
 
-def test_cp_says_what_it_copied(root: str, tmp_path: Path) -> None:
-    """One line for a checkpoint: files, bytes, and the rate; called again, that it is there."""
+def test_cp_prints_the_copies(root: str, tmp_path: Path) -> None:
+    """A checkpoint has one line with files, bytes and rate. The second time there is nothing to send."""
     out, _ = run("cp", f"{root}/step-2", str(tmp_path))
     assert re.fullmatch(rf"copied: file://{tmp_path}: 1 file, 8\.0\d KiB, 0\.\d\d GB/s\n", out)
     assert holdfast.load(tmp_path)["step"] == 2
@@ -56,7 +56,7 @@ def test_cp_says_what_it_copied(root: str, tmp_path: Path) -> None:
 
 
 def test_cp_of_a_folder(root: str, tmp_path: Path) -> None:
-    """A line for each checkpoint and one for all; what is damaged is said, and is the exit status."""
+    """Each checkpoint has a line, and all together. Damage gives status 1."""
     storage = MemoryDriver(f"{root.removeprefix('memory://')}/step-3")
     flipped(storage, images(storage)[0], 5000)
     out, _ = run("cp", "-r", root, str(tmp_path), status=1)
@@ -69,32 +69,8 @@ def test_cp_of_a_folder(root: str, tmp_path: Path) -> None:
     assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [1, 2]
 
 
-def test_cp_of_nothing_but_damage_says_so(root: str, tmp_path: Path) -> None:
-    """No bytes, and no rate, of what was not copied; of a manifest that holds nothing, that it
-    does."""
-    for step, data in ((1, b""), (2, bytes(100)), (3, b"\x10\0\0\0\0\0\0\0of something else")):
-        MemoryDriver(f"{root.removeprefix('memory://')}/step-{step}").objects.update(
-            {
-                f"{root.removeprefix('memory://').partition('/')[2]}step-{step}/manifest.safetensors": (
-                    data,
-                    0.0,
-                )
-            }
-        )
-    lines = run("cp", "-r", root, str(tmp_path), status=1)[0].splitlines()
-    assert [line.split(" (")[0] for line in lines] == [
-        "not copied: step-1: the manifest is empty",
-        "not copied: step-2: the manifest holds 100 zeros, and nothing else",
-        (
-            "not copied: step-3: the manifest was not written by Holdfast: it is another program's "
-            "file, or nothing of it is left"
-        ),
-        "none of 3 checkpoints",
-    ]
-
-
-def test_cp_tells_programs_the_same(root: str) -> None:
-    """One document."""
+def test_cp_prints_json(root: str) -> None:
+    """The document has the figures of each checkpoint."""
     there = fresh_uri()
     told = json.loads(run("cp", "--recursive", "--json", root, there)[0])
     assert (told["source"], told["uri"], told["ok"], told["sent_nbytes"]) == (
@@ -110,8 +86,8 @@ def test_cp_tells_programs_the_same(root: str) -> None:
     }  # fmt: skip
 
 
-def test_cp_replaces_nothing_unasked(root: str) -> None:
-    """Status 2, and what to do; with --overwrite it does."""
+def test_cp_replaces_only_with_overwrite(root: str) -> None:
+    """Without it the status is 2, and the error names the option."""
     _, err = run("cp", f"{root}/step-1", f"{root}/step-2", status=2)
     assert "another checkpoint already exists" in err
     assert "overwrite" in err
@@ -119,15 +95,15 @@ def test_cp_replaces_nothing_unasked(root: str) -> None:
     assert holdfast.load(f"{root}/step-2")["step"] == 1
 
 
-def test_cp_from_where_nothing_is(root: str) -> None:
-    """Status 2: it could not be done."""
+def test_cp_of_nothing_has_status_2(root: str) -> None:
+    """The error says that nothing is committed there."""
     assert "nothing is committed here" in run("cp", root, fresh_uri(), status=2)[1]
     assert "no checkpoint is committed" in run("cp", "-r", fresh_uri(), fresh_uri(), status=2)[1]
 
 
-def test_how_far_it_is_goes_to_a_log_now_and_then(capsys: Any) -> None:
-    """A line with bytes and rate every few seconds, where there is no terminal; bytes that were
-    there count for none."""
+def test_progress_goes_to_a_log(capsys: Any) -> None:
+    """Without a terminal, a line is printed every few seconds. Bytes done earlier do not count
+    towards the rate."""
     with progress.progress_bar("cp", lines=True, line_every_s=0.05) as told:
         for done in (1 << 30, (1 << 30) + 1):
             told(done, 2 << 30)
@@ -138,8 +114,7 @@ def test_how_far_it_is_goes_to_a_log_now_and_then(capsys: Any) -> None:
 
 
 def terminal(*arguments: str, answer: str) -> tuple[int, str]:
-    """How a command ends that has a terminal, on which somebody types ``answer``; and what is shown
-    there."""
+    """Run a command on a terminal, type ``answer``, and return the status and the output."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen([*HOLDFAST, *arguments], stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -154,19 +129,19 @@ def terminal(*arguments: str, answer: str) -> tuple[int, str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with three checkpoints, on disk."""
+    """Save three checkpoints on disk."""
     for step in (1, 2, 3):
         holdfast.save(tmp_path / f"step-{step}", {"x": torch.ones(1000), "step": step})
     return tmp_path
 
 
 def steps(folder: Path) -> list[int | None]:
-    """The steps that are there."""
+    """Return the steps of all checkpoints."""
     return [c.step for c in holdfast.list_checkpoints(folder)]
 
 
 def test_prune_asks_on_a_terminal(folder: Path) -> None:
-    """What it shows is what would go; no is no, and status 1."""
+    """The plan is shown first. A no deletes nothing, with status 1."""
     status, shown = terminal("prune", str(folder), "--keep-last", "2", answer="n")
     assert status == 1
     assert "step 1" in shown
@@ -178,8 +153,8 @@ def test_prune_asks_on_a_terminal(folder: Path) -> None:
     assert steps(folder) == [2, 3]
 
 
-def test_prune_asks_nobody_who_is_not_there(folder: Path) -> None:
-    """Without a terminal it needs --yes, and says so; a dry run and an empty list need neither."""
+def test_prune_without_a_terminal_needs_yes(folder: Path) -> None:
+    """A dry run and an empty plan need no consent."""
     command = [*HOLDFAST, "prune", str(folder), "--keep-last", "2"]
     refused = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60
@@ -194,7 +169,7 @@ def test_prune_asks_nobody_who_is_not_there(folder: Path) -> None:
 
 
 def test_prune_with_yes(folder: Path) -> None:
-    """It says what goes and what went."""
+    """The plan and the result are printed."""
     out, _ = run("prune", str(folder), "--keep-last", "1", "--keep-every", "2", "--yes")
     assert re.fullmatch(
         r"step 1  \d\.\d\d KiB|step 1  \d\d\.\d KiB", out.splitlines()[0].rpartition("  ")[0]
@@ -203,8 +178,8 @@ def test_prune_with_yes(folder: Path) -> None:
     assert steps(folder) == [2, 3]
 
 
-def test_prune_tells_programs_the_same(folder: Path) -> None:
-    """What was deleted and what was kept, in one document."""
+def test_prune_prints_json(folder: Path) -> None:
+    """The document has the deleted and the kept checkpoints."""
     dead = folder / "step-9" / "data" / "20200101T000000-00000000"
     dead.mkdir(parents=True)
     (dead / "attempt.json").write_text("{}")
@@ -218,9 +193,9 @@ def test_prune_tells_programs_the_same(folder: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["step-3"]
 
 
-def test_prune_and_ls_say_what_is_abandoned_and_what_is_damaged(folder: Path) -> None:
-    """Abandoned checkpoints go where that is asked for; one that has lost its image does not count
-    as kept."""
+def test_prune_and_ls_show_abandoned_and_damaged_checkpoints(folder: Path) -> None:
+    """--abandoned deletes abandoned checkpoints. A checkpoint without its image does not count as
+    kept."""
     with holdfast.Checkpointer(folder, grace_s=None) as ckpt:
         ckpt.resume({"x": torch.ones(1000), "step": 0}, step=2)
     for image in (folder / "step-1").glob("data/*/0.safetensors"):
@@ -244,8 +219,7 @@ def test_prune_and_ls_say_what_is_abandoned_and_what_is_damaged(folder: Path) ->
 
 
 def test_ctrl_c_ends_a_copy_cleanly(tmp_path: Path) -> None:
-    """Status 130 and a message; nothing is visible, no temporary file stays, and the same command
-    goes on."""
+    """The status is 130, no temporary file stays, and the same command continues the copy."""
     holdfast.save(tmp_path / "src", {"x": torch.ones(10)})
     code = (
         "import asyncio, signal, sys, holdfast.cli\n"

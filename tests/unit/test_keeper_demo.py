@@ -141,15 +141,6 @@ def test_folder_too_deep_for_sockets_is_refused(tmp_path: Path) -> None:
         Hosts(tmp_path / ("x" * 100))
 
 
-def test_missing_packages_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without aiohttp or rich: exit status 2, and which extras bring them."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert run_command(["keeper", "demo"]) == 2
-    assert "pip install aiohttp rich" in capsys.readouterr().err
-
-
 def test_storage_that_processes_do_not_share_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
