@@ -70,16 +70,7 @@ async def side_by_side(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
     caller is cancelled, this cancels all of them and waits for them.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    asked_to_end = False
-
-    def cancel_all() -> None:
-        nonlocal asked_to_end
-        if not asked_to_end:
-            asked_to_end = True
-            for task in tasks:
-                task.cancel()
-
-    cancelled = await wait_out(tasks, on_cancel=cancel_all)
+    cancelled = await wait_out(tasks, on_cancel=_cancel_once(tasks))
     errors = [task.exception() for task in tasks if not task.cancelled()]
     if cancelled is not None:
         raise cancelled
@@ -112,7 +103,7 @@ async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
     """
     tasks: list[asyncio.Future[None]] = []
     first: asyncio.Future[None] | None = None
-    asked_to_end = False
+    cancel_all = _cancel_once(tasks)
 
     def begun(coroutine: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(coroutine)
@@ -125,13 +116,6 @@ async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
             first = first or task
             cancel_all()
 
-    def cancel_all() -> None:
-        nonlocal asked_to_end
-        if not asked_to_end:
-            asked_to_end = True
-            for task in tasks:
-                task.cancel()
-
     tasks += map(begun, coroutines)
     cancelled = await wait_out(tasks, on_cancel=cancel_all)
     try:
@@ -143,3 +127,17 @@ async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
         # The error's frames include this one, and so would keep all memory used there alive.
         tasks.clear()
         first = cancelled = None
+
+
+def _cancel_once(tasks: Collection[asyncio.Future[Any]]) -> Callable[[], None]:
+    """Return a function that cancels all tasks when it is first called."""
+    asked_to_end = False
+
+    def cancel_all() -> None:
+        nonlocal asked_to_end
+        if not asked_to_end:
+            asked_to_end = True
+            for task in tasks:
+                task.cancel()
+
+    return cancel_all

@@ -8,7 +8,7 @@ an int here, and neither is a float.
 from __future__ import annotations
 
 import reprlib
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 __all__ = [
     "Json",
@@ -22,6 +22,7 @@ __all__ = [
     "strs_in",
 ]
 
+T = TypeVar("T")
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
@@ -62,32 +63,27 @@ def object_in(value: Json, what: str) -> dict[str, Json]:
 
 def ints_in(value: Json, what: str) -> list[int]:
     """Return ``value`` if it is a list of integers."""
-    if type(value) is not list:
-        raise _unexpected(value, what, "a list")
-    ints = [item for item in value if type(item) is int]
-    if len(ints) < len(value):
-        raise _unexpected(value, what, "a list of integers")
-    return ints
+    ints = [item for item in list_in(value, what) if type(item) is int]
+    return _whole(ints, value, what, "a list of integers")
 
 
 def strs_in(value: Json, what: str) -> list[str]:
     """Return ``value`` if it is a list of strings."""
-    if type(value) is not list:
-        raise _unexpected(value, what, "a list")
-    texts = [item for item in value if type(item) is str]
-    if len(texts) < len(value):
-        raise _unexpected(value, what, "a list of strings")
-    return texts
+    texts = [item for item in list_in(value, what) if type(item) is str]
+    return _whole(texts, value, what, "a list of strings")
 
 
 def rows_in(value: Json, length: int, what: str) -> list[list[Json]]:
     """Return ``value`` if it is a list of lists of ``length`` items."""
-    if type(value) is not list:
-        raise _unexpected(value, what, "a list")
-    rows = [item for item in value if type(item) is list and len(item) == length]
-    if len(rows) < len(value):
-        raise _unexpected(value, what, f"a list of lists of {length}")
-    return rows
+    rows = [item for item in list_in(value, what) if type(item) is list and len(item) == length]
+    return _whole(rows, value, what, f"a list of lists of {length}")
+
+
+def _whole(found: list[T], value: Json, what: str, expected: str) -> list[T]:
+    """Return the items found, if they are all items of ``value``."""
+    if len(found) < len(list_in(value, what)):
+        raise _unexpected(value, what, expected)
+    return found
 
 
 def _unexpected(value: Json, what: str, expected: str) -> ValueError:

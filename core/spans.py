@@ -178,21 +178,9 @@ class _Stage:
         self.histogram[bucket_of(seconds)] += 1
 
     def report(self) -> StageReport:
-        return StageReport(
-            count=self.count,
-            nbytes=self.nbytes,
-            seconds=self.seconds,
-            busy_s=self.busy_s,
-            first_s=self.first_s,
-            last_s=self.last_s,
-            queued_max=self.queued_max,
-            retries=self.retries,
-            hedges=self.hedges,
-            last_rank=self.last_rank,
-            histogram=tuple(self.histogram),
-            arrivals=tuple(self.arrivals),
-            throttled_s=self.throttled_s,
-        )
+        found = {name: getattr(self, name) for name in StageReport.__dataclass_fields__}
+        lists = {"histogram": tuple(self.histogram), "arrivals": tuple(self.arrivals)}
+        return StageReport(**(found | lists))
 
 
 class Recorder:

@@ -1,4 +1,4 @@
-"""What is waited for to its end, and what runs side by side: nothing is left behind, whoever is cancelled."""
+"""Waiting out a cancellation, and groups of coroutines: nothing is left behind."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from holdfast.core.aio import all_or_none, at_most, side_by_side, to_the_end
 pytestmark = pytest.mark.clocked
 
 
-def test_a_cancelled_caller_returns_only_after_its_call(no_leaks: None) -> None:
-    """However often it is cancelled: the client uses the caller's buffer until the call has ended.
-    An error of the call is then the cause of the CancelledError."""
+def test_cancelled_caller_returns_only_after_its_call(no_leaks: None) -> None:
+    """The call may use the caller's buffer until it ends, however often the caller is cancelled. An
+    error of the call becomes the cause of the CancelledError."""
 
     async def main() -> None:
         inside, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -39,10 +39,10 @@ def test_a_cancelled_caller_returns_only_after_its_call(no_leaks: None) -> None:
     asyncio.run(main())
 
 
-def test_what_runs_side_by_side_returns_in_order_and_fails_as_the_first_in_order(
+def test_side_by_side_returns_and_fails_in_order(
     no_leaks: None,
 ) -> None:
-    """Whichever ends first. Nothing is left running, also where the caller is cancelled."""
+    """The order of ends does not matter. Nothing is left running, also after a cancellation."""
 
     async def main() -> None:
         ended: list[str] = []
@@ -93,8 +93,8 @@ def test_at_most_runs_all_and_raises_the_first_error_at_the_end() -> None:
     assert most == 4
 
 
-def test_at_most_closes_what_never_had_its_turn(no_leaks: None) -> None:
-    """A coroutine that is dropped without having been awaited would be warned of."""
+def test_at_most_closes_coroutines_that_never_started(no_leaks: None) -> None:
+    """Python would warn of a coroutine that was never awaited."""
 
     async def main() -> None:
         begun: list[int] = []
@@ -113,14 +113,9 @@ def test_at_most_closes_what_never_had_its_turn(no_leaks: None) -> None:
     asyncio.run(main())
 
 
-def test_nothing_side_by_side_is_nothing() -> None:
-    """No coroutine, no result."""
-    assert asyncio.run(side_by_side()) == []
-
-
 @pytest.mark.parametrize("cancels_itself", [False, True])
-def test_the_first_failure_ends_all_of_it(cancels_itself: bool) -> None:
-    """The others are cancelled, and waited for; also where one was cancelled by itself."""
+def test_first_failure_cancels_the_others(cancels_itself: bool) -> None:
+    """The others are awaited. A coroutine that cancels itself counts as a failure."""
     ended = []
 
     async def fails() -> None:
@@ -144,8 +139,8 @@ def test_the_first_failure_ends_all_of_it(cancels_itself: bool) -> None:
     asyncio.run(main())
 
 
-def test_who_is_cancelled_ends_all_of_it() -> None:
-    """However often: each is cancelled once, and has ended when the caller returns."""
+def test_cancelled_caller_cancels_all() -> None:
+    """Each is cancelled once, and has ended when the caller returns."""
     ended = []
 
     async def waits() -> None:
@@ -169,6 +164,7 @@ def test_who_is_cancelled_ends_all_of_it() -> None:
     asyncio.run(main())
 
 
-def test_all_of_nothing_is_done() -> None:
-    """Without an error."""
+def test_no_coroutines_are_no_error() -> None:
+    """Nothing is awaited, and nothing returned."""
+    assert asyncio.run(side_by_side()) == []
     asyncio.run(all_or_none([]))

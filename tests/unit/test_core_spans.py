@@ -1,4 +1,4 @@
-"""Spans: what is counted of an operation, by whom, and what it comes to."""
+"""Spans: the counts and times of an operation's stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from holdfast.core.spans import (
 
 
 class Clock:
-    """Stands still until it is set."""
+    """A clock that stands still until it is set."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -36,17 +36,17 @@ class Clock:
 
 @pytest.fixture
 def clock() -> Clock:
-    """Of the recorder."""
+    """Return the clock of the recorder."""
     return Clock()
 
 
 @pytest.fixture
 def recorder(clock: Clock) -> Recorder:
-    """Of rank 3."""
+    """Return a recorder of rank 3."""
     return Recorder(3, clock)
 
 
-def test_operations_that_overlap_are_busy_once(recorder: Recorder, clock: Clock) -> None:
+def test_overlapping_operations_are_busy_once(recorder: Recorder, clock: Clock) -> None:
     """Two operations, from 1 to 4 s and from 2 to 6 s, and one from 8 to 9 s: 8 s of work in 6 s."""
     spans = [recorder.span("write", lambda: Where("a", 0, 10)) for _ in range(3)]
     for now_s, act in [
@@ -67,8 +67,8 @@ def test_operations_that_overlap_are_busy_once(recorder: Recorder, clock: Clock)
     assert 4 <= stage.quantile_s(1) <= 8
 
 
-def test_an_operation_that_fails_counts(recorder: Recorder, clock: Clock) -> None:
-    """Its time was spent, too, and it is over."""
+def test_failed_operation_counts(recorder: Recorder, clock: Clock) -> None:
+    """Its time was spent as well."""
 
     def fail() -> None:
         with recorder.span("read"):
@@ -80,15 +80,15 @@ def test_an_operation_that_fails_counts(recorder: Recorder, clock: Clock) -> Non
     assert recorder.summary().stages["read"].busy_s == 2
 
 
-def test_what_is_under_way_is_not_told(recorder: Recorder) -> None:
-    """A stage of which nothing has ended has no figures yet."""
+def test_unfinished_stage_is_not_in_the_summary(recorder: Recorder) -> None:
+    """A stage appears once its first operation has ended."""
     with recorder.span("read"):
         assert recorder.summary().stages == {}
 
 
 def test_the_slowest_operations_are_kept(recorder: Recorder, clock: Clock) -> None:
-    """So many as are kept, the slowest first, with where they were; of those that took equally
-    long the first ones; what has no key is none of them."""
+    """They are listed slowest first, with their places. Of equally slow ones the first stay.
+    Operations without a key are left out."""
     for number in range(100):
         with recorder.span("write", lambda number=number: Where("image", number * 8, 8)):
             clock.now_s += 50 - abs(50 - number)
@@ -103,8 +103,8 @@ def test_the_slowest_operations_are_kept(recorder: Recorder, clock: Clock) -> No
     }
 
 
-def test_the_most_that_was_held_and_waited(recorder: Recorder) -> None:
-    """Host memory, and the queue of a stage: the peak of each."""
+def test_peaks_of_memory_and_queue(recorder: Recorder) -> None:
+    """The summary has the peak of host memory and of each stage's queue."""
     for nbytes in (5, 7, -5, 4, -11):
         recorder.hold(nbytes)
     for queued in (1, 4, 2):
@@ -116,8 +116,8 @@ def test_the_most_that_was_held_and_waited(recorder: Recorder) -> None:
     assert summary.cpu_s >= 0
 
 
-def test_requests_made_again_count_where_they_were_made(recorder: Recorder) -> None:
-    """In the innermost operation that is under way; outside of any, nowhere."""
+def test_retries_count_in_the_innermost_operation(recorder: Recorder) -> None:
+    """Outside of any operation they are not counted."""
     with recording(recorder):
         count_retry()
         with span("exchange"):
@@ -132,8 +132,8 @@ def test_requests_made_again_count_where_they_were_made(recorder: Recorder) -> N
     assert stages["read"].last_rank is None
 
 
-def test_tasks_inherit_what_is_recorded(recorder: Recorder) -> None:
-    """What a recorded operation starts is part of it; what others do at the same time is not."""
+def test_tasks_inherit_the_recorder(recorder: Recorder) -> None:
+    """Tasks count in the operation that started them, not in concurrent ones."""
     other = Recorder()
 
     async def work(name: str) -> None:
@@ -152,8 +152,8 @@ def test_tasks_inherit_what_is_recorded(recorder: Recorder) -> None:
     assert {name: stage.count for name, stage in other.summary().stages.items()} == {"b": 2}
 
 
-def test_threads_count_what_they_were_given(recorder: Recorder) -> None:
-    """From several threads at a time, with none of it lost."""
+def test_threads_count_without_losses(recorder: Recorder) -> None:
+    """Several threads count in one stage at a time."""
     interval = sys.getswitchinterval()
     with recording(recorder):
         counted = counting("verify")
@@ -177,8 +177,8 @@ def test_threads_count_what_they_were_given(recorder: Recorder) -> None:
     assert (stage.count, stage.nbytes, sum(stage.histogram)) == (2000, 4000, 2000)
 
 
-def test_nothing_is_counted_where_nothing_records() -> None:
-    """Spans are free there: one object for all of them."""
+def test_nothing_is_counted_without_a_recorder() -> None:
+    """All spans are then one object."""
     with recording(None):
         assert span("read") is NOT_COUNTED
         assert counting("read")(Where("a")) is NOT_COUNTED
@@ -192,12 +192,12 @@ def test_nothing_is_counted_where_nothing_records() -> None:
     [(0.0, 0), (BUCKET_MIN_S, 1), (1.0, 21), (1.5, 21), (1e9, BUCKETS - 1)],
 )
 def test_buckets_of_a_histogram(seconds: float, bucket: int) -> None:
-    """Each is twice as wide as the one before, and the last one is open."""
+    """Each bucket is twice as wide as the previous one, and the last one is open."""
     assert bucket_of(seconds) == bucket
 
 
 def test_quantiles_are_the_ends_of_buckets() -> None:
-    """Never too small, and at most twice too large; 0 of nothing."""
+    """They are never too small and at most twice too large; 0 without operations."""
     histogram = [0] * BUCKETS
     assert quantile_s(histogram, 0.5) == 0
     for seconds in (0.9, 0.9, 0.9, 3.0):
