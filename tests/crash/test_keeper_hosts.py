@@ -29,7 +29,7 @@ import holdfast
 pytestmark = pytest.mark.timeout(300)
 
 HOSTS = ("a", "b", "c", "d")
-DELAY_S = 0.3
+DELAY_S = 0.12
 
 
 @pytest.fixture
@@ -116,6 +116,7 @@ def test_keepers_are_asked_again_once_all_have_offered_what_they_hold(run: KeptR
     assert min(of[-1][0] for of in looks) > offered_s
 
 
+@pytest.mark.nightly(15)
 def test_a_job_goes_on_with_fewer_hosts_and_ranks(run: KeptRun) -> None:
     """The keeper of the host that it does without is asked for what it has."""
     run.train(killed_at(5, hosts=HOSTS[:2]), 4)
@@ -177,7 +178,13 @@ def test_the_lead_keeper_dies_and_another_takes_its_place(run: KeptRun) -> None:
 @pytest.mark.parametrize(
     ("name", "operations"),
     [
-        pytest.param(name, operations, marks=[] if operations == 5 else [pytest.mark.drill])
+        pytest.param(
+            name,
+            operations,
+            marks=pytest.mark.drill
+            if operations != 5
+            else [pytest.mark.nightly(15)] * (name == "b"),
+        )
         for name in "ab"
         for operations in (1, 3, 5, 7, 9)
     ],

@@ -92,16 +92,16 @@ def test_a_keeper_that_dies_is_replaced_and_nothing_sealed_is_lost(
     run: KeptRun, world: int
 ) -> None:
     """Trainers start the next one, and hand it what they have mapped."""
-    job = Job(15, every=100, accident=Accident(5, "kill keeper", rank=0), pause_s=0.5)
+    job = Job(12, every=100, accident=Accident(5, "kill keeper", rank=0), pause_s=0.3)
     found = run.train(job, world)
     assert found.code == 0
-    check_losses(found, 15)
+    check_losses(found, 12)
     status = run.status()
     assert status["counters"]["agreed"] >= 1
-    after = run.train(Job(17), world)
+    after = run.train(Job(14), world)
     assert after.resumed["tier"] == "memory"
     assert after.resumed["step"] >= 5
-    check_losses(after, 17)
+    check_losses(after, 14)
 
 
 def test_a_keeper_that_hangs_holds_up_training_for_its_deadline_only(run: KeptRun) -> None:
@@ -123,15 +123,16 @@ def test_what_is_on_storage_of_the_host_is_in_memory_again_after_it_has_rebooted
     deleted."""
     nvme = run.folder / "nvme"
     local = {"local": str(nvme), "local_every": 3}
-    run.train(Job(8, **local, accident=Accident(8, "kill"), pause_s=0.2), 2)
+    run.train(Job(8, **local, accident=Accident(8, "kill"), pause_s=0.2))
     run.end_keepers()
-    found = run.train(Job(9, **local), 2)
+    found = run.train(Job(9, **local))
     assert found.resumed == {"step": 6, "tier": "memory"}
     check_losses(found, 9)
     (kept,) = nvme.iterdir()
     assert len(list(kept.iterdir())) == 2
 
 
+@pytest.mark.nightly(12)
 @pytest.mark.clocked
 def test_trainers_wait_for_a_keeper_that_reads_what_is_on_storage_of_its_host(
     run: KeptRun,

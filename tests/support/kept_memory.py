@@ -4,6 +4,7 @@ keepers do, without the start of other processes."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -31,6 +32,7 @@ __all__ = [
     "RUN",
     "Told",
     "capture",
+    "in_loop",
     "kept",
     "pinned",
     "planned",
@@ -141,3 +143,13 @@ async def capture(arena: Arena, step: int, told: Told, rank: int = 0) -> Filling
 def run(body: Callable[[], object]) -> None:
     """Run a test's coroutine, with a deadline."""
     asyncio.run(asyncio.wait_for(body(), 60))  # type: ignore[arg-type]
+
+
+def in_loop(test: Callable[..., object]) -> Callable[..., None]:
+    """Run a test that is a coroutine function, with a deadline."""
+
+    @functools.wraps(test)
+    def wrapped(*args: object, **kwargs: object) -> None:
+        run(lambda: test(*args, **kwargs))
+
+    return wrapped

@@ -16,7 +16,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.kept_memory import DEADLINE_S, RUN, Told, capture, kept, pinned, planned, run, trainer
+from support.kept_memory import (
+    DEADLINE_S,
+    RUN,
+    Told,
+    capture,
+    in_loop,
+    kept,
+    pinned,
+    planned,
+    run,
+    trainer,
+)
 
 import holdfast
 from holdfast.errors import DamagedError, StorageDownError
@@ -150,19 +161,16 @@ def test_memory_that_has_changed_is_not_flushed(tmp_path: Path) -> None:
     ],
     ids=["version", "run", "rank"],
 )
-def test_a_stranger_is_refused_with_the_reason(hello: Hello, said: str) -> None:
+@in_loop
+async def test_a_stranger_is_refused_with_the_reason(hello: Hello, said: str) -> None:
     """The keeper lives, and counts it."""
-
-    async def body() -> None:
-        async with kept() as (keeper, folder):
-            arena = Arena(folder, hello, DEADLINE_S)
-            assert not await arena.open()
-            assert said in arena.problem
-            assert keeper.status().counters.refused == 1
-            async with trainer(folder) as other:
-                assert await other.enter(Enter(0, None))
-
-    run(body)
+    async with kept() as (keeper, folder):
+        arena = Arena(folder, hello, DEADLINE_S)
+        assert not await arena.open()
+        assert said in arena.problem
+        assert keeper.status().counters.refused == 1
+        async with trainer(folder) as other:
+            assert await other.enter(Enter(0, None))
 
 
 @pytest.mark.parametrize(
@@ -200,19 +208,16 @@ def test_whatever_comes_over_a_line_the_keeper_lives(sent: bytes) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_slot_that_was_dropped_is_given_again() -> None:
+@in_loop
+async def test_a_slot_that_was_dropped_is_given_again() -> None:
     """The step is left out."""
-
-    async def body() -> None:
-        async with kept() as (keeper, folder), trainer(folder) as arena:
-            await arena.enter(Enter(0, None))
-            for step in range(1, 10):
-                slot = await arena.fill(step, 8192)
-                assert slot is not None, arena.problem
-                await arena.dropped(slot)
-            assert keeper.status().held_nbytes == 8192
-
-    run(body)
+    async with kept() as (keeper, folder), trainer(folder) as arena:
+        await arena.enter(Enter(0, None))
+        for step in range(1, 10):
+            slot = await arena.fill(step, 8192)
+            assert slot is not None, arena.problem
+            await arena.dropped(slot)
+        assert keeper.status().held_nbytes == 8192
 
 
 def test_a_step_does_not_wait_for_memory_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,31 +250,25 @@ def test_a_step_does_not_wait_for_memory_that_takes_long(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("within_s", [-1.0, math.inf, math.nan])
-def test_nobody_waits_forever_for_memory(within_s: float) -> None:
+@in_loop
+async def test_nobody_waits_forever_for_memory(within_s: float) -> None:
     """Or less than no time."""
-
-    async def body() -> None:
-        async with kept() as (_, folder), trainer(folder) as arena:
-            await arena.enter(Enter(0, None))
-            assert arena._client is not None
-            with pytest.raises(Refusal, match="memory is wanted within"):
-                await arena._client.ask(Fill(1, NBYTES, within_s), Filled)
-
-    run(body)
+    async with kept() as (_, folder), trainer(folder) as arena:
+        await arena.enter(Enter(0, None))
+        assert arena._client is not None
+        with pytest.raises(Refusal, match="memory is wanted within"):
+            await arena._client.ask(Fill(1, NBYTES, within_s), Filled)
 
 
-def test_memory_of_no_bytes_is_refused() -> None:
+@in_loop
+async def test_memory_of_no_bytes_is_refused() -> None:
     """It cannot be mapped. No slot is left taken for it."""
-
-    async def body() -> None:
-        async with kept() as (keeper, folder), trainer(folder) as arena:
-            await arena.enter(Enter(0, None))
-            assert await arena.fill(1, 0) is None
-            assert "memory of 0 bytes cannot be mapped" in arena.problem
-            assert await arena.fill(2, 8192) is not None
-            assert list(keeper.pool.generations.slots) == list(keeper.pool.slots)
-
-    run(body)
+    async with kept() as (keeper, folder), trainer(folder) as arena:
+        await arena.enter(Enter(0, None))
+        assert await arena.fill(1, 0) is None
+        assert "memory of 0 bytes cannot be mapped" in arena.problem
+        assert await arena.fill(2, 8192) is not None
+        assert list(keeper.pool.generations.slots) == list(keeper.pool.slots)
 
 
 def test_what_no_image_can_be_is_refused() -> None:
@@ -291,16 +290,13 @@ def test_what_no_image_can_be_is_refused() -> None:
     assert told.events == []
 
 
-def test_an_image_that_is_not_there_is_damage() -> None:
+@in_loop
+async def test_an_image_that_is_not_there_is_damage() -> None:
     """For whoever goes on from it."""
-
-    async def body() -> None:
-        async with kept() as (_, folder), trainer(folder) as arena:
-            await arena.enter(Enter(0, None))
-            with pytest.raises(DamagedError, match="no image of rank 3 of step 7"):
-                await arena.image(GenerationId(0, 7), 3)
-
-    run(body)
+    async with kept() as (_, folder), trainer(folder) as arena:
+        await arena.enter(Enter(0, None))
+        with pytest.raises(DamagedError, match="no image of rank 3 of step 7"):
+            await arena.image(GenerationId(0, 7), 3)
 
 
 async def cut(arena: Arena) -> None:
@@ -398,74 +394,62 @@ def test_a_step_that_goes_to_storage_is_not_waited_for_where_no_keeper_comes(
     run(body)
 
 
-def test_where_no_keeper_listens_that_is_said_at_once() -> None:
+@in_loop
+async def test_where_no_keeper_listens_that_is_said_at_once() -> None:
     """And not after the deadline, which is longer than the test may take."""
-
-    async def body() -> None:
-        with tempfile.TemporaryDirectory(prefix="hk") as base:
-            folder = KeeperFolder.of(RUN, Path(base))
-            arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), 1000.0)
-            assert not await arena.open()
-            assert "no keeper listens at" in arena.problem
-
-    run(body)
+    with tempfile.TemporaryDirectory(prefix="hk") as base:
+        folder = KeeperFolder.of(RUN, Path(base))
+        arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), 1000.0)
+        assert not await arena.open()
+        assert "no keeper listens at" in arena.problem
 
 
-def test_a_keeper_of_another_user_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_a_keeper_of_another_user_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever could put a socket there could read the state."""
-
-    async def body() -> None:
-        async with kept() as (_, folder):
-            monkeypatch.setattr(Line, "peer_uid", property(lambda self: os.getuid() + 1))
-            arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), DEADLINE_S)
-            assert not await arena.open()
-            assert "another user" in arena.problem
-
-    run(body)
+    async with kept() as (_, folder):
+        monkeypatch.setattr(Line, "peer_uid", property(lambda self: os.getuid() + 1))
+        arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), DEADLINE_S)
+        assert not await arena.open()
+        assert "another user" in arena.problem
 
 
-def test_a_line_that_is_closed_wakes_who_waits_for_it() -> None:
+@in_loop
+async def test_a_line_that_is_closed_wakes_who_waits_for_it() -> None:
     """Rather than have it wait for a descriptor that is another line's by then."""
-
-    async def body() -> None:
-        async with kept() as (_, folder):
-            line = connected(folder.socket)
-            waiting = asyncio.ensure_future(line.receive())
-            await asyncio.sleep(0.01)
-            line.close()
-            with pytest.raises(ConnectionError):
-                await waiting
-
-    run(body)
+    async with kept() as (_, folder):
+        line = connected(folder.socket)
+        waiting = asyncio.ensure_future(line.receive())
+        await asyncio.sleep(0.01)
+        line.close()
+        with pytest.raises(ConnectionError):
+            await waiting
 
 
-def test_what_is_passed_along_is_what_was_given_however_long_it_waits() -> None:
+@in_loop
+async def test_what_is_passed_along_is_what_was_given_however_long_it_waits() -> None:
     """An end that does not read makes it wait; its owner may close it meanwhile, and its number may
     become that of something else."""
-
-    async def body() -> None:
-        ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        sent = [asyncio.ensure_future(ours.send(b"before"))]
+    ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    sent = [asyncio.ensure_future(ours.send(b"before"))]
+    await asyncio.sleep(0)
+    while sent[-1].done():
+        sent.append(asyncio.ensure_future(ours.send(b"before")))
         await asyncio.sleep(0)
-        while sent[-1].done():
-            sent.append(asyncio.ensure_future(ours.send(b"before")))
-            await asyncio.sleep(0)
-        given, other = sealed_bytes(b"given"), sealed_bytes(b"other")
-        sent.append(asyncio.ensure_future(ours.send(b"it", [given])))
-        await asyncio.sleep(0)
-        os.dup2(other, given)
+    given, other = sealed_bytes(b"given"), sealed_bytes(b"other")
+    sent.append(asyncio.ensure_future(ours.send(b"it", [given])))
+    await asyncio.sleep(0)
+    os.dup2(other, given)
+    received = await theirs.receive()
+    while received.data != b"it":
         received = await theirs.receive()
-        while received.data != b"it":
-            received = await theirs.receive()
-        assert read_sealed(received.fds[0], 10) == b"given"
-        await asyncio.gather(*sent)
-        received.close()
-        ours.close()
-        theirs.close()
-        os.close(given)
-        os.close(other)
-
-    run(body)
+    assert read_sealed(received.fds[0], 10) == b"given"
+    await asyncio.gather(*sent)
+    received.close()
+    ours.close()
+    theirs.close()
+    os.close(given)
+    os.close(other)
 
 
 @pytest.mark.parametrize("what", ["budget", "system"])
@@ -524,103 +508,91 @@ def test_memory_that_cannot_be_mapped_costs_one_step(monkeypatch: pytest.MonkeyP
     run(body)
 
 
-def test_descriptors_of_an_answer_that_nobody_waits_for_any_more_are_closed() -> None:
+@in_loop
+async def test_descriptors_of_an_answer_that_nobody_waits_for_any_more_are_closed() -> None:
     """It came in the moment in which the wait for it ended."""
-
-    async def body() -> None:
-        ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        client = KeeperClient(ours, DEADLINE_S, lambda event, fds: None)
-        asking = asyncio.ensure_future(client.ask(Fill(1, NBYTES, 1.0), Filled))
-        number, _ = decode((await theirs.receive()).data)
-        fd = sealed_bytes(b"given")
-        client._take(Received(encode(number, Filled(0, NBYTES)), (fd,)))
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(fd)
-        await client.close()
-        theirs.close()
-
-    run(body)
+    ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    client = KeeperClient(ours, DEADLINE_S, lambda event, fds: None)
+    asking = asyncio.ensure_future(client.ask(Fill(1, NBYTES, 1.0), Filled))
+    number, _ = decode((await theirs.receive()).data)
+    fd = sealed_bytes(b"given")
+    client._take(Received(encode(number, Filled(0, NBYTES)), (fd,)))
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    await client.close()
+    theirs.close()
 
 
-def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: Path) -> None:
+@in_loop
+async def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: Path) -> None:
     """They may have been told, too, and save what they have; it ends once they have gone."""
-
-    async def body() -> None:
-        async with kept() as (keeper, folder):
-            async with trainer(folder) as rank:
-                await rank.enter(Enter(0, None))
-                ending = asyncio.ensure_future(keeper.finish(1000.0))
-                told = Told()
-                await capture(rank, 1, told)
-                assert await rank.flush(Flush(1, str(tmp_path / "c")))
-                await told.until(Durable)
-                assert not ending.done()
-            await ending  # which is not so long
-        with holdfast.open(tmp_path / "c") as checkpoint:
-            checkpoint.verify()
-
-    run(body)
+    async with kept() as (keeper, folder):
+        async with trainer(folder) as rank:
+            await rank.enter(Enter(0, None))
+            ending = asyncio.ensure_future(keeper.finish(1000.0))
+            told = Told()
+            await capture(rank, 1, told)
+            assert await rank.flush(Flush(1, str(tmp_path / "c")))
+            await told.until(Durable)
+            assert not ending.done()
+        await ending  # which is not so long
+    with holdfast.open(tmp_path / "c") as checkpoint:
+        checkpoint.verify()
 
 
 @pytest.mark.clocked
-def test_trainers_are_let_in_once_the_keeper_has_what_it_begins_with() -> None:
+@in_loop
+async def test_trainers_are_let_in_once_the_keeper_has_what_it_begins_with() -> None:
     """One that comes before that waits for as long as the keeper gets on, and says so to others
     that wait for it; its deadline counts from the last time that it did."""
-
-    async def body() -> None:
-        ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        keeper = Keeper(KeeperOptions(RUN, "here"), "keeper")
-        keeper.run_later(keeper.attend(theirs))
-        client = KeeperClient(ours, 3 * PROGRESS_S, lambda event, fds: None)
-        heard: list[float] = []
-        hello = Hello(VERSION, RUN, 0, 1, "here")
-        asking = asyncio.ensure_future(
-            client.ask(hello, Welcome, goes_on=lambda: heard.append(time.monotonic()))
-        )
-        for _ in range(8):
-            await asyncio.sleep(PROGRESS_S)
-            keeper._startup.moved()
-        assert not keeper.status().ready
-        assert not asking.done()
-        assert len(heard) > 3
-        keeper.welcomes()
-        welcome, _ = await asking
-        assert welcome.host.name == "keeper"
-        assert keeper.status().ready
-        await client.close()
-        await keeper.close()
-
-    run(body)
+    ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    keeper = Keeper(KeeperOptions(RUN, "here"), "keeper")
+    keeper.run_later(keeper.attend(theirs))
+    client = KeeperClient(ours, 3 * PROGRESS_S, lambda event, fds: None)
+    heard: list[float] = []
+    hello = Hello(VERSION, RUN, 0, 1, "here")
+    asking = asyncio.ensure_future(
+        client.ask(hello, Welcome, goes_on=lambda: heard.append(time.monotonic()))
+    )
+    for _ in range(8):
+        await asyncio.sleep(PROGRESS_S)
+        keeper._startup.moved()
+    assert not keeper.status().ready
+    assert not asking.done()
+    assert len(heard) > 3
+    keeper.welcomes()
+    welcome, _ = await asking
+    assert welcome.host.name == "keeper"
+    assert keeper.status().ready
+    await client.close()
+    await keeper.close()
 
 
-def test_a_line_that_was_given_up_takes_no_other_ones_place() -> None:
+@in_loop
+async def test_a_line_that_was_given_up_takes_no_other_ones_place() -> None:
     """A trainer that has waited too long for the keeper to begin tries again: what is left of its
     first try is not taken for a newer one."""
-
-    async def body() -> None:
-        keeper = Keeper(KeeperOptions(RUN, "here"), "keeper")
-        hello = Hello(VERSION, RUN, 0, 1, "here")
-        lines = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-        clients = [KeeperClient(Line(of), DEADLINE_S, lambda *_: None) for of, _ in lines]
-        asking = [asyncio.ensure_future(client.ask(hello, Welcome)) for client in clients]
+    keeper = Keeper(KeeperOptions(RUN, "here"), "keeper")
+    hello = Hello(VERSION, RUN, 0, 1, "here")
+    lines = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    clients = [KeeperClient(Line(of), DEADLINE_S, lambda *_: None) for of, _ in lines]
+    asking = [asyncio.ensure_future(client.ask(hello, Welcome)) for client in clients]
+    await asyncio.sleep(0.1)
+    asking[0].cancel()
+    await clients[0].close()
+    for _, theirs in reversed(lines):  # the one that was given up is looked at last
+        keeper.run_later(keeper.attend(Line(theirs)))
         await asyncio.sleep(0.1)
-        asking[0].cancel()
-        await clients[0].close()
-        for _, theirs in reversed(lines):  # the one that was given up is looked at last
-            keeper.run_later(keeper.attend(Line(theirs)))
-            await asyncio.sleep(0.1)
-        keeper.welcomes()
-        await asking[1]
-        await asyncio.sleep(2 * PROGRESS_S)
-        found, _ = await clients[1].ask(LookUp(), Inventory)
-        assert found.epoch == -1
-        await clients[1].close()
-        await keeper.close()
-
-    run(body)
+    keeper.welcomes()
+    await asking[1]
+    await asyncio.sleep(2 * PROGRESS_S)
+    found, _ = await clients[1].ask(LookUp(), Inventory)
+    assert found.epoch == -1
+    await clients[1].close()
+    await keeper.close()
 
 
 def test_a_voided_generation_has_no_images() -> None:

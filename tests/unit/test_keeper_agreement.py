@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
-from support.clock import run_virtual
+from support.clock import in_virtual_time
 
 from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
 from holdfast.storage.arenas.label import GenerationId, Label
@@ -112,17 +112,7 @@ def id(step: int, epoch: int = 0) -> GenerationId:
     return GenerationId(epoch, step)
 
 
-def in_loop(test: Any) -> Any:
-    """Run a test, which is a coroutine function, in virtual time."""
-
-    def run() -> None:
-        run_virtual(test())
-
-    run.__doc__ = test.__doc__
-    return run
-
-
-@in_loop
+@in_virtual_time
 async def test_a_keeper_makes_use_of_how_things_stand() -> None:
     """It tells what is agreed on, void and guarded, each once."""
     host = Host()
@@ -145,7 +135,7 @@ def works_on(host: Host, *steps: int, epoch: int) -> None:
             host.generations.sealed(grant.slot)
 
 
-@in_loop
+@in_virtual_time
 async def test_what_another_keeper_was_told_is_guarded_is_kept_in_the_next_epoch() -> None:
     """That one has let go of what was guarded before."""
     host = Host()
@@ -174,7 +164,7 @@ async def test_what_another_keeper_was_told_is_guarded_is_kept_in_the_next_epoch
     assert id(1) not in host.held()
 
 
-@in_loop
+@in_virtual_time
 async def test_what_is_guarded_is_protected_once_all_keepers_know() -> None:
     """Until then what was protected before is kept beside it, and nobody is told: this keeper may be
     the only one left that knows of either."""
@@ -194,7 +184,7 @@ async def test_what_is_guarded_is_protected_once_all_keepers_know() -> None:
     assert host.held() == {id(2), id(3), id(5)}
 
 
-@in_loop
+@in_virtual_time
 async def test_a_resume_goes_back_to_what_was_protected_before() -> None:
     """Where it drops what has taken that one's place while it chose: the parity was kept for it."""
     host = Host()
@@ -207,7 +197,7 @@ async def test_a_resume_goes_back_to_what_was_protected_before() -> None:
     assert (host.agreement.report().guarded_by_all, host.agreement.protected) == (id(1), id(1))
 
 
-@in_loop
+@in_virtual_time
 async def test_what_another_keeper_was_told_is_guarded_is_kept_with_the_next_lead_keeper() -> None:
     """Until that one has heard what each was told."""
     host = Host()
@@ -226,7 +216,7 @@ async def test_what_another_keeper_was_told_is_guarded_is_kept_with_the_next_lea
     assert host.held() == {id(1), id(3), id(6)}
 
 
-@in_loop
+@in_virtual_time
 async def test_a_keeper_that_has_missed_outcomes_gives_up_what_has_none_any_more() -> None:
     """The lead keeper does not remember them. Kept for ever, they would leave no slot."""
     host = Host()
@@ -251,7 +241,7 @@ OTHER = 8
 TWO_RANKS = (HOSTS[0], KeeperHost("b", "b", "b", ranks=(1, 2)))
 
 
-@in_loop
+@in_virtual_time
 async def test_a_step_of_which_a_rank_here_has_nothing_is_void_though_nobody_else_hears_of_it() -> (
     None
 ):
@@ -281,7 +271,7 @@ async def test_a_step_of_which_a_rank_here_has_nothing_is_void_though_nobody_els
     assert host.told == [Voided(id(1), VOID)] * 2  # to whoever has sealed it only now
 
 
-@in_loop
+@in_virtual_time
 async def test_what_the_keeper_before_had_is_not_void_because_some_of_it_is_still_to_come() -> None:
     """All keepers may have agreed on it. Ranks hand over what they have one after the other."""
     host = Host()
@@ -299,7 +289,7 @@ async def test_what_the_keeper_before_had_is_not_void_because_some_of_it_is_stil
     assert len(host.agreement.report().votes) == 2
 
 
-@in_loop
+@in_virtual_time
 async def test_a_vote_of_a_former_epoch_voids_nothing() -> None:
     """It comes late, and the resume has gone on from what it is for."""
     host = Host()
@@ -314,7 +304,7 @@ async def test_a_vote_of_a_former_epoch_voids_nothing() -> None:
     assert host.agreement.report().votes == ()
 
 
-@in_loop
+@in_virtual_time
 async def test_whoever_waits_for_a_step_that_went_by_is_told_when_it_is_forgotten() -> None:
     """The lead keeper has never said anything about it."""
     host = Host()
@@ -324,7 +314,7 @@ async def test_whoever_waits_for_a_step_that_went_by_is_told_when_it_is_forgotte
     assert host.told[0] == Voided(id(1), "later steps have overwritten some of its images")
 
 
-@in_loop
+@in_virtual_time
 async def test_an_image_that_comes_late_takes_the_outcome_that_is_known() -> None:
     """A trainer has handed it over, or has sealed it, when the others had agreed on it, or had let
     go of it, long before."""
@@ -342,7 +332,7 @@ async def test_an_image_that_comes_late_takes_the_outcome_that_is_known() -> Non
     assert host.told[-1] == Voided(id(3), VOID)  # again: its trainer may not have listened before
 
 
-@in_loop
+@in_virtual_time
 async def test_an_image_whose_outcome_is_long_forgotten_is_void() -> None:
     """Its trainer was told when it was not yet listening, and waits."""
     host = Host()
@@ -361,7 +351,7 @@ async def test_an_image_whose_outcome_is_long_forgotten_is_void() -> None:
     assert host.agreement.report().votes == ()
 
 
-@in_loop
+@in_virtual_time
 async def test_nobody_waits_for_a_lead_keeper_that_is_not_heard() -> None:
     """Trainers are told that nothing is known of their steps; these are kept all the same, and may
     yet be agreed on."""
@@ -376,7 +366,7 @@ async def test_nobody_waits_for_a_lead_keeper_that_is_not_heard() -> None:
     assert host.told[-1] == Agreed(id(1))
 
 
-@in_loop
+@in_virtual_time
 async def test_what_is_protected_is_not_void_when_something_newer_is_guarded() -> None:
     """The lead keeper has forgotten that it was agreed on, and this keeper was never told."""
     host = Host()
@@ -386,7 +376,7 @@ async def test_what_is_protected_is_not_void_when_something_newer_is_guarded() -
     assert host.held() == {id(1)}
 
 
-@in_loop
+@in_virtual_time
 async def test_what_is_guarded_is_agreed_on_though_nothing_else_says_so() -> None:
     """Its outcome was forgotten while parity of it was made."""
     host = Host()
@@ -397,7 +387,7 @@ async def test_what_is_guarded_is_agreed_on_though_nothing_else_says_so() -> Non
     assert host.told == [Voided(id(2), VOID), Agreed(id(1)), *host.told[2:]]
 
 
-@in_loop
+@in_virtual_time
 async def test_what_is_guarded_goes_by_a_resume_from_before_it() -> None:
     """Nobody is told of it then."""
     host = Host()
@@ -408,7 +398,7 @@ async def test_what_is_guarded_goes_by_a_resume_from_before_it() -> None:
     assert host.agreement.report().guarded_by_all is None
 
 
-@in_loop
+@in_virtual_time
 async def test_what_was_agreed_on_is_not_void_because_a_new_lead_keeper_has_lost_it() -> None:
     """Its keeper has nothing of it, and does not know better. It may be what is guarded."""
     host = Host()
@@ -422,7 +412,7 @@ async def test_what_was_agreed_on_is_not_void_because_a_new_lead_keeper_has_lost
     assert not any(isinstance(event, Voided) for event in host.told)
 
 
-@in_loop
+@in_virtual_time
 async def test_parity_of_something_newer_does_not_hide_that_of_what_is_asked_for() -> None:
     """A lead keeper has had all make parity of step 2, and has died; the next one asks for that of
     step 1, of which it has heard. Told of step 2 alone, it waited for ever."""
@@ -436,7 +426,7 @@ async def test_parity_of_something_newer_does_not_hide_that_of_what_is_asked_for
     assert host.agreement.report().attempt == "other/1"
 
 
-@in_loop
+@in_virtual_time
 async def test_what_is_being_flushed_is_agreed_on_however_old_it_is() -> None:
     """A keeper that has taken the place of another is handed an image whose outcome the lead keeper
     has forgotten, as later ones are known; it was void, and the checkpoint never came to storage."""

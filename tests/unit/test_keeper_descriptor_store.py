@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from support.kept_memory import RUN, Told, capture, kept, run, state_of, trainer
+from support.kept_memory import RUN, Told, capture, in_loop, kept, run, state_of, trainer
 from support.service_manager import ServiceManager, service_manager
 
 from holdfast.storage.arenas.label import GenerationId
@@ -47,78 +47,70 @@ async def two_steps(manager: ServiceManager) -> None:
             await told.until(Agreed)
 
 
-def test_a_keeper_that_is_started_anew_has_what_the_one_before_had(manager: ServiceManager) -> None:
+@in_loop
+async def test_a_keeper_that_is_started_anew_has_what_the_one_before_had(
+    manager: ServiceManager,
+) -> None:
     """Also where no trainer is left to hand it over, and it is known to be agreed on."""
-
-    async def body() -> None:
-        await two_steps(manager)
-        async with kept(store=store_of(manager)) as (keeper, _):
-            held = {one.generation: one.agreed for one in keeper.pool.generations.restorable()}
-            assert held == {GenerationId(3, 1): True, GenerationId(3, 2): True}
-            (image,) = keeper.pool.images(GenerationId(3, 2))
-            expected = state_of(2)["w0"].numpy().tobytes()
-            assert expected in bytes(image.memory.view)
-
-    run(body)
+    await two_steps(manager)
+    async with kept(store=store_of(manager)) as (keeper, _):
+        held = {one.generation: one.agreed for one in keeper.pool.generations.restorable()}
+        assert held == {GenerationId(3, 1): True, GenerationId(3, 2): True}
+        (image,) = keeper.pool.images(GenerationId(3, 2))
+        expected = state_of(2)["w0"].numpy().tobytes()
+        assert expected in bytes(image.memory.view)
 
 
-def test_what_is_given_up_is_kept_no_longer(manager: ServiceManager) -> None:
+@in_loop
+async def test_what_is_given_up_is_kept_no_longer(manager: ServiceManager) -> None:
     """A resume drops later steps: a keeper that came after it would not know that."""
-
-    async def body() -> None:
-        await two_steps(manager)
-        assert len(manager.hear()) == 2
-        async with kept(store=store_of(manager)) as (keeper, folder), trainer(folder) as arena:
-            assert await arena.enter(Enter(4, 1))
-            (name,) = manager.hear()
-            assert name.startswith("agreed-")
-            assert [one.generation for one in keeper.pool.generations.restorable()] == [
-                GenerationId(3, 1)
-            ]
-
-    run(body)
+    await two_steps(manager)
+    assert len(manager.hear()) == 2
+    async with kept(store=store_of(manager)) as (keeper, folder), trainer(folder) as arena:
+        assert await arena.enter(Enter(4, 1))
+        (name,) = manager.hear()
+        assert name.startswith("agreed-")
+        assert [one.generation for one in keeper.pool.generations.restorable()] == [
+            GenerationId(3, 1)
+        ]
 
 
-def test_memory_that_others_may_have_mapped_is_not_filled_again(manager: ServiceManager) -> None:
+@in_loop
+async def test_memory_that_others_may_have_mapped_is_not_filled_again(
+    manager: ServiceManager,
+) -> None:
     """A trainer of an older epoch may have been stopped, and wake up: nobody knows of it now."""
-
-    async def body() -> None:
-        await two_steps(manager)
-        before = {os.fstat(fd).st_ino for _, fd in manager.kept}
-        async with kept(store=store_of(manager)) as (keeper, folder), trainer(folder) as arena:
-            assert await arena.enter(Enter(4, 2))
-            for step in (3, 4, 5):
-                told = Told()
-                slot = await capture(arena, step, told)
-                assert os.fstat(slot.memory.fd).st_ino not in before
-                await told.until(Agreed)
-            assert {one.generation.epoch for one in keeper.pool.generations.restorable()} == {4}
-
-    run(body)
-
-
-def test_a_trainer_hands_over_what_was_kept_already(manager: ServiceManager) -> None:
-    """It may fill that memory again: nobody of an older epoch can have had it."""
-
-    async def body() -> None:
-        async with kept(store=store_of(manager)) as (_, folder), trainer(folder) as arena:
-            assert await arena.enter(Enter(3, None))
+    await two_steps(manager)
+    before = {os.fstat(fd).st_ino for _, fd in manager.kept}
+    async with kept(store=store_of(manager)) as (keeper, folder), trainer(folder) as arena:
+        assert await arena.enter(Enter(4, 2))
+        for step in (3, 4, 5):
             told = Told()
-            slot = await capture(arena, 1, told)
+            slot = await capture(arena, step, told)
+            assert os.fstat(slot.memory.fd).st_ino not in before
             await told.until(Agreed)
-            number = os.fstat(slot.memory.fd).st_ino
-            label = next(fd for _, fd in manager.handed_over() if os.fstat(fd).st_ino != number)
-            memory = os.dup(slot.memory.fd)
-        async with kept(store=store_of(manager)) as (keeper, folder), trainer(folder) as arena:
-            assert await arena.enter(Enter(3, None))
-            await arena._done(Adopt(os.fstat(memory).st_size), [memory, label])
-            assert len(keeper.pool.slots) == 1
-            (slots,) = keeper.pool.slots.values()
-            assert os.fstat(slots.memory.fd).st_ino == number
-        os.close(memory)
-        os.close(label)
+        assert {one.generation.epoch for one in keeper.pool.generations.restorable()} == {4}
 
-    run(body)
+
+@in_loop
+async def test_a_trainer_hands_over_what_was_kept_already(manager: ServiceManager) -> None:
+    """It may fill that memory again: nobody of an older epoch can have had it."""
+    async with kept(store=store_of(manager)) as (_, folder), trainer(folder) as arena:
+        assert await arena.enter(Enter(3, None))
+        told = Told()
+        slot = await capture(arena, 1, told)
+        await told.until(Agreed)
+        number = os.fstat(slot.memory.fd).st_ino
+        label = next(fd for _, fd in manager.handed_over() if os.fstat(fd).st_ino != number)
+        memory = os.dup(slot.memory.fd)
+    async with kept(store=store_of(manager)) as (keeper, folder), trainer(folder) as arena:
+        assert await arena.enter(Enter(3, None))
+        await arena._done(Adopt(os.fstat(memory).st_size), [memory, label])
+        assert len(keeper.pool.slots) == 1
+        (slots,) = keeper.pool.slots.values()
+        assert os.fstat(slots.memory.fd).st_ino == number
+    os.close(memory)
+    os.close(label)
 
 
 def test_images_of_another_run_and_what_is_none_are_given_up(manager: ServiceManager) -> None:
@@ -146,21 +138,18 @@ def test_images_of_another_run_and_what_is_none_are_given_up(manager: ServiceMan
     run(body)
 
 
-def test_a_manager_that_does_not_listen_is_no_reason_to_fail(manager: ServiceManager) -> None:
+@in_loop
+async def test_a_manager_that_does_not_listen_is_no_reason_to_fail(manager: ServiceManager) -> None:
     """Steps are kept as without it."""
-
-    async def body() -> None:
-        store = store_of(manager)
-        manager.close()
-        os.unlink(manager.address)
-        async with kept(store=store) as (keeper, folder), trainer(folder) as arena:
-            assert await arena.enter(Enter(3, None))
-            told = Told()
-            await capture(arena, 1, told)
-            await told.until(Agreed)
-            assert len(keeper.pool.generations.restorable()) == 1
-
-    run(body)
+    store = store_of(manager)
+    manager.close()
+    os.unlink(manager.address)
+    async with kept(store=store) as (keeper, folder), trainer(folder) as arena:
+        assert await arena.enter(Enter(3, None))
+        told = Told()
+        await capture(arena, 1, told)
+        await told.until(Agreed)
+        assert len(keeper.pool.generations.restorable()) == 1
 
 
 def test_the_environment_says_where_it_is() -> None:

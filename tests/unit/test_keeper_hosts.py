@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.kept_hosts import TOKEN, KeptHosts, kept_hosts
-from support.kept_memory import Told, pinned, run, state_of
+from support.kept_memory import Told, in_loop, pinned, run, state_of
 from support.servers.proxy import FaultProxy, Faults
 
 import holdfast
@@ -84,130 +84,117 @@ def test_a_step_is_agreed_on_and_protected_and_written_by_all_keepers(tmp_path: 
     ("mode", "count", "lost"),
     [("copy", 2, "a"), ("xor", 3, "b"), ("pq", 4, "bd")],
 )
-def test_lost_hosts_are_made_up_for(mode: str, count: int, lost: str) -> None:
+@in_loop
+async def test_lost_hosts_are_made_up_for(mode: str, count: int, lost: str) -> None:
     """Their images are made again on what is left, byte for byte; the job goes on there, and is
     protected anew."""
-
-    async def body() -> None:
-        async with kept_hosts(mode, *([rank] for rank in range(count))) as job:
-            await job.step(1, Protected)
-            newest = GenerationId(0, 1)
-            images = [await job.image(newest, rank, "abcd"[rank]) for rank in range(count)]
-            for name in lost:
-                await job.lose(name)
-            for name in lost:
-                await job.add(f"new-{name}", ["abcd".index(name)])
-            (choice,), problems = job.choices()
-            assert problems == []
-            assert choice.generation == newest
-            assert {one.rank for one in choice.rebuilt} == {"abcd".index(name) for name in lost}
-            assert await job.rebuild(choice) == []
-            for rank, (name, *_) in enumerate(choice.holders):
-                assert await job.image(newest, rank, name) == images[rank]
-            await job.enter(1)
-            await job.step(2, Protected)
-            assert {h.keeper.status().protected for h in job.hosts.values()} == {GenerationId(1, 2)}
-
-    run(body)
+    async with kept_hosts(mode, *([rank] for rank in range(count))) as job:
+        await job.step(1, Protected)
+        newest = GenerationId(0, 1)
+        images = [await job.image(newest, rank, "abcd"[rank]) for rank in range(count)]
+        for name in lost:
+            await job.lose(name)
+        for name in lost:
+            await job.add(f"new-{name}", ["abcd".index(name)])
+        (choice,), problems = job.choices()
+        assert problems == []
+        assert choice.generation == newest
+        assert {one.rank for one in choice.rebuilt} == {"abcd".index(name) for name in lost}
+        assert await job.rebuild(choice) == []
+        for rank, (name, *_) in enumerate(choice.holders):
+            assert await job.image(newest, rank, name) == images[rank]
+        await job.enter(1)
+        await job.step(2, Protected)
+        assert {h.keeper.status().protected for h in job.hosts.values()} == {GenerationId(1, 2)}
 
 
 @pytest.mark.parametrize(("mode", "count"), [("pq", 4), ("xor", 3)])
-def test_a_host_that_is_lost_during_a_rebuild(mode: str, count: int) -> None:
+@in_loop
+async def test_a_host_that_is_lost_during_a_rebuild(mode: str, count: int) -> None:
     """The rebuild leaves that host out if parity allows, or else ends with the reason."""
-
-    async def body() -> None:
-        async with kept_hosts(mode, *([rank] for rank in range(count))) as job:
-            await job.step(1, Protected)
-            await job.lose("a")
-            (choice,), _ = job.choices()
-            (lost,) = choice.rebuilt
-            gone = next(name for name in "bcd" if name != lost.at)
-            with FaultProxy(("127.0.0.1", job.hosts[gone].port)) as proxy:
-                keeper = job.hosts[gone].keeper
-                keeper.serves_at(proxy.endpoint.removeprefix("http://"), TOKEN)
-                proxy.faults = Faults(refuse=True)
-                problems = await job.rebuild(choice)
-            await job.lose(gone)
-            if mode == "xor":
-                assert "cannot be rebuilt" in problems[0]
-                assert job.choices()[0] == []
-                return
-            assert problems == []
-            (choice,), _ = job.choices()
-            assert [one.rank for one in choice.rebuilt] == ["abcd".index(gone)]
-            assert await job.rebuild(choice) == []
-
-    run(body)
+    async with kept_hosts(mode, *([rank] for rank in range(count))) as job:
+        await job.step(1, Protected)
+        await job.lose("a")
+        (choice,), _ = job.choices()
+        (lost,) = choice.rebuilt
+        gone = next(name for name in "bcd" if name != lost.at)
+        with FaultProxy(("127.0.0.1", job.hosts[gone].port)) as proxy:
+            keeper = job.hosts[gone].keeper
+            keeper.serves_at(proxy.endpoint.removeprefix("http://"), TOKEN)
+            proxy.faults = Faults(refuse=True)
+            problems = await job.rebuild(choice)
+        await job.lose(gone)
+        if mode == "xor":
+            assert "cannot be rebuilt" in problems[0]
+            assert job.choices()[0] == []
+            return
+        assert problems == []
+        (choice,), _ = job.choices()
+        assert [one.rank for one in choice.rebuilt] == ["abcd".index(gone)]
+        assert await job.rebuild(choice) == []
 
 
-def test_an_image_that_is_made_again_for_a_trainer_that_has_ended_is_not_kept_for_it() -> None:
+@in_loop
+async def test_an_image_that_is_made_again_for_a_trainer_that_has_ended_is_not_kept_for_it() -> (
+    None
+):
     """Nobody would ever say that it has been read, and its slot would be filled no more."""
-
-    async def body() -> None:
-        async with kept_hosts("xor", [0], [1], [2]) as job:
-            await job.step(1, Protected)
-            await job.lose("a")
-            (choice,), _ = job.choices()
-            (lost,) = choice.rebuilt
-            keeper = job.hosts[lost.at].keeper
-            (trainer,) = keeper._trainers
-            gone = replace(trainer, number=99, pid=-1)
-            peers = tuple(stock.host for stock in job.stocks())
-            request = Rebuild(choice.generation, lost.rank, lost.group, lost.lost, peers)
-            answer, _ = await keeper._rebuild(gone, request, [])
-            assert isinstance(answer, Done)
-            assert not any(slot.readers for slot in keeper.pool.generations._slots.values())
-
-    run(body)
+    async with kept_hosts("xor", [0], [1], [2]) as job:
+        await job.step(1, Protected)
+        await job.lose("a")
+        (choice,), _ = job.choices()
+        (lost,) = choice.rebuilt
+        keeper = job.hosts[lost.at].keeper
+        (trainer,) = keeper._trainers
+        gone = replace(trainer, number=99, pid=-1)
+        peers = tuple(stock.host for stock in job.stocks())
+        request = Rebuild(choice.generation, lost.rank, lost.group, lost.lost, peers)
+        answer, _ = await keeper._rebuild(gone, request, [])
+        assert isinstance(answer, Done)
+        assert not any(slot.readers for slot in keeper.pool.generations._slots.values())
 
 
-def test_an_image_that_is_made_again_is_told_of_once_it_can_be_read(
+@in_loop
+async def test_an_image_that_is_made_again_is_told_of_once_it_can_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the keeper does meanwhile: others might ask for it as soon as they know of it."""
+    async with kept_hosts("xor", [0], [1], [2]) as job:
+        await job.step(1, Protected)
+        await job.lose("a")
+        (choice,), _ = job.choices()
+        keeper = job.hosts[choice.rebuilt[0].at].keeper
 
-    async def body() -> None:
-        async with kept_hosts("xor", [0], [1], [2]) as job:
-            await job.step(1, Protected)
-            await job.lose("a")
-            (choice,), _ = job.choices()
-            keeper = job.hosts[choice.rebuilt[0].at].keeper
+        async def offload(work: Callable[..., object], *args: object) -> object:
+            for held in keeper.inventory().generations:
+                images = keeper.pool.images(held.generation)
+                assert [image.label.rank for image in images] == list(held.ranks)
+            looked.append(work)
+            return await real(work, *args)
 
-            async def offload(work: Callable[..., object], *args: object) -> object:
-                for held in keeper.inventory().generations:
-                    images = keeper.pool.images(held.generation)
-                    assert [image.label.rank for image in images] == list(held.ranks)
-                looked.append(work)
-                return await real(work, *args)
-
-            looked: list[object] = []
-            real = slot_memory.offload
-            monkeypatch.setattr(slot_memory, "offload", offload)
-            assert await job.rebuild(choice) == []
-            assert looked != []
-
-    run(body)
+        looked: list[object] = []
+        real = slot_memory.offload
+        monkeypatch.setattr(slot_memory, "offload", offload)
+        assert await job.rebuild(choice) == []
+        assert looked != []
 
 
-def test_a_flush_that_others_have_let_go_of_ends(tmp_path: Path) -> None:
+@in_loop
+async def test_a_flush_that_others_have_let_go_of_ends(tmp_path: Path) -> None:
     """They do when a resume comes. The lead keeper does not try for ever, and gives back what it
     has kept for that."""
-
-    async def body() -> None:
-        async with kept_hosts("off", [0], [1]) as job:
-            (tmp_path / "file").write_bytes(b"")  # in the way of what is flushed
-            for name, rank in ("a", 0), ("b", 1):
-                arena = job.hosts[name].arenas[rank]
-                assert await arena.flush(Flush(1, str(tmp_path / "file" / "c")))
-            told = await job.step(1)
-            failed = await told[0].until(FlushFailed)
-            assert isinstance(failed, FlushFailed)
-            assert not failed.final
-            await job.enter(1)
-            generations = job.hosts["a"].keeper.pool.generations
-            await until(lambda: not pinned(generations), "nothing is kept for the flush")
-
-    run(body)
+    async with kept_hosts("off", [0], [1]) as job:
+        (tmp_path / "file").write_bytes(b"")  # in the way of what is flushed
+        for name, rank in ("a", 0), ("b", 1):
+            arena = job.hosts[name].arenas[rank]
+            assert await arena.flush(Flush(1, str(tmp_path / "file" / "c")))
+        told = await job.step(1)
+        failed = await told[0].until(FlushFailed)
+        assert isinstance(failed, FlushFailed)
+        assert not failed.final
+        await job.enter(1)
+        generations = job.hosts["a"].keeper.pool.generations
+        await until(lambda: not pinned(generations), "nothing is kept for the flush")
 
 
 async def posted(job: KeptHosts, body: bytes, token: str = TOKEN) -> int:
@@ -229,95 +216,83 @@ async def posted(job: KeptHosts, body: bytes, token: str = TOKEN) -> int:
     return await asyncio.to_thread(post)
 
 
-def test_reports_that_make_no_sense_are_refused() -> None:
+@in_loop
+async def test_reports_that_make_no_sense_are_refused() -> None:
     """By who they are from, and of when; the keeper lives."""
-
-    async def body() -> None:
-        async with kept_hosts("off", [0], [1]) as job:
-            report = codec(Report).encode
-            assert await posted(job, report(Report("b", 0))) == 200
-            assert await posted(job, report(Report("b", 0)), "0" * 32) == 401
-            assert await posted(job, report(Report("x", 0))) == 409
-            assert await posted(job, report(Report("b", -1))) == 409
-            assert await posted(job, report(Report("b", 7))) == 503
-            for nonsense in (b"", b"[]", b"\0" * 1000, report(Report("b", 0))[:-3]):
-                assert await posted(job, nonsense) == 400
-            told = await job.step(1)
-            assert all(Agreed in kinds(one) for one in told)
-
-    run(body)
+    async with kept_hosts("off", [0], [1]) as job:
+        report = codec(Report).encode
+        assert await posted(job, report(Report("b", 0))) == 200
+        assert await posted(job, report(Report("b", 0)), "0" * 32) == 401
+        assert await posted(job, report(Report("x", 0))) == 409
+        assert await posted(job, report(Report("b", -1))) == 409
+        assert await posted(job, report(Report("b", 7))) == 503
+        for nonsense in (b"", b"[]", b"\0" * 1000, report(Report("b", 0))[:-3]):
+            assert await posted(job, nonsense) == 400
+        told = await job.step(1)
+        assert all(Agreed in kinds(one) for one in told)
 
 
-def test_a_flush_whose_lead_keeper_dies_goes_on_with_the_next_one(tmp_path: Path) -> None:
+@in_loop
+async def test_a_flush_whose_lead_keeper_dies_goes_on_with_the_next_one(tmp_path: Path) -> None:
     """Trainers of other hosts wait for it. It learns from their keepers that the step is agreed on,
     though later ones are by now, and from its own trainer that it is to be in storage."""
-
-    async def body() -> None:
-        async with kept_hosts("off", [0], [1]) as job:
-            a, b = (job.hosts[name] for name in "ab")
-            flush = Flush(1, str(tmp_path / "c"))
-            assert await b.arenas[1].flush(flush)  # and not by rank 0
-            told = await job.step(1)
-            later = await job.step(2)
-            assert all(Agreed in kinds(one) for one in (*told, *later))
-            a.keeper._agreement.reporting.lead = Lead("another")
-            a.keeper._agreement.reporting.hosts = ()
-            await a.arenas[0].enter(a.arenas[0]._enters)
-            assert FlushFailed not in kinds(told[1])
-            assert await a.arenas[0].flush(flush)
-            for one in told:
-                assert isinstance(await one.until((Durable, FlushFailed)), Durable)
-            assert pinned(b.keeper.pool.generations) == []
-
-    run(body)
+    async with kept_hosts("off", [0], [1]) as job:
+        a, b = (job.hosts[name] for name in "ab")
+        flush = Flush(1, str(tmp_path / "c"))
+        assert await b.arenas[1].flush(flush)  # and not by rank 0
+        told = await job.step(1)
+        later = await job.step(2)
+        assert all(Agreed in kinds(one) for one in (*told, *later))
+        a.keeper._agreement.reporting.lead = Lead("another")
+        a.keeper._agreement.reporting.hosts = ()
+        await a.arenas[0].enter(a.arenas[0]._enters)
+        assert FlushFailed not in kinds(told[1])
+        assert await a.arenas[0].flush(flush)
+        for one in told:
+            assert isinstance(await one.until((Durable, FlushFailed)), Durable)
+        assert pinned(b.keeper.pool.generations) == []
 
 
-def test_a_flush_of_what_the_next_lead_keeper_has_lost_ends(tmp_path: Path) -> None:
+@in_loop
+async def test_a_flush_of_what_the_next_lead_keeper_has_lost_ends(tmp_path: Path) -> None:
     """Its trainer had no image to hand over. Those of other hosts do not wait for it until their
     deadline, and their slots are of use again."""
-
-    async def body() -> None:
-        async with kept_hosts("off", [0], [1]) as job:
-            a, b = (job.hosts[name] for name in "ab")
-            assert await b.arenas[1].flush(Flush(1, str(tmp_path / "c")))
-            _, told = await job.step(1)
-            await job.step(2)
-            a.keeper._agreement.reporting.lead = Lead("another")
-            a.keeper._agreement.reporting.hosts = ()
-            slots = a.keeper.pool.generations._slots
-            (number,) = [number for number, slot in slots.items() if slot.generation.step == 1]
-            del slots[number]
-            await a.arenas[0].enter(a.arenas[0]._enters)
-            event = await told.until(FlushFailed)
-            assert isinstance(event, FlushFailed)
-            assert event.final
-            assert event.text.startswith("some images of this step are no longer in memory")
-            assert pinned(b.keeper.pool.generations) == []
-
-    run(body)
+    async with kept_hosts("off", [0], [1]) as job:
+        a, b = (job.hosts[name] for name in "ab")
+        assert await b.arenas[1].flush(Flush(1, str(tmp_path / "c")))
+        _, told = await job.step(1)
+        await job.step(2)
+        a.keeper._agreement.reporting.lead = Lead("another")
+        a.keeper._agreement.reporting.hosts = ()
+        slots = a.keeper.pool.generations._slots
+        (number,) = [number for number, slot in slots.items() if slot.generation.step == 1]
+        del slots[number]
+        await a.arenas[0].enter(a.arenas[0]._enters)
+        event = await told.until(FlushFailed)
+        assert isinstance(event, FlushFailed)
+        assert event.final
+        assert event.text.startswith("some images of this step are no longer in memory")
+        assert pinned(b.keeper.pool.generations) == []
 
 
-def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_path: Path) -> None:
+@in_loop
+async def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_path: Path) -> None:
     """Trainers of this host alone want it in storage, as where rank 0 asked a keeper that has died.
     Two such steps took the slots that all later steps needed. The last one ends once the lead keeper
     has given its slot to a later step."""
-
-    async def body() -> None:
-        async with kept_hosts("off", [0], [1]) as job:
-            told = {}
-            for step in (1, 2):
-                flush = Flush(step, str(tmp_path / "c"))
-                assert await job.hosts["b"].arenas[1].flush(flush)
-                _, told[step] = await job.step(step)
-            event = await told[1].until(FlushFailed)
-            assert isinstance(event, FlushFailed)
-            assert event.final
-            assert event.text == "a later step is flushed instead of this one"
-            for step in (3, 4, 5):
-                assert all(Agreed in kinds(one) for one in await job.step(step)), step
-            event = await told[2].until(FlushFailed)
-            assert isinstance(event, FlushFailed)
-            assert event.text.startswith("some images of this step are no longer in memory")
-            assert pinned(job.hosts["b"].keeper.pool.generations) == []
-
-    run(body)
+    async with kept_hosts("off", [0], [1]) as job:
+        told = {}
+        for step in (1, 2):
+            flush = Flush(step, str(tmp_path / "c"))
+            assert await job.hosts["b"].arenas[1].flush(flush)
+            _, told[step] = await job.step(step)
+        event = await told[1].until(FlushFailed)
+        assert isinstance(event, FlushFailed)
+        assert event.final
+        assert event.text == "a later step is flushed instead of this one"
+        for step in (3, 4, 5):
+            assert all(Agreed in kinds(one) for one in await job.step(step)), step
+        event = await told[2].until(FlushFailed)
+        assert isinstance(event, FlushFailed)
+        assert event.text.startswith("some images of this step are no longer in memory")
+        assert pinned(job.hosts["b"].keeper.pool.generations) == []

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from support.clock import run_virtual
+from support.clock import in_virtual_time
 
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId
@@ -52,46 +52,42 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_an_answer_of_a_lead_keeper_that_has_died_is_not_followed_after_one_of_the_next() -> None:
+@in_virtual_time
+async def test_an_answer_of_a_lead_keeper_that_has_died_is_not_followed_after_one_of_the_next() -> (
+    None
+):
     """It answers a question from before the next one was heard. That which the next one answers
     later is followed."""
-
-    async def body() -> None:
-        keeper = Reporter("b")
-        keeper.enter(1, HOSTS, ())
-        first = await keeper.reports.get()  # it waits for news
-        await keeper.tell()
-        second = await keeper.reports.get()
-        second.set_result(Standing("y/1", 1))
-        await settled()
-        first.set_result(Standing("x/7", 1))
-        await settled()
-        assert [standing.version for standing in keeper.followed] == ["y/1"]
-        assert keeper.problems == []
-        third = await keeper.reports.get()
-        third.set_result(Standing("z/1", 1))
-        await settled()
-        assert [standing.version for standing in keeper.followed] == ["y/1", "z/1"]
-        assert keeper.problems == []
-        await keeper.close()
-
-    run_virtual(body())
+    keeper = Reporter("b")
+    keeper.enter(1, HOSTS, ())
+    first = await keeper.reports.get()  # it waits for news
+    await keeper.tell()
+    second = await keeper.reports.get()
+    second.set_result(Standing("y/1", 1))
+    await settled()
+    first.set_result(Standing("x/7", 1))
+    await settled()
+    assert [standing.version for standing in keeper.followed] == ["y/1"]
+    assert keeper.problems == []
+    third = await keeper.reports.get()
+    third.set_result(Standing("z/1", 1))
+    await settled()
+    assert [standing.version for standing in keeper.followed] == ["y/1", "z/1"]
+    assert keeper.problems == []
+    await keeper.close()
 
 
-def test_the_lead_keeper_hears_itself_until_it_has_nothing_to_say() -> None:
+@in_virtual_time
+async def test_the_lead_keeper_hears_itself_until_it_has_nothing_to_say() -> None:
     """What it follows is news for it, too: else nothing would be protected until another keeper
     says something."""
-
-    async def body() -> None:
-        keeper = Reporter("a")
-        keeper.lead = Lead("x")
-        keeper.enter(1, HOSTS, ())
-        known = GenerationId(0, 3)
-        keeper.lead.hear(Report("b", 1, guarded_by_all=known))
-        await keeper.tell()
-        assert keeper.told == known
-        assert keeper.lead.standing().protected == known
-        assert keeper.followed[-1] == keeper.lead.standing()
-        await keeper.close()
-
-    run_virtual(body())
+    keeper = Reporter("a")
+    keeper.lead = Lead("x")
+    keeper.enter(1, HOSTS, ())
+    known = GenerationId(0, 3)
+    keeper.lead.hear(Report("b", 1, guarded_by_all=known))
+    await keeper.tell()
+    assert keeper.told == known
+    assert keeper.lead.standing().protected == known
+    assert keeper.followed[-1] == keeper.lead.standing()
+    await keeper.close()

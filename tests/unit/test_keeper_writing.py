@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.clock import run_virtual
+from support.clock import in_virtual_time, run_virtual
 from support.kept_memory import pinned
 
 from holdfast.errors import SaveError, StorageError, SupersededError
@@ -112,107 +112,91 @@ class Waiting:
         return sorted(slot.generation.step for slot in pinned(self.generations) if slot.generation)
 
 
-def test_a_later_step_takes_the_place_of_one_that_waits_and_not_of_one_being_written() -> None:
+@in_virtual_time
+async def test_a_later_step_takes_the_place_of_one_that_waits_and_not_of_one_being_written() -> (
+    None
+):
     """Or storage that is slower than steps come would never have one of them."""
-
-    async def body() -> None:
-        waiting = Waiting()
-        await waiting.want(4)
-        await waiting.follow(order=4)
-        await waiting.want(8)
-        assert waiting.reads() == [4, 8]
-        await waiting.want(12)
-        assert waiting.reads() == [4, 12]
-        assert waiting.failed() == [8]
-
-    run_virtual(body())
+    waiting = Waiting()
+    await waiting.want(4)
+    await waiting.follow(order=4)
+    await waiting.want(8)
+    assert waiting.reads() == [4, 8]
+    await waiting.want(12)
+    assert waiting.reads() == [4, 12]
+    assert waiting.failed() == [8]
 
 
-def test_steps_before_one_that_has_ended_are_not_waited_for_any_longer() -> None:
+@in_virtual_time
+async def test_steps_before_one_that_has_ended_are_not_waited_for_any_longer() -> None:
     """How they ended has not come here: answers overtake each other, and say the newest end."""
-
-    async def body() -> None:
-        waiting = Waiting()
-        await waiting.want(4)
-        await waiting.follow(order=4)
-        await waiting.want(8)
-        await waiting.follow(ended=FlushEnd(GenerationId(0, 8), "attempt 8", problem="no room"))
-        assert waiting.reads() == []
-        assert waiting.failed() == [8, 4]
-        assert waiting.told[1].text.startswith("the flush of a later step has ended")
-
-    run_virtual(body())
+    waiting = Waiting()
+    await waiting.want(4)
+    await waiting.follow(order=4)
+    await waiting.want(8)
+    await waiting.follow(ended=FlushEnd(GenerationId(0, 8), "attempt 8", problem="no room"))
+    assert waiting.reads() == []
+    assert waiting.failed() == [8, 4]
+    assert waiting.told[1].text.startswith("the flush of a later step has ended")
 
 
-def test_an_end_that_is_not_final_ends_nothing_else() -> None:
+@in_virtual_time
+async def test_an_end_that_is_not_final_ends_nothing_else() -> None:
     """It is tried again, and steps before it stay for that."""
-
-    async def body() -> None:
-        waiting = Waiting()
-        await waiting.want(4)
-        await waiting.follow(order=4)
-        await waiting.want(8)
-        end = FlushEnd(GenerationId(0, 4), "attempt 4", problem="storage is away", final=False)
-        await waiting.follow(ended=end)
-        assert waiting.reads() == [4, 8]
-
-    run_virtual(body())
+    waiting = Waiting()
+    await waiting.want(4)
+    await waiting.follow(order=4)
+    await waiting.want(8)
+    end = FlushEnd(GenerationId(0, 4), "attempt 4", problem="storage is away", final=False)
+    await waiting.follow(ended=end)
+    assert waiting.reads() == [4, 8]
 
 
-def test_who_asks_again_for_what_has_ended_is_told_how() -> None:
+@in_virtual_time
+async def test_who_asks_again_for_what_has_ended_is_told_how() -> None:
     """The line of a trainer was cut meanwhile, or its keeper has died."""
-
-    async def body() -> None:
-        waiting = Waiting()
-        end = FlushEnd(GenerationId(0, 8), "attempt 8", 100)
-        await waiting.follow(ended=end)
-        waiting.told.clear()
-        await waiting.want(4)
-        assert waiting.failed() == [4]
-        waiting.told.clear()
-        await waiting.want(8)
-        assert waiting.told == [Durable(GenerationId(0, 8), "attempt 8", 100)]
-        assert waiting.reads() == []
-        await waiting.want(12)
-        assert waiting.reads() == [12]
-
-    run_virtual(body())
+    waiting = Waiting()
+    end = FlushEnd(GenerationId(0, 8), "attempt 8", 100)
+    await waiting.follow(ended=end)
+    waiting.told.clear()
+    await waiting.want(4)
+    assert waiting.failed() == [4]
+    waiting.told.clear()
+    await waiting.want(8)
+    assert waiting.told == [Durable(GenerationId(0, 8), "attempt 8", 100)]
+    assert waiting.reads() == []
+    await waiting.want(12)
+    assert waiting.reads() == [12]
 
 
-def test_who_asks_again_for_what_waits_changes_nothing() -> None:
+@in_virtual_time
+async def test_who_asks_again_for_what_waits_changes_nothing() -> None:
     """It is kept for that once, and given back once."""
-
-    async def body() -> None:
-        waiting = Waiting()
-        await waiting.want(4)
-        waiting.writing.want(GenerationId(0, 4), Flush(4, "storage"))
-        await waiting.settle()
-        assert waiting.writing.waiting(0) == (GenerationId(0, 4),)
-        await waiting.follow(ended=FlushEnd(GenerationId(0, 4), "attempt 4", 100))
-        assert waiting.reads() == []
-
-    run_virtual(body())
+    waiting = Waiting()
+    await waiting.want(4)
+    waiting.writing.want(GenerationId(0, 4), Flush(4, "storage"))
+    await waiting.settle()
+    assert waiting.writing.waiting(0) == (GenerationId(0, 4),)
+    await waiting.follow(ended=FlushEnd(GenerationId(0, 4), "attempt 4", 100))
+    assert waiting.reads() == []
 
 
-def test_what_is_not_handed_over_whole_is_not_waited_for() -> None:
+@in_virtual_time
+async def test_what_is_not_handed_over_whole_is_not_waited_for() -> None:
     """One rank of this host has nothing of it, and has gone on: what the keeper before had is lost."""
-
-    async def body() -> None:
-        waiting = Waiting()
-        assert waiting.generations.enter(2, 1, 0, None) is None
-        waiting.ranks = 2
-        id = GenerationId(0, 4)
-        assert isinstance(waiting.generations.adopt(1, id, 0, 2, 100), int)
-        assert waiting.generations.agreed(id)
-        waiting.writing.want(id, Flush(4, "storage"))
-        await waiting.settle()
-        assert waiting.told == []
-        assert waiting.reads() == []
-        assert isinstance(waiting.generations.fill(2, 1, 5, 100, 2), Grant)
-        await waiting.follow()
-        assert waiting.failed() == [4]
-
-    run_virtual(body())
+    waiting = Waiting()
+    assert waiting.generations.enter(2, 1, 0, None) is None
+    waiting.ranks = 2
+    id = GenerationId(0, 4)
+    assert isinstance(waiting.generations.adopt(1, id, 0, 2, 100), int)
+    assert waiting.generations.agreed(id)
+    waiting.writing.want(id, Flush(4, "storage"))
+    await waiting.settle()
+    assert waiting.told == []
+    assert waiting.reads() == []
+    assert isinstance(waiting.generations.fill(2, 1, 5, 100, 2), Grant)
+    await waiting.follow()
+    assert waiting.failed() == [4]
 
 
 class Peers:
