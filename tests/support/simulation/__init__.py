@@ -5,7 +5,7 @@ one seed.
 ``schedule``   what a run does: storage, actors, faults, delays; made from a seed, and written down to be replayed
 ``posix``      a file system with a volatile and a durable side, under the real local driver
 ``remote``     an object store, and HDFS, with requests that are refused, lost, late or done twice
-``engine``     the real engine without threads, with small chunks, and what is pure remembered
+``engine``     the real engine without threads, with small chunks
 ``world``      one run: processes, storage, faults at their moment
 ``actors``     saves, loads, copies, pruning, as jobs of several ranks
 ``endings``    what is left when everybody dies at some moment of a run, or when it is over

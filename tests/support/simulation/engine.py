@@ -2,9 +2,7 @@
 
 Replaced are: the clock, random names, the name of a host, the worker threads, the system calls of
 the local driver, and the pauses between two looks at the job's store (a look that could find
-nothing new is left out). Pure functions of bytes are remembered between runs: the plan of a rank,
-what to read of a checkpoint, and the way from a manifest to its bytes and back. All else is the
-product.
+nothing new is left out). All else is the product.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time as real_time
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from dataclasses import fields
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,8 +23,7 @@ from holdfast.drivers.local import tree as local_tree
 from holdfast.drivers.threads import OperationThreads
 from holdfast.errors import StorageError
 from holdfast.planner import image
-from holdfast.storage.format import fragment, manifest, packed
-from holdfast.storage.operations import rounds
+from holdfast.storage.format import manifest, packed
 from holdfast.storage.operations.loading import load
 from holdfast.storage.operations.maintenance import copy, prune
 from holdfast.storage.operations.reading import reader
@@ -211,15 +207,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     yield local, "OperationThreads", _NoThreads
     for module in (following, member, rendezvous, store_team):
         yield module, "asyncio", _Patient()
-    yield kept_save, "plan_save", _planned
-    yield save, "written_fragment", _told_once(save.written_fragment)
-    yield save, "merge", _merged_once(save.merge)
-    yield rounds, "decode_fragment", _decoded_once(rounds.decode_fragment)
     yield member, "host_key", lambda: getattr(PROCESS.get(), "host", None)
-    yield committed, "check_complete", _checked_once(committed.check_complete)
-    yield load, "plan_reads", _reads_planned(load.plan_reads)
-    yield manifest.Manifest, "decode", _decode(manifest.Manifest.decode)
-    yield manifest.Manifest, "encode", _encode(manifest.Manifest.encode)
 
 
 def _here() -> Host:
@@ -285,146 +273,9 @@ class _Patient:
             await store.changed(1.0)
 
 
-def _decoded_once(real: Any) -> Any:
-    """What is known of layouts is the same, or they are sent. Those that were sent are added to the
-    known ones, as if they were decoded."""
-
-    def decode(data: bytes, what: str, known: Any) -> Any:
-        remember = remembered("fragments received")
-        found = remember.get(data)
-        if found is None:
-            found = remember[data] = real(data, what, known)
-        known.update({group.layout.key: group.layout for group in found.groups})
-        return found
-
-    return decode
-
-
-def _merged_once(real: Any) -> Any:
-    """By the fragments, which are never changed: an id tells them as long as they are held here."""
-
-    def merged(fragments: Any, compression: Any) -> Any:
-        remember = remembered("merged")
-        key = (*map(id, fragments), compression)
-        if key not in remember:
-            remember[key] = list(fragments), real(fragments, compression)
-        return remember[key][1]
-
-    return merged
-
-
 def remembered(name: str) -> dict[Any, Any]:
     """What is remembered under a name; not without end."""
     known = _memory.setdefault(name, {})
     if len(known) > 3000:
         known.clear()
     return known
-
-
-def _decode(real: Any) -> Any:
-    def decode(data: bytes, what: str = "the manifest") -> Any:
-        known = remembered("decoded")
-        found = known.get(data)
-        if found is None:
-            found = known[data] = real(data, what)
-        return found
-
-    return staticmethod(decode)
-
-
-def _encode(real: Any) -> Any:
-    """By what it is made of: tables are never changed, so an id tells them as long as they are held
-    here."""
-
-    def encode(self: Any) -> bytes:
-        known, held, i = (
-            remembered("encoded"),
-            (self.tree, self.tensors, self.container, self.shards),
-            self.images,
-        )
-        stored = i.stored_nbytes
-        parts = (
-            i.rank.tobytes(),
-            i.hashed_nbytes.tobytes(),
-            i.digests.tobytes(),
-            stored is not None and stored.tobytes(),
-        )
-        key = (
-            self.compression,
-            self.attempt,
-            self.step,
-            self.world,
-            self.created_s,
-            *map(id, held),
-            *parts,
-        )
-        if key not in known:
-            known[key] = held, real(self)
-        return bytes(known[key][1])
-
-    return encode
-
-
-class _Told(fragment.Fragment):
-    """Encoded once for what is known of its layouts."""
-
-    def encode(self, known: Collection[bytes] = ()) -> bytes:
-        remember, key = remembered("told"), (id(self), frozenset(known))
-        if key not in remember:
-            remember[key] = self, super().encode(known)
-        return bytes(remember[key][1])
-
-
-def _told_once(real: Any) -> Any:
-    def of(attempt: Any, job: Any, plan: Any, written: Any, rank: int) -> Any:
-        remember, key = (
-            remembered("fragments"),
-            (
-                attempt.id,
-                job.step,
-                job.created_s,
-                job.compression,
-                id(plan),
-                written.digests.tobytes(),
-                written.stored_nbytes,
-                rank,
-            ),
-        )
-        if key not in remember:
-            made = real(attempt, job, plan, written, rank)
-            remember[key] = plan, _Told(made.head, made.groups)
-        return remember[key][1]
-
-    return of
-
-
-def _checked_once(real: Any) -> Any:
-    def check(m: Any, what: str) -> None:
-        known = remembered("complete")
-        if id(m) not in known:
-            real(m, what)
-            known[id(m)] = m
-
-    return check
-
-
-def _reads_planned(real: Any) -> Any:
-    def plan_reads(driver: Any, m: Any, targets: Any) -> Any:
-        known = remembered("reads")
-        columns = (getattr(targets, f.name).tobytes() for f in fields(targets))
-        traits = driver.traits
-        key = (id(m), traits.coalesce_nbytes, traits.piece_nbytes, *columns)
-        if key not in known:
-            known[key] = m, real(driver, m, targets)
-        return known[key][1]
-
-    return plan_reads
-
-
-def _planned(flat: Any, rank: int, agreed: Any, lazy: Any) -> Any:
-    known = remembered("planned")
-    told = agreed and (tuple(sorted(agreed.holders.items())), tuple(sorted(agreed.shares.items())))
-    key = (id(flat), rank, told)
-    if key not in known:
-        known[key] = flat, plan.plan_save(flat, rank, agreed, lazy)
-    return known[key][1]
