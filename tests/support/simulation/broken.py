@@ -400,13 +400,13 @@ def _takes_pieces_twice() -> Iterator[Patch]:
 
 @broken("ranks that load do not compare their manifests", 149)
 def _no_comparing() -> Iterator[Patch]:
-    async def judge(self: Any, reports: Any) -> Fit:
+    async def judge(check: Any, reports: Any) -> Fit:
         return Fit(Differences(), numbered([report.peers for report in reports]))
 
     async def any_of(statements: Any) -> Arrived:
         return Arrived(complete=True)
 
-    yield load._Judge, "judge", judge
+    yield load, "_judge", judge
     yield load, "_unanimous", any_of
 
 
